@@ -1,0 +1,50 @@
+"""The words of the API: layouts, quantisation modes and quantised payloads."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE_GROUP = 128
+"""Channels that share one scale."""
+
+UE8M0_PER_WORD = 4
+"""Power-of-two scales packed into one int32."""
+
+
+class Layout(enum.Enum):
+    """Order and shape of received rows (``docs/semantics.md``)."""
+
+    FLAT = 0
+    EXPERT_MAJOR = 1
+    EXPERT_PADDED = 2
+
+
+class Quantize(enum.Enum):
+    """Cast inside the send: FP8 E4M3 with one scale per 128 channels."""
+
+    FP8 = 1
+    FP8_POW2 = 2
+    FP8_UE8M0 = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A payload that the caller has quantised.
+
+    Attributes:
+        data: ``[T, H]`` float8 or int8.
+        scales: ``[T, S]`` float32 or int32 (opaque 4-byte words), any strides.
+    """
+
+    data: Tensor
+    scales: Tensor
+
+
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = (torch.float32, torch.int32)
+INDEX_DTYPES = (torch.int64, torch.int32)
