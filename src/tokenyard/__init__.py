@@ -1,0 +1,28 @@
+"""tokenyard: expert-parallel MoE dispatch and combine in pure Python."""
+
+from tokenyard.api import ExpertParallel
+from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerLost, PeerTimeout
+from tokenyard.handle import Handle
+from tokenyard.layout import expert_bounds
+from tokenyard.results import Combined, Received
+from tokenyard.stats import Stats
+from tokenyard.types import Layout, Quantize, Quantized
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Combined",
+    "ExpertParallel",
+    "Handle",
+    "Layout",
+    "Mismatch",
+    "NotSupported",
+    "PeerError",
+    "PeerLost",
+    "PeerTimeout",
+    "Quantize",
+    "Quantized",
+    "Received",
+    "Stats",
+    "expert_bounds",
+]

@@ -1,0 +1,6 @@
+"""``python -m tokenyard``."""
+
+from tokenyard.cli import main
+
+if __name__ == "__main__":
+    main()

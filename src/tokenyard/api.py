@@ -1,0 +1,277 @@
+"""The public object: expert-parallel dispatch and combine."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard import checks
+from tokenyard.calls import Calls, in_arrival_order
+from tokenyard.config import Config
+from tokenyard.engines.collective import CACHED, COMBINE, DISPATCH, CollectiveEngine
+from tokenyard.engines.select import ENGINES, choose
+from tokenyard.errors import NotSupported
+from tokenyard.handle import Handle
+from tokenyard.lane import Waitable
+from tokenyard.rendezvous import agree, open_store
+from tokenyard.results import Combined, Received
+from tokenyard.stats import Stats
+from tokenyard.types import Layout, Quantize, Quantized
+
+_log = logging.getLogger("tokenyard")
+
+
+class ExpertParallel:
+    """Sends tokens to the ranks that hold their experts, and their results back.
+
+    Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and their backwards: every rank
+    calls them in the same order with the same options. One object serves one thread at a time; different objects are
+    independent. Up to ``tokenyard.lane.MAX_OUTSTANDING`` asynchronous calls may be outstanding.
+
+    Args:
+        group: a ``torch.distributed`` group (default: the default group; without one this process is alone).
+        num_experts: E, split contiguously over the ranks; the first ``E mod R`` hold one more.
+        hidden: H, channels of a token.
+        num_topk: K, picks per token.
+        max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
+        engine: "auto" or "collective".
+        timeout: seconds that a silent peer is waited for (gloo; over NCCL the group's watchdog decides).
+        device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
+
+    Attributes:
+        engine, why: the engine chosen, and the reason in one sentence.
+
+    Raises:
+        ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError: another rank refused.
+        PeerTimeout: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        hidden: int,
+        num_topk: int,
+        max_tokens_per_rank: int,
+        engine: str = "auto",
+        timeout: float = 30.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.group = _resolve_group(group)
+        self.rank, self.world_size = (0, 1) if self.group is None else (dist.get_rank(self.group), self.group.size())
+        sizes = {
+            "num_experts": num_experts,
+            "hidden": hidden,
+            "num_topk": num_topk,
+            "max_tokens_per_rank": max_tokens_per_rank,
+        }
+        store = None if self.group is None else open_store(self.group, self.rank)
+        refusal: ValueError | None = None
+        try:
+            checks.check_sizes(sizes, timeout)
+            if engine not in ENGINES:
+                raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
+        except ValueError as error:
+            refusal = error
+        if store is not None:
+            waits = timeout if refusal is None else 0.0
+            agree(store, self.rank, self.world_size, {**sizes, "engine": engine}, str(refusal or ""), waits)
+        if refusal is not None:
+            raise refusal
+        self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
+        choice = choose(self.group, store, self.config, None if device is None else _indexed(device))
+        self.device, self.engine, self.why = choice.device, "collective", f"collective: {choice.why}"
+        self._stats = Stats.zeros(self.rank, self.world_size)
+        self._calls = Calls(self.config, CollectiveEngine(self.config, choice.wire, self._stats))
+        if self.rank == 0:
+            _log.info(self.why)
+
+    # Collective calls
+
+    def dispatch(
+        self,
+        x: Tensor | Quantized,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+        layout: Layout | None = None,
+        exact: bool = True,
+        expert_alignment: int = 1,
+        capacity: int | None = None,
+        quantize: Quantize | None = None,
+        in_place: bool = False,
+        async_op: bool = False,
+        after: Waitable | None = None,
+        return_hook: bool = False,
+    ) -> Received:
+        """Send every token once to each rank that holds one of its experts (``docs/semantics.md``, Dispatch).
+
+        Args:
+            x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``.
+            topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 = none.
+            topk_weights: ``[T, K]`` float, rides along as float32.
+            handle: repeat the routing (and layout) of an earlier dispatch; then leave out everything that describes routing.
+            layout: ``Layout.FLAT`` by default.
+            exact: exactly the rows that came (the host learns the counts), or static shapes bounded by M.
+            expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
+            capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
+            quantize: cast plain rows in the send.
+            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
+            after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
+
+        Raises:
+            ValueError: bad arguments on this rank (the others get ``PeerError`` within the call).
+            Mismatch: ranks disagree on dtype, layout or another option. PeerTimeout: a rank stayed silent.
+            NotSupported: this engine cannot do it.
+        """
+        self._calls.check_open()
+        if in_place:
+            raise NotSupported("engine 'collective' has no symmetric memory for in_place=True; the nvlink engine does")
+        try:
+            payload = checks.check_payload(x, self.config, quantize)
+            self._check_device(payload.x)
+            if handle is not None:
+                given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "layout": layout, "capacity": capacity}
+                known = checks.check_handle(handle, self._calls.number)
+                checks.check_cached(known, payload, given)
+                return self._calls.redispatch(payload, quantize, known, async_op or return_hook, after)
+            weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
+            spec = checks.check_spec(layout, exact, expert_alignment, capacity)
+            checks.check_bound(payload.x.shape[0], spec, self.config)
+        except ValueError as error:
+            raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact, error) from None
+        assert topk_idx is not None
+        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, async_op or return_hook, after)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        *,
+        weighted: bool = False,
+        topk_weights: Tensor | None = None,
+        reduce_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        after: Waitable | None = None,
+        return_hook: bool = False,
+    ) -> Tensor | Combined:
+        """Sum the rows of each token, back at its owner (``docs/semantics.md``, Combine).
+
+        Args:
+            x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype on the wire.
+            handle: of the dispatch that made the rows.
+            weighted: expert layouts only: multiply each row by its routing weight first.
+            topk_weights: ``[T, K]`` at the owner, instead of the weights that rode along.
+            reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
+            bias: ``[T, H]``, or two of them, added last.
+            out: ``[T, H]`` to write into; not differentiable.
+
+        Returns:
+            ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or ``return_hook`` was given.
+        """
+        self._calls.check_open()
+        try:
+            known = checks.check_handle(handle, self._calls.number)
+            rows = checks.check_rows(x, known, self.config)
+            at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
+            terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
+            checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
+        except ValueError as error:
+            raise self._calls.refuse(COMBINE, True, error) from None
+        weights = None
+        if weighted:
+            weights = known.arrived.weights if at_owner is None else self._calls.fetch_weights(at_owner, known)
+        reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
+        later = async_op or return_hook
+        combined = self._calls.combine(
+            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, later=later, after=after
+        )
+        if not later:
+            combined.wait()
+        return combined if later or reduce is not None else combined.x
+
+    def warmup(self) -> None:
+        """Collective: set up connections, so that the first real call does not pay for them."""
+        device = torch.device("cpu") if self.device is None else self.device
+        x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
+        recv = self.dispatch(x, torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device))
+        self.combine(recv.x, recv.handle)
+
+    # One rank at a time
+
+    def empty_for_combine(self, handle: Handle, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where combine moves them best."""
+        known = checks.check_handle(handle, self._calls.number)
+        padded = (self.config.num_local_experts, self.config.padded_rows)
+        shape = padded if known.layout is Layout.EXPERT_PADDED else (known.num_rows,)
+        return torch.empty(*shape, self.config.hidden, dtype=dtype, device=known.plan.returns.device)
+
+    def stats(self) -> Stats:
+        """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""
+        return self._stats.copy()
+
+    def check(self) -> None:
+        """Raise if a static dispatch without host wait was given ids out of range since the last check.
+
+        Raises:
+            ValueError: names the first such pick.
+        """
+        self._calls.engine.check()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that this object holds between calls."""
+        return self._calls.engine.buffer_bytes
+
+    @property
+    def active_ranks(self) -> list[bool]:
+        """Which ranks take part: all, with this engine."""
+        return [True] * self.world_size
+
+    def mask(self, rank: int) -> None:
+        """Leave a dead rank out. Not with this engine."""
+        raise NotSupported(f"engine 'collective' cannot go on without rank {rank}; the low-latency path of the nvlink engine can")
+
+    unmask = mask
+
+    def close(self) -> None:
+        """Finish outstanding calls and let go of connections and buffers. Closing again does nothing."""
+        self._calls.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_device(self, x: Tensor) -> None:
+        if self.device is not None and x.device != self.device:
+            raise ValueError(
+                f"x is on {x.device}, but this object works on {self.device}: move x there, or pass device={str(x.device)!r} "
+                "to ExpertParallel"
+            )
+
+
+def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to work in; None if this process is alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = group or dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
+    return group
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """A device with its index, as tensors carry it."""
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

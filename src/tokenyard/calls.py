@@ -1,0 +1,253 @@
+"""From checked arguments to results: order of calls, autograd, waiting now or later. One per ``ExpertParallel``.
+
+Every call goes one of two ways with the same engine underneath: straight to it, or through a custom operator where autograd
+or a compiler must see it. An asynchronous call starts on detached tensors and is picked up by its ticket when it is waited for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenyard import ops
+from tokenyard.config import Config
+from tokenyard.engines.arrival import weights_of_rows
+from tokenyard.engines.collective import CollectiveEngine
+from tokenyard.errors import PeerTimeout
+from tokenyard.handle import Arrived, Handle, Plan, Spec
+from tokenyard.lane import Lane, Waitable
+from tokenyard.layout import merge_weights
+from tokenyard.ops import NO_TICKET
+from tokenyard.quant import quantize
+from tokenyard.results import Combined, Received, received_fields
+from tokenyard.rows import Payload, take_values
+from tokenyard.types import Layout, Quantize
+
+Result = TypeVar("Result")
+_PLAN = len(Plan._fields)
+
+
+class Calls:
+    """Makes calls on an engine in program order."""
+
+    def __init__(self, config: Config, engine: CollectiveEngine) -> None:
+        self.config, self.engine = config, engine
+        self.lane = Lane()
+        self.number = ops.enlist(self)
+        self.gone = ""
+
+    def check_open(self) -> None:
+        """Raise if this object was closed or lost a peer."""
+        if self.gone:
+            raise RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+
+    def refuse(self, op: int, exact: bool, error: ValueError) -> ValueError:
+        """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
+        if self.lane.run(lambda: self.engine.refuse(op, exact, str(error))):
+            return error
+        return ValueError(f"{error} (ranks that already wait in this call wait for the process group's own watchdog)")
+
+    def close(self) -> None:
+        """Finish what was started and let go of the engine."""
+        if self.gone != "is closed":
+            self.gone = "is closed"
+            self.lane.close()
+            self.engine.close()
+
+    # Called by the operators
+
+    def run_dispatch(
+        self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None, ticket: int
+    ) -> tuple[Payload, Plan, Arrived]:
+        """A fresh dispatch, or the result of the one behind ``ticket``."""
+
+        def call() -> tuple[Payload, Plan, Arrived]:
+            return self.engine.dispatch(_cast(payload, mode), topk_idx, weights, spec, mode)
+
+        return self._run(call, ticket)
+
+    def run_redispatch(self, payload: Payload, plan: Plan, spec: Spec, raw: bool, ticket: int) -> Payload:
+        """A cached dispatch, or the result of the one behind ``ticket``."""
+        return self._run(lambda: self.engine.redispatch(payload, plan, spec, raw=raw), ticket)
+
+    def run_combine(self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """A combine, or the result of the one behind ``ticket``."""
+        return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
+
+    def _run(self, call: Callable[[], Result], ticket: int) -> Result:
+        try:
+            return self.lane.take(ticket) if ticket else self.lane.run(call)
+        except PeerTimeout as error:
+            self.gone = f"lost a peer ({error})"
+            raise
+
+    # Called by the API
+
+    def dispatch(
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        later: bool,
+        after: Waitable | None,
+    ) -> Received:
+        """A fresh dispatch of checked arguments."""
+        tracked = _tracks(payload.x, weights)
+        ticket = NO_TICKET
+        if later:
+            still = Payload(payload.x.detach(), payload.scales), None if weights is None else weights.detach()
+            ticket = self.lane.start(
+                lambda: self.engine.dispatch(_cast(still[0], mode), topk_idx, still[1], spec, mode), payload.x.device, after
+            )
+
+        def finish() -> dict[str, Any]:
+            if tracked:
+                quantized = 0 if mode is None else mode.value
+                flat = ops.dispatch_op(
+                    payload.x, payload.scales, topk_idx, weights, self.number, *ops.spec_numbers(spec), quantized, ticket
+                )
+                scales = flat[1] if flat[1].dim() == 2 else None
+                moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
+            else:
+                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket)
+            received, plan, arrived = moved
+            handle = Handle(
+                owner=self.number,
+                spec=spec,
+                num_tokens=payload.x.shape[0],
+                num_rows=received.x.shape[0],
+                has_weights=weights is not None,
+                index_dtype=topk_idx.dtype,
+                plan=plan,
+                arrived=arrived,
+            )
+            return self._fields(payload, received, handle)
+
+        return self._received(finish, later, ticket)
+
+    def redispatch(self, payload: Payload, mode: Quantize | None, handle: Handle, later: bool, after: Waitable | None) -> Received:
+        """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
+        plan, spec = handle.plan, handle.spec
+        ticket = NO_TICKET
+        if later:
+            still = Payload(payload.x.detach(), payload.scales)
+            ticket = self.lane.start(lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, after)
+
+        def finish() -> dict[str, Any]:
+            if mode is None and _tracks(payload.x):
+                x, scales = ops.redispatch_op(
+                    payload.x, payload.scales, list(plan), self.number, *ops.spec_numbers(spec), False, ticket
+                )
+                received = Payload(x, scales if scales.dim() == 2 else None)
+            else:
+                received = self.run_redispatch(_cast(payload, mode), plan, spec, False, ticket)
+            return self._fields(payload, received, handle)
+
+        return self._received(finish, later, ticket)
+
+    def combine(
+        self,
+        rows: Tensor,
+        handle: Handle,
+        *,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+        out: Tensor | None,
+        later: bool,
+        after: Waitable | None,
+    ) -> Combined:
+        """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb, K]``."""
+        plan, spec = handle.plan, handle.spec
+        tracked = _tracks(rows, weights, reduce_weights, *bias)
+        options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
+        ticket = NO_TICKET
+        if later:
+            still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
+            ticket = self.lane.start(
+                lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still), rows.device, after
+            )
+
+        def finish() -> dict[str, Any]:
+            if tracked:
+                x, reduced = ops.combine_op(
+                    rows, weights, reduce_weights, list(bias), list(plan), self.number, *ops.spec_numbers(spec), False, ticket
+                )
+            else:
+                x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options)
+            return {"x": x, "topk_weights": reduced if reduce_weights is not None else None}
+
+        combined = Combined(finish)
+        if later:
+            weakref.finalize(combined, self.lane.drop, ticket)
+        return combined
+
+    def fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
+        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable."""
+        plan = handle.plan
+        merged = merge_weights(topk_weights, plan.first_pick)
+        if _tracks(topk_weights):
+            spec = ops.spec_numbers(handle.spec)
+            there, _ = ops.redispatch_op(merged, None, list(plan), self.number, *spec, True, NO_TICKET)
+        else:
+            there = self.run_redispatch(Payload(merged, None), plan, handle.spec, True, NO_TICKET).x
+        return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
+
+    def _received(self, finish: Callable[[], dict[str, Any]], later: bool, ticket: int) -> Received:
+        received = Received(finish)
+        if later:
+            weakref.finalize(received, self.lane.drop, ticket)
+        else:
+            received.wait()
+        return received
+
+    def _fields(self, sent: Payload, received: Payload, handle: Handle) -> dict[str, Any]:
+        config = self.config
+        padded = handle.layout is Layout.EXPERT_PADDED
+        shape = (config.num_local_experts, config.padded_rows) if padded else (handle.num_rows,)
+        fields = received_fields(received.x, received.scales, handle, shape)
+        if received.scales is not None:
+            fields["_dequantize"] = self._dequantizer(sent.x, handle)
+        return fields
+
+    def _dequantizer(self, sent: Tensor, handle: Handle) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+        """Turns received data and scales into rows whose gradient goes to ``sent``."""
+
+        def dequantizer(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+            rows, spread = data.reshape(-1, data.shape[-1]), scales.reshape(-1, scales.shape[-1])
+            spec = ops.spec_numbers(handle.spec)
+            plain = ops.dequantize_op(sent, rows, spread, list(handle.plan), self.number, *spec, dtype)
+            return plain.view(data.shape)
+
+        return dequantizer
+
+
+def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
+    """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
+    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0) if handle.spec.placed else reduce_weights
+
+
+def _cast(payload: Payload, mode: Quantize | None) -> Payload:
+    if mode is None:
+        return payload
+    cast = quantize(payload.x, mode)
+    return Payload(cast.data, cast.scales)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_detached(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _tracks(*tensors: Tensor | None) -> bool:
+    """Whether autograd or a compiler must see this call."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,204 @@
+"""Checks of what a caller passes: each message names the argument, the limit, the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.config import Config
+from tokenyard.handle import Handle, Spec
+from tokenyard.rows import Payload
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
+
+
+def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
+    """Construction arguments: positive whole numbers, and a timeout in seconds."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1")
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds")
+
+
+def _tensor(name: str, value: Any, dim: int) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.dim() != dim:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {dim} dimensions")
+    return value
+
+
+def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but must be one of {names}{hint}")
+
+
+def _device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but must be on {device}: move it with .to({str(device)!r})")
+
+
+def _shape(name: str, tensor: Tensor, shape: tuple[Any, ...], meaning: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be {list(shape)} ({meaning})")
+
+
+def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
+    """The rows to dispatch: ``[T, hidden]``, plain or quantised by the caller."""
+    if quantize is not None and not isinstance(quantize, Quantize):
+        raise ValueError(f"quantize ({quantize!r}) must be a tokenyard.Quantize or None")
+    if isinstance(x, Quantized):
+        return _check_quantized(x, config, quantize)
+    _tensor("x", x, 2)
+    _dtype("x", x, FLOAT_DTYPES, "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)")
+    _check_hidden("x", x, config)
+    return Payload(x, None)
+
+
+def _check_hidden(name: str, rows: Tensor, config: Config) -> None:
+    if rows.shape[1] != config.hidden:
+        raise ValueError(
+            f"{name} has {rows.shape[1]} channels, but this object was made with hidden={config.hidden}: "
+            "make one ExpertParallel per hidden size"
+        )
+
+
+def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) -> Payload:
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize} casts plain rows, but x is already Quantized: leave quantize out")
+    data, scales = _tensor("x.data", x.data, 2), _tensor("x.scales", x.scales, 2)
+    _dtype("x.data", data, QUANTIZED_DTYPES)
+    _dtype("x.scales", scales, SCALE_DTYPES)
+    _check_hidden("x.data", data, config)
+    if scales.shape[0] != data.shape[0] or scales.shape[1] == 0:
+        raise ValueError(f"x.scales has shape {list(scales.shape)}, but must be [{data.shape[0]}, S] with S >= 1 (one row per token)")
+    _device("x.scales", scales, data.device)
+    return Payload(data, scales)
+
+
+def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config) -> Tensor | None:
+    """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the engine."""
+    shape = (num_tokens, config.num_topk)
+    _tensor("topk_idx", topk_idx, 2)
+    _dtype("topk_idx", topk_idx, INDEX_DTYPES)
+    _shape("topk_idx", topk_idx, shape, "[tokens of x, num_topk]")
+    _device("topk_idx", topk_idx, device)
+    if topk_weights is None:
+        return None
+    _tensor("topk_weights", topk_weights, 2)
+    _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
+    _shape("topk_weights", topk_weights, shape, "[tokens of x, num_topk]")
+    _device("topk_weights", topk_weights, device)
+    return topk_weights.float()
+
+
+def check_spec(layout: Any, exact: bool, expert_alignment: Any, capacity: Any) -> Spec:
+    """The wanted layout and shapes."""
+    layout = Layout.FLAT if layout is None else layout
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout ({layout!r}) must be a tokenyard.Layout")
+    if not isinstance(expert_alignment, int) or expert_alignment < 1:
+        raise ValueError(f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1")
+    if expert_alignment > 1 and layout is not Layout.EXPERT_MAJOR:
+        raise ValueError(f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}")
+    if capacity is not None:
+        if exact or layout is not Layout.EXPERT_MAJOR:
+            raise ValueError(f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR")
+        if not isinstance(capacity, int) or capacity < 0:
+            raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows")
+    return Spec(layout=layout, exact=bool(exact), expert_alignment=expert_alignment, capacity=capacity)
+
+
+def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
+    """Static shapes and ``EXPERT_PADDED`` hold at most M tokens per rank."""
+    static = not spec.exact or spec.layout is Layout.EXPERT_PADDED
+    if static and num_tokens > config.max_tokens_per_rank:
+        what = "static shapes were" if not spec.exact else "EXPERT_PADDED was"
+        raise ValueError(
+            f"{num_tokens} tokens, but {what} made for max_tokens_per_rank={config.max_tokens_per_rank}; "
+            "make it larger, split the batch, or use exact=True with Layout.FLAT or EXPERT_MAJOR"
+        )
+
+
+def check_handle(handle: Any, owner: int) -> Handle:
+    """A handle of this very object."""
+    if not isinstance(handle, Handle):
+        raise ValueError(f"handle must be the .handle of a dispatch, not {type(handle).__name__}")
+    if handle.owner != owner:
+        raise ValueError("this handle belongs to another ExpertParallel: combine with the object that dispatched")
+    return handle
+
+
+def check_cached(handle: Handle, payload: Payload, given: dict[str, Any]) -> None:
+    """A cached dispatch takes its routing from the handle alone, and as many tokens as it had."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} was given together with handle=: a cached dispatch takes its routing from the handle; leave it out")
+    if payload.x.shape[0] != handle.num_tokens:
+        raise ValueError(f"x has {payload.x.shape[0]} tokens, but the handle was made for {handle.num_tokens}")
+
+
+def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
+    """Rows to combine, as ``[rows, hidden]``."""
+    padded = handle.layout is Layout.EXPERT_PADDED
+    _tensor("x", x, 3 if padded else 2)
+    _dtype("x", x, FLOAT_DTYPES, ": combine sums the experts' output, which is not quantised")
+    if padded:
+        _shape("x", x, (config.num_local_experts, config.padded_rows, config.hidden), "the shape of recv.x")
+    else:
+        _shape("x", x, (handle.num_rows, config.hidden), "the shape of recv.x")
+    _device("x", x, handle.plan.returns.device)
+    return x.reshape(-1, config.hidden)
+
+
+def check_weighting(handle: Handle, weighted: bool, topk_weights: Any, reduce_weights: Any, config: Config) -> Tensor | None:
+    """Weights for combine; returns the owner's ``topk_weights`` as float32, if given."""
+    flat, device = handle.layout is Layout.FLAT, handle.plan.returns.device
+    if weighted and flat:
+        raise ValueError("weighted=True multiplies rows of one expert each, but FLAT rows are per rank: weigh them where the experts run")
+    if topk_weights is not None and not weighted:
+        raise ValueError("topk_weights are used with weighted=True only")
+    if weighted and topk_weights is None and not handle.has_weights:
+        raise ValueError("weighted=True needs weights: dispatch with topk_weights, or give combine topk_weights=[T, K]")
+    if reduce_weights is not None:
+        if not flat:
+            raise ValueError(f"reduce_weights belong to FLAT rows, but the layout is {handle.layout.name}")
+        _tensor("reduce_weights", reduce_weights, 2)
+        _dtype("reduce_weights", reduce_weights, FLOAT_DTYPES)
+        _shape("reduce_weights", reduce_weights, (handle.num_rows, config.num_topk), "the shape of recv.topk_weights")
+        _device("reduce_weights", reduce_weights, device)
+    if topk_weights is None:
+        return None
+    _tensor("topk_weights", topk_weights, 2)
+    _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
+    _shape("topk_weights", topk_weights, (handle.num_tokens, config.num_topk), "[tokens dispatched, num_topk]")
+    _device("topk_weights", topk_weights, device)
+    return topk_weights.float()
+
+
+def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
+    """Bias as a tuple of ``[T, hidden]``; ``out`` of that shape and of the dtype of the rows."""
+    terms: tuple[Any, ...] = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+    if len(terms) > 2:
+        raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
+    shape = (num_tokens, rows.shape[1])
+    for term in terms:
+        _tensor("bias", term, 2)
+        _dtype("bias", term, FLOAT_DTYPES)
+        _shape("bias", term, shape, "[tokens dispatched, hidden]")
+        _device("bias", term, rows.device)
+    if out is not None:
+        _tensor("out", out, 2)
+        _dtype("out", out, (rows.dtype,))
+        _shape("out", out, shape, "[tokens dispatched, hidden]")
+        _device("out", out, rows.device)
+    return terms
+
+
+def check_no_grad_into(out: Any, *inputs: Any) -> None:
+    """``out=`` is for inference: writing into it cannot be differentiated."""
+    if out is not None and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *inputs)):
+        raise ValueError("out= cannot be differentiated: leave it out, or call combine under torch.no_grad()")

@@ -1,0 +1,41 @@
+"""The command line: ``tokenyard`` and ``python -m tokenyard``. Needs the extra ``cli`` (typer, rich)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"tokenyard: the command line needs {missing.name}: pip install 'tokenyard[cli]'") from None
+
+from tokenyard import __version__
+from tokenyard.cli.demo import demo
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(demo)
+if find_spec("tokenyard.cli.bench"):
+    from tokenyard.cli.bench import bench
+
+    app.command()(bench)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tokenyard {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback()
+def tokenyard(version: Version = False) -> None:
+    """Expert-parallel dispatch and combine for mixture-of-experts models."""
+
+
+def main() -> None:
+    """Entry point of ``tokenyard``."""
+    app(prog_name="tokenyard")

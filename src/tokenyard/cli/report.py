@@ -1,0 +1,124 @@
+"""Tables and bars on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.bar import Bar
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tokenyard.cli.demo_rank import DemoResult
+
+BAR_COLOURS = ("cyan", "yellow")
+"""Neighbouring ranks take turns; told apart by every kind of colour vision."""
+
+BAR_WIDTH = 40
+
+MOST_BARS = 32
+"""Experts shown; of more, the busiest."""
+
+
+def bytes_text(count: float) -> str:
+    """``1234567`` to ``1.23 MB`` (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.00123`` to ``1.23 ms``."""
+    for scale, unit in ((1e-3, "us"), (1.0, "ms")):
+        if seconds * 1e3 < 999.5 * scale:
+            return f"{seconds * 1e3 / scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def plain_table(*columns: str) -> Table:
+    """An empty table; columns whose name starts with ``<`` are set left, the others right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.removeprefix("<"), justify="left" if column.startswith("<") else "right")
+    return table
+
+
+def print_section(console: Console, title: str, table: Table) -> None:
+    """A blank line, a bold title and a table."""
+    console.print(f"\n[bold]{escape(title)}[/bold]", highlight=False)
+    console.print(table)
+
+
+def print_result(console: Console, result: DemoResult, limit: float) -> bool:
+    """Everything that ``tokenyard demo`` has to say about a run; returns whether every error is within ``limit``."""
+    console.print(f"Engine {escape(result.why)}", highlight=False)
+    print_section(console, "Ranks (bytes over the wire per step, forward and backward)", _ranks(result))
+    print_section(console, f"Expert load ({_imbalance(result.load)})", _load(result))
+    print_section(console, "Time (median over the steps, slowest rank)", _phases(result.seconds))
+    print_section(console, "Relative error against the same layer on one process", _errors(result.errors, limit))
+    wrong = {name: error for name, error in result.errors.items() if not error <= limit}
+    console.print()
+    for name in worst_of_each_kind(wrong):
+        text = f"MISMATCH: {name}: relative error {wrong[name]:.1e}, but the limit is {limit:.0e}"
+        console.print(f"[bold red]{escape(text)}[/bold red]", highlight=False, soft_wrap=True)
+    if not wrong:
+        largest, gradients = max(result.errors.values()), len(result.errors) - 1
+        text = f"The output and all {gradients} gradients match; the largest relative error is {largest:.1e}"
+        console.print(f"[green]{text}[/green]", highlight=False)
+    return not wrong
+
+
+def worst_of_each_kind(errors: Mapping[str, float]) -> list[str]:
+    """Of ``gate[0] gradient``, ``gate[1] gradient``, ... only the one with the largest error."""
+    worst: dict[str, str] = {}
+    for name, error in errors.items():
+        kind = name.partition("[")[0]
+        if kind not in worst or error > errors[worst[kind]]:
+            worst[kind] = name
+    return list(worst.values())
+
+
+def _ranks(result: DemoResult) -> Table:
+    table = plain_table("Rank", "Experts", "Tokens", "Rows received", "Bytes sent", "Bytes received")
+    for rank, (experts, tokens, rows) in enumerate(zip(result.experts, result.tokens, result.rows, strict=True)):
+        sent, received = bytes_text(sum(result.sent[rank])), bytes_text(sum(result.received[rank]))
+        table.add_row(str(rank), str(experts), str(tokens), str(rows), sent, received)
+    return table
+
+
+def _imbalance(load: Sequence[int]) -> str:
+    mean = sum(load) / len(load)
+    shown = f"the {MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
+    return f"{shown}the busiest has {max(load) / mean:.2f} times the mean, {mean:.3g} tokens"
+
+
+def _load(result: DemoResult) -> Table:
+    owners = [rank for rank, held in enumerate(result.experts) for _ in range(held)]
+    busiest = sorted(range(len(owners)), key=lambda expert: -result.load[expert])[:MOST_BARS]
+    table = plain_table("Expert", "Rank", "Tokens", "<")
+    for expert in sorted(busiest):
+        rank, load = owners[expert], result.load[expert]
+        bar = Bar(max(result.load), 0, load, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
+        table.add_row(str(expert), str(rank), str(load), bar)
+    return table
+
+
+def _phases(seconds: Mapping[str, float]) -> Table:
+    table = plain_table("<Phase", "Time", "<")
+    for phase, value in seconds.items():
+        bar = Bar(max(seconds.values()), 0, value, width=BAR_WIDTH, color=BAR_COLOURS[0])
+        table.add_row(phase, seconds_text(value), bar)
+    table.add_row("sum", seconds_text(sum(seconds.values())))
+    return table
+
+
+def _errors(errors: Mapping[str, float], limit: float) -> Table:
+    table = plain_table("<Tensor (of its kind the worst)", "Error", "Limit", "<")
+    for name in worst_of_each_kind(errors):
+        verdict = "[green]ok[/green]" if errors[name] <= limit else "[red]mismatch[/red]"
+        table.add_row(escape(name), f"{errors[name]:.1e}", f"{limit:.0e}", verdict)
+    return table

@@ -1,0 +1,163 @@
+"""How to time collective calls, so that the figures of several systems can be compared.
+
+All cases run in one process group, interleaved: every round times each case once. The order inside a round is shuffled (the
+same way on every rank), so that no case always inherits the heap and the caches of the same predecessor. Ranks meet before
+each call, outside its time. What counts is the slowest rank of each round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[int], object]
+"""A timed call. Its argument is the number of the input to use; its result is dropped after the clock has stopped."""
+
+MICROSECONDS = 1e6
+EVENT_MICROSECONDS = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics of one series, in its unit."""
+
+    median: float
+    p99: float
+    min: float
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Microseconds of the slowest rank, one entry per round.
+
+    Attributes:
+        wall: the Python call until its results are complete on the device.
+        device: between two events on the current stream around the call; None without a GPU.
+    """
+
+    wall: list[float]
+    device: list[float] | None
+
+
+def summarise(times: Sequence[float]) -> Stats:
+    """Median, minimum and p99: the smallest time that at least 99 % of the times do not exceed.
+
+    >>> summarise([4.0, 1.0, 3.0, 2.0])
+    Stats(median=2.5, p99=4.0, min=1.0)
+    """
+    ordered = sorted(times)
+    return Stats(statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[0])
+
+
+class _Clock:
+    """Times one call on one rank: wall clock everywhere, CUDA events where there is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._meet = torch.zeros(1, device=device)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        """Return when every rank is here and idle (an all-reduce: no rank has the sum before all gave their part)."""
+        self.synchronize()
+        dist.all_reduce(self._meet)
+        self.synchronize()
+
+    def time(self, call: Call, number: int) -> tuple[float, float]:
+        """(wall, device) microseconds of ``call(number)``; device is 0 without a GPU."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
+        self.meet()
+        begin = time.perf_counter()
+        if self.cuda:
+            events[0].record()
+        result = call(number)
+        if self.cuda:
+            events[1].record()
+        self.synchronize()
+        wall = (time.perf_counter() - begin) * MICROSECONDS
+        del result
+        return wall, events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS if self.cuda else 0.0
+
+
+def time_interleaved(
+    calls: Sequence[Call], *, iterations: int, warmup: int, num_inputs: int, device: torch.device, seed: int = 0
+) -> list[Series]:
+    """Time ``calls`` side by side on every rank of the default process group. A collective call.
+
+    Args:
+        calls: the same list on every rank.
+        iterations: rounds that count.
+        warmup: rounds before them that do not.
+        num_inputs: round ``i`` uses input ``i % num_inputs``.
+        device: where the calls work.
+        seed: of the order inside the rounds; the same on every rank.
+
+    Returns:
+        One series per call, equal on every rank.
+    """
+    clock, shuffled, order = _Clock(device), random.Random(seed), list(range(len(calls)))
+    times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
+    for turn in range(-warmup, iterations):
+        shuffled.shuffle(order)
+        for case in order:
+            wall, on_device = clock.time(calls[case], turn % num_inputs)
+            if turn >= 0:
+                times[:, case, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
+    wall_times, device_times = slowest_rank(times, device).tolist()
+    return [
+        Series(wall=wall, device=on_device if clock.cuda else None)
+        for wall, on_device in zip(wall_times, device_times, strict=True)
+    ]
+
+
+def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
+    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank. A collective call."""
+    largest = times.to(device, copy=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.cpu()
+
+
+def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
+    """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before it.
+
+    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out buffers that a communication
+    library or a driver keeps for itself. Resident memory (``VmHWM``) would count those too, but it depends on what
+    the C heap kept from earlier calls, by more than the quantity measured.
+    """
+    if device.type != "cuda":
+        return _peak_on_cpu(call, number)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call(number)
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_on_cpu(call: Call, number: int) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of torch log every start of the profiler to stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = call(number)
+    del result
+    recorded = prof.profiler and prof.profiler.kineto_results
+    assert recorded, "the profiler has just recorded a call"
+    changes = [(event.start_ns(), event.nbytes()) for event in recorded.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda each: each[0]):
+        held += change
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,34 @@
+"""What every rank of one ``ExpertParallel`` is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenyard.layout import expert_bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Sizes that stay for the life of an object. ``timeout`` is in seconds."""
+
+    num_experts: int
+    hidden: int
+    num_topk: int
+    max_tokens_per_rank: int
+    rank: int
+    world_size: int
+    timeout: float
+
+    @property
+    def bounds(self) -> list[int]:
+        """First expert of each rank, and the end."""
+        return expert_bounds(self.num_experts, self.world_size)
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.bounds[self.rank + 1] - self.bounds[self.rank]
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of one expert's block in ``EXPERT_PADDED``: ``R * M``."""
+        return self.world_size * self.max_tokens_per_rank

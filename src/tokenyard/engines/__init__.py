@@ -1,0 +1,1 @@
+"""Engines: how rows travel. All give the same bits for a dispatch."""

@@ -1,0 +1,348 @@
+"""Engine ``collective``: an all-to-all of rows, once per (token, rank), over any ``torch.distributed`` group.
+
+Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one gather), rows (one message per
+peer), place (one gather). A cached dispatch starts at pack; combine goes the same way back and sums on both sides.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from tokenyard.config import Config
+from tokenyard.engines import header as head
+from tokenyard.engines.arrival import Arrival, count_arrivals, num_result_rows, settle, trusted
+from tokenyard.engines.header import Fingerprint
+from tokenyard.engines.wire import Spans, Wire
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.layout import count_keys, first_experts, group_rows, merge_picks, send_order, send_order_static, tokens_in_ranks
+from tokenyard.rows import Payload, Routing, RowFormat, sum_rows, take_values
+from tokenyard.stats import Stats
+from tokenyard.types import Quantize
+
+DISPATCH, CACHED, COMBINE = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """Rows that leave this rank."""
+
+    destination: Tensor  # [S]
+    token: Tensor  # [S], -1 on unused places
+    counts: Tensor  # [R] rows to each rank
+    topk_idx: Tensor  # [T, K] merged
+    weights: Tensor | None  # [T, K] merged
+    first_pick: Tensor  # [T, K]
+
+
+class CollectiveEngine:
+    """Dispatch and combine by all-to-all. All methods are collective and run one at a time."""
+
+    name = "collective"
+
+    def __init__(self, config: Config, wire: Wire, stats: Stats) -> None:
+        self.config, self.stats = config, stats
+        self._wire = wire
+        self._calls = 0
+        self._bad_index: Tensor | None = None
+        self._staging: dict[str, Tensor] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host staging kept between calls. No symmetric memory."""
+        return sum(buffer.numel() for buffer in self._staging.values())
+
+    # Three collective calls
+
+    def dispatch(
+        self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None
+    ) -> tuple[Payload, Plan, Arrived]:
+        """Send each token once to every rank that holds one of its experts, with its ids and weights."""
+        with record_function("tokenyard.dispatch.plan"):
+            departure = self._depart(topk_idx, weights, spec)
+        with record_function("tokenyard.dispatch.counts"):
+            fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
+            headers = self._announce(fingerprint, topk_idx, departure, spec)
+            spans, pairs = self._spans(departure, headers, spec)
+        form = self._format(payload, routed=True, weighted=weights is not None)
+        with record_function("tokenyard.dispatch.pack"):
+            send = self._buffer("send", form, departure.token.numel(), payload.x.device)
+            form.pack(payload, departure.token, self._routing(departure), send)
+        with record_function("tokenyard.dispatch.rows"):
+            recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
+            if not spec.exact:
+                form.token(recv).fill_(-1)
+                form.local_idx(recv).fill_(-1)
+            self._exchange(send, recv, spans, "dispatch")
+        with record_function("tokenyard.dispatch.place"):
+            return self._arrive(form, recv, spans, pairs, departure, spec)
+
+    def redispatch(self, payload: Payload, plan: Plan, spec: Spec, *, raw: bool = False) -> Payload:
+        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout."""
+        with record_function("tokenyard.redispatch"):
+            self._check_call(self._fingerprint(CACHED, payload, spec, None, raw), payload.x.shape[0])
+            form = self._format(payload)
+            spans = self._known_spans(plan, spec)
+            send = self._buffer("send", form, plan.send_tokens.numel(), payload.x.device)
+            form.pack(payload, plan.send_tokens, None, send)
+            recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
+            self._exchange(send, recv, spans, "cached dispatch")
+            return form.take(recv, plan.gather if spec.placed and not raw else None)
+
+    def combine(
+        self,
+        rows: Tensor,
+        plan: Plan,
+        spec: Spec,
+        *,
+        weights: Tensor | None = None,
+        reduce_weights: Tensor | None = None,
+        bias: tuple[Tensor, ...] = (),
+        out: Tensor | None = None,
+        raw: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum ``rows`` per token: on this rank first, then at the token's owner (``docs/semantics.md``, Combine).
+
+        Args:
+            weights: ``[rows]`` float32, multiplied first.
+            reduce_weights: ``[Nb, K]`` float32 in arrival order, summed alongside.
+            raw: ``rows`` too are in arrival order, whatever the layout.
+        """
+        with record_function("tokenyard.combine"):
+            width = 0 if reduce_weights is None else reduce_weights.shape[1]
+            form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None)
+            self._check_call(self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0), plan.returns.shape[0])
+            spans = self._known_spans(plan, spec).reversed()
+            send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
+            recv = self._buffer("recv", form, plan.send_tokens.numel(), rows.device)
+            self._exchange(send, recv, spans, "combine")
+            shape = (plan.returns.shape[0], rows.shape[1])
+            out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
+            sum_rows(form.payload(recv), plan.returns, out, bias=bias)
+            if reduce_weights is None:
+                return out, None
+            reduced = torch.empty(shape[0], width, dtype=torch.float32, device=rows.device)
+            sum_rows(form.weights(recv), plan.returns, reduced)
+            return out, reduced
+
+    def refuse(self, op: int, exact: bool, reason: str) -> bool:
+        """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
+        if not self._has_headers(op, exact):
+            return False
+        fingerprint = Fingerprint(op, self._calls, *[0] * 10)
+        self._calls += 1
+        header = head.blank(fingerprint, self.config.world_size, self._most_local, 0)
+        head.refuse(header, reason)
+        with suppress(RuntimeError):
+            self._wire.swap(header, head.OPS[op])
+        return True
+
+    def check(self) -> None:
+        """Raise if a static dispatch was given ids out of range; the host waits for the device."""
+        if self._bad_index is None:
+            return
+        at, value = self._bad_index.tolist()
+        self._bad_index = None
+        if at >= 0:
+            raise ValueError(head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts))
+
+    def close(self) -> None:
+        self._wire.close()
+        self._staging.clear()
+
+    # Before rows move
+
+    @property
+    def _most_local(self) -> int:
+        return -(-self.config.num_experts // self.config.world_size)
+
+    def _has_headers(self, op: int, exact: bool) -> bool:
+        return self._wire.counts_on_host or (op == DISPATCH and exact)
+
+    def _fingerprint(self, op: int, payload: Payload, spec: Spec, mode: Quantize | None, weighted: bool) -> Fingerprint:
+        scales = payload.scales
+        self._calls += 1
+        return Fingerprint(
+            op=op,
+            call=self._calls - 1,
+            dtype=head.DTYPES.index(payload.x.dtype),
+            hidden=payload.x.shape[1],
+            scale_words=0 if scales is None else scales.shape[1],
+            scale_dtype=0 if scales is None else head.DTYPES.index(scales.dtype),
+            layout=spec.layout.value,
+            exact=int(spec.exact),
+            expert_alignment=spec.expert_alignment,
+            capacity=-1 if spec.capacity is None else spec.capacity,
+            quantize=0 if mode is None else mode.value,
+            weighted=int(weighted),
+        )
+
+    def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> None:
+        """Where headers are cheap, agree on the call before any row moves."""
+        if self._has_headers(fingerprint.op, False):
+            self._swap(head.blank(fingerprint, self.config.world_size, self._most_local, num_tokens), fingerprint)
+
+    def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Tensor:
+        headers = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
+        config = self.config
+        head.verify(headers, config.rank, num_experts=config.num_experts, num_picks=config.num_topk)
+        return headers
+
+    def _depart(self, topk_idx: Tensor, weights: Tensor | None, spec: Spec) -> _Departure:
+        config = self.config
+        inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
+        merged = merge_picks(inside, weights)
+        in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
+        if spec.exact:
+            destination, token = send_order(in_ranks)
+        else:
+            destination, token = send_order_static(in_ranks, config.max_tokens_per_rank)
+        return _Departure(destination, token, in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
+
+    def _announce(self, fingerprint: Fingerprint, topk_idx: Tensor, departure: _Departure, spec: Spec) -> Tensor | None:
+        """Exchange headers: int64 ``[R, words]`` on the host, or None where static shapes let the device go on alone."""
+        config = self.config
+        if not self._has_headers(DISPATCH, spec.exact):
+            self._remember_bad_index(topk_idx)
+            return None
+        header = head.blank(fingerprint, config.world_size, self._most_local, topk_idx.shape[0]).to(topk_idx.device)
+        head.mark_bad_index(header, topk_idx, config.num_experts)
+        header[:, head.NUM_ROWS] = departure.counts
+        per_expert = count_keys(departure.topk_idx, config.num_experts)
+        for rank, (first, end) in enumerate(zip(config.bounds, config.bounds[1:], strict=False)):
+            header[rank, head.COUNTS : head.COUNTS + end - first] = per_expert[first:end]
+        return self._swap(header, fingerprint)
+
+    def _remember_bad_index(self, topk_idx: Tensor) -> None:
+        """Keep the first bad id of a static call on the device until :meth:`check` asks."""
+        if topk_idx.numel() == 0:
+            return
+        if self._bad_index is None:
+            self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
+        flat = topk_idx.reshape(-1)
+        bad = (flat < -1) | (flat >= self.config.num_experts)
+        at = bad.to(torch.uint8).argmax().view(1)
+        seen = torch.cat([at, flat.gather(0, at).long()])
+        self._bad_index.copy_(torch.where(bad.any() & (self._bad_index[:1] < 0), seen, self._bad_index))
+
+    def _spans(self, departure: _Departure, headers: Tensor | None, spec: Spec) -> tuple[Spans, Tensor | None]:
+        """Where rows stand in the buffers, and rows per (rank, local expert) ``[R, L]`` if the host knows them."""
+        config = self.config
+        if headers is None:
+            full = [config.max_tokens_per_rank] * config.world_size
+            return Spans.packed(full, full), None
+        pairs = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
+        sends: list[int] = departure.counts.tolist()
+        recvs: list[int] = headers[:, head.NUM_ROWS].tolist()
+        if spec.exact:
+            return Spans.packed(sends, recvs), pairs
+        return Spans.strided(config.max_tokens_per_rank, sends, recvs), pairs
+
+    def _known_spans(self, plan: Plan, spec: Spec) -> Spans:
+        size = self.config.world_size
+        sends, recvs = plan.splits[:size].tolist(), plan.splits[size : 2 * size].tolist()
+        return Spans.packed(sends, recvs) if spec.exact else Spans.strided(self.config.max_tokens_per_rank, sends, recvs)
+
+    def _num_arrived(self, spans: Spans, spec: Spec) -> int:
+        return sum(spans.recv_counts) if spec.exact else self.config.padded_rows
+
+    # Rows
+
+    def _format(self, payload: Payload, *, routed: bool = False, weighted: bool = False) -> RowFormat:
+        scales = payload.scales
+        return RowFormat(
+            payload.x.shape[1],
+            payload.x.dtype,
+            scale_words=0 if scales is None else scales.shape[1],
+            scale_dtype=torch.float32 if scales is None else scales.dtype,
+            picks=self.config.num_topk if routed else 0,
+            routed=routed,
+            weighted=weighted,
+        )
+
+    def _buffer(self, name: str, form: RowFormat, num_rows: int, device: torch.device) -> Tensor:
+        """Room for rows. Host memory is kept for the next call: fresh pages cost more than the copy into them."""
+        if device.type != "cpu":
+            return form.buffer(num_rows, device)
+        need = num_rows * form.row_bytes
+        held = self._staging.get(name)
+        if held is None or held.numel() < need:
+            self._staging.pop(name, None)
+            held = self._staging[name] = torch.empty(need, dtype=torch.uint8)
+        return held[:need].view(num_rows, form.row_bytes)
+
+    def _routing(self, departure: _Departure) -> Routing:
+        """Ids as the receiver counts them, and weights, for each row sent."""
+        experts, size = self.config.num_experts, self.config.world_size
+        lo = first_experts(departure.destination, experts, size).unsqueeze(1)
+        hi = first_experts(departure.destination + 1, experts, size).unsqueeze(1)
+        picked = take_values(departure.topk_idx, departure.token, -1)
+        here = (picked >= lo) & (picked < hi)
+        weights = departure.weights
+        if weights is not None:
+            weights = torch.where(here, take_values(weights, departure.token, 0.0), 0.0)
+        return Routing(departure.token, torch.where(here, picked - lo, -1), weights)
+
+    def _exchange(self, send: Tensor, recv: Tensor, spans: Spans, op: str) -> None:
+        self._wire.exchange(send, recv, spans, f"{op} #{self._calls - 1}")
+        self.stats.record(op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait)
+
+    def _arrive(
+        self, form: RowFormat, recv: Tensor, spans: Spans, pairs: Tensor | None, departure: _Departure, spec: Spec
+    ) -> tuple[Payload, Plan, Arrived]:
+        config, device = self.config, recv.device
+        arrival = self._arrival(form, recv, spans, spec)
+        if pairs is None:
+            rows, pairs_here = count_arrivals(arrival, config)
+            counts = None
+        else:
+            rows, pairs_here = torch.tensor(spans.recv_counts, device=device), pairs.to(device)
+            counts = pairs.sum(0)
+        num_rows = num_result_rows(spec, config, None if counts is None else counts.tolist(), recv.shape[0])
+        place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
+        payload = form.take(recv, place.gather if spec.placed else None)
+        splits = torch.tensor(spans.send_counts + spans.recv_counts)
+        plan = Plan(
+            splits=splits if counts is None else torch.cat([splits, counts]),
+            send_tokens=departure.token,
+            returns=group_rows(departure.token, departure.topk_idx.shape[0], min(config.num_topk, config.world_size)),
+            slots=place.slots,
+            picks=place.picks,
+            gather=place.gather,
+            first_pick=departure.first_pick,
+        )
+        return payload, plan, arrived
+
+    def _arrival(self, form: RowFormat, recv: Tensor, spans: Spans, spec: Spec) -> Arrival:
+        ranks = torch.arange(self.config.world_size, device=recv.device)
+        if spec.exact:
+            repeats = torch.tensor(spans.recv_counts, device=recv.device)
+            source = ranks.repeat_interleave(repeats, output_size=recv.shape[0])
+        else:
+            source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
+        return Arrival(
+            token=form.token(recv).clone(),
+            local_idx=trusted(form.local_idx(recv), self.config.num_local_experts),
+            weights=form.weights(recv).clone() if form.weighted else None,
+            source_rank=source,
+        )
+
+    def _partial_sums(
+        self, form: RowFormat, rows: Tensor, plan: Plan, weights: Tensor | None, reduce_weights: Tensor | None, *, placed: bool
+    ) -> Tensor:
+        """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are sent as they are."""
+        if not placed and reduce_weights is None:
+            return rows.contiguous().view(torch.uint8)
+        arrived = plan.slots.shape[0] if placed else rows.shape[0]
+        send = self._buffer("send", form, arrived, rows.device)
+        if placed:
+            sum_rows(rows, plan.slots, form.payload(send), weights=weights)
+        else:
+            form.payload(send).copy_(rows)
+        if reduce_weights is not None:
+            form.weights(send).copy_(reduce_weights)
+        return send

@@ -1,0 +1,154 @@
+"""The header that ranks exchange before rows move: what call this is, with which arguments, and how many rows follow.
+
+Every rank sees every rank's header, so that all come to the same verdict: go on, or raise (``Mismatch``, ``PeerError``, or
+the rank's own ``ValueError``). Numbers from a peer are checked here before anything is sized or addressed by them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Mismatch, PeerError
+from tokenyard.types import Layout, Quantize
+
+MAGIC = 0x746F6B656E796472
+TEXT_WORDS = 32
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+)
+OPS = ("dispatch", "cached dispatch", "combine")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What all ranks must agree on in one call; every field is an int on the wire."""
+
+    op: int
+    call: int
+    dtype: int
+    hidden: int
+    scale_words: int
+    scale_dtype: int
+    layout: int
+    exact: int
+    expert_alignment: int
+    capacity: int
+    quantize: int
+    weighted: int
+
+
+_SHOWN = {
+    "op": lambda v: OPS[v],
+    "call": lambda v: f"#{v}",
+    "dtype": lambda v: str(DTYPES[v]),
+    "scale_dtype": lambda v: str(DTYPES[v]),
+    "layout": lambda v: Layout(v).name,
+    "exact": bool,
+    "weighted": bool,
+    "quantize": lambda v: Quantize(v).name if v else None,
+}
+_NAMED = {"call": "the call", "op": "the call", "weighted": "whether there are weights", "scale_words": "scales per row"}
+
+_NAMES = tuple(f.name for f in fields(Fingerprint))
+_FINGERPRINT = 1
+_STATUS = _FINGERPRINT + len(_NAMES)
+_TEXT = _STATUS + 4
+NUM_TOKENS, NUM_ROWS = _TEXT + TEXT_WORDS, _TEXT + TEXT_WORDS + 1
+COUNTS = NUM_ROWS + 1
+"""From this word on: rows for each of the receiver's experts."""
+
+OK, REFUSED, BAD_INDEX = 0, 1, 2
+
+
+def blank(fingerprint: Fingerprint, num_ranks: int, num_counts: int, num_tokens: int) -> Tensor:
+    """Headers for all ranks with no rows announced: int64 ``[R, words]`` on the CPU."""
+    header = torch.zeros(num_ranks, COUNTS + num_counts, dtype=torch.int64)
+    header[:, 0] = MAGIC
+    header[:, _FINGERPRINT:_STATUS] = torch.tensor(astuple(fingerprint))
+    header[:, NUM_TOKENS] = num_tokens
+    return header
+
+
+def refuse(header: Tensor, reason: str) -> None:
+    """Mark the header: this rank's arguments were refused, for ``reason``."""
+    text = reason.encode()[: 8 * TEXT_WORDS].ljust(8 * TEXT_WORDS, b"\0")
+    header[:, _STATUS] = REFUSED
+    header[:, _TEXT : _TEXT + TEXT_WORDS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
+
+
+def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
+    """Write whether and where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``, without asking the host."""
+    if topk_idx.numel() == 0:
+        return
+    flat = topk_idx.reshape(-1)
+    bad = (flat < -1) | (flat >= num_experts)
+    at = bad.to(torch.uint8).argmax()
+    header[:, _STATUS] = torch.where(bad.any(), BAD_INDEX, OK)
+    header[:, _STATUS + 1] = at
+    header[:, _STATUS + 2] = flat.gather(0, at.view(1)).long()
+    header[:, _STATUS + 3] = topk_idx.shape[1]
+
+
+def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str:
+    token, pick = divmod(at, num_picks)
+    return f'topk_idx[{token}, {pick}] is {value}, but there are {num_experts} experts (use -1 for "no expert")'
+
+
+def verify(headers: Tensor, rank: int, *, num_experts: int, num_picks: int) -> None:
+    """Raise what ``headers [R, words]`` (one row from each rank, CPU) call for.
+
+    Raises:
+        ValueError: this rank's own ids are out of range.
+        Mismatch: ranks disagree on the call or its arguments.
+        PeerError: another rank refused its arguments, or sent counts that cannot be.
+    """
+    rows: list[list[int]] = headers.tolist()
+    _check_own(rows[rank], num_experts)
+    for peer, row in enumerate(rows):
+        if row[0] != MAGIC:
+            raise PeerError(f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?")
+        if row[_STATUS] == REFUSED:
+            raise PeerError(f"rank {peer} refused its side of this call: {_text(headers[peer])}")
+        if row[_STATUS] == BAD_INDEX:
+            where = bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), num_experts)
+            raise PeerError(f"rank {peer} refused its side of this call: {where}")
+    _check_agreement(rows)
+    for peer, row in enumerate(rows):
+        _check_counts(peer, row, num_picks)
+
+
+def _check_own(row: list[int], num_experts: int) -> None:
+    if row[_STATUS] == BAD_INDEX:
+        raise ValueError(bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), num_experts))
+
+
+def _text(row: Tensor) -> str:
+    raw = row[_TEXT : _TEXT + TEXT_WORDS].clone().view(torch.uint8).tolist()
+    return bytes(raw).rstrip(b"\0").decode(errors="replace")
+
+
+def _check_agreement(rows: list[list[int]]) -> None:
+    for at, name in enumerate(_NAMES, start=_FINGERPRINT):
+        for peer, row in enumerate(rows):
+            if row[at] != rows[0][at]:
+                show = _SHOWN.get(name, lambda v: v)
+                raise Mismatch(
+                    f"ranks disagree on {_NAMED.get(name, name)}: rank 0 says {show(rows[0][at])}, rank {peer} says {show(row[at])}"
+                )
+
+
+def _check_counts(peer: int, row: list[int], num_picks: int) -> None:
+    num_tokens, num_rows, counts = row[NUM_TOKENS], row[NUM_ROWS], row[COUNTS:]
+    possible = 0 <= num_rows <= num_tokens < 2**31 and all(0 <= count <= num_rows for count in counts)
+    if not possible or not (num_rows <= sum(counts) <= num_rows * num_picks or not any(counts)):
+        raise PeerError(f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}")

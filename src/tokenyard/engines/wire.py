@@ -1,0 +1,208 @@
+"""Two ways to move bytes between ranks: a private gloo mesh on the host, or the user's group with its own backend.
+
+Both have ``swap`` (one small header to and from every rank, read on the host) and ``exchange`` (rows, one message per peer).
+``GlooWire`` knows every peer by name: each message has its own deadline, so that a silent rank is named. It is private to
+one ``ExpertParallel``, so the user's collectives cannot get between ours. ``GroupWire`` has the backend's own limits.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.errors import PeerLost, PeerTimeout
+
+_HEADER_TAG, _ROWS_TAG = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Where each peer's rows stand in the two buffers: starts and counts, in rows, one of each per rank."""
+
+    send_starts: list[int]
+    send_counts: list[int]
+    recv_starts: list[int]
+    recv_counts: list[int]
+
+    @staticmethod
+    def packed(send_counts: list[int], recv_counts: list[int]) -> Spans:
+        """Blocks that follow each other without gaps."""
+        return Spans(_starts(send_counts), send_counts, _starts(recv_counts), recv_counts)
+
+    @staticmethod
+    def strided(stride: int, send_counts: list[int], recv_counts: list[int]) -> Spans:
+        """Blocks of ``stride`` rows, of which the first ``counts`` are in use."""
+        starts = [stride * rank for rank in range(len(send_counts))]
+        return Spans(starts, send_counts, starts, recv_counts)
+
+    def reversed(self) -> Spans:
+        """The way back: what was received is sent."""
+        return Spans(self.recv_starts, self.recv_counts, self.send_starts, self.send_counts)
+
+
+def _starts(counts: list[int]) -> list[int]:
+    starts = [0]
+    for count in counts[:-1]:
+        starts.append(starts[-1] + count)
+    return starts
+
+
+def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
+    return buffer[start : start + count]
+
+
+class GlooWire:
+    """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host memory."""
+
+    counts_on_host = True
+    name = "gloo"
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.last_wait = [0.0] * world_size
+        self._store = store
+        self._mesh: Any = None
+        if store is not None:
+            self._mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), rank, world_size, timedelta(seconds=timeout))
+
+    @property
+    def _peers(self) -> list[int]:
+        """Every other rank, nearest first, so that not all send to rank 0 at once."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def swap(self, header: Tensor, what: str) -> Tensor:
+        """Send ``header[d]`` to each rank d and return what each sent here: int64 ``[R, words]`` on the CPU."""
+        mine = header.cpu()
+        theirs = torch.empty_like(mine)
+        theirs[self.rank] = mine[self.rank]
+        recvs = [(peer, theirs[peer]) for peer in self._peers]
+        sends = [(peer, mine[peer]) for peer in self._peers]
+        self._move(recvs, sends, _HEADER_TAG, f"{what}, counts")
+        return theirs
+
+    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> None:
+        """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8 ``[rows, bytes]``)."""
+        here = send.cpu() if send.is_cuda else send
+        there = torch.empty(recv.shape, dtype=recv.dtype, pin_memory=True) if recv.is_cuda else recv
+        recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers if spans.recv_counts[p]]
+        sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers if spans.send_counts[p]]
+        own = _rows(here, spans.send_starts[self.rank], spans.send_counts[self.rank])
+        target = _rows(there, spans.recv_starts[self.rank], spans.recv_counts[self.rank])
+        self._move(recvs, sends, _ROWS_TAG, f"{what}, rows", meanwhile=(target, own))
+        if recv.is_cuda:
+            for start, count in zip(spans.recv_starts, spans.recv_counts, strict=True):
+                _rows(recv, start, count).copy_(_rows(there, start, count), non_blocking=True)
+
+    def _move(
+        self,
+        recvs: list[tuple[int, Tensor]],
+        sends: list[tuple[int, Tensor]],
+        tag: int,
+        what: str,
+        meanwhile: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        begin = time.monotonic()
+        incoming, outgoing = self._post("recv", recvs, tag, what), self._post("send", sends, tag, what)
+        if meanwhile is not None:
+            meanwhile[0].copy_(meanwhile[1])
+        for at, (peer, work) in enumerate(incoming):
+            self._wait(work, peer, begin, what, incoming, at)
+            self.last_wait[peer] = time.monotonic() - begin
+        for peer, work in outgoing:
+            self._wait(work, peer, begin, what, [], 0)
+
+    def _post(self, verb: str, messages: list[tuple[int, Tensor]], tag: int, what: str) -> list[tuple[int, Any]]:
+        works: list[tuple[int, Any]] = []
+        for peer, tensor in messages:
+            try:
+                works.append((peer, getattr(self._mesh, verb)([tensor.view(-1)], peer, tag)))
+            except RuntimeError as error:
+                raise self._lost(peer, what, error) from error
+        return works
+
+    def _wait(self, work: Any, peer: int, begin: float, what: str, incoming: list[tuple[int, Any]], at: int) -> None:
+        left = max(self.timeout - (time.monotonic() - begin), 0.001)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            if "Timed out" not in str(error):
+                raise self._lost(peer, what, error) from error
+            answered = [p for p, _ in incoming[:at]] + [p for p, late in incoming[at + 1 :] if _has_come(late)]
+            raise self._silent(peer, what, answered) from error
+
+    def _silent(self, peer: int, what: str, answered: list[int]) -> PeerTimeout:
+        others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
+        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
+        self._report(text)
+        return PeerTimeout(text, peer)
+
+    def _lost(self, peer: int, what: str, error: RuntimeError) -> PeerLost:
+        report = self._reported_by(peer)
+        because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
+        text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because} [{str(error)[:80]}]"
+        self._report(text)
+        return PeerLost(text, peer)
+
+    def _report(self, text: str) -> None:
+        assert self._store is not None
+        with suppress(RuntimeError):
+            self._store.set(f"failure/{self.rank}", text)
+
+    def _reported_by(self, peer: int) -> str:
+        assert self._store is not None
+        with suppress(RuntimeError):
+            if self._store.check([f"failure/{peer}"]):
+                return self._store.get(f"failure/{peer}").decode(errors="replace")
+        return ""
+
+    def close(self) -> None:
+        self._mesh = None
+
+
+def _has_come(work: Any) -> bool:
+    try:
+        return bool(work.wait(timedelta(milliseconds=1)))
+    except RuntimeError:
+        return False
+
+
+class GroupWire:
+    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the backend's watchdog's case."""
+
+    counts_on_host = False
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, backend: str) -> None:
+        self.group, self.device, self.name = group, device, backend
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.last_wait = [float("nan")] * self.world_size
+
+    def swap(self, header: Tensor, what: str) -> Tensor:
+        """As :meth:`GlooWire.swap`; the host waits for the device."""
+        mine = header.to(self.device)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        return theirs.cpu()
+
+    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> None:
+        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps."""
+        width = send.shape[1]
+        dist.all_to_all_single(
+            recv.view(-1),
+            send.view(-1),
+            [count * width for count in spans.recv_counts],
+            [count * width for count in spans.send_counts],
+            group=self.group,
+        )
+
+    def close(self) -> None:
+        self.group = None
+
+
+Wire = GlooWire | GroupWire

@@ -1,0 +1,76 @@
+"""What links a dispatch to its combine, its backward and later dispatches with the same routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.types import Layout
+
+
+class Plan(NamedTuple):
+    """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can belong together."""
+
+    splits: Tensor  # [2R + L] int64, CPU: rows to each rank, rows from each rank; then tokens per local expert if the host knows
+    send_tokens: Tensor  # [S] token of each row sent, by destination; -1 on unused places
+    returns: Tensor  # [T, J] places in send order of each token's rows, by rank; then -1
+    slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
+    picks: Tensor  # [Nb, J] the pick behind each slot
+    gather: Tensor  # [rows] the arrived row behind each result row, -1 on padding
+    first_pick: Tensor  # [T, K] the pick that each pick was merged into
+
+
+class Arrived(NamedTuple):
+    """Routing of the rows that a dispatch returns; see :class:`tokenyard.Received`. What a layout lacks is empty."""
+
+    topk_idx: Tensor  # FLAT [N, K]
+    weights: Tensor  # FLAT [N, K], else [rows]; float32
+    source: Tensor  # [rows] int64
+    tokens_per_expert: Tensor  # [L] int32
+    expert_offsets: Tensor  # EXPERT_MAJOR [L + 1] int32
+    source_ranges: Tensor  # EXPERT_PADDED [L, R, 2] int32
+    overflow: Tensor  # [1] int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """How a dispatch was asked for; equal on all ranks."""
+
+    layout: Layout
+    exact: bool
+    expert_alignment: int = 1
+    capacity: int | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether result rows stand elsewhere than they arrived."""
+        return self.layout is not Layout.FLAT or not self.exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handle:
+    """Result of one dispatch's routing: frozen, reusable any number of times and in any order, until its object is closed.
+
+    Attributes:
+        spec: layout and shapes of the rows.
+        num_tokens: T of the dispatch, rows of the combined result.
+        num_rows: rows of the dispatched result (``[L * R * M]`` for ``EXPERT_PADDED``).
+        has_weights: whether weights rode along.
+        index_dtype: dtype of the ``topk_idx`` that was dispatched.
+    """
+
+    owner: int
+    spec: Spec
+    num_tokens: int
+    num_rows: int
+    has_weights: bool
+    index_dtype: torch.dtype
+    plan: Plan
+    arrived: Arrived
+
+    @property
+    def layout(self) -> Layout:
+        return self.spec.layout

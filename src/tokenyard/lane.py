@@ -1,0 +1,132 @@
+"""The order of calls on one object: one after the other, whether the caller waits or not.
+
+On the CPU an asynchronous call runs on a thread of the object's own; on a GPU it is issued on a communication stream. A
+synchronous call comes after every call started before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+MAX_OUTSTANDING = 8
+"""Asynchronous calls that may be started and not yet waited for."""
+
+
+class Waitable(Protocol):
+    """What ``after=`` takes: a CUDA event, a result of an asynchronous call, anything with ``wait()``."""
+
+    def wait(self) -> Any: ...
+
+
+class Lane:
+    """Runs calls in program order. Not for two threads at once: that raises."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._started: dict[int, Future[Any]] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._tickets = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Calls started and not yet waited for."""
+        return len(self._started)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Make a call in its turn and return its result."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this ExpertParallel is in use by another thread: one object serves one thread at a time")
+        try:
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            if any(not future.done() for future in self._started.values()):
+                return self._submit(call).result()
+            with torch.no_grad():
+                return call()
+        finally:
+            self._lock.release()
+
+    def start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
+        """Begin a call and return a ticket for :meth:`take`. ``after`` is waited for first.
+
+        Raises:
+            RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
+        """
+        if len(self._started) >= MAX_OUTSTANDING:
+            raise RuntimeError(
+                f"{len(self._started)} asynchronous calls are outstanding and {MAX_OUTSTANDING} may be: wait() for one of them first"
+            )
+        self._tickets += 1
+        ticket = self._tickets
+        if device.type == "cuda":
+            self._started[ticket] = self._start_on_stream(ticket, call, device, after)
+        else:
+            self._started[ticket] = self._submit(call, after)
+        return ticket
+
+    def _submit(self, call: Callable[[], Any], after: Waitable | None = None) -> Future[Any]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenyard")
+
+        def body() -> Any:
+            if after is not None:
+                after.wait()
+            with torch.no_grad():
+                return call()
+
+        return self._pool.submit(body)
+
+    def _start_on_stream(
+        self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
+    ) -> Future[Any]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        done: Future[Any] = Future()
+        if after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            if after is not None:
+                after.wait()
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+            self._events[ticket] = self._stream.record_event()
+        return done
+
+    def take(self, ticket: int) -> Any:
+        """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
+        future = self._started.pop(ticket)
+        event = self._events.pop(ticket, None)
+        result = future.result()
+        if event is not None:
+            event.wait()
+            _keep_for(result, torch.cuda.current_stream())
+        return result
+
+    def drop(self, ticket: int) -> None:
+        """Forget a call that nobody waits for any more; it still runs."""
+        self._started.pop(ticket, None)
+        self._events.pop(ticket, None)
+
+    def close(self) -> None:
+        """Finish what was started."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+
+def _keep_for(result: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that ``stream`` uses the tensors of a result made on another stream."""
+    if isinstance(result, torch.Tensor):
+        if result.is_cuda:
+            result.record_stream(stream)
+    elif isinstance(result, tuple):
+        for part in result:  # pyright: ignore[reportUnknownVariableType]
+            _keep_for(part, stream)

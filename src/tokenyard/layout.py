@@ -1,0 +1,233 @@
+"""The plan: who sends which row where. Pure integer functions on any device; no communication, no payload.
+
+``docs/semantics.md`` defines the terms. Functions marked *static* never ask the host for a value, so that a CUDA graph can
+hold them; the others may (``nonzero``). All index tensors are int64 unless said otherwise, and "no row" is -1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def expert_bounds(num_experts: int, num_ranks: int) -> list[int]:
+    """First expert of each rank, and the end: ``[R + 1]``.
+
+    >>> expert_bounds(5, 3)
+    [0, 2, 4, 5]
+    """
+    share, extra = divmod(num_experts, num_ranks)
+    return [rank * share + min(rank, extra) for rank in range(num_ranks + 1)]
+
+
+def first_experts(ranks: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """:func:`expert_bounds` at ``ranks`` (0 .. R), on their device. Static.
+
+    >>> first_experts(torch.tensor([3, 1]), 5, 3)
+    tensor([5, 2])
+    """
+    share, extra = divmod(num_experts, num_ranks)
+    return ranks * share + ranks.clamp(max=extra)
+
+
+def pick_owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """Rank that holds each picked expert, -1 where the pick is -1: ``[T, K]``. Static.
+
+    >>> pick_owners(torch.tensor([[0, 4], [-1, 2]]), 5, 3)
+    tensor([[ 0,  2],
+            [-1,  1]])
+    """
+    share, extra = divmod(num_experts, num_ranks)
+    larger = (share + 1) * extra
+    beyond = (topk_idx - larger).div(max(share, 1), rounding_mode="floor") + extra
+    owner = torch.where(topk_idx < larger, topk_idx.div(share + 1, rounding_mode="floor"), beyond)
+    return torch.where(topk_idx < 0, -1, owner).long()
+
+
+class Merged(NamedTuple):
+    """Picks after duplicates within a token were merged."""
+
+    topk_idx: Tensor  # [T, K] int64, later duplicates are -1
+    topk_weights: Tensor | None  # [T, K] float32, later duplicates are 0
+    first_pick: Tensor  # [T, K] the pick that now holds pick k; k itself if it was not merged
+
+
+def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None) -> Merged:
+    """Let the first pick of an expert in a token stand for all of them; weights add in pick order. Static.
+
+    >>> merge_picks(torch.tensor([[7, 3, 7]]), torch.tensor([[0.5, 0.25, 1.0]]))[:2]
+    (tensor([[ 7,  3, -1]]), tensor([[1.5000, 0.2500, 0.0000]]))
+    """
+    idx, num_picks = topk_idx.long(), topk_idx.shape[1]
+    place = torch.arange(num_picks, device=idx.device).expand_as(idx)
+    if num_picks == 0:
+        return Merged(idx, topk_weights, place)
+    same = (idx.unsqueeze(2) == idx.unsqueeze(1)).to(torch.uint8)
+    first = torch.where(idx < 0, place, same.argmax(dim=2))
+    merged = torch.where(first == place, idx, -1)
+    if topk_weights is None:
+        return Merged(merged, None, first)
+    return Merged(merged, torch.where(merged < 0, 0.0, merge_weights(topk_weights, first)), first)
+
+
+def merge_weights(topk_weights: Tensor, first_pick: Tensor) -> Tensor:
+    """Add the weight of each merged pick to that of the pick it was merged into, in pick order. Static, differentiable.
+
+    >>> merge_weights(torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([[0, 1, 0]]))
+    tensor([[1.5000, 0.2500, 0.0000]])
+    """
+    place = torch.arange(topk_weights.shape[1], device=topk_weights.device)
+    merged = torch.where(first_pick == place, topk_weights, 0.0)
+    for k in range(1, topk_weights.shape[1]):
+        into = (place == first_pick[:, k : k + 1]) & (first_pick[:, k : k + 1] != k)
+        merged = torch.where(into, merged + topk_weights[:, k : k + 1], merged)
+    return merged
+
+
+def tokens_in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """Which ranks each token goes to: bool ``[T, R]``. Static.
+
+    >>> tokens_in_ranks(torch.tensor([[0, 4], [-1, 2]]), 5, 3).int().tolist()
+    [[1, 0, 1], [0, 1, 0]]
+    """
+    owner = pick_owners(topk_idx, num_experts, num_ranks)
+    hit = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
+    hit.scatter_(1, torch.where(owner < 0, num_ranks, owner), True)
+    return hit[:, :num_ranks]
+
+
+def count_keys(keys: Tensor, num_keys: int) -> Tensor:
+    """How often each of ``0 .. num_keys - 1`` occurs; other values are ignored: ``[num_keys]``. Static.
+
+    >>> count_keys(torch.tensor([2, 0, -1, 2]), 3)
+    tensor([1, 0, 2])
+    """
+    flat = keys.reshape(-1)
+    inside = (flat >= 0) & (flat < num_keys)
+    bins = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
+    return bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())[:num_keys]
+
+
+def send_order(in_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows to send, by destination and then token: ``(destination [S], token [S])``.
+
+    >>> send_order(torch.tensor([[True, True], [False, True]]))
+    (tensor([0, 1, 1]), tensor([0, 0, 1]))
+    """
+    pairs = in_ranks.t().nonzero()
+    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+
+
+def send_order_static(in_ranks: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """The same with ``max_tokens`` places per destination, unused ones holding token -1: two of ``[R * M]``. Static.
+
+    >>> send_order_static(torch.tensor([[True, True], [False, True]]), 3)
+    (tensor([0, 0, 0, 1, 1, 1]), tensor([ 0, -1, -1,  0,  1, -1]))
+    """
+    num_tokens, num_ranks = in_ranks.shape
+    device = in_ranks.device
+    places = num_ranks * max_tokens
+    base = torch.arange(num_ranks, device=device) * max_tokens
+    place = torch.where(in_ranks, in_ranks.long().cumsum(0) - 1 + base, places)
+    token = torch.arange(num_tokens, device=device).unsqueeze(1).expand_as(place)
+    order = torch.full((places + 1,), -1, dtype=torch.int64, device=device)
+    order.scatter_(0, place.reshape(-1), token.reshape(-1))
+    return torch.arange(places, device=device) // max_tokens, order[:places]
+
+
+def group_rows(keys: Tensor, num_keys: int, width: int) -> Tensor:
+    """For each key the places where it occurs, ascending, then -1: ``[num_keys, width]``. Static.
+
+    Keys below 0 are ignored; no key may occur more than ``width`` times.
+
+    >>> group_rows(torch.tensor([1, 0, 1, -1]), 2, 2)
+    tensor([[ 1, -1],
+            [ 0,  2]])
+    """
+    key = torch.where(keys < 0, num_keys, keys)
+    ordered, order = torch.sort(key, stable=True)
+    start = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
+    start[1:] = count_keys(key, num_keys).cumsum(0)
+    within = torch.arange(keys.numel(), device=keys.device) - start[ordered]
+    place = torch.where(ordered < num_keys, ordered * width + within, num_keys * width)
+    table = torch.full((num_keys * width + 1,), -1, dtype=torch.int64, device=keys.device)
+    return table.scatter_(0, place, order)[: num_keys * width].view(num_keys, width)
+
+
+def block_offsets(counts: Tensor, alignment: int) -> Tensor:
+    """Where each expert's block starts when blocks are padded to ``alignment``, and the end: ``[L + 1]``. Static.
+
+    >>> block_offsets(torch.tensor([3, 0, 5]), 4)
+    tensor([ 0,  4,  4, 12])
+    """
+    aligned = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    return torch.nn.functional.pad(aligned.long().cumsum(0), (1, 0))
+
+
+class Placement(NamedTuple):
+    """Where arrived rows stand in the result, and back."""
+
+    slots: Tensor  # [Nb, J] result rows of an arrived row, in pick order, then -1; J = min(K, L)
+    picks: Tensor  # [Nb, J] the pick behind each slot (0 where there is none)
+    gather: Tensor  # [rows] the arrived row behind each result row; -1 on padding
+
+
+def place_rows(local_idx: Tensor, starts: Tensor, num_local: int, num_rows: int, *, static: bool) -> Placement:
+    """Place one result row per (arrived row, local expert) in expert blocks that begin at ``starts [L + 1]``.
+
+    Inside a block the order is that of arrival. Places ``>= num_rows`` are dropped.
+
+    Args:
+        local_idx: ``[Nb, K]`` local expert ids or -1, no expert twice in one row.
+        static: use shapes that do not depend on the ids.
+
+    >>> place_rows(torch.tensor([[1, 0], [-1, 1]]), torch.tensor([0, 2, 4]), 2, 4, static=False).gather
+    tensor([ 0, -1,  0,  1])
+    """
+    arrived, num_picks = local_idx.shape
+    flat = torch.where(local_idx < 0, num_local, local_idx).reshape(-1).long()
+    pairs = torch.arange(flat.numel(), device=flat.device) if static else (flat < num_local).nonzero().squeeze(1)
+    ordered, order = torch.sort(flat[pairs], stable=True)
+    pairs = pairs[order]
+    first = torch.nn.functional.pad(count_keys(flat, num_local).cumsum(0), (1, 0))
+    place = starts[ordered] + torch.arange(pairs.numel(), device=flat.device) - first[ordered]
+    place = torch.where((ordered < num_local) & (place < num_rows), place, num_rows)
+    gather = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=flat.device)
+    gather.scatter_(0, place, pairs.div(max(num_picks, 1), rounding_mode="floor"))
+    slots = torch.full_like(flat, -1)
+    slots.scatter_(0, pairs, torch.where(place < num_rows, place, -1))
+    slots = slots.view(arrived, num_picks)
+    absent, picks = torch.sort((slots < 0).to(torch.uint8), dim=1, stable=True)
+    width = min(num_picks, num_local)
+    slots, absent, picks = slots.gather(1, picks)[:, :width], absent[:, :width], picks[:, :width]
+    return Placement(slots.contiguous(), picks.masked_fill(absent > 0, 0), gather[:num_rows])
+
+
+def compact_rows(counts: Tensor, stride: int) -> Placement:
+    """Bring blocks of ``stride`` arrived rows, ``counts [R]`` of them valid, to the front of ``R * stride`` rows. Static.
+
+    >>> compact_rows(torch.tensor([1, 2]), 2).gather
+    tensor([ 0,  2,  3, -1])
+    """
+    num_rows = counts.numel() * stride
+    row = torch.arange(num_rows, device=counts.device)
+    end = counts.long().cumsum(0)
+    begin = end - counts
+    block = row.div(max(stride, 1), rounding_mode="floor")
+    inside = row - block * stride
+    slots = torch.where(inside < counts[block], begin[block] + inside, -1)
+    source = torch.searchsorted(end, row, right=True).clamp(max=counts.numel() - 1)
+    gather = torch.where(row < end[-1:], source * stride + row - begin[source], -1)
+    return Placement(slots.unsqueeze(1), torch.zeros_like(slots).unsqueeze(1), gather)
+
+
+def source_ranges(counts: Tensor) -> Tensor:
+    """(begin, count) of every source inside each expert's block, from ``counts [R, L]``: int32 ``[L, R, 2]``. Static.
+
+    >>> source_ranges(torch.tensor([[2, 0], [1, 3]])).tolist()
+    [[[0, 2], [2, 1]], [[0, 0], [0, 3]]]
+    """
+    begin = counts.cumsum(0) - counts
+    return torch.stack([begin.t(), counts.t()], dim=-1).to(torch.int32)

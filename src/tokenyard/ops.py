@@ -1,0 +1,379 @@
+"""Custom operators: dispatch and combine for autograd, ``torch.compile`` and activation checkpointing.
+
+The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch, along the same plan. An
+operator's arguments must be tensors and numbers, so it knows its object by number; the table below holds no object alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, register_autograd, register_fake
+
+from tokenyard.engines.arrival import num_result_rows
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.quant import dequantize
+from tokenyard.rows import Payload, take_values
+from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Layout, Quantize
+
+if TYPE_CHECKING:
+    from tokenyard.calls import Calls
+
+_objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+_numbers = count(1)
+
+_SPEC = "int layout, bool exact, int alignment, int capacity"
+_PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
+NO_TICKET = 0
+
+
+def enlist(calls: Calls) -> int:
+    """A number by which operators find ``calls`` while it lives."""
+    number = next(_numbers)
+    _objects[number] = calls
+    return number
+
+
+def spec_numbers(spec: Spec) -> tuple[int, bool, int, int]:
+    return spec.layout.value, spec.exact, spec.expert_alignment, -1 if spec.capacity is None else spec.capacity
+
+
+def _spec(layout: int, exact: bool, alignment: int, capacity: int) -> Spec:
+    return Spec(
+        layout=Layout(layout), exact=exact, expert_alignment=alignment, capacity=None if capacity < 0 else capacity
+    )
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return torch.empty(0, device=like.device) if tensor is None else tensor
+
+
+# dispatch
+
+
+@custom_op(
+    "tokenyard::dispatch",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, {_SPEC}, int quantize, int ticket) -> ("
+    + ", ".join(["Tensor"] * (2 + _PLAN + _ARRIVED))
+    + ")",
+)
+def dispatch_op(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    weights: Tensor | None,
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    quantize: int,
+    ticket: int,
+) -> tuple[Tensor, ...]:
+    spec = _spec(layout, exact, alignment, capacity)
+    mode = Quantize(quantize) if quantize else None
+    payload, plan, arrived = _objects[owner].run_dispatch(Payload(x, scales), topk_idx, weights, spec, mode, ticket)
+    return (payload.x, _or_empty(payload.scales, x), *plan, *arrived)
+
+
+@register_fake("tokenyard::dispatch")
+def _(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    weights: Tensor | None,
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    quantize: int,
+    ticket: int,
+) -> tuple[Tensor, ...]:
+    spec, config = _spec(layout, exact, alignment, capacity), _objects[owner].config
+    size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
+    new = torch.library.get_ctx().new_dynamic_size
+    sent, arrived = (new(), new()) if exact else (config.padded_rows, config.padded_rows)
+    grows = spec.exact and spec.layout is Layout.EXPERT_MAJOR
+    rows = new() if grows else num_result_rows(spec, config, None, arrived)
+    flat, placed = spec.layout is Layout.FLAT, spec.placed
+    width = min(top, local) if not flat else 1
+
+    def ints(*shape: Any) -> Tensor:
+        return x.new_empty(shape, dtype=torch.int64)
+
+    def words(*shape: Any) -> Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    def table(*shape: Any) -> Tensor:
+        return ints(*shape) if placed else ints(0)
+
+    num_scales, scale_dtype = _scale_shape(scales, hidden, quantize)
+    weight_shape = (0,) if weights is None else (rows, top) if flat else (rows,)
+    return (
+        x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
+        x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
+        torch.empty(2 * size + (local if exact else 0), dtype=torch.int64, device="cpu"),
+        ints(sent),
+        ints(topk_idx.shape[0], min(top, size)),
+        table(arrived, width),
+        table(arrived, width),
+        table(rows),
+        ints(topk_idx.shape[0], top),
+        ints(rows, top) if flat else words(0),
+        x.new_empty(weight_shape, dtype=torch.float32),
+        ints(rows),
+        words(local),
+        words(local + 1) if spec.layout is Layout.EXPERT_MAJOR else words(0),
+        words(local, size, 2) if spec.layout is Layout.EXPERT_PADDED else words(0),
+        words(1) if spec.capacity is not None else words(0),
+    )
+
+
+def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int, torch.dtype]:
+    if scales is not None:
+        return scales.shape[1], scales.dtype
+    if quantize == 0:
+        return 0, torch.float32
+    if Quantize(quantize) is Quantize.FP8_UE8M0:
+        return -(-hidden // (SCALE_GROUP * UE8M0_PER_WORD)), torch.int32
+    return -(-hidden // SCALE_GROUP), torch.float32
+
+
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, _, weights, ctx.owner, *rest, quantize, _ = inputs
+    ctx.spec, ctx.plain, ctx.weighted = tuple(rest), not quantize and x.dtype.is_floating_point, weights is not None
+    ctx.save_for_backward(*output[2:])
+    ctx.mark_non_differentiable(*(t for t in output[1:] if t is not output[2 + _PLAN + 1]))
+    if not ctx.plain:
+        ctx.mark_non_differentiable(output[0])
+
+
+def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    spec = _spec(*ctx.spec)
+    plan, arrived = Plan(*ctx.saved_tensors[:_PLAN]), Arrived(*ctx.saved_tensors[_PLAN:])
+    to_x, to_weights = ctx.needs_input_grad[0] and ctx.plain, ctx.needs_input_grad[3] and ctx.weighted
+    rest = (None,) * 7
+    reduce = _in_arrival_order(grads[2 + _PLAN + 1], plan, arrived, spec) if to_weights else None
+    if to_x:
+        grad_x, reduced = combine_op(grads[0], None, reduce, [], list(plan), ctx.owner, *ctx.spec, False, NO_TICKET)
+    elif reduce is not None:
+        grad_x, (reduced, _) = None, combine_op(reduce, None, None, [], list(plan), ctx.owner, *ctx.spec, True, NO_TICKET)
+    else:
+        grad_x, reduced = None, None
+    grad_weights = reduced.gather(1, plan.first_pick) if to_weights and reduced is not None else None
+    return (grad_x, None, None, grad_weights, *rest)
+
+
+def _in_arrival_order(grad: Tensor, plan: Plan, arrived: Arrived, spec: Spec) -> Tensor:
+    """Gradients of the weights that a dispatch returned, as ``[Nb, K]`` of arrived rows, 0 where a pick is elsewhere."""
+    if spec.layout is Layout.FLAT:
+        here = torch.where(arrived.topk_idx < 0, 0.0, grad)
+        return take_values(here, plan.slots[:, 0], 0.0) if spec.placed else here
+    values = take_values(grad, plan.slots.reshape(-1), 0.0).view(plan.slots.shape)
+    spread = torch.zeros(plan.slots.shape[0], plan.first_pick.shape[1], dtype=torch.float32, device=grad.device)
+    return spread.scatter_add(1, plan.picks, values)
+
+
+register_autograd("tokenyard::dispatch", _dispatch_backward, setup_context=_dispatch_context)
+
+
+# cached dispatch
+
+
+@custom_op(
+    "tokenyard::redispatch",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? scales, Tensor[] plan, int owner, {_SPEC}, bool raw, int ticket) -> (Tensor, Tensor)",
+)
+def redispatch_op(
+    x: Tensor,
+    scales: Tensor | None,
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    raw: bool,
+    ticket: int,
+) -> tuple[Tensor, Tensor]:
+    spec = _spec(layout, exact, alignment, capacity)
+    payload = _objects[owner].run_redispatch(Payload(x, scales), Plan(*plan), spec, raw, ticket)
+    return payload.x, _or_empty(payload.scales, x)
+
+
+@register_fake("tokenyard::redispatch")
+def _(
+    x: Tensor,
+    scales: Tensor | None,
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    raw: bool,
+    ticket: int,
+) -> tuple[Tensor, Tensor]:
+    spec, known = _spec(layout, exact, alignment, capacity), Plan(*plan)
+    if not spec.placed:
+        rows: Any = torch.library.get_ctx().new_dynamic_size()
+    else:
+        rows = known.slots.shape[0] if raw else known.gather.shape[0]
+    moved = x.new_empty((0,)) if scales is None else scales.new_empty((rows, scales.shape[1]))
+    return x.new_empty((rows, x.shape[1])), moved
+
+
+def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, plan, ctx.owner, *rest, ctx.raw, _ = inputs
+    ctx.spec = tuple(rest)
+    ctx.save_for_backward(*plan)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _redispatch_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    grad_x, _none = combine_op(grad, None, None, [], plan, ctx.owner, *ctx.spec, ctx.raw, NO_TICKET)
+    return (grad_x, None, [None] * len(plan), *(None,) * 7)
+
+
+register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_redispatch_context)
+
+
+# combine
+
+
+@custom_op(
+    "tokenyard::combine",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, int owner, "
+    f"{_SPEC}, bool raw, int ticket) -> (Tensor, Tensor)",
+)
+def combine_op(
+    rows: Tensor,
+    weights: Tensor | None,
+    reduce_weights: Tensor | None,
+    bias: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    raw: bool,
+    ticket: int,
+) -> tuple[Tensor, Tensor]:
+    spec = _spec(layout, exact, alignment, capacity)
+    x, reduced = _objects[owner].run_combine(
+        rows, Plan(*plan), spec, ticket, weights=weights, reduce_weights=reduce_weights, bias=tuple(bias), raw=raw
+    )
+    return x, _or_empty(reduced, rows)
+
+
+@register_fake("tokenyard::combine")
+def _(
+    rows: Tensor,
+    weights: Tensor | None,
+    reduce_weights: Tensor | None,
+    bias: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    raw: bool,
+    ticket: int,
+) -> tuple[Tensor, Tensor]:
+    num_tokens = Plan(*plan).returns.shape[0]
+    reduced = (0,) if reduce_weights is None else (num_tokens, reduce_weights.shape[1])
+    return rows.new_empty((num_tokens, rows.shape[1])), rows.new_empty(reduced, dtype=torch.float32)
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weights, reduce, bias, plan, ctx.owner, *rest, ctx.raw, _ = inputs
+    ctx.spec, ctx.num_bias, ctx.weighted, ctx.reduces = tuple(rest), len(bias), weights is not None, reduce is not None
+    ctx.bias_dtypes = [term.dtype for term in bias]
+    ctx.save_for_backward(*plan, *((rows, weights) if weights is not None else ()))
+    if reduce is None:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors[:_PLAN])
+    grad_rows = grad_weights = grad_reduce = None
+    if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
+        grad_rows, _ = redispatch_op(grad, None, plan, ctx.owner, *ctx.spec, ctx.raw, NO_TICKET)
+    if ctx.weighted and grad_rows is not None:
+        rows, weights = ctx.saved_tensors[_PLAN:]
+        valid = (Plan(*plan).gather >= 0).unsqueeze(1)
+        grad_weights = torch.where(valid, rows.float() * grad_rows.float(), 0.0).sum(1)
+        grad_rows = (weights.unsqueeze(1) * grad_rows.float()).to(rows.dtype)
+    if ctx.reduces and ctx.needs_input_grad[2]:
+        grad_reduce, _ = redispatch_op(grad_reduced, None, plan, ctx.owner, *ctx.spec, True, NO_TICKET)
+    bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
+    return (grad_rows, grad_weights, grad_reduce, bias, [None] * _PLAN, *(None,) * 7)
+
+
+register_autograd("tokenyard::combine", _combine_backward, setup_context=_combine_context)
+
+
+# dequantise, straight through
+
+
+@custom_op(
+    "tokenyard::dequantize",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, {_SPEC}, ScalarType dtype) -> Tensor",
+)
+def dequantize_op(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return dequantize(data, scales, dtype)
+
+
+@register_fake("tokenyard::dequantize")
+def _(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    plan: Sequence[Tensor],
+    owner: int,
+    layout: int,
+    exact: bool,
+    alignment: int,
+    capacity: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _dequantize_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, _, plan, ctx.owner, *rest, _ = inputs
+    ctx.spec, ctx.dtype = tuple(rest), x.dtype
+    ctx.save_for_backward(*plan)
+
+
+def _dequantize_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    grad_x, _ = combine_op(grad, None, None, [], plan, ctx.owner, *ctx.spec, False, NO_TICKET)
+    return (grad_x.to(ctx.dtype), None, None, [None] * len(plan), *(None,) * 6)
+
+
+register_autograd("tokenyard::dequantize", _dequantize_backward, setup_context=_dequantize_context)

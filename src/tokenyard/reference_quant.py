@@ -1,0 +1,76 @@
+"""The oracle's quantisation: FP8 E4M3 with one scale per group of 128 channels (``docs/semantics.md``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize, Quantized
+
+_FP8_MAX = 448.0
+_SMALLEST_AMAX = 1e-4
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_NOT_FINITE = 255
+
+
+def quantize(x: Tensor, mode: Quantize) -> Quantized:
+    """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3.
+
+    Returns:
+        ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, or for ``FP8_UE8M0``
+        ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the exponent byte 255 or a non-finite scale.
+    """
+    num_tokens, hidden = x.shape
+    num_groups = -(-hidden // SCALE_GROUP)
+    groups = pad(x.float(), (0, -hidden % SCALE_GROUP)).reshape(num_tokens, num_groups, SCALE_GROUP)
+    amax = groups.abs().amax(dim=-1).clamp(min=_SMALLEST_AMAX)
+    # Tensors on both sides: torch may turn ``448 / amax`` and ``amax / 448`` into products with a rounded reciprocal.
+    fp8_max = torch.full_like(amax, _FP8_MAX)
+    scales = torch.div(amax, fp8_max)
+    if mode is Quantize.FP8:
+        return Quantized(_cast(groups, torch.div(fp8_max, amax), hidden), scales)
+    exponents = _pow2_exponents(scales)
+    scales = _pow2_from_exponents(exponents)
+    data = _cast(groups, torch.div(torch.ones_like(scales), scales), hidden)
+    return Quantized(data, _pack(exponents) if mode is Quantize.FP8_UE8M0 else scales)
+
+
+def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``data * scale`` in float32, rounded once to ``dtype``.
+
+    Args:
+        data: ``[..., H]`` float8 or int8.
+        scales: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent bytes each).
+        dtype: of the result ``[..., H]``.
+    """
+    hidden = data.shape[-1]
+    if scales.dtype == torch.int32:
+        exponents = scales.contiguous().view(torch.uint8)[..., : -(-hidden // SCALE_GROUP)]
+        scales = _pow2_from_exponents(exponents)
+    per_channel = scales.repeat_interleave(SCALE_GROUP, dim=-1)[..., :hidden]
+    return (data.float() * per_channel).to(dtype)
+
+
+def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
+    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T, H]``."""
+    return (groups * factors[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
+
+
+def _pow2_exponents(scales: Tensor) -> Tensor:
+    """Biased exponent (int32) of the smallest power of two ``>= scales`` (positive normal float32)."""
+    bits = scales.view(torch.int32)
+    has_fraction = (bits & _MANTISSA_MASK) != 0
+    return ((bits >> _MANTISSA_BITS) + has_fraction.int()).clamp(max=_NOT_FINITE)
+
+
+def _pow2_from_exponents(exponents: Tensor) -> Tensor:
+    """float32 ``2 ** (exponents - 127)``; a biased exponent of 0 (padding) gives 0."""
+    return (exponents.int() << _MANTISSA_BITS).view(torch.float32)
+
+
+def _pack(exponents: Tensor) -> Tensor:
+    """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32, group ``4j + i`` in byte ``i`` (little endian)."""
+    padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % UE8M0_PER_WORD))
+    return padded.contiguous().view(torch.int32)

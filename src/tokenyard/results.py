@@ -1,0 +1,133 @@
+"""What dispatch and combine return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.handle import Handle
+from tokenyard.types import Layout
+
+
+def _raise(error: Exception) -> dict[str, Any]:
+    raise error
+
+
+class _Later:
+    """Attributes that come when the call is done: reading one of them waits for it."""
+
+    _finish: Callable[[], dict[str, Any]] | None
+
+    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting again does nothing.
+
+        Raises:
+            PeerTimeout, PeerError, Mismatch, ValueError: whatever the call came to.
+        """
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        try:
+            fields = finish()
+        except Exception as error:
+            self._finish = partial(_raise, error)
+            raise
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def hook(self) -> None:
+        """Finish the receive of a call made with ``return_hook=True``; the same as :meth:`wait`."""
+        self.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self.__dict__.get("_finish") is None:
+            raise AttributeError(f"{type(self).__name__} has no {name!r} here: see its docstring for what each layout and call has")
+        self.wait()
+        return getattr(self, name)
+
+
+class Received(_Later):
+    """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/semantics.md``.
+
+    Attributes:
+        x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory.
+        scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32 if the payload is quantised, else None.
+        topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype of the argument; else None.
+        topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else None. Differentiable.
+        row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else None. Differentiable.
+        tokens_per_expert: ``[L]`` int32 on the device, unaligned.
+        expert_offsets: ``EXPERT_MAJOR``: ``[L + 1]`` int32, cumulative aligned; else None.
+        source_ranges: ``EXPERT_PADDED``: ``[L, R, 2]`` int32 (begin, count); else None.
+        source: int64 per row, ``source_rank << 32 | source_token``, -1 on padding.
+        overflow: ``[1]`` int32, rows dropped for want of ``capacity``; None without ``capacity``.
+        handle: for combine, backward and cached dispatches.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    row_weights: Tensor | None
+    tokens_per_expert: Tensor
+    expert_offsets: Tensor | None
+    source_ranges: Tensor | None
+    source: Tensor
+    overflow: Tensor | None
+    handle: Handle
+    _dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+    @property
+    def tokens_per_expert_list(self) -> list[int]:
+        """Rows of each local expert, unaligned, as the host learnt them. Only with exact shapes."""
+        handle = self.handle
+        if not handle.spec.exact:
+            raise ValueError("tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device")
+        local = self.tokens_per_expert.numel()
+        counts = handle.plan.splits
+        return counts[counts.numel() - local :].tolist()
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to the dispatched tensor."""
+        scales = self.scales
+        if scales is None:
+            raise ValueError("dequantize() needs a dispatch with quantize= or a Quantized payload; this one carried plain rows")
+        return self._dequantize(self.x, scales, dtype)
+
+
+class Combined(_Later):
+    """A combine that was asked for more than its sum.
+
+    Attributes:
+        x: ``[T, H]``.
+        topk_weights: ``[T, K]`` float32 if ``reduce_weights`` was given, else None.
+    """
+
+    x: Tensor
+    topk_weights: Tensor | None
+
+
+def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
+    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``."""
+    arrived, layout = handle.arrived, handle.layout
+    flat = layout is Layout.FLAT
+    weights = arrived.weights if handle.has_weights else None
+    return {
+        "x": x.view(*rows_shape, x.shape[-1]),
+        "scales": None if scales is None else scales.view(*rows_shape, scales.shape[-1]),
+        "topk_idx": arrived.topk_idx.to(handle.index_dtype) if flat else None,
+        "topk_weights": weights if flat else None,
+        "row_weights": weights.view(rows_shape) if weights is not None and not flat else None,
+        "tokens_per_expert": arrived.tokens_per_expert,
+        "expert_offsets": arrived.expert_offsets if layout is Layout.EXPERT_MAJOR else None,
+        "source_ranges": arrived.source_ranges if layout is Layout.EXPERT_PADDED else None,
+        "source": arrived.source.view(rows_shape),
+        "overflow": arrived.overflow if handle.spec.capacity is not None else None,
+        "handle": handle,
+    }

@@ -1,0 +1,199 @@
+"""Rows on the wire: payload, scales, token, ids and weights of one row side by side, moved as whole words by torch.
+
+A row is ``[payload | scales | token | ids | weights]``; everything behind the payload is made of 4-byte words. Because rows
+from one peer follow those of another, the buffer that peers fill is already the ``FLAT`` result in another stride.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_ALIGNMENT = 16
+SUM_BLOCK_BYTES = 8 << 20
+"""Rows are summed in blocks of about this many float32 bytes, so that the accumulator stays in cache and memory bounded."""
+
+
+class Payload(NamedTuple):
+    """What moves with each token."""
+
+    x: Tensor  # [rows, H]
+    scales: Tensor | None  # [rows, S], 4-byte words
+
+
+class Routing(NamedTuple):
+    """Routing that moves with each row of a fresh dispatch."""
+
+    token: Tensor  # [rows] int32, -1 on unused rows
+    local_idx: Tensor  # [rows, K] int32 local expert ids, -1 elsewhere
+    weights: Tensor | None  # [rows, K] float32
+
+
+def _word(num_bytes: int) -> torch.dtype:
+    for size, dtype in ((8, torch.int64), (4, torch.int32), (2, torch.int16)):
+        if num_bytes % size == 0:
+            return dtype
+    return torch.uint8
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at the same speed."""
+    rows = rows.contiguous()
+    if rows.numel() == 0:
+        return rows.view(torch.uint8)
+    return rows.view(_word(rows.shape[1] * rows.element_size()))
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Where the parts of one row lie.
+
+    Attributes:
+        hidden, dtype: the payload.
+        scale_words, scale_dtype: scales behind it (0 words: none).
+        picks: K if routing rides along, else 0.
+        weighted: whether weights ride along.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    scale_words: int = 0
+    scale_dtype: torch.dtype = torch.float32
+    picks: int = 0
+    routed: bool = False
+    weighted: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def scales_at(self) -> int:
+        """First 4-byte word behind the payload."""
+        return -(-self.payload_bytes // 4)
+
+    @property
+    def routing_at(self) -> int:
+        return self.scales_at + self.scale_words
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row. A bare payload is not padded, so that a contiguous tensor of rows can be sent as it is."""
+        if not self.scale_words and not self.routed and not self.weighted:
+            return self.payload_bytes
+        words = self.routing_at + (1 + self.picks if self.routed else 0) + (self.picks if self.weighted else 0)
+        return -(-words * 4 // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    def buffer(self, num_rows: int, device: torch.device) -> Tensor:
+        """An uninitialised uint8 buffer ``[num_rows, row_bytes]``."""
+        return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+    def _words(self, buffer: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        if buffer.numel() == 0:
+            return torch.empty(buffer.shape[0], count, dtype=dtype, device=buffer.device)
+        return buffer.view(dtype)[:, at : at + count]
+
+    def payload(self, buffer: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The payload part of ``buffer`` as ``[n, H]``, or as words of ``dtype``: a strided view."""
+        dtype = dtype or self.dtype
+        if buffer.numel() == 0:
+            return torch.empty(buffer.shape[0], self.payload_bytes // dtype.itemsize, dtype=dtype, device=buffer.device)
+        return buffer.view(dtype)[:, : self.payload_bytes // dtype.itemsize]
+
+    def scales(self, buffer: Tensor) -> Tensor:
+        return self._words(buffer, self.scales_at, self.scale_words, self.scale_dtype)
+
+    def token(self, buffer: Tensor) -> Tensor:
+        return self._words(buffer, self.routing_at, 1)[:, 0]
+
+    def local_idx(self, buffer: Tensor) -> Tensor:
+        return self._words(buffer, self.routing_at + 1, self.picks)
+
+    def weights(self, buffer: Tensor) -> Tensor:
+        behind = self.routing_at + (1 + self.picks if self.routed else 0)
+        return self._words(buffer, behind, self.picks, torch.float32)
+
+    def pack(self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor) -> None:
+        """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1: any row)."""
+        if payload.x.shape[0] and order.numel():
+            order = order.clamp(min=0)
+            words = as_words(payload.x)
+            torch.index_select(words, 0, order, out=self.payload(buffer, words.dtype))
+            if payload.scales is not None:
+                self.scales(buffer).copy_(payload.scales.index_select(0, order))
+        if routing is not None:
+            self.token(buffer).copy_(routing.token)
+            self.local_idx(buffer).copy_(routing.local_idx)
+            if routing.weights is not None:
+                self.weights(buffer).copy_(routing.weights)
+
+    def take(self, buffer: Tensor, gather: Tensor | None) -> Payload:
+        """Result rows out of ``buffer``: all in order, or those named by ``gather`` (-1: zeros)."""
+        part = self.payload(buffer, _word(self.payload_bytes))
+        scales = self.scales(buffer) if self.scale_words else None
+        x = _take(part, gather)
+        return Payload(x.view(self.dtype).view(-1, self.hidden), None if scales is None else _take(scales, gather))
+
+
+def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
+    if gather is None:
+        return rows.clone(memory_format=torch.contiguous_format)
+    if rows.shape[0] == 0:
+        return torch.zeros(gather.numel(), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    taken = rows.index_select(0, gather.clamp(min=0))
+    if rows.device.type != "cpu":
+        return taken.masked_fill_((gather < 0).unsqueeze(1), 0)
+    return taken.index_fill_(0, (gather < 0).nonzero().squeeze(1), 0)
+
+
+def take_values(values: Tensor, index: Tensor, fill: float) -> Tensor:
+    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix)."""
+    if values.shape[0] == 0:
+        return torch.full((*index.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
+    missing = (index < 0).view(-1, *[1] * (values.dim() - 1))
+    return values[index.clamp(min=0)].masked_fill(missing, fill)
+
+
+def sum_rows(rows: Tensor, index: Tensor, out: Tensor, *, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()) -> None:
+    """``out[i] = round(sum over j of weights[index[i, j]] * rows[index[i, j]] + bias[i])``, in float32 and in that order.
+
+    Args:
+        rows: ``[n, H]``, any float dtype, any row stride.
+        index: ``[m, J]``, -1 where there is nothing to add (only behind the valid ones).
+        out: ``[m, H]``, rounded to its dtype once.
+        weights: ``[n]`` float32, multiplied (and rounded) before the addition.
+        bias: tensors ``[m, H]``, added last, in order.
+    """
+    block = max(1, SUM_BLOCK_BYTES // max(4 * rows.shape[1], 1))
+    for start in range(0, index.shape[0], block):
+        part = slice(start, start + block)
+        total = _sum_block(rows, index[part], weights)
+        for term in bias:
+            total += term[part].float()
+        out[part].copy_(total)
+
+
+def _sum_block(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    total = torch.zeros(index.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.shape[0] == 0:
+        return total
+    for j in range(index.shape[1]):
+        at = index[:, j]
+        if rows.device.type == "cpu":
+            which = (at >= 0).nonzero().squeeze(1)
+            if which.numel() == 0:
+                break
+            term = _terms(rows, at[which], weights)
+            total = total.add_(term) if which.numel() == at.numel() else total.index_add_(0, which, term)
+        else:
+            term = _terms(rows, at.clamp(min=0), weights)
+            total += torch.where((at >= 0).unsqueeze(1), term, 0.0)
+    return total
+
+
+def _terms(rows: Tensor, at: Tensor, weights: Tensor | None) -> Tensor:
+    term = rows.index_select(0, at).float()
+    return term if weights is None else term.mul_(weights[at].unsqueeze(1))

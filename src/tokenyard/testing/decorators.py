@@ -1,0 +1,118 @@
+"""``@distributed_test``: a pytest item whose body runs on every rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from itertools import product
+from typing import Any, TypeVar
+
+from .job import Job
+from .modules import BODY
+from .pool import pools
+
+DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
+DEVICES = ("cpu", "cuda")
+
+_RANKS = "ranks"
+_WORLD_SIZE = "_world_size"
+_ENGINE = "_engine"
+
+_T = TypeVar("_T")
+
+
+def distributed_test(
+    *,
+    world_size: int | tuple[int, ...] = 4,
+    engine: str | tuple[str, ...] = "collective",
+    timeout: float = 120.0,
+    may_die: tuple[int, ...] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run the decorated function on ``world_size`` ranks, each a process, when pytest (or anyone) calls it.
+
+    A tuple of world sizes or engines makes one test of each (ids like ``ranks4-collective``). The parameter ``ranks``
+    of the body, if it has one, is a :class:`Ranks`. Other arguments (fixtures, parameters, ``self``) are pickled for
+    every rank. Ranks in ``may_die`` may end their process without failing the test. After ``timeout`` seconds the ranks
+    that still run are ended and their stacks shown.
+
+    ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), the default is ``cpu``.
+
+    The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if every rank skips.
+    """
+    sizes, engines = _as_tuple(world_size), _as_tuple(engine)
+    if outside := [rank for rank in may_die if not 0 <= rank < max(sizes)]:
+        raise ValueError(f"may_die has {outside}, but ranks go from 0 to {max(sizes) - 1}")
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        if "<locals>" in body.__qualname__:
+            raise TypeError(f"{body.__qualname__} must be at module or class level, where other processes can find it")
+        visible = _without_ranks(inspect.signature(body))
+
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            picked_sizes = (kwargs.pop(_WORLD_SIZE),) if _WORLD_SIZE in kwargs else sizes
+            picked_engines = (kwargs.pop(_ENGINE),) if _ENGINE in kwargs else engines
+            arguments = visible.bind(*args, **kwargs).arguments
+            for ranks, name in product(picked_sizes, picked_engines):
+                pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
+
+        setattr(test, BODY, body)
+        return _parametrised(test, visible, world_size, engine)
+
+    return decorate
+
+
+def _as_tuple(value: _T | tuple[_T, ...]) -> tuple[_T, ...]:
+    return value if isinstance(value, tuple) else (value,)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _device() -> str:
+    device = os.environ.get(DEVICE_VARIABLE, DEVICES[0])
+    if device not in DEVICES:
+        raise ValueError(f"{DEVICE_VARIABLE} is {device!r}; use one of {', '.join(DEVICES)}")
+    return device
+
+
+def _without_ranks(signature: Signature) -> Signature:
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != _RANKS])
+
+
+def _parametrised(
+    test: Callable[..., None], visible: Signature, world_size: int | tuple[int, ...], engine: str | tuple[str, ...]
+) -> Callable[..., None]:
+    """Show pytest the signature without ``ranks`` and a parameter for each tuple.
+
+    Nothing is marked where pytest was not imported: nobody collects tests there.
+    """
+    choices = [(_WORLD_SIZE, world_size, "ranks{}"), (_ENGINE, engine, "{}")]
+    tuples = [(name, values, style) for name, values, style in choices if isinstance(values, tuple)]
+    hidden = [Parameter(name, Parameter.KEYWORD_ONLY) for name, _, _ in tuples]
+    parameters = sorted([*visible.parameters.values(), *hidden], key=lambda parameter: parameter.kind)
+    setattr(test, "__signature__", visible.replace(parameters=parameters))  # noqa: B010 (functions have no such attribute)
+    pytest = sys.modules.get("pytest")
+    if pytest is not None:
+        for name, values, style in tuples:
+            test = pytest.mark.parametrize(name, values, ids=[style.format(value) for value in values])(test)
+    return test
+
+
+def _job(body: Callable[..., Any], engine: str, arguments: dict[str, Any]) -> Job:
+    __tracebackhide__ = True
+    path = getattr(sys.modules.get(body.__module__), "__file__", None)
+    if path is None:
+        raise TypeError(f"{body.__qualname__} must be in a file, where other processes can find it")
+    pickled: dict[str, bytes] = {}
+    for name, value in arguments.items():
+        try:
+            pickled[name] = pickle.dumps(value)
+        except Exception as error:
+            problem = f"argument {name!r} of {body.__qualname__} cannot be pickled for the ranks ({error})"
+            raise TypeError(f"{problem}; pass plain values") from None
+    sys_path = [entry or os.getcwd() for entry in sys.path]
+    return Job(body.__module__, os.path.abspath(path), body.__qualname__, engine, pickled, sys_path)

@@ -1,0 +1,74 @@
+"""What crosses the pipe to a rank: a :class:`Job` goes in, an :class:`Outcome` comes back."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where a test body runs; the body's ``ranks`` parameter.
+
+    Attributes:
+        rank: of this process, in ``[0, world_size)``.
+        world_size: number of ranks.
+        device: to put tensors on.
+        engine: name of the engine under test.
+        group: process group of all ranks, kept from test to test.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    engine: str
+    group: dist.ProcessGroup = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A test body and its arguments, in words that another process understands.
+
+    Attributes:
+        module: name under which pytest imported the test module.
+        path: file of that module.
+        qualname: of the body inside its module.
+        engine: name of the engine under test.
+        arguments: pickled value of each argument, without ``ranks``.
+        sys_path: where the test process finds its modules.
+    """
+
+    module: str
+    path: str
+    qualname: str
+    engine: str
+    arguments: dict[str, bytes]
+    sys_path: list[str]
+
+
+class Ending(enum.Enum):
+    """How a body ended on one rank; the worst news first."""
+
+    FAILED = 0
+    DIED = 1
+    STUCK = 2
+    SKIPPED = 3
+    PASSED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a body ended on one rank.
+
+    Attributes:
+        ending: in one word.
+        error: the exception's own text, the reason of a skip, or how the process ended.
+        stack: where it happened; may be empty.
+    """
+
+    ending: Ending
+    error: str = ""
+    stack: str = ""

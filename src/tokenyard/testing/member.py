@@ -1,0 +1,101 @@
+"""The test process's end of one worker: its process, its pipe and what it prints."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+
+from . import worker
+from .job import Ending, Job, Outcome
+
+DUMP_TIME = 5.0
+"""Seconds that a stuck worker gets to print its stacks."""
+
+
+class Member:
+    """A worker process. It starts at once; :meth:`wait_ready` returns when it has joined its group.
+
+    Its session is its own, so that Ctrl-C does not reach it and that what it starts ends with it.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: str, port: int, name: str) -> None:
+        self.rank = rank
+        self.pipe, theirs = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
+        self._seen = 0
+        arguments = (rank, world_size, device, port, name, theirs.fileno())
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {worker.__name__} import serve; serve{arguments!r}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", program],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout: float) -> None:
+        """Raise ``RuntimeError`` with what the worker printed if it has not joined its group in ``timeout`` seconds."""
+        with suppress(EOFError, OSError):
+            if self.pipe.poll(timeout) and self.pipe.recv_bytes() == worker.READY:
+                return
+        self.terminate()
+        raise RuntimeError(f"rank {self.rank} did not start within {timeout} s:\n{self.stuck('').stack}")
+
+    def send(self, job: Job) -> None:
+        """Start a body. That a worker is gone shows in :meth:`outcome`."""
+        with suppress(OSError):
+            self.pipe.send_bytes(pickle.dumps(job))
+
+    def outcome(self) -> Outcome:
+        """Of the body that was sent. Waits unless ``pipe`` is readable (as it is when the worker has died)."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return Outcome(Ending.DIED, how)
+
+    def new_output(self) -> str:
+        """What the worker has printed since the last call, stdout and stderr in their order."""
+        descriptor = self._output.fileno()
+        data = os.pread(descriptor, os.fstat(descriptor).st_size - self._seen, self._seen)
+        self._seen += len(data)
+        return data.decode(errors="replace")
+
+    def terminate(self) -> None:
+        """Have the worker print the stacks of its threads and end."""
+        self._process.terminate()
+
+    def stuck(self, error: str) -> Outcome:
+        """Of a worker that was terminated inside its body; carries its stacks."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DUMP_TIME)
+        return Outcome(Ending.STUCK, error, _tidy(self.new_output()))
+
+    def kill(self) -> None:
+        """End the worker and everything it started, now."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.pipe.close()
+        self._output.close()
+
+
+def _tidy(dump: str) -> str:
+    """Without the addresses of threads, which differ between ranks, and without what every idle worker does."""
+    threads = "\n\n".join(block for block in dump.strip().split("\n\n") if "in _listen" not in block)
+    lines = (line for line in threads.splitlines() if worker.__file__ not in line and '"<string>"' not in line)
+    return re.sub(r"[Tt]hread 0x[0-9a-f]+", "thread", "\n".join(lines)) + "\n"

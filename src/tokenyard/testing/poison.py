@@ -1,0 +1,34 @@
+"""Make reads of uninitialised memory loud."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.utils import deterministic
+
+
+@contextmanager
+def poisoned() -> Generator[None, None, None]:
+    """Inside, fresh memory (``torch.empty`` and its like, ``resize_``) holds NaN, or the largest integer, or ``True``.
+
+    This is torch's own filling, which belongs to its deterministic mode: unlike a function or dispatch mode it also
+    reaches custom operators, backward passes, other threads and C++, on every device. It holds for the whole process.
+    Operations without a deterministic form still run.
+    """
+    switch = cast("Any", deterministic)
+    filled = switch.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switch.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            switch.fill_uninitialized_memory = filled
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

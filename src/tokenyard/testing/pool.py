@@ -1,0 +1,123 @@
+"""Pools of worker processes that run test bodies, kept from test to test."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+import time
+from multiprocessing.connection import wait
+
+import torch
+
+from ..launch import local_store
+from .failure import judge
+from .job import Ending, Job, Outcome
+from .member import Member
+
+START_TIMEOUT = 300.0
+"""Seconds for a worker to import torch and to join its group."""
+
+GRACE = 3.0
+"""Seconds that the other ranks get to end after one has failed: they may fail too, or be waiting for it."""
+
+
+class Pool:
+    """``world_size`` workers in one process group."""
+
+    def __init__(self, world_size: int, device: str, port: int, name: str) -> None:
+        self.members = [Member(rank, world_size, device, port, name) for rank in range(world_size)]
+        try:
+            for member in self.members:
+                member.wait_ready(START_TIMEOUT)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return all(member.alive for member in self.members)
+
+    def run(self, job: Job, timeout: float, may_die: tuple[int, ...]) -> dict[int, Outcome]:
+        """Run a body on every rank for ``timeout`` seconds at most; how it ended, by rank. Prints what they print."""
+        for member in self.members:
+            member.send(job)
+        outcomes: dict[int, Outcome] = {}
+        waiting = list(self.members)
+        deadline, overdue = time.monotonic() + timeout, f"still running after {timeout} s"
+        while waiting:
+            ready = wait([member.pipe for member in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for member in [member for member in waiting if member.pipe in ready]:
+                waiting.remove(member)
+                outcome = outcomes[member.rank] = member.outcome()
+                if _is_failure(outcome, member.rank in may_die) and time.monotonic() + GRACE < deadline:
+                    deadline = time.monotonic() + GRACE
+                    overdue = f"still running {GRACE} s after rank {member.rank} failed"
+        self._print_output()
+        for member in waiting:
+            member.terminate()
+        return outcomes | {member.rank: member.stuck(overdue) for member in waiting}
+
+    def kill(self) -> None:
+        for member in self.members:
+            member.kill()
+
+    def _print_output(self) -> None:
+        for member in self.members:
+            for line in member.new_output().splitlines():
+                print(f"[rank {member.rank}] {line}")
+
+
+def _is_failure(outcome: Outcome, may_die: bool) -> bool:
+    return outcome.ending is Ending.FAILED or (outcome.ending is Ending.DIED and not may_die)
+
+
+class Pools:
+    """The pools of this process, one for each number of ranks. They start when they are first needed."""
+
+    def __init__(self) -> None:
+        self._store = local_store()
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._started = 0
+
+    def run(self, job: Job, world_size: int, device: str, timeout: float, may_die: tuple[int, ...]) -> None:
+        """Run a body; raises as :func:`judge` does. A pool that may be out of step afterwards is ended."""
+        __tracebackhide__ = True
+        pool = self._take(world_size, device)
+        endings: set[Ending] = set()
+        try:
+            outcomes = pool.run(job, timeout, may_die)
+            endings = {outcome.ending for outcome in outcomes.values()}
+        finally:
+            if endings in ({Ending.PASSED}, {Ending.SKIPPED}):
+                self._pools[device, world_size] = pool
+            else:
+                pool.kill()
+        judge(outcomes, may_die)
+
+    def close(self) -> None:
+        """End all workers."""
+        while self._pools:
+            self._pools.popitem()[1].kill()
+
+    def _take(self, world_size: int, device: str) -> Pool:
+        pool = self._pools.pop((device, world_size), None)
+        if pool is not None and pool.alive:
+            return pool
+        if pool is not None:
+            print("a worker died between two tests; its pool starts anew", file=sys.stderr)
+            pool.kill()
+        if device == "cuda" and torch.cuda.device_count() == 0:
+            raise RuntimeError("TOKENYARD_TEST_DEVICE=cuda, but torch sees no GPU here; use cpu")
+        self._started += 1
+        return Pool(world_size, device, self._store.port, f"pool{self._started}")
+
+
+@functools.cache
+def pools() -> Pools:
+    """The pools of this process; they end with it."""
+    made = Pools()
+    atexit.register(made.close)
+    return made

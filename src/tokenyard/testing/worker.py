@@ -1,0 +1,97 @@
+"""One rank of a pool: a process that joins the group once and then runs one test body after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from traceback import TracebackException
+from types import TracebackType
+from typing import Any, cast
+from unittest import SkipTest
+
+import torch
+import torch.distributed as dist
+
+from ..launch import joined
+from .job import Ending, Job, Outcome, Ranks
+from .modules import find_body
+
+READY = b"ready"
+
+
+def serve(rank: int, world_size: int, device: str, port: int, name: str, pipe_fd: int) -> None:
+    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of the pipe closes.
+
+    SIGTERM prints the stacks of all threads and then ends the process.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    torch.set_num_threads(1)
+    os.set_inheritable(pipe_fd, False)
+    pipe = Connection(pipe_fd)
+    jobs: SimpleQueue[Job] = SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
+    with joined(rank, world_size, device, port=port, name=name) as here:
+        pipe.send_bytes(READY)
+        group = cast("dist.ProcessGroup", dist.group.WORLD)
+        while True:
+            job = jobs.get()
+            outcome = perform(job, Ranks(rank, world_size, here, job.engine, group))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:
+    """Hand on jobs as they come. When the test process has gone, a body may be stuck for ever: leave without it."""
+    try:
+        while True:
+            jobs.put(pickle.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def perform(job: Job, ranks: Ranks) -> Outcome:
+    """Run one body. Random numbers start from the rank, so that a test does not depend on those before it."""
+    try:
+        sys.path[:] = job.sys_path
+        body = find_body(job.module, job.path, job.qualname)
+        torch.manual_seed(ranks.rank)  # pyright: ignore[reportUnknownMemberType]
+        call_body(body, {name: pickle.loads(value) for name, value in job.arguments.items()}, ranks)
+    except BaseException as error:
+        return _outcome_of(error)
+    return Outcome(Ending.PASSED)
+
+
+def call_body(body: Callable[..., Any], arguments: dict[str, Any], ranks: Ranks) -> None:
+    """``body(**arguments)``, with ``ranks`` if it asks for them."""
+    extra = {"ranks": ranks} if "ranks" in inspect.signature(body).parameters else {}
+    body(**arguments, **extra)
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, _skip_exceptions()):
+        return Outcome(Ending.SKIPPED, str(error))
+    report = TracebackException(type(error), error, _without_this_file(error.__traceback__))
+    last = "".join(report.format_exception_only())
+    return Outcome(Ending.FAILED, last.rstrip("\n"), "".join(report.format()).removesuffix(last))
+
+
+def _skip_exceptions() -> tuple[type[BaseException], ...]:
+    outcomes = sys.modules.get("_pytest.outcomes")
+    return (SkipTest,) if outcomes is None else (SkipTest, outcomes.Skipped)
+
+
+def _without_this_file(frames: TracebackType | None) -> TracebackType | None:
+    inner = frames
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return inner or frames

@@ -1,0 +1,196 @@
+"""One case of the shared test body: what every rank brings, what the oracle says, and the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import tokenyard as ty
+from tokenyard import reference
+from tokenyard.layout import expert_bounds
+from tokenyard.testing import Ranks, assert_same_bits, payload, routing
+
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, routing and options of one dispatch and its combine."""
+
+    world_size: int
+    routing: str = "uniform"
+    num_tokens: int = 13
+    num_topk: int = 3
+    num_experts: int = 8
+    hidden: int = 40
+    dtype: torch.dtype = torch.bfloat16
+    layout: ty.Layout = ty.Layout.FLAT
+    exact: bool = True
+    expert_alignment: int = 1
+    quantize: ty.Quantize | None = None
+    seed: int = 0
+
+    def tokens_of(self, rank: int) -> int:
+        """Ranks differ in size, so that a wrong stride shows."""
+        return max(self.num_tokens - rank, 0)
+
+    @cached_property
+    def picks(self) -> list[tuple[Tensor, Tensor]]:
+        size, top, experts = self.world_size, self.num_topk, self.num_experts
+        return [routing(self.routing, r, size, self.tokens_of(r), top, experts, self.seed) for r in range(size)]
+
+    @cached_property
+    def x(self) -> list[Tensor | ty.Quantized]:
+        rows = [
+            payload(r, len(self.picks[r][0]), self.hidden, self.dtype, self.seed) for r in range(self.world_size)
+        ]
+        if self.dtype in PLAIN:
+            return list(rows)
+        return [ty.Quantized(row, torch.randn(row.shape[0], 3)) for row in rows_seeded(rows, self.seed)]
+
+    @cached_property
+    def expected(self) -> list[reference.ReferenceRows]:
+        return reference.dispatch(
+            self.x,
+            [idx for idx, _ in self.picks],
+            [weights for _, weights in self.picks],
+            num_experts=self.num_experts,
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
+            max_tokens_per_rank=self.num_tokens,
+            quantize=self.quantize,
+        )
+
+    @cached_property
+    def expert_rows(self) -> list[Tensor]:
+        """What the experts of each rank return for the rows that the oracle says they get."""
+        dtype = self.dtype if self.dtype in PLAIN else torch.bfloat16
+        out = []
+        for rank, rows in enumerate(self.expected):
+            generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+            out.append(torch.randn(*rows.source.shape, self.hidden, generator=generator).to(dtype))
+        return out
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {
+            "layout": self.layout,
+            "exact": self.exact,
+            "expert_alignment": self.expert_alignment,
+            "quantize": self.quantize,
+        }
+
+    def make(self, ranks: Ranks) -> ty.ExpertParallel:
+        return ty.ExpertParallel(
+            ranks.group,
+            num_experts=self.num_experts,
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            max_tokens_per_rank=self.num_tokens,
+            engine=ranks.engine,
+            device=ranks.device,
+        )
+
+
+def rows_seeded(rows: list[Tensor], seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)  # every rank makes the same scales for all ranks
+    return rows
+
+
+def to(value: Tensor | ty.Quantized, device: torch.device) -> Tensor | ty.Quantized:
+    if isinstance(value, ty.Quantized):
+        return ty.Quantized(value.data.to(device), value.scales.to(device))
+    return value.to(device)
+
+
+def dispatch(ranks: Ranks, ep: ty.ExpertParallel, case: Case, **more: object) -> ty.Received:
+    idx, weights = case.picks[ranks.rank]
+    options = {**case.options, **more}
+    return ep.dispatch(to(case.x[ranks.rank], ranks.device), idx.to(ranks.device), weights.to(ranks.device), **options)
+
+
+def check_received(recv: ty.Received, case: Case, rank: int) -> None:
+    """Every field of ``recv`` against the oracle, bit for bit; of static shapes the part that is stated."""
+    want = case.expected[rank]
+    valid = want.source >= 0
+    num = _stated_rows(case, want)
+    check = _Check(rank, want.source if case.layout is not ty.Layout.FLAT else want.source)
+    if case.layout is ty.Layout.EXPERT_PADDED:
+        for name in ("x", "scales", "source", "row_weights"):
+            got, right = getattr(recv, name), getattr(want, name)
+            if right is not None:
+                assert got.shape == right.shape
+                check(f"{name} (valid rows)", got.cpu()[valid], right[valid], want.source[valid])
+        check("source_ranges", recv.source_ranges, want.source_ranges)
+    else:
+        for name in ("x", "scales", "source", "topk_idx", "topk_weights", "row_weights"):
+            got, right = getattr(recv, name), getattr(want, name)
+            if right is None:
+                assert got is None, name
+            else:
+                check(name, got[:num], right, want.source)
+        check_tail(recv, case, num)
+    check("tokens_per_expert", recv.tokens_per_expert, want.tokens_per_expert)
+    if case.layout is ty.Layout.EXPERT_MAJOR:
+        check("expert_offsets", recv.expert_offsets, want.expert_offsets)
+    if case.exact:
+        assert recv.tokens_per_expert_list == want.tokens_per_expert.tolist()
+
+
+def _stated_rows(case: Case, want: reference.ReferenceRows) -> int:
+    return want.source.shape[0]
+
+
+def check_tail(recv: ty.Received, case: Case, num: int) -> None:
+    """Static shapes: how many rows there are, and what rows past the last say of themselves."""
+    if case.exact:
+        assert recv.x.shape[0] == num
+        return
+    local = recv.tokens_per_expert.numel()
+    room = case.world_size * case.num_tokens
+    if case.layout is ty.Layout.EXPERT_MAJOR:
+        room = room * min(case.num_topk, local) + local * (case.expert_alignment - 1)
+        assert not recv.row_weights[num:].any()
+    else:
+        assert (recv.topk_idx[num:] == -1).all()
+        assert not recv.topk_weights[num:].any()
+    assert recv.x.shape[0] == room
+    assert (recv.source[num:] == -1).all()
+
+
+class _Check:
+    def __init__(self, rank: int, source: Tensor) -> None:
+        self.rank, self.source = rank, source
+
+    def __call__(self, what: str, got: Tensor, want: Tensor, source: Tensor | None = None) -> None:
+        assert_same_bits(got.cpu(), want, what=what, source=source, rank=self.rank)
+
+
+def rows_to_combine(recv: ty.Received, case: Case, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The expert rows of the oracle in the shape of ``recv.x``; NaN wherever no row is defined."""
+    rows = case.expert_rows[rank]
+    rows = rows if dtype is None else rows.to(dtype)
+    want = case.expected[rank]
+    out = torch.full(recv.x.shape, float("nan"), dtype=rows.dtype)
+    if case.layout is ty.Layout.EXPERT_PADDED:
+        valid = want.source >= 0
+        out[valid] = rows[valid]
+    else:
+        num = _stated_rows(case, want)
+        out[:num] = torch.where(want.source.unsqueeze(1) >= 0, rows, float("nan"))
+    return out.to(recv.x.device)
+
+
+def check_combined(got: Tensor, case: Case, rank: int, want: Tensor, what: str = "combined") -> None:
+    idx, _ = case.picks[rank]
+    source = (rank << 32) + torch.arange(len(idx))
+    assert_same_bits(got.cpu(), want, what=what, source=source, experts=idx, rank=rank)
+
+
+def bounds_of(case: Case, rank: int) -> tuple[int, int]:
+    bounds = expert_bounds(case.num_experts, case.world_size)
+    return bounds[rank], bounds[rank + 1]

@@ -1,0 +1,103 @@
+"""The oracle's quantisation, against scales and bytes worked by hand, and quantised payloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenyard.reference import dequantize, dispatch, quantize
+from tokenyard.types import Layout, Quantize, Quantized
+
+NAN = float("nan")
+
+
+def equal(actual: Tensor | None, expected: Any) -> bool:
+    """Same shape and values; a difference is raised and shown."""
+    assert actual is not None
+    torch.testing.assert_close(actual, torch.as_tensor(expected).to(actual.dtype), rtol=0, atol=0)
+    return True
+
+
+def test_quantize_fp8() -> None:
+    x = torch.zeros(1, 258)
+    x[0, :3] = torch.tensor([3.0, 2.25, -1.5])
+    x[0, 256:] = torch.tensor([0.0, 1e-4])
+    quantized = quantize(x, Quantize.FP8)
+    # 3 / 448, an empty group at the floor of 1e-4, and 1e-4 in a group of two channels. 3 * (1 / 448) is 0x3BDB6DB8.
+    assert equal(quantized.scales.view(torch.int32), [[0x3BDB6DB7, 0x346FACAD, 0x346FACAD]])
+    data = quantized.data.view(torch.uint8)[0]
+    # 448, 336 (a tie: 320; 2.25 * ((1 / 3) * 448) gives 352) and -224.
+    assert equal(data[:4], [0x7E, 0x7A, 0xF6, 0])
+    assert equal(data[256:], [0, 0x7E])
+    assert quantized.data.shape == (1, 258)
+
+
+def powers_of_two() -> Tensor:
+    """Five groups, the last of three channels, with amax 448, 1, 0, 896 and 449."""
+    x = torch.zeros(1, 515)
+    x[0, 7], x[0, 128], x[0, 511], x[0, 514] = 448, -1, 896, 449
+    return x
+
+
+def test_quantize_powers_of_two() -> None:
+    plain, packed = quantize(powers_of_two(), Quantize.FP8_POW2), quantize(powers_of_two(), Quantize.FP8_UE8M0)
+    assert equal(plain.scales, [[1, 2**-8, 2**-22, 2, 2]])
+    assert equal(packed.scales.view(torch.uint8), [[127, 119, 105, 128, 128, 0, 0, 0]])
+    assert equal(packed.scales, [[0x8069777F - 2**32, 128]])
+    assert equal(plain.data.view(torch.uint8), packed.data.view(torch.uint8))
+    data = plain.data.view(torch.uint8)[0]
+    assert equal(data[[7, 128, 511, 514]], [0x7E, 0xF8, 0x7E, 0x76])  # 448, -256, 448, 224.5 -> 224
+    assert data.count_nonzero() == 4
+
+
+def test_quantize_keeps_neighbours_of_nan() -> None:
+    x = powers_of_two()
+    x[0, 0] = NAN
+    assert equal(quantize(x, Quantize.FP8_UE8M0).scales.view(torch.uint8)[0, :5], [255, 119, 105, 128, 128])
+
+
+def test_dequantize() -> None:
+    for mode in (Quantize.FP8_POW2, Quantize.FP8_UE8M0):
+        quantized = quantize(powers_of_two(), mode)
+        value = dequantize(quantized.data[None], quantized.scales[None], torch.float32)
+        assert equal(value[0, 0, [7, 128, 511, 514]], [448, -1, 896, 448])
+        assert value.shape == (1, 1, 515)
+    data, scales = torch.tensor([[3]], dtype=torch.int8), torch.tensor([[1 / 3]])
+    assert equal(dequantize(data, scales), [[1]])
+
+
+@pytest.mark.parametrize(("mode", "num_scales"), [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2)])
+def test_quantize_no_tokens(mode: Quantize, num_scales: int) -> None:
+    quantized = quantize(torch.zeros(0, 520), mode)
+    assert quantized.data.shape == (0, 520)
+    assert quantized.scales.shape == (0, num_scales)
+
+
+@pytest.mark.parametrize("mode", list(Quantize))
+def test_dispatch_quantizes_first(mode: Quantize) -> None:
+    x = [torch.linspace(-3, 5, 2 * 200).reshape(2, 200).bfloat16()]
+    rows = dispatch(x, [torch.tensor([[0], [0]])], num_experts=1, quantize=mode)[0]
+    expected = quantize(x[0].float(), mode)
+    assert equal(rows.x.view(torch.uint8), expected.data.view(torch.uint8))
+    assert equal(rows.scales, expected.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_payload_and_scales_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
+    data = torch.arange(256, dtype=torch.uint8).reshape(2, 128)  # every byte, NaNs among them
+    scales = torch.tensor([[-1, 2**31 - 1], [3, 4]], dtype=torch.int32).T  # column major
+    assert not scales.is_contiguous()
+    payload = Quantized(data.view(dtype), scales)
+    rows = dispatch([payload], [torch.tensor([[1], [0]])], num_experts=2, layout=Layout.EXPERT_MAJOR)[0]
+    assert rows.x.dtype == dtype
+    assert equal(rows.x.view(torch.uint8), data.flip(0))
+    assert equal(rows.scales, [[2**31 - 1, 4], [-1, 3]])
+
+
+def test_float_payload_keeps_nan_bits() -> None:
+    bits = torch.tensor([[0x7FC1, -1, 0x7F81]], dtype=torch.int16)
+    rows = dispatch([bits.view(torch.bfloat16)], [torch.tensor([[0]])], num_experts=1)
+    assert equal(rows[0].x.view(torch.int16), bits)
