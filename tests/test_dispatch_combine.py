@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import PLAIN, QUANTIZED, Case, check_combined, check_received, dispatch, rows_to_combine
 
 import tokenyard as ty
+from cases import PLAIN, QUANTIZED, Case, check_combined, check_received, dispatch, rows_to_combine
 from tokenyard import reference
 from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
 
@@ -22,7 +22,10 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
     """Plain; with weights that rode along and weights of the owner; with bias; with reduced weights."""
     rank, rows = ranks.rank, rows_to_combine(recv, case, ranks.rank)
     own = [weights for _, weights in case.picks]
-    bias = [torch.randn(len(idx), case.hidden, generator=torch.Generator().manual_seed(7)).to(rows.dtype) for idx, _ in case.picks]
+    bias = [
+        torch.randn(len(idx), case.hidden, generator=torch.Generator().manual_seed(7)).to(rows.dtype)
+        for idx, _ in case.picks
+    ]
     want = reference.combine(case.expert_rows, case.expected, bias=bias)[rank]
     check_combined(ep.combine(rows, recv.handle, bias=bias[rank].to(ranks.device)), case, rank, want.x, "with bias")
     want = reference.combine(case.expert_rows, case.expected)[rank]
@@ -152,7 +155,9 @@ def test_without_weights(ranks: Ranks) -> None:
     for layout in ty.Layout:
         case = Case(ranks.world_size, layout=layout)
         with case.make(ranks) as ep:
-            recv = ep.dispatch(case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank][0].to(ranks.device), layout=layout)
+            recv = ep.dispatch(
+                case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank][0].to(ranks.device), layout=layout
+            )
             assert recv.topk_weights is None
             assert recv.row_weights is None
             want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
@@ -180,7 +185,9 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
     want = reference.dispatch(
         case.x, idx, weights, num_experts=8, layout=case.layout, expert_alignment=4, capacity=capacity
     )
-    rows = [torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16() for r, each in enumerate(want)]
+    rows = [
+        torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16() for r, each in enumerate(want)
+    ]
     with case.make(ranks) as ep, poisoned():
         recv = dispatch(ranks, ep, case, capacity=capacity)
         mine = want[ranks.rank]

@@ -126,7 +126,7 @@ def test_a_timeout_names_the_stuck_rank_and_where_it_is() -> None:
     assert message.endswith("--- rank 0\npassed")
 
 
-@distributed_test(world_size=2)
+@distributed_test(world_size=2, timeout=30.0)
 def leave_the_other_waiting(ranks: Ranks) -> None:
     if ranks.rank == 0:
         raise KeyError("gone")
@@ -153,7 +153,7 @@ def exit_wrongly() -> None:
     os._exit(7)
 
 
-@distributed_test(world_size=2, may_die=(0,))
+@distributed_test(world_size=2, may_die=(1,))
 def crash(ranks: Ranks) -> None:
     if ranks.rank == 1:
         ctypes.string_at(0)

@@ -7,8 +7,7 @@ from tokenyard.layout import expert_bounds
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize, Quantized
-
-__version__ = "0.1.0"
+from tokenyard.version import __version__
 
 __all__ = [
     "Combined",
@@ -24,5 +23,6 @@ __all__ = [
     "Quantized",
     "Received",
     "Stats",
+    "__version__",
     "expert_bounds",
 ]

@@ -237,7 +237,9 @@ class ExpertParallel:
 
     def mask(self, rank: int) -> None:
         """Leave a dead rank out. Not with this engine."""
-        raise NotSupported(f"engine 'collective' cannot go on without rank {rank}; the low-latency path of the nvlink engine can")
+        raise NotSupported(
+            f"engine 'collective' cannot go on without rank {rank}; the low-latency path of the nvlink engine can"
+        )
 
     unmask = mask
 
@@ -272,6 +274,7 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _indexed(device: torch.device | str) -> torch.device:
     """A device with its index, as tensors carry it."""
     device = torch.device(device)
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
         return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    index: int | None = device.index
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)

@@ -74,7 +74,9 @@ class Calls:
         """A cached dispatch, or the result of the one behind ``ticket``."""
         return self._run(lambda: self.engine.redispatch(payload, plan, spec, raw=raw), ticket)
 
-    def run_combine(self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def run_combine(
+        self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """A combine, or the result of the one behind ``ticket``."""
         return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
 
@@ -103,14 +105,23 @@ class Calls:
         if later:
             still = Payload(payload.x.detach(), payload.scales), None if weights is None else weights.detach()
             ticket = self.lane.start(
-                lambda: self.engine.dispatch(_cast(still[0], mode), topk_idx, still[1], spec, mode), payload.x.device, after
+                lambda: self.engine.dispatch(_cast(still[0], mode), topk_idx, still[1], spec, mode),
+                payload.x.device,
+                after,
             )
 
         def finish() -> dict[str, Any]:
             if tracked:
                 quantized = 0 if mode is None else mode.value
                 flat = ops.dispatch_op(
-                    payload.x, payload.scales, topk_idx, weights, self.number, *ops.spec_numbers(spec), quantized, ticket
+                    payload.x,
+                    payload.scales,
+                    topk_idx,
+                    weights,
+                    self.number,
+                    *ops.spec_numbers(spec),
+                    quantized,
+                    ticket,
                 )
                 scales = flat[1] if flat[1].dim() == 2 else None
                 moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
@@ -131,13 +142,17 @@ class Calls:
 
         return self._received(finish, later, ticket)
 
-    def redispatch(self, payload: Payload, mode: Quantize | None, handle: Handle, later: bool, after: Waitable | None) -> Received:
+    def redispatch(
+        self, payload: Payload, mode: Quantize | None, handle: Handle, later: bool, after: Waitable | None
+    ) -> Received:
         """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
         plan, spec = handle.plan, handle.spec
         ticket = NO_TICKET
         if later:
             still = Payload(payload.x.detach(), payload.scales)
-            ticket = self.lane.start(lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, after)
+            ticket = self.lane.start(
+                lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, after
+            )
 
         def finish() -> dict[str, Any]:
             if mode is None and _tracks(payload.x):
@@ -177,7 +192,15 @@ class Calls:
         def finish() -> dict[str, Any]:
             if tracked:
                 x, reduced = ops.combine_op(
-                    rows, weights, reduce_weights, list(bias), list(plan), self.number, *ops.spec_numbers(spec), False, ticket
+                    rows,
+                    weights,
+                    reduce_weights,
+                    list(bias),
+                    list(plan),
+                    self.number,
+                    *ops.spec_numbers(spec),
+                    False,
+                    ticket,
                 )
             else:
                 x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options)

@@ -74,12 +74,16 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
     _dtype("x.scales", scales, SCALE_DTYPES)
     _check_hidden("x.data", data, config)
     if scales.shape[0] != data.shape[0] or scales.shape[1] == 0:
-        raise ValueError(f"x.scales has shape {list(scales.shape)}, but must be [{data.shape[0]}, S] with S >= 1 (one row per token)")
+        raise ValueError(
+            f"x.scales has shape {list(scales.shape)}, but must be [{data.shape[0]}, S] with S >= 1 (one row per token)"
+        )
     _device("x.scales", scales, data.device)
     return Payload(data, scales)
 
 
-def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config) -> Tensor | None:
+def check_picks(
+    topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config
+) -> Tensor | None:
     """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the engine."""
     shape = (num_tokens, config.num_topk)
     _tensor("topk_idx", topk_idx, 2)
@@ -103,10 +107,14 @@ def check_spec(layout: Any, exact: bool, expert_alignment: Any, capacity: Any) -
     if not isinstance(expert_alignment, int) or expert_alignment < 1:
         raise ValueError(f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1")
     if expert_alignment > 1 and layout is not Layout.EXPERT_MAJOR:
-        raise ValueError(f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}")
+        raise ValueError(
+            f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}"
+        )
     if capacity is not None:
         if exact or layout is not Layout.EXPERT_MAJOR:
-            raise ValueError(f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR")
+            raise ValueError(
+                f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR"
+            )
         if not isinstance(capacity, int) or capacity < 0:
             raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows")
     return Spec(layout=layout, exact=bool(exact), expert_alignment=expert_alignment, capacity=capacity)
@@ -136,7 +144,9 @@ def check_cached(handle: Handle, payload: Payload, given: dict[str, Any]) -> Non
     """A cached dispatch takes its routing from the handle alone, and as many tokens as it had."""
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} was given together with handle=: a cached dispatch takes its routing from the handle; leave it out")
+            raise ValueError(
+                f"{name} was given together with handle=: a cached dispatch takes its routing from the handle; leave it out"
+            )
     if payload.x.shape[0] != handle.num_tokens:
         raise ValueError(f"x has {payload.x.shape[0]} tokens, but the handle was made for {handle.num_tokens}")
 
@@ -154,11 +164,15 @@ def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
     return x.reshape(-1, config.hidden)
 
 
-def check_weighting(handle: Handle, weighted: bool, topk_weights: Any, reduce_weights: Any, config: Config) -> Tensor | None:
+def check_weighting(
+    handle: Handle, weighted: bool, topk_weights: Any, reduce_weights: Any, config: Config
+) -> Tensor | None:
     """Weights for combine; returns the owner's ``topk_weights`` as float32, if given."""
     flat, device = handle.layout is Layout.FLAT, handle.plan.returns.device
     if weighted and flat:
-        raise ValueError("weighted=True multiplies rows of one expert each, but FLAT rows are per rank: weigh them where the experts run")
+        raise ValueError(
+            "weighted=True multiplies rows of one expert each, but FLAT rows are per rank: weigh them where the experts run"
+        )
     if topk_weights is not None and not weighted:
         raise ValueError("topk_weights are used with weighted=True only")
     if weighted and topk_weights is None and not handle.has_weights:
@@ -181,7 +195,8 @@ def check_weighting(handle: Handle, weighted: bool, topk_weights: Any, reduce_we
 
 def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
     """Bias as a tuple of ``[T, hidden]``; ``out`` of that shape and of the dtype of the rows."""
-    terms: tuple[Any, ...] = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+    given: Any = bias
+    terms: tuple[Any, ...] = () if bias is None else tuple(given) if isinstance(bias, (tuple, list)) else (bias,)
     if len(terms) > 2:
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
     shape = (num_tokens, rows.shape[1])
@@ -200,5 +215,9 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
 
 def check_no_grad_into(out: Any, *inputs: Any) -> None:
     """``out=`` is for inference: writing into it cannot be differentiated."""
-    if out is not None and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *inputs)):
+    if (
+        out is not None
+        and torch.is_grad_enabled()
+        and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *inputs))
+    ):
         raise ValueError("out= cannot be differentiated: leave it out, or call combine under torch.no_grad()")

@@ -32,6 +32,7 @@ class Lane:
         self._stream: torch.cuda.Stream | None = None
         self._started: dict[int, Future[Any]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
+        self._last: Future[Any] | None = None
         self._tickets = 0
 
     @property
@@ -42,11 +43,13 @@ class Lane:
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this ExpertParallel is in use by another thread: one object serves one thread at a time")
+            raise RuntimeError(
+                "this ExpertParallel is in use by another thread: one object serves one thread at a time"
+            )
         try:
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
-            if any(not future.done() for future in self._started.values()):
+            if self._last is not None and not self._last.done():
                 return self._submit(call).result()
             with torch.no_grad():
                 return call()
@@ -61,7 +64,7 @@ class Lane:
         """
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
-                f"{len(self._started)} asynchronous calls are outstanding and {MAX_OUTSTANDING} may be: wait() for one of them first"
+                f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may be: wait() for one first"
             )
         self._tickets += 1
         ticket = self._tickets
@@ -81,7 +84,8 @@ class Lane:
             with torch.no_grad():
                 return call()
 
-        return self._pool.submit(body)
+        self._last = self._pool.submit(body)
+        return self._last
 
     def _start_on_stream(
         self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
@@ -98,7 +102,8 @@ class Lane:
                 done.set_result(call())
             except Exception as error:
                 done.set_exception(error)
-            self._events[ticket] = self._stream.record_event()
+            self._events[ticket] = torch.cuda.Event()
+            self._events[ticket].record()
         return done
 
     def take(self, ticket: int) -> Any:
@@ -112,7 +117,7 @@ class Lane:
         return result
 
     def drop(self, ticket: int) -> None:
-        """Forget a call that nobody waits for any more; it still runs."""
+        """Forget a call that nobody waits for any more; it still runs, in its turn."""
         self._started.pop(ticket, None)
         self._events.pop(ticket, None)
 

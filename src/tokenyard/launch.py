@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ def backend_for(device: str, world_size: int) -> str:
 @contextmanager
 def joined(
     rank: int, world_size: int, device: str = "cpu", *, port: int | None = None, name: str = "", timeout: float = 600.0
-) -> Iterator[torch.device]:
+) -> Generator[torch.device, None, None]:
     """Be rank ``rank`` of a process group for a while; yields the device to work on.
 
     ``port`` is that of the parent's :func:`local_store`, and ``name`` sets this group apart from others in that store.
@@ -59,7 +59,9 @@ def joined(
         dist.destroy_process_group()
 
 
-def _rank_main(rank: int, world_size: int, device: str, port: int, fn: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+def _rank_main(
+    rank: int, world_size: int, device: str, port: int, fn: Callable[..., Any], args: tuple[Any, ...], out: Any
+) -> None:
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         with joined(rank, world_size, device, port=port, name="spawn") as here:

@@ -6,10 +6,15 @@ hold them; the others may (``nonzero``). All index tensors are int64 unless said
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+
+def host_ints(values: Tensor) -> list[int]:
+    """A vector of integers as the host has them; waits for the device."""
+    return cast("list[int]", values.tolist())
 
 
 def expert_bounds(num_experts: int, num_ranks: int) -> list[int]:
@@ -117,7 +122,7 @@ def send_order(in_ranks: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([0, 1, 1]), tensor([0, 0, 1]))
     """
     pairs = in_ranks.t().nonzero()
-    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    return pairs[:, 0].clone(), pairs[:, 1].clone()
 
 
 def send_order_static(in_ranks: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, register_autograd, register_fake
+from torch.library import (
+    custom_op,
+    register_autograd,  # pyright: ignore[reportUnknownVariableType]
+    register_fake,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from tokenyard.engines.arrival import num_result_rows
 from tokenyard.handle import Arrived, Plan, Spec
@@ -49,6 +53,11 @@ def _spec(layout: int, exact: bool, alignment: int, capacity: int) -> Spec:
     )
 
 
+def _new_size() -> Any:
+    """A size that only the data decides."""
+    return cast("Any", torch.library.get_ctx()).new_dynamic_size()
+
+
 def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device) if tensor is None else tensor
 
@@ -82,7 +91,7 @@ def dispatch_op(
     return (payload.x, _or_empty(payload.scales, x), *plan, *arrived)
 
 
-@register_fake("tokenyard::dispatch")
+@register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(
     x: Tensor,
     scales: Tensor | None,
@@ -98,10 +107,9 @@ def _(
 ) -> tuple[Tensor, ...]:
     spec, config = _spec(layout, exact, alignment, capacity), _objects[owner].config
     size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
-    new = torch.library.get_ctx().new_dynamic_size
-    sent, arrived = (new(), new()) if exact else (config.padded_rows, config.padded_rows)
+    sent, arrived = (_new_size(), _new_size()) if exact else (config.padded_rows, config.padded_rows)
     grows = spec.exact and spec.layout is Layout.EXPERT_MAJOR
-    rows = new() if grows else num_result_rows(spec, config, None, arrived)
+    rows = _new_size() if grows else num_result_rows(spec, config, None, arrived)
     flat, placed = spec.layout is Layout.FLAT, spec.placed
     width = min(top, local) if not flat else 1
 
@@ -157,14 +165,18 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     spec = _spec(*ctx.spec)
-    plan, arrived = Plan(*ctx.saved_tensors[:_PLAN]), Arrived(*ctx.saved_tensors[_PLAN:])
+    saved = ctx.saved_tensors  # once only: non-reentrant checkpointing allows no second look
+    plan, arrived = Plan(*saved[:_PLAN]), Arrived(*saved[_PLAN:])
     to_x, to_weights = ctx.needs_input_grad[0] and ctx.plain, ctx.needs_input_grad[3] and ctx.weighted
     rest = (None,) * 7
     reduce = _in_arrival_order(grads[2 + _PLAN + 1], plan, arrived, spec) if to_weights else None
     if to_x:
         grad_x, reduced = combine_op(grads[0], None, reduce, [], list(plan), ctx.owner, *ctx.spec, False, NO_TICKET)
     elif reduce is not None:
-        grad_x, (reduced, _) = None, combine_op(reduce, None, None, [], list(plan), ctx.owner, *ctx.spec, True, NO_TICKET)
+        grad_x, (reduced, _) = (
+            None,
+            combine_op(reduce, None, None, [], list(plan), ctx.owner, *ctx.spec, True, NO_TICKET),
+        )
     else:
         grad_x, reduced = None, None
     grad_weights = reduced.gather(1, plan.first_pick) if to_weights and reduced is not None else None
@@ -209,7 +221,7 @@ def redispatch_op(
     return payload.x, _or_empty(payload.scales, x)
 
 
-@register_fake("tokenyard::redispatch")
+@register_fake("tokenyard::redispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(
     x: Tensor,
     scales: Tensor | None,
@@ -223,10 +235,8 @@ def _(
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
     spec, known = _spec(layout, exact, alignment, capacity), Plan(*plan)
-    if not spec.placed:
-        rows: Any = torch.library.get_ctx().new_dynamic_size()
-    else:
-        rows = known.slots.shape[0] if raw else known.gather.shape[0]
+    known_rows = known.slots.shape[0] if raw else known.gather.shape[0]
+    rows = known_rows if spec.placed else _new_size()
     moved = x.new_empty((0,)) if scales is None else scales.new_empty((rows, scales.shape[1]))
     return x.new_empty((rows, x.shape[1])), moved
 
@@ -277,7 +287,7 @@ def combine_op(
     return x, _or_empty(reduced, rows)
 
 
-@register_fake("tokenyard::combine")
+@register_fake("tokenyard::combine")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(
     rows: Tensor,
     weights: Tensor | None,
@@ -307,12 +317,13 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 
 def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors[:_PLAN])
+    saved = list(ctx.saved_tensors)
+    plan, weighting = saved[:_PLAN], saved[_PLAN:]
     grad_rows = grad_weights = grad_reduce = None
     if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
         grad_rows, _ = redispatch_op(grad, None, plan, ctx.owner, *ctx.spec, ctx.raw, NO_TICKET)
     if ctx.weighted and grad_rows is not None:
-        rows, weights = ctx.saved_tensors[_PLAN:]
+        rows, weights = weighting
         valid = (Plan(*plan).gather >= 0).unsqueeze(1)
         grad_weights = torch.where(valid, rows.float() * grad_rows.float(), 0.0).sum(1)
         grad_rows = (weights.unsqueeze(1) * grad_rows.float()).to(rows.dtype)
@@ -348,7 +359,7 @@ def dequantize_op(
     return dequantize(data, scales, dtype)
 
 
-@register_fake("tokenyard::dequantize")
+@register_fake("tokenyard::dequantize")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(
     x: Tensor,
     data: Tensor,

@@ -29,7 +29,9 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
     """Cast ``x [T, H]`` (bf16, fp16 or fp32) to E4M3 with scales; never asks the host for a value."""
     num_tokens, hidden = x.shape
     groups = -(-hidden // SCALE_GROUP)
-    values = torch.nn.functional.pad(x.float(), (0, groups * SCALE_GROUP - hidden)).view(num_tokens, groups, SCALE_GROUP)
+    values = torch.nn.functional.pad(x.float(), (0, groups * SCALE_GROUP - hidden)).view(
+        num_tokens, groups, SCALE_GROUP
+    )
     amax = values.abs().amax(dim=2).clamp(min=AMAX_FLOOR)
     limit = torch.full_like(amax, FP8_MAX)  # a tensor: torch divides by a number by multiplying with its reciprocal
     scales, factor = amax / limit, limit / amax

@@ -24,7 +24,9 @@ def open_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
     return dist.PrefixStore(f"{name}/{number}", base)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, arguments: dict[str, Any], refusal: str, timeout: float) -> None:
+def agree(
+    store: dist.Store, rank: int, world_size: int, arguments: dict[str, Any], refusal: str, timeout: float
+) -> None:
     """Publish this rank's arguments (or why it refuses them), read everybody's, and raise unless all agree.
 
     Raises:
@@ -43,7 +45,9 @@ def agree(store: dist.Store, rank: int, world_size: int, arguments: dict[str, An
     for name in arguments:
         for peer, theirs in enumerate(everybody):
             if theirs.get(name) != first.get(name):
-                raise Mismatch(f"ranks disagree on {name}: rank 0 says {first.get(name)}, rank {peer} says {theirs.get(name)}")
+                raise Mismatch(
+                    f"ranks disagree on {name}: rank 0 says {first.get(name)}, rank {peer} says {theirs.get(name)}"
+                )
 
 
 def _read_all(store: dist.Store, rank: int, world_size: int, timeout: float) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.handle import Handle
+from tokenyard.layout import host_ints
 from tokenyard.types import Layout
 
 
@@ -48,7 +49,9 @@ class _Later:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.__dict__.get("_finish") is None:
-            raise AttributeError(f"{type(self).__name__} has no {name!r} here: see its docstring for what each layout and call has")
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r} here: see its docstring for what each layout and call has"
+            )
         self.wait()
         return getattr(self, name)
 
@@ -88,16 +91,20 @@ class Received(_Later):
         """Rows of each local expert, unaligned, as the host learnt them. Only with exact shapes."""
         handle = self.handle
         if not handle.spec.exact:
-            raise ValueError("tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device")
+            raise ValueError(
+                "tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device"
+            )
         local = self.tokens_per_expert.numel()
         counts = handle.plan.splits
-        return counts[counts.numel() - local :].tolist()
+        return host_ints(counts[counts.numel() - local :])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to the dispatched tensor."""
         scales = self.scales
         if scales is None:
-            raise ValueError("dequantize() needs a dispatch with quantize= or a Quantized payload; this one carried plain rows")
+            raise ValueError(
+                "dequantize() needs a dispatch with quantize= or a Quantized payload; this one carried plain rows"
+            )
         return self._dequantize(self.x, scales, dtype)
 
 

@@ -150,14 +150,14 @@ def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
 
 
 def take_values(values: Tensor, index: Tensor, fill: float) -> Tensor:
-    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix)."""
-    if values.shape[0] == 0:
-        return torch.full((*index.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
-    missing = (index < 0).view(-1, *[1] * (values.dim() - 1))
-    return values[index.clamp(min=0)].masked_fill(missing, fill)
+    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix). Branch-free, for compilers."""
+    widened = torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])
+    return widened[torch.where(index < 0, values.shape[0], index)]
 
 
-def sum_rows(rows: Tensor, index: Tensor, out: Tensor, *, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()) -> None:
+def sum_rows(
+    rows: Tensor, index: Tensor, out: Tensor, *, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
+) -> None:
     """``out[i] = round(sum over j of weights[index[i, j]] * rows[index[i, j]] + bias[i])``, in float32 and in that order.
 
     Args:

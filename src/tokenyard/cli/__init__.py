@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated
 
 try:
@@ -12,14 +11,11 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"tokenyard: the command line needs {missing.name}: pip install 'tokenyard[cli]'") from None
 
 from tokenyard import __version__
-from tokenyard.cli.demo import demo
+from tokenyard.cli import bench, demo
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo)
-if find_spec("tokenyard.cli.bench"):
-    from tokenyard.cli.bench import bench
-
-    app.command()(bench)
+app.command()(demo.demo)
+app.command()(bench.bench)
 
 
 def _print_version(asked: bool) -> None:

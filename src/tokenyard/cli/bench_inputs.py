@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -24,11 +23,14 @@ SKEWS = ("uniform", "zipf", "recorded")
 ROUTER_WIDTH = 64
 ROUTER_CONTEXT = 8
 ROUTER_SHARPNESS = 1.5
-ROUTER_TEXT = b"""the tokens leave their rank and look for the experts that the router has picked for them, a few of many.
-each rank packs its rows, tells its peers how many will come, and sends them on their way. the experts do their work, row
-by row, and the results go back to the rank that owns the token, where they are added up in a fixed order. some experts
+ROUTER_FADING = 0.7
+ROUTER_TEXT = b"""
+the tokens leave their rank and look for the experts that the router has picked for them, a few of many. each rank
+packs its rows, tells its peers how many will come, and sends them on their way. the experts do their work, row by
+row, and the results go back to the rank that owns the token, where they are added up in a fixed order. some experts
 are asked more often than others, because words are not equally common in any language, and so one rank may wait for
-another. a bench that sends the same number of rows to everyone will never see this: it is why we also route real text.
+another. a bench that sends the same number of rows to everyone will never see this: it is why we also route real
+text.
 """
 
 
@@ -96,8 +98,8 @@ def _sent(job: Job, rank: int, num_ranks: int, seed: int) -> Sent:
 def recorded_routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> tuple[Tensor, Tensor]:
     """Route text through a small softmax router whose weights are fixed random numbers (no trained model).
 
-    The text is :data:`ROUTER_TEXT` with its words drawn anew for each ``seed``. A token is one byte; its hidden state is the
-    sum of embeddings of the last :data:`ROUTER_CONTEXT` bytes, older ones weigh less.
+    The text is :data:`ROUTER_TEXT` with its words drawn anew for each ``seed``. A token is one byte; its hidden state
+    is the sum of embeddings of the last :data:`ROUTER_CONTEXT` bytes, older ones weigh less.
 
     Returns:
         ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32: the largest probabilities, made to sum to 1.
@@ -107,7 +109,7 @@ def recorded_routing(num_tokens: int, num_topk: int, num_experts: int, seed: int
     router = torch.randn(ROUTER_WIDTH, num_experts, generator=fixed) * ROUTER_SHARPNESS / ROUTER_WIDTH**0.5
     text = torch.tensor(list(_text(num_tokens + ROUTER_CONTEXT - 1, seed)))
     context = text.unfold(0, ROUTER_CONTEXT, 1).flip(1)
-    hidden = sum(tables[age][context[:, age]] * 0.7**age for age in range(ROUTER_CONTEXT))
+    hidden = sum(tables[age][context[:, age]] * ROUTER_FADING**age for age in range(ROUTER_CONTEXT))
     weights, idx = torch.topk(torch.softmax(hidden @ router, dim=1), num_topk, dim=1)
     return idx, weights / weights.sum(dim=1, keepdim=True)
 
@@ -115,8 +117,8 @@ def recorded_routing(num_tokens: int, num_topk: int, num_experts: int, seed: int
 def _text(num_bytes: int, seed: int) -> bytes:
     words = ROUTER_TEXT.split()
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(words), (num_bytes,), generator=generator).tolist()
-    return b" ".join(words[at] for at in drawn)[:num_bytes]
+    drawn = torch.randint(len(words), (num_bytes,), generator=generator)
+    return b" ".join(words[int(at)] for at in drawn)[:num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +130,13 @@ class Traffic:
 
     @property
     def busiest(self) -> int:
-        """Bytes in the busier direction of the busiest rank: what bounds the time when links work in both directions."""
+        """Bytes in the busier direction of the busiest rank: what bounds the time if links work both ways at once."""
         return max(*self.sent, *self.received)
 
-    def reversed(self, row_bytes: int, back_row_bytes: int) -> Traffic:
-        """The same rows on their way back, at another size."""
-
-        def resized(sizes: list[int]) -> list[int]:
-            return [size // row_bytes * back_row_bytes for size in sizes]
-
-        return Traffic(resized(self.received), resized(self.sent))
+    @property
+    def moved(self) -> list[int]:
+        """Sent plus received, per rank."""
+        return [sent + received for sent, received in zip(self.sent, self.received, strict=True)]
 
 
 def once_per_rank(topk_idx: list[Tensor], num_experts: int, row_bytes: int) -> Traffic:
@@ -148,17 +147,29 @@ def once_per_rank(topk_idx: list[Tensor], num_experts: int, row_bytes: int) -> T
     """
     rows = torch.stack([tokens_in_ranks(idx, num_experts, len(topk_idx)).sum(0) for idx in topk_idx])
     rows.fill_diagonal_(0)
-    return Traffic((rows.sum(1) * row_bytes).tolist(), (rows.sum(0) * row_bytes).tolist())
+    sent, received = rows.sum(1) * row_bytes, rows.sum(0) * row_bytes
+    return Traffic([int(size) for size in sent], [int(size) for size in received])
 
 
-def everything_to_everyone(num_tokens: int, num_ranks: int, row_bytes: int, rounds: int = 1) -> Traffic:
-    """Traffic of an all-gather or a reduce-scatter of ``num_tokens`` rows per rank; an all-reduce has two ``rounds``."""
-    each = [num_tokens * (num_ranks - 1) * row_bytes * rounds] * num_ranks
-    return Traffic(each, each[:])
+def traffic_there(job: Job, inputs: list[list[Sent]]) -> list[Traffic]:
+    """The least that dispatch has to move, per input."""
+    return [once_per_rank([sent.topk_idx for sent in each], job.experts, job.row_bytes) for each in inputs]
+
+
+def traffic_back(job: Job, inputs: list[list[Sent]]) -> list[Traffic]:
+    """The least that combine has to move, per input."""
+    there = [once_per_rank([sent.topk_idx for sent in each], job.experts, job.combined_row_bytes) for each in inputs]
+    return [Traffic(sent=each.received, received=each.sent) for each in there]
+
+
+def everything_to_everyone(num_tokens: int, num_ranks: int, row_bytes: int, trips: int = 1) -> Traffic:
+    """Traffic of an all-gather or a reduce-scatter of ``num_tokens`` rows a rank; an all-reduce takes two ``trips``."""
+    each = [num_tokens * (num_ranks - 1) * row_bytes * trips] * num_ranks
+    return Traffic(each, each)
 
 
 def floor_us(traffic: list[Traffic], link_gbs: float) -> float:
-    """Mean over the inputs of the microseconds that the busiest link needs at ``link_gbs`` GB/s (1e9 bytes) each way.
+    """Microseconds that the busiest link needs at ``link_gbs`` GB/s (1e9 bytes) each way, mean over the inputs.
 
     >>> floor_us([Traffic([3700, 0], [0, 3700])], 370.0)
     0.01

@@ -46,6 +46,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for line, kind in zip(panels, kinds, strict=False):
         for panel, (name, phases) in zip(line, PANELS.items(), strict=True):
             shown = [row for row in timed if _kind(row.job, axis) == kind and row.phase in phases]
+            shown.sort(key=lambda row: not _is_ours(row.name))
             own = [word for word in kind if word not in shared]
             panel.set_title(", ".join([name, *own]), loc="left", fontsize=11, fontweight="bold", color=INK)
             _style(panel)
@@ -88,10 +89,14 @@ def _label(row: Row) -> str:
     return f"{row.name}, cached" if row.phase == CACHED else row.name
 
 
+def _is_ours(label: str) -> bool:
+    return label.startswith("tokenyard")
+
+
 def _colours(rows: list[Row]) -> dict[str, str]:
     """A colour per label: warm for this library, cold for baselines."""
     labels = list(dict.fromkeys(map(_label, rows)))
-    ours = [label for label in labels if label.startswith("tokenyard")]
+    ours = [label for label in labels if _is_ours(label)]
     theirs = [label for label in labels if label not in ours]
     picked = {label: OURS[at % len(OURS)] for at, label in enumerate(ours)}
     return picked | {label: THEIRS[at % len(THEIRS)] for at, label in enumerate(theirs)}
@@ -126,9 +131,9 @@ def _bars(panel: Any, rows: list[Row], colours: dict[str, str]) -> None:
         panel.annotate(text, at, (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
     if rows and (floor := rows[0].floor_us):
         panel.axvline(floor / scale, color=INK, linestyle="--", linewidth=1)
-        panel.annotate("floor", (floor / scale, -0.45), (4, 0), textcoords="offset points", fontsize=8.5, color=INK)
+        panel.annotate("floor", (floor / scale, -0.5), (4, 0), textcoords="offset points", fontsize=8.5, color=INK)
     panel.set_yticks(range(len(rows)), [_label(row).replace(" (", "\n(") for row in rows])
-    panel.invert_yaxis()
+    panel.set_ylim(len(rows) - 0.5, -0.75)
     panel.set_xlim(0, ROOM_FOR_TEXT * max((_stats(row).median / scale for row in rows), default=1.0))
     panel.grid(axis="x", color=GRID)
     panel.set_xlabel(unit, color=INK)
@@ -156,6 +161,10 @@ def _place(row: Row, axis: str) -> int:
     return getattr(row.job, axis)
 
 
+def _plain_number(value: float, _: int | None = None) -> str:
+    return f"{value:,g}"
+
+
 def _log_axes(panel: Any, places: list[int]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -164,7 +173,7 @@ def _log_axes(panel: Any, places: list[int]) -> None:
     panel.minorticks_off()
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    panel.yaxis.set_major_formatter(FuncFormatter(_plain_number))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.grid(axis="y", color=GRID, linewidth=0.7)
 

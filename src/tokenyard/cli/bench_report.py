@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -17,12 +18,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
+import tokenyard
+from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
 from tokenyard.cli.bench_inputs import Job
 from tokenyard.cli.timing import Stats, summarise
 
 if TYPE_CHECKING:
-    from tokenyard.cli.bench import Plan
+    from tokenyard.cli.bench_run import Plan
 
 QUOTABLE_ITERATIONS = 20
 COPIES_BAR = 1.3
@@ -38,7 +41,7 @@ class Row:
         job, name, phase, note: what it is about.
         error: why there are no times, "" if there are.
         wall_us: the Python call until its results are complete; device_us: between CUDA events (None without a GPU).
-        wire_bytes: mean over the inputs of the bytes in the busiest direction of the busiest rank, self traffic left out.
+        wire_bytes: in the busiest direction of the busiest rank, no self traffic, mean over the inputs.
         floor_us: what the job's least traffic (once per rank) takes at the link's rate, None if that is unknown.
         sms: SMs that it is limited to, None where that has no meaning.
         symmetric_bytes: symmetric memory it holds, None if unknown.
@@ -90,11 +93,13 @@ def print_report(rows: list[Row], console: Console, iterations: int) -> None:
     for job in dict.fromkeys(row.job for row in rows):
         mine = [row for row in rows if row.job == job]
         console.print(_table(job, mine))
-        for line in [*_notes(mine), *verdicts(mine)]:
+        for line in [*_errors(mine), *verdicts(mine)]:
             console.print(line, markup=False, highlight=False)
         console.print()
+    for line in dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note):
+        console.print(line, markup=False, highlight=False)
     if iterations < QUOTABLE_ITERATIONS:
-        console.print(f"{iterations} iterations: a figure worth quoting has at least {QUOTABLE_ITERATIONS}.", highlight=False)
+        console.print(f"Only {iterations} iterations: a figure worth quoting has at least {QUOTABLE_ITERATIONS}.")
 
 
 def _table(job: Job, rows: list[Row]) -> Table:
@@ -106,7 +111,8 @@ def _table(job: Job, rows: list[Row]) -> Table:
     table.add_column("system")
     three = "\n[dim]median / p99 / min[/]"
     on_device = three if any(row.device_us for row in rows) else ""
-    for heading in ("end-to-end us" + three, "device us" + on_device, "wire\nGB/s", "% of\nfloor", "x a2a", "SMs", "symm.\nMiB", "peak\nMiB"):
+    times = ("end-to-end us" + three, "device us" + on_device)
+    for heading in (*times, "wire\nGB/s", "% of\nfloor", "x a2a", "SMs", "symm.\nMiB", "peak\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     phase = ""
     for row in rows:
@@ -162,9 +168,8 @@ def ratio(row: Row, other: Row | None) -> float | None:
     return row.best_us / other.best_us
 
 
-def _notes(rows: list[Row]) -> list[str]:
-    wrong = [f"NO TIME: {row.phase} by {row.name}: {row.error}" for row in rows if row.error]
-    return [*wrong, *(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note and not row.error)]
+def _errors(rows: list[Row]) -> list[str]:
+    return [f"NO TIME for {row.phase} by {row.name}: {row.error}" for row in rows if row.error]
 
 
 def verdicts(rows: list[Row]) -> list[str]:
@@ -173,21 +178,25 @@ def verdicts(rows: list[Row]) -> list[str]:
     for row in rows:
         if row.phase not in (DISPATCH, CACHED) or not row.name.startswith("tokenyard") or row.error:
             continue
-        what = f"{row.name}: one {row.phase}"
+        what = f"{row.name}, {row.phase}"
         for baseline in (FRESH_COPIES, KEPT_COPIES):
-            value = ratio(row, _find(rows, baseline, DISPATCH))
-            lines.append(f"{what} takes {_number(value, '.2f')}x of ({baseline}); the bar is {COPIES_BAR}x")
+            times = _times_of(ratio(row, _find(rows, baseline, DISPATCH)), f"the time of {baseline}", COPIES_BAR)
+            lines.append(f"{what}: {times}")
         if row.phase == DISPATCH:
-            peak = _number(row.peak_per_moved, ".2f")
-            lines.append(f"{what} needs {peak}x the bytes that it sends plus receives on the wire; the bar is {MEMORY_BAR}x")
+            lines.append(f"{what}: peak memory {_times_of(row.peak_per_moved, 'bytes sent + received', MEMORY_BAR)}")
     return lines
+
+
+def _times_of(value: float | None, of: str, bar: float) -> str:
+    """``1.25x the time of ... (bar 1.3x)``."""
+    return f"{of}: n/a" if value is None else f"{value:.2f}x {of} (bar {bar}x)"
 
 
 def write_json(path: Path, rows: list[Row], plan: Plan, device: str) -> None:
     """Every figure of ``rows`` with its raw times, and what is needed to repeat the run."""
     content = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["tokenyard", *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
@@ -209,32 +218,40 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit this package comes from ("-dirty" behind it if files differ), None if it is in no repository."""
-    here = Path(__file__).parent
     try:
-        for command in (["ls-files", "--error-unmatch", Path(__file__).name], ["describe", "--always", "--dirty", "--abbrev=40"]):
-            text = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=40")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return text.strip()
+
+
+def _git(*command: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def versions() -> dict[str, str | None]:
     """Of everything that has a say in the times; None for what is not here."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__, "nccl": nccl}
-    for package in ("triton", "tokenyard"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    cuda: Any = torch.cuda
+    nccl = ".".join(map(str, cuda.nccl.version())) if cuda.is_available() else None
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "tokenyard": tokenyard.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "nccl": nccl,
+    }
 
 
 def device_names(device: str) -> list[str]:
     """Name of every GPU, or of the processor with its number of cores."""
     if device == "cuda":
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [f"{_processor()}, {torch.get_num_threads()} threads"]
+    return [f"{_processor()}, {os.cpu_count()} cores"]
 
 
 def _processor() -> str:

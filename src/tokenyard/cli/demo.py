@@ -1,4 +1,4 @@
-"""``tokenyard demo``: options, where the text comes from, how ranks start. Torch is imported only when it runs."""
+"""``tokenyard demo``: options, where the text comes from, how ranks are started."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import os
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tokenyard.cli.demo_check import bytes_of_rank_zero
+from tokenyard.cli.demo_model import LayerShape
+from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import print_result
-
-if TYPE_CHECKING:
-    from tokenyard.cli.demo_rank import DemoConfig, DemoResult
+from tokenyard.engines.select import ENGINES
+from tokenyard.launch import joined, spawn, under_torchrun
+from tokenyard.types import Layout
 
 DTYPES = Literal["float32", "bfloat16"]
 
@@ -28,8 +32,7 @@ README = Path(__file__).parents[3] / "README.md"
 
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start.", show_default="4; under torchrun its own")]
 Text = Annotated[
-    Path | None,
-    typer.Option(exists=True, dir_okay=False, help="File whose bytes are the tokens.", show_default="the README"),
+    Path | None, typer.Option(help="File whose bytes are the tokens.", show_default="the project's README")
 ]
 Plot = Annotated[
     Path | None,
@@ -57,12 +60,6 @@ def demo(
 
     The exit code is 1 if the output or a gradient differs. Works under torchrun too.
     """
-    import torch
-
-    from tokenyard.cli.demo_model import LayerShape
-    from tokenyard.cli.demo_rank import DemoConfig
-    from tokenyard.types import Layout
-
     world, leads = _ranks(ranks)
     _check(experts, topk, device, engine)
     shape = LayerShape(hidden, ffn, experts, topk, getattr(torch, dtype))
@@ -74,18 +71,18 @@ def demo(
         title = f"{len(content)} bytes of {name}, {hidden} channels, top {topk} of {experts} experts, {dtype}, {layout}"
         console.print(f"[bold]{world} ranks[/bold] on {device}: {escape(title)}", highlight=False)
     result = _run(config, content, world, device, console)
+    good = print_result(console, result, LIMITS[dtype])
     if leads and plot is not None:
         from tokenyard.cli.plots import save_traffic
 
         save_traffic(plot, result, title)
-    if not print_result(console, result, LIMITS[dtype]):
+        console.print(f"Wrote {escape(str(plot))}", highlight=False, soft_wrap=True)
+    if not good:
         raise typer.Exit(1)
 
 
 def _ranks(asked: int | None) -> tuple[int, bool]:
     """How many ranks there will be, and whether this process is the one that reads and prints."""
-    from tokenyard.launch import under_torchrun
-
     if not under_torchrun():
         return asked or 4, True
     started = int(os.environ["WORLD_SIZE"])
@@ -95,10 +92,6 @@ def _ranks(asked: int | None) -> tuple[int, bool]:
 
 
 def _check(experts: int, topk: int, device: str, engine: str) -> None:
-    import torch
-
-    from tokenyard.engines.select import ENGINES
-
     if topk > experts:
         raise typer.BadParameter(f"{topk} experts per token, but there are {experts}", param_hint="--topk")
     if device == "cuda" and not torch.cuda.is_available():
@@ -124,7 +117,10 @@ def _check_plot(path: Path | None) -> None:
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     """A name for the text, and its first bytes. Default: the README, which an installed package carries as metadata."""
     if path is not None:
-        name, content = path.name, path.read_bytes()
+        try:
+            name, content = path.name, path.read_bytes()
+        except OSError as error:
+            raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--text") from None
     elif README.is_file():
         name, content = README.name, README.read_bytes()
     else:
@@ -139,10 +135,6 @@ def _read(path: Path | None, most: int) -> tuple[str, bytes]:
 
 def _run(config: DemoConfig, content: bytes, world: int, device: str, console: Console) -> DemoResult:
     """Start ``world`` ranks, or be one of torchrun's; ``content`` counts on the leading process only."""
-    from tokenyard.cli.demo_check import bytes_of_rank_zero
-    from tokenyard.cli.demo_rank import run_rank
-    from tokenyard.launch import joined, spawn, under_torchrun
-
     steps = [f"step {i + 1} of {config.steps}" for i in range(config.steps)]
     with progress([f"starting {world} ranks", "warming up", *steps, "comparing with one process"], console) as counter:
         if not under_torchrun():

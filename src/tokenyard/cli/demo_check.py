@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,8 @@ def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tenso
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or only ``want`` is 0."""
-    difference = torch.linalg.vector_norm(got.double() - want.double()).item()
-    size = torch.linalg.vector_norm(want.double()).item()
+    difference = cast(float, torch.linalg.vector_norm(got.double() - want.double()).item())
+    size = cast(float, torch.linalg.vector_norm(want.double()).item())
     if difference == 0:
         return 0.0
     return difference / size if size > 0 and difference < float("inf") else float("inf")
@@ -53,7 +54,7 @@ def gather_rows(row: Sequence[float]) -> list[list[float]]:
     """Collective: every rank's numbers (equally many on each), in rank order."""
     table = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
     table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
-    return sum_over_ranks(table).tolist()
+    return cast(list[list[float]], sum_over_ranks(table).tolist())
 
 
 def bytes_of_rank_zero(text: bytes) -> bytes:
@@ -62,4 +63,4 @@ def bytes_of_rank_zero(text: bytes) -> bytes:
     size = int(sum_over_ranks(torch.tensor(len(own))).item())
     buffer = torch.zeros(size, dtype=torch.uint8)
     buffer[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-    return bytes(sum_over_ranks(buffer).tolist())
+    return sum_over_ranks(buffer).numpy().tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ class MoeLayer(nn.Module):
         experts = self._expert_weights()
         if not experts:
             return x
-        blocks = x.split(list(tokens_per_expert))
+        blocks = cast(tuple[Tensor, ...], x.split(list(tokens_per_expert)))
         return torch.cat([_swiglu(block, *weights) for block, weights in zip(blocks, experts, strict=True)])
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class PhaseClock:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None, None, None]:
         begin = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -103,6 +104,17 @@ class Problem:
         weights = {name: w[held] if name in PER_EXPERT else w for name, w in self.weights.items()}
         return MoeLayer(weights, self.shape.num_topk, self.shape.dtype)
 
+    def exchange(self, engine: str, device: torch.device) -> ty.ExpertParallel:
+        """Collective: what dispatches and combines this layer."""
+        return ty.ExpertParallel(
+            num_experts=self.shape.num_experts,
+            hidden=self.shape.hidden,
+            num_topk=self.shape.num_topk,
+            max_tokens_per_rank=self.split[1],
+            engine=engine,
+            device=device,
+        )
+
     def on_one_process(self) -> dict[str, Tensor]:
         """Results of the whole layer on all tokens, without tokenyard; the output is cut to this rank's tokens."""
         layer = self.layer(slice(None))
@@ -113,8 +125,8 @@ class Problem:
     def errors(self, layer: MoeLayer, y: Tensor) -> dict[str, float]:
         """Collective: relative error per tensor, of whichever rank's copy or part is worst."""
         got = results(layer, y, first_expert=self.held.start)
-        for name in (f"{shared} gradient" for shared in SHARED):
-            got[name] = sum_over_ranks(got[name])
+        for shared in SHARED:
+            got[f"{shared} gradient"] = sum_over_ranks(got[f"{shared} gradient"])
         want = self.on_one_process()
         own = compare(got, want)
         ranks = gather_rows([own.get(name, 0.0) for name in want])
@@ -133,11 +145,13 @@ def forward(
     flat = layout is ty.Layout.FLAT
     with clock.phase("experts"):
         if flat:
+            assert recv.topk_idx is not None and recv.topk_weights is not None
             rows = layer.mixed_experts(recv.x, recv.topk_idx, recv.topk_weights)
         else:
             rows = layer.blocked_experts(recv.x, recv.tokens_per_expert_list)
     with clock.phase("combine"):
         y = ep.combine(rows, recv.handle, weighted=not flat)
+    assert isinstance(y, Tensor)
     return y, recv
 
 
@@ -154,7 +168,7 @@ def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
 
 def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Counter) -> DemoResult:
     """Be one rank. Every rank passes the same ``text``; rank 0 counts finished stages: start, warm-up, steps."""
-    problem, clock, shape = Problem(config, text, device), PhaseClock(device), config.shape
+    problem, clock = Problem(config, text, device), PhaseClock(device)
     layer = problem.layer(problem.held)
 
     def begin_stage() -> None:
@@ -169,31 +183,24 @@ def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Cou
             y.backward(problem.gradient[problem.mine])
         return y, recv
 
-    with ty.ExpertParallel(
-        num_experts=shape.num_experts,
-        hidden=shape.hidden,
-        num_topk=shape.num_topk,
-        max_tokens_per_rank=problem.split[1],
-        engine=config.engine,
-        device=device,
-    ) as ep:
+    with problem.exchange(config.engine, device) as ep:
         y, recv = step(ep)
         clock.seconds.clear()
         before = bytes_so_far(ep)
         for _ in range(config.steps):
             y, recv = step(ep)
-        sent, received = ((bytes_so_far(ep) - before) / config.steps).tolist()
+        moved = cast(list[list[float]], ((bytes_so_far(ep) - before) / config.steps).tolist())
     begin_stage()
-    load = torch.zeros(shape.num_experts, dtype=torch.int64)
-    load[problem.held] = recv.tokens_per_expert.long().cpu()
+    counts = torch.zeros(config.shape.num_experts, dtype=torch.int64)
+    counts[problem.held] = recv.tokens_per_expert.long().cpu()
     return DemoResult(
         why=ep.why,
         tokens=sizes(problem.split),
         rows=[int(n) for (n,) in gather_rows([recv.x.shape[0]])],
-        sent=gather_rows(sent),
-        received=gather_rows(received),
+        sent=gather_rows(moved[0]),
+        received=gather_rows(moved[1]),
         experts=sizes(problem.owned),
-        load=sum_over_ranks(load).tolist(),
+        load=cast(list[int], sum_over_ranks(counts).tolist()),
         errors=problem.errors(layer, y),
         seconds=clock.slowest(),
     )

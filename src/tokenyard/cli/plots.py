@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-if TYPE_CHECKING:
-    from tokenyard.cli.demo_rank import DemoResult
+from tokenyard.cli.demo_rank import DemoResult
 
 SUFFIXES = (".png", ".svg", ".pdf")
 """Kinds of file that a figure can be written to."""

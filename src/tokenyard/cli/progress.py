@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -21,7 +21,7 @@ class Counter(Protocol):
 
 
 @contextmanager
-def progress(stages: Sequence[str], console: Console) -> Iterator[Counter]:
+def progress(stages: Sequence[str], console: Console) -> Generator[Counter, None, None]:
     """Yield a counter (which spawned ranks may be given) and draw a bar that names the stage after those counted.
 
     Draws nothing where ``console`` is no terminal.

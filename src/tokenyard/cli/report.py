@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from tokenyard.cli.demo_rank import DemoResult
+from tokenyard.cli.demo_rank import DemoResult
 
 BAR_COLOURS = ("cyan", "yellow")
 """Neighbouring ranks take turns; told apart by every kind of colour vision."""
@@ -92,8 +90,8 @@ def _ranks(result: DemoResult) -> Table:
 
 def _imbalance(load: Sequence[int]) -> str:
     mean = sum(load) / len(load)
-    shown = f"the {MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
-    return f"{shown}the busiest has {max(load) / mean:.2f} times the mean, {mean:.3g} tokens"
+    shown = f"{MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
+    return f"{shown}the largest is {max(load) / mean:.2f} times the mean of {mean:.3g} tokens"
 
 
 def _load(result: DemoResult) -> Table:

@@ -1,8 +1,8 @@
 """How to time collective calls, so that the figures of several systems can be compared.
 
-All cases run in one process group, interleaved: every round times each case once. The order inside a round is shuffled (the
-same way on every rank), so that no case always inherits the heap and the caches of the same predecessor. Ranks meet before
-each call, outside its time. What counts is the slowest rank of each round.
+All cases run in one process group, interleaved: every round times each case once. The order inside a round is shuffled
+(the same way on every rank), so that no case always inherits heap and caches from the same predecessor. Ranks meet
+before each call, outside its time. What counts is the slowest rank of each round.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[int], object]
 """A timed call. Its argument is the number of the input to use; its result is dropped after the clock has stopped."""
+
+_untyped: Any = dist
 
 MICROSECONDS = 1e6
 EVENT_MICROSECONDS = 1e3
@@ -73,7 +76,7 @@ class _Clock:
     def meet(self) -> None:
         """Return when every rank is here and idle (an all-reduce: no rank has the sum before all gave their part)."""
         self.synchronize()
-        dist.all_reduce(self._meet)
+        _untyped.all_reduce(self._meet)
         self.synchronize()
 
     def time(self, call: Call, number: int) -> tuple[float, float]:
@@ -116,26 +119,27 @@ def time_interleaved(
             wall, on_device = clock.time(calls[case], turn % num_inputs)
             if turn >= 0:
                 times[:, case, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
-    wall_times, device_times = slowest_rank(times, device).tolist()
-    return [
-        Series(wall=wall, device=on_device if clock.cuda else None)
-        for wall, on_device in zip(wall_times, device_times, strict=True)
-    ]
+    wall, on_device = (_lists(part) for part in slowest_rank(times, device))
+    return [Series(wall=wall[case], device=on_device[case] if clock.cuda else None) for case in range(len(calls))]
+
+
+def _lists(matrix: Tensor) -> list[list[float]]:
+    return cast("list[list[float]]", matrix.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
     """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank. A collective call."""
     largest = times.to(device, copy=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    _untyped.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.cpu()
 
 
 def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
     """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before it.
 
-    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out buffers that a communication
-    library or a driver keeps for itself. Resident memory (``VmHWM``) would count those too, but it depends on what
-    the C heap kept from earlier calls, by more than the quantity measured.
+    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out buffers that a
+    communication library or a driver keeps for itself. Resident memory (``VmHWM``) would count those too, but it
+    depends on what the C heap kept from earlier calls, by up to half of what is measured here.
     """
     if device.type != "cuda":
         return _peak_on_cpu(call, number)
@@ -148,16 +152,19 @@ def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def _when(event: Any) -> int:
+    return event.start_ns()
+
+
 def _peak_on_cpu(call: Call, number: int) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of torch log every start of the profiler to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = call(number)
     del result
-    recorded = prof.profiler and prof.profiler.kineto_results
-    assert recorded, "the profiler has just recorded a call"
-    changes = [(event.start_ns(), event.nbytes()) for event in recorded.events() if event.name() == "[memory]"]
+    recorded: Any = prof.profiler
+    changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
-    for _, change in sorted(changes, key=lambda each: each[0]):
-        held += change
+    for event in sorted(changes, key=_when):
+        held += int(event.nbytes())
         peak = max(peak, held)
     return peak

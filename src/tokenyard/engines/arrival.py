@@ -54,7 +54,9 @@ def num_result_rows(spec: Spec, config: Config, counts: list[int] | None, num_ar
     return config.padded_rows * min(top, local) + local * (spec.expert_alignment - 1)
 
 
-def settle(arrival: Arrival, spec: Spec, config: Config, rows: Tensor, pairs: Tensor, num_rows: int) -> tuple[Placement, Arrived]:
+def settle(
+    arrival: Arrival, spec: Spec, config: Config, rows: Tensor, pairs: Tensor, num_rows: int
+) -> tuple[Placement, Arrived]:
     """Place arrived rows and describe the result. ``rows [R]`` and ``pairs [R, L]`` as :func:`count_arrivals` gives them."""
     counts = pairs.sum(0)
     starts = _starts(counts, spec, config)

@@ -19,7 +19,16 @@ from tokenyard.engines.arrival import Arrival, count_arrivals, num_result_rows, 
 from tokenyard.engines.header import Fingerprint
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.layout import count_keys, first_experts, group_rows, merge_picks, send_order, send_order_static, tokens_in_ranks
+from tokenyard.layout import (
+    count_keys,
+    first_experts,
+    group_rows,
+    host_ints,
+    merge_picks,
+    send_order,
+    send_order_static,
+    tokens_in_ranks,
+)
 from tokenyard.rows import Payload, Routing, RowFormat, sum_rows, take_values
 from tokenyard.stats import Stats
 from tokenyard.types import Quantize
@@ -115,7 +124,9 @@ class CollectiveEngine:
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None)
-            self._check_call(self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0), plan.returns.shape[0])
+            self._check_call(
+                self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0), plan.returns.shape[0]
+            )
             spans = self._known_spans(plan, spec).reversed()
             send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
             recv = self._buffer("recv", form, plan.send_tokens.numel(), rows.device)
@@ -145,7 +156,7 @@ class CollectiveEngine:
         """Raise if a static dispatch was given ids out of range; the host waits for the device."""
         if self._bad_index is None:
             return
-        at, value = self._bad_index.tolist()
+        at, value = host_ints(self._bad_index)
         self._bad_index = None
         if at >= 0:
             raise ValueError(head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts))
@@ -236,16 +247,18 @@ class CollectiveEngine:
             full = [config.max_tokens_per_rank] * config.world_size
             return Spans.packed(full, full), None
         pairs = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
-        sends: list[int] = departure.counts.tolist()
-        recvs: list[int] = headers[:, head.NUM_ROWS].tolist()
+        sends = host_ints(departure.counts)
+        recvs = host_ints(headers[:, head.NUM_ROWS])
         if spec.exact:
             return Spans.packed(sends, recvs), pairs
         return Spans.strided(config.max_tokens_per_rank, sends, recvs), pairs
 
     def _known_spans(self, plan: Plan, spec: Spec) -> Spans:
         size = self.config.world_size
-        sends, recvs = plan.splits[:size].tolist(), plan.splits[size : 2 * size].tolist()
-        return Spans.packed(sends, recvs) if spec.exact else Spans.strided(self.config.max_tokens_per_rank, sends, recvs)
+        sends, recvs = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
+        return (
+            Spans.packed(sends, recvs) if spec.exact else Spans.strided(self.config.max_tokens_per_rank, sends, recvs)
+        )
 
     def _num_arrived(self, spans: Spans, spec: Spec) -> int:
         return sum(spans.recv_counts) if spec.exact else self.config.padded_rows
@@ -302,12 +315,12 @@ class CollectiveEngine:
         else:
             rows, pairs_here = torch.tensor(spans.recv_counts, device=device), pairs.to(device)
             counts = pairs.sum(0)
-        num_rows = num_result_rows(spec, config, None if counts is None else counts.tolist(), recv.shape[0])
+        num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
         payload = form.take(recv, place.gather if spec.placed else None)
         splits = torch.tensor(spans.send_counts + spans.recv_counts)
         plan = Plan(
-            splits=splits if counts is None else torch.cat([splits, counts]),
+            splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
             send_tokens=departure.token,
             returns=group_rows(departure.token, departure.topk_idx.shape[0], min(config.num_topk, config.world_size)),
             slots=place.slots,
@@ -332,7 +345,14 @@ class CollectiveEngine:
         )
 
     def _partial_sums(
-        self, form: RowFormat, rows: Tensor, plan: Plan, weights: Tensor | None, reduce_weights: Tensor | None, *, placed: bool
+        self,
+        form: RowFormat,
+        rows: Tensor,
+        plan: Plan,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        *,
+        placed: bool,
     ) -> Tensor:
         """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are sent as they are."""
         if not placed and reduce_weights is None:

@@ -6,12 +6,14 @@ the rank's own ``ValueError``). Numbers from a peer are checked here before anyt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import Mismatch, PeerError
+from tokenyard.layout import host_ints
 from tokenyard.types import Layout, Quantize
 
 MAGIC = 0x746F6B656E796472
@@ -47,17 +49,22 @@ class Fingerprint:
     weighted: int
 
 
-_SHOWN = {
-    "op": lambda v: OPS[v],
-    "call": lambda v: f"#{v}",
-    "dtype": lambda v: str(DTYPES[v]),
-    "scale_dtype": lambda v: str(DTYPES[v]),
-    "layout": lambda v: Layout(v).name,
+_SHOWN: dict[str, Callable[[int], object]] = {
+    "op": OPS.__getitem__,
+    "call": "#{}".format,
+    "dtype": DTYPES.__getitem__,
+    "scale_dtype": DTYPES.__getitem__,
+    "layout": lambda value: Layout(value).name,
     "exact": bool,
     "weighted": bool,
-    "quantize": lambda v: Quantize(v).name if v else None,
+    "quantize": lambda value: Quantize(value).name if value else None,
 }
-_NAMED = {"call": "the call", "op": "the call", "weighted": "whether there are weights", "scale_words": "scales per row"}
+_NAMED = {
+    "call": "the call",
+    "op": "the call",
+    "weighted": "whether there are weights",
+    "scale_words": "scales per row",
+}
 
 _NAMES = tuple(f.name for f in fields(Fingerprint))
 _FINGERPRINT = 1
@@ -112,11 +119,13 @@ def verify(headers: Tensor, rank: int, *, num_experts: int, num_picks: int) -> N
         Mismatch: ranks disagree on the call or its arguments.
         PeerError: another rank refused its arguments, or sent counts that cannot be.
     """
-    rows: list[list[int]] = headers.tolist()
+    rows = [host_ints(row) for row in headers]
     _check_own(rows[rank], num_experts)
     for peer, row in enumerate(rows):
         if row[0] != MAGIC:
-            raise PeerError(f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?")
+            raise PeerError(
+                f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?"
+            )
         if row[_STATUS] == REFUSED:
             raise PeerError(f"rank {peer} refused its side of this call: {_text(headers[peer])}")
         if row[_STATUS] == BAD_INDEX:
@@ -133,7 +142,7 @@ def _check_own(row: list[int], num_experts: int) -> None:
 
 
 def _text(row: Tensor) -> str:
-    raw = row[_TEXT : _TEXT + TEXT_WORDS].clone().view(torch.uint8).tolist()
+    raw = host_ints(row[_TEXT : _TEXT + TEXT_WORDS].clone().view(torch.uint8))
     return bytes(raw).rstrip(b"\0").decode(errors="replace")
 
 
@@ -141,7 +150,7 @@ def _check_agreement(rows: list[list[int]]) -> None:
     for at, name in enumerate(_NAMES, start=_FINGERPRINT):
         for peer, row in enumerate(rows):
             if row[at] != rows[0][at]:
-                show = _SHOWN.get(name, lambda v: v)
+                show = _SHOWN.get(name, int)
                 raise Mismatch(
                     f"ranks disagree on {_NAMED.get(name, name)}: rank 0 says {show(rows[0][at])}, rank {peer} says {show(row[at])}"
                 )
@@ -151,4 +160,6 @@ def _check_counts(peer: int, row: list[int], num_picks: int) -> None:
     num_tokens, num_rows, counts = row[NUM_TOKENS], row[NUM_ROWS], row[COUNTS:]
     possible = 0 <= num_rows <= num_tokens < 2**31 and all(0 <= count <= num_rows for count in counts)
     if not possible or not (num_rows <= sum(counts) <= num_rows * num_picks or not any(counts)):
-        raise PeerError(f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}")
+        raise PeerError(
+            f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}"
+        )

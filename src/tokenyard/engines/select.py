@@ -21,7 +21,9 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None) -> Choice:
+def choose(
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None
+) -> Choice:
     """Pick the wire for ``group`` (None: this process is alone) and the device that was asked for, if any.
 
     Raises:
@@ -39,15 +41,20 @@ def choose(group: dist.ProcessGroup | None, store: dist.Store | None, config: Co
         return Choice(GroupWire(group, device, backend), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
-        raise ValueError(f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo")
+        raise ValueError(
+            f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo"
+        )
     how = "CUDA tensors staged through host memory" if device is None or device.type == "cuda" else "host memory"
-    return Choice(GlooWire(store, config.rank, size, config.timeout), device, f"{size} ranks over a gloo mesh of their own ({how})")
+    return Choice(
+        GlooWire(store, config.rank, size, config.timeout),
+        device,
+        f"{size} ranks over a gloo mesh of their own ({how})",
+    )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    parts = (part.split(":", 1) for part in dist.get_backend_config(group).split(","))
-    return {device: backend for device, backend in parts}
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
 
 
 def _accelerator(backends: dict[str, str]) -> torch.device | None:

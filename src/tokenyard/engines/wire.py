@@ -70,7 +70,9 @@ class GlooWire:
         self._store = store
         self._mesh: Any = None
         if store is not None:
-            self._mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), rank, world_size, timedelta(seconds=timeout))
+            self._mesh = dist.ProcessGroupGloo(
+                dist.PrefixStore("mesh", store), rank, world_size, timedelta(seconds=timeout)
+            )
 
     @property
     def _peers(self) -> list[int]:
@@ -91,8 +93,12 @@ class GlooWire:
         """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8 ``[rows, bytes]``)."""
         here = send.cpu() if send.is_cuda else send
         there = torch.empty(recv.shape, dtype=recv.dtype, pin_memory=True) if recv.is_cuda else recv
-        recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers if spans.recv_counts[p]]
-        sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers if spans.send_counts[p]]
+        recvs = [
+            (p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers if spans.recv_counts[p]
+        ]
+        sends = [
+            (p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers if spans.send_counts[p]
+        ]
         own = _rows(here, spans.send_starts[self.rank], spans.send_counts[self.rank])
         target = _rows(there, spans.recv_starts[self.rank], spans.recv_counts[self.rank])
         self._move(recvs, sends, _ROWS_TAG, f"{what}, rows", meanwhile=(target, own))

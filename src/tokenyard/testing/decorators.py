@@ -37,7 +37,7 @@ def distributed_test(
 
     A tuple of world sizes or engines makes one test of each (ids like ``ranks4-collective``). The parameter ``ranks``
     of the body, if it has one, is a :class:`Ranks`. Other arguments (fixtures, parameters, ``self``) are pickled for
-    every rank. Ranks in ``may_die`` may end their process without failing the test. After ``timeout`` seconds the ranks
+    every rank. Ranks in ``may_die`` may exit or be killed without failing the test. After ``timeout`` seconds the ranks
     that still run are ended and their stacks shown.
 
     ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), the default is ``cpu``.

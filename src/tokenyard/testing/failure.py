@@ -8,18 +8,22 @@ from unittest import SkipTest
 from .job import Ending, Outcome
 
 
-class RankFailure(AssertionError):  # noqa: N818 (it is a test that failed)
+class RankFailure(AssertionError):
     """A test body failed on at least one rank; the message names the ranks and carries their tracebacks."""
 
 
-def judge(outcomes: dict[int, Outcome], may_die: Iterable[int]) -> None:
+def is_fine(outcome: Outcome, may_die: bool) -> bool:
+    """Whether this is how a rank should end."""
+    return outcome.ending is Ending.PASSED or (outcome.ending is Ending.DIED and may_die)
+
+
+def judge(outcomes: dict[int, Outcome], may_die: tuple[int, ...]) -> None:
     """Return if every rank passed (or died as it may); raise :class:`RankFailure` or ``unittest.SkipTest`` otherwise.
 
     A test is skipped only if all its ranks skip.
     """
     __tracebackhide__ = True
-    allowed = set(may_die)
-    fine = {r for r, o in outcomes.items() if o.ending is Ending.PASSED or (o.ending is Ending.DIED and r in allowed)}
+    fine = {rank for rank, outcome in outcomes.items() if is_fine(outcome, rank in may_die)}
     if len(fine) == len(outcomes):
         return
     if all(outcome.ending is Ending.SKIPPED for outcome in outcomes.values()):

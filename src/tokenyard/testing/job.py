@@ -50,13 +50,17 @@ class Job:
 
 
 class Ending(enum.Enum):
-    """How a body ended on one rank; the worst news first."""
+    """How a body ended on one rank; what explains most comes first.
+
+    ``DIED`` is an exit or SIGKILL, which may be on purpose; ``CRASHED`` is any other signal.
+    """
 
     FAILED = 0
-    DIED = 1
-    STUCK = 2
-    SKIPPED = 3
-    PASSED = 4
+    CRASHED = 1
+    DIED = 2
+    STUCK = 3
+    SKIPPED = 4
+    PASSED = 5
 
 
 @dataclass(frozen=True, slots=True)

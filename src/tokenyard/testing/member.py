@@ -20,7 +20,7 @@ DUMP_TIME = 5.0
 
 
 class Member:
-    """A worker process. It starts at once; :meth:`wait_ready` returns when it has joined its group.
+    """A worker process. It starts at once; ``pipe`` becomes readable when it has joined its group.
 
     Its session is its own, so that Ctrl-C does not reach it and that what it starts ends with it.
     """
@@ -46,13 +46,13 @@ class Member:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_ready(self, timeout: float) -> None:
-        """Raise ``RuntimeError`` with what the worker printed if it has not joined its group in ``timeout`` seconds."""
+    def check_joined(self) -> None:
+        """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by now."""
         with suppress(EOFError, OSError):
-            if self.pipe.poll(timeout) and self.pipe.recv_bytes() == worker.READY:
+            if self.pipe.poll() and self.pipe.recv_bytes() == worker.READY:
                 return
         self.terminate()
-        raise RuntimeError(f"rank {self.rank} did not start within {timeout} s:\n{self.stuck('').stack}")
+        raise RuntimeError(f"rank {self.rank} did not start:\n{self.stuck('').stack}")
 
     def send(self, job: Job) -> None:
         """Start a body. That a worker is gone shows in :meth:`outcome`."""
@@ -66,7 +66,7 @@ class Member:
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return Outcome(Ending.DIED, how)
+            return Outcome(Ending.DIED if code >= 0 or code == -signal.SIGKILL else Ending.CRASHED, how)
 
     def new_output(self) -> str:
         """What the worker has printed since the last call, stdout and stderr in their order."""

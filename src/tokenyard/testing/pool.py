@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 import torch
 
 from ..launch import local_store
-from .failure import judge
+from .failure import is_fine, judge
 from .job import Ending, Job, Outcome
 from .member import Member
 
@@ -28,11 +28,18 @@ class Pool:
     def __init__(self, world_size: int, device: str, port: int, name: str) -> None:
         self.members = [Member(rank, world_size, device, port, name) for rank in range(world_size)]
         try:
-            for member in self.members:
-                member.wait_ready(START_TIMEOUT)
+            self._join()
         except BaseException:
             self.kill()
             raise
+
+    def _join(self) -> None:
+        joining = list(self.members)
+        while joining:
+            ready = wait([member.pipe for member in joining], START_TIMEOUT)
+            for member in [member for member in joining if member.pipe in ready] or joining[:1]:
+                joining.remove(member)
+                member.check_joined()
 
     @property
     def alive(self) -> bool:
@@ -52,7 +59,8 @@ class Pool:
             for member in [member for member in waiting if member.pipe in ready]:
                 waiting.remove(member)
                 outcome = outcomes[member.rank] = member.outcome()
-                if _is_failure(outcome, member.rank in may_die) and time.monotonic() + GRACE < deadline:
+                hopeless = outcome.ending is not Ending.SKIPPED and not is_fine(outcome, member.rank in may_die)
+                if hopeless and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE
                     overdue = f"still running {GRACE} s after rank {member.rank} failed"
         self._print_output()
@@ -68,10 +76,6 @@ class Pool:
         for member in self.members:
             for line in member.new_output().splitlines():
                 print(f"[rank {member.rank}] {line}")
-
-
-def _is_failure(outcome: Outcome, may_die: bool) -> bool:
-    return outcome.ending is Ending.FAILED or (outcome.ending is Ending.DIED and not may_die)
 
 
 class Pools:

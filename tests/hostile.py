@@ -1,0 +1,96 @@
+"""What the hostile tests share: small objects that give up soon, proof that one still works, errors as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tokenyard as ty
+from cases import Case, check_combined, check_received, dispatch, rows_to_combine
+from tokenyard import reference
+from tokenyard.testing import Ranks
+
+TIMEOUT = 2.0
+CASE = Case(1)
+SIZES = {
+    "num_experts": CASE.num_experts,
+    "hidden": CASE.hidden,
+    "num_topk": CASE.num_topk,
+    "max_tokens_per_rank": CASE.num_tokens,
+}
+BIG = 1 << 70
+"""A whole number that no header can carry."""
+
+
+@cache
+def gloo(ranks: Ranks) -> dist.ProcessGroup:
+    """A group on which the object itself times its peers; over NCCL the group's watchdog would."""
+    return ranks.group if dist.get_backend(ranks.group) == "gloo" else dist.new_group(backend="gloo")
+
+
+def meet(ranks: Ranks) -> None:
+    """Wait for every rank, outside of the object under test."""
+    dist.barrier(group=gloo(ranks))
+
+
+def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
+    """A small object on ``group`` (default: all ranks) that waits ``TIMEOUT`` seconds."""
+    options = {**SIZES, "engine": ranks.engine, "timeout": TIMEOUT, "device": ranks.device, **changes}
+    return ty.ExpertParallel(gloo(ranks) if group is None else group, **options)
+
+
+@cache
+def _case(world_size: int, seed: int) -> tuple[Case, list[Tensor]]:
+    case = Case(world_size, seed=seed)
+    return case, [each.x for each in reference.combine(case.expert_rows, case.expected)]
+
+
+def assert_works(ranks: Ranks, ep: ty.ExpertParallel, seed: int = 0) -> None:
+    """A dispatch and a combine of all members, bit for bit."""
+    case, combined = _case(ep.world_size, seed)
+    recv = dispatch(replace(ranks, rank=ep.rank, world_size=ep.world_size), ep, case)
+    check_received(recv, case, ep.rank)
+    rows = rows_to_combine(recv, case, ep.rank)
+    check_combined(ep.combine(rows, recv.handle), case, ep.rank, combined[ep.rank])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one rank brings to a dispatch; valid."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+
+    @staticmethod
+    def of(ranks: Ranks, num_tokens: int = 5) -> Inputs:
+        random = torch.Generator().manual_seed(ranks.rank)
+        x = torch.randn(num_tokens, CASE.hidden, generator=random)
+        picks = torch.rand(num_tokens, CASE.num_experts, generator=random).topk(CASE.num_topk)
+        return Inputs(*(t.to(ranks.device) for t in (x.bfloat16(), picks.indices, picks.values)))
+
+
+def error_of(call: Callable[[], Any]) -> Exception | None:
+    """The error that a call ends in, at once or when it is waited for."""
+    try:
+        result = call()
+        if isinstance(result, (ty.Received, ty.Combined)):
+            result.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def complaint(error: Exception | None, kind: type[Exception], words: Sequence[str]) -> str:
+    """Why ``error`` is not exactly of ``kind`` or does not say ``words``; empty if it is and does."""
+    missing = [word for word in words if word not in str(error)]
+    if type(error) is kind and not missing:
+        return ""
+    wanted = f"{kind.__name__} with {missing}" if missing else kind.__name__
+    return f"got {type(error).__name__}({str(error)[:300]!r}), wanted {wanted}"

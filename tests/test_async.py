@@ -1,0 +1,114 @@
+"""Calls that return before they are done: results, order, gradients, hooks and the limit on how many may be open."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import moe
+import tokenyard as ty
+from cases import Case, check_combined, check_received, dispatch, rows_to_combine
+from test_dispatch_combine import ENGINES, layouts, shapes
+from test_gradients import Layer, check_grads
+from tokenyard import reference
+from tokenyard.lane import MAX_OUTSTANDING
+from tokenyard.testing import Ranks, distributed_test
+
+
+@pytest.mark.parametrize("how", [{"async_op": True}, {"return_hook": True}], ids=["async", "hook"])
+@shapes
+@layouts
+@distributed_test(world_size=(1, 3), engine=ENGINES)
+def test_results_are_those_of_a_waiting_call(
+    ranks: Ranks, layout: ty.Layout, exact: bool, how: dict[str, bool]
+) -> None:
+    case = Case(ranks.world_size, layout=layout, exact=exact)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case, **how)
+        recv.hook() if "return_hook" in how else recv.wait()
+        check_received(recv, case, ranks.rank)
+        later = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, **how)
+        want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
+        check_combined(later.x, case, ranks.rank, want.x)  # reading waits
+        later.wait()
+
+
+@distributed_test(world_size=3, engine=ENGINES)
+def test_two_batches_overlap(ranks: Ranks) -> None:
+    """Two dispatches in flight, then a combine of each and a waiting call between: all in program order on every rank."""
+    cases = [Case(ranks.world_size, seed=seed, num_tokens=20) for seed in range(2)]
+    third = Case(ranks.world_size, seed=9, num_tokens=20, routing="zipf")
+    with cases[0].make(ranks) as ep:
+        for _ in range(5):
+            received = [dispatch(ranks, ep, case, async_op=True) for case in cases]
+            check_received(dispatch(ranks, ep, third), third, ranks.rank)
+            combined = []
+            for recv, case in zip(received, cases, strict=True):
+                check_received(recv, case, ranks.rank)
+                combined.append(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, async_op=True))
+            for later, case in reversed(list(zip(combined, cases, strict=True))):
+                want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
+                check_combined(later.x, case, ranks.rank, want.x)
+
+
+@layouts
+@distributed_test(world_size=2, engine=ENGINES)
+def test_asynchronous_calls_are_differentiable(ranks: Ranks, layout: ty.Layout) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32, layout=layout)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(layer.x, layer.idx, layer.weights, layout=layout, async_op=True)
+        weighted = layout is not ty.Layout.FLAT
+        rows = moe.grouped(recv, layer.experts) if weighted else moe.flat(recv, layer.experts)
+        later = ep.combine(rows, recv.handle, weighted=weighted, async_op=True)
+        check_grads(layer, later.x)
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_after_is_waited_for(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    waited = []
+
+    class Before:
+        def wait(self) -> None:
+            waited.append(True)
+
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case, async_op=True, after=Before())
+        check_received(recv, case, ranks.rank)
+        assert waited == [True]
+        chained = ep.dispatch(case.x[ranks.rank].to(ranks.device), handle=recv.handle, async_op=True, after=recv)
+        assert torch.equal(chained.x, recv.x)
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_one_too_many_raises_and_harms_nothing(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep:
+        open_calls = [dispatch(ranks, ep, case, async_op=True) for _ in range(MAX_OUTSTANDING)]
+        with pytest.raises(RuntimeError, match=rf"{MAX_OUTSTANDING} asynchronous calls are outstanding"):
+            dispatch(ranks, ep, case, async_op=True)
+        for recv in open_calls:
+            check_received(recv, case, ranks.rank)
+        check_received(dispatch(ranks, ep, case, async_op=True), case, ranks.rank)
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_results_that_nobody_wants_are_let_go(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep:
+        for _ in range(3 * MAX_OUTSTANDING):
+            dispatch(ranks, ep, case, async_op=True)
+            gc.collect()
+        check_received(dispatch(ranks, ep, case), case, ranks.rank)
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_close_finishes_what_was_started(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    ep = case.make(ranks)
+    recv = dispatch(ranks, ep, case, async_op=True)
+    ep.close()
+    check_received(recv, case, ranks.rank)

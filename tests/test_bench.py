@@ -1,0 +1,321 @@
+"""``tokenyard bench``: its arithmetic, its protocol, and that a wrong result gets no time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from typer.testing import CliRunner, Result
+
+from tokenyard import launch
+from tokenyard.cli import bench_run
+from tokenyard.cli.bench import bench
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Case
+from tokenyard.cli.bench_inputs import (
+    NUM_INPUTS,
+    Job,
+    Traffic,
+    all_sent,
+    everything_to_everyone,
+    floor_us,
+    once_per_rank,
+    recorded_routing,
+    sweep,
+)
+from tokenyard.cli.bench_plot import draw
+from tokenyard.cli.bench_report import Row, ratio, verdicts
+from tokenyard.cli.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
+from tokenyard.testing import Ranks, distributed_test, routing
+
+CPU = torch.device("cpu")
+JOB = Job(tokens=5, hidden=256, topk=2, experts=6, skew="uniform", dtype="bf16", layout="flat", quantize="none")
+TINY = ["--tokens", "6", "--hidden", "24", "--topk", "2", "--experts", "5", "--iterations", "4", "--warmup", "1"]
+PNG = b"\x89PNG\r\n\x1a\n"
+MIB = 1 << 20
+
+app = typer.Typer()
+app.command()(bench)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*TINY, *arguments])
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, in this process, so that a test can put its hands on what is measured."""
+
+    def here(fn: Callable[..., Any], _: int, *arguments: Any, device: str = "cpu") -> list[Any]:
+        store = launch.local_store()
+        with launch.joined(0, 1, device, port=store.port, name="alone") as where:
+            return [fn(where, *arguments)]
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(launch, "spawn", here)
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize(
+    ("times", "median", "p99", "least"),
+    [
+        ([7.0], 7.0, 7.0, 7.0),
+        ([4.0, 1.0, 3.0, 2.0], 2.5, 4.0, 1.0),
+        ([float(n) for n in range(20, 0, -1)], 10.5, 20.0, 1.0),
+        ([float(n) for n in range(1, 101)], 50.5, 99.0, 1.0),
+        ([float(n) for n in range(1, 301)], 150.5, 297.0, 1.0),
+    ],
+)
+def test_statistics(times: list[float], median: float, p99: float, least: float) -> None:
+    stats = summarise(times)
+    assert (stats.median, stats.p99, stats.min) == (median, p99, least)
+
+
+def test_wire_bytes_of_a_tiny_routing() -> None:
+    """Six experts on three ranks, two each. Rows of 10 bytes."""
+    idx = [
+        torch.tensor([[0, 1], [2, 3], [5, 0]]),  # to rank 0; to rank 1, once; to ranks 2 and 0
+        torch.tensor([[2, 3], [-1, -1]]),  # to rank 1, itself; to nobody
+        torch.tensor([[0, 2], [1, -1], [4, 4]]),  # to ranks 0 and 1; to rank 0; to rank 2, itself
+    ]
+    traffic = once_per_rank(idx, 6, 10)
+    assert traffic == Traffic(sent=[20, 0, 30], received=[20, 20, 10])
+    assert (traffic.busiest, traffic.moved) == (30, [40, 20, 40])
+
+
+def test_floor_is_the_busiest_link_averaged_over_inputs() -> None:
+    inputs = [Traffic([20_000, 0], [0, 20_000]), Traffic([1000, 60_000], [60_000, 1000])]
+    assert floor_us(inputs, 40.0) == 1.0  # 40 kB at 40 GB/s
+
+
+def test_wire_bytes_of_gathering_everything() -> None:
+    assert everything_to_everyone(5, 4, 10) == Traffic([150] * 4, [150] * 4)
+    assert everything_to_everyone(5, 4, 10, trips=2).busiest == 300
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "quantize", "there", "back"),
+    [
+        ("bf16", 256, "none", 512, 512),
+        ("fp32", 100, "none", 400, 400),
+        ("bf16", 7168, "fp8", 7168 + 4 * 56, 14336),
+        ("fp16", 600, "fp8_pow2", 600 + 4 * 5, 1200),
+        ("bf16", 600, "fp8_ue8m0", 600 + 4 * 2, 1200),
+    ],
+)
+def test_row_bytes(dtype: str, hidden: int, quantize: str, there: int, back: int) -> None:
+    job = replace(JOB, dtype=dtype, hidden=hidden, quantize=quantize)
+    assert (job.row_bytes, job.combined_row_bytes) == (there, back)
+
+
+def test_what_a_row_says() -> None:
+    row = Row(job=JOB, name="a", phase=DISPATCH, wall_us=[4.0, 2.0, 3.0], wire_bytes=6000.0, floor_us=0.75)
+    assert (row.wire_gbs, row.percent_of_floor) == (2.0, 25.0)
+    on_gpu = replace(row, device_us=[1.5, 1.5, 9.0])
+    assert (on_gpu.wire_gbs, on_gpu.percent_of_floor) == (4.0, 50.0)
+    assert ratio(on_gpu, replace(row, device_us=[1.0])) == 1.5
+    wrong = Row(job=JOB, name="a", phase=DISPATCH, error="no")
+    assert (wrong.wall, wrong.wire_gbs, ratio(row, wrong)) == (None, None, None)
+
+
+def test_verdicts_divide_by_the_composite_baselines() -> None:
+    rows = [
+        Row(job=JOB, name="tokenyard x", phase=DISPATCH, wall_us=[30.0], peak_per_moved=1.25),
+        Row(job=JOB, name="index_select + a2a + copy", phase=DISPATCH, wall_us=[20.0]),
+        Row(job=JOB, name="index_select + a2a + copy (staging kept)", phase=DISPATCH, wall_us=[25.0]),
+    ]
+    fresh, kept, memory = verdicts(rows)
+    assert "1.50x the time of index_select + a2a + copy (bar 1.3x)" in fresh
+    assert "1.20x the time of" in kept
+    assert "1.25x bytes sent + received (bar 2.5x)" in memory
+
+
+def test_recorded_routing_is_repeatable_and_skewed() -> None:
+    idx, weights = recorded_routing(500, 4, 32, seed=3)
+    again = recorded_routing(500, 4, 32, seed=3)
+    assert torch.equal(idx, again[0])
+    assert torch.equal(weights, again[1])
+    assert not torch.equal(idx, recorded_routing(500, 4, 32, seed=4)[0])
+    assert all(len(set(picks)) == 4 for picks in idx.tolist())
+    torch.testing.assert_close(weights.sum(1), torch.ones(500))
+    uniform, _ = routing("uniform", 0, 1, 500, 4, 32, 3)
+    assert idx.flatten().bincount().max() > 1.5 * uniform.flatten().bincount().max()
+
+
+def test_inputs_differ_from_each_other_and_between_ranks() -> None:
+    for skew in ("uniform", "zipf", "recorded"):
+        sent = [each for number in range(NUM_INPUTS) for each in all_sent(replace(JOB, skew=skew), 2, number, seed=0)]
+        assert len({each.x.float().numpy().tobytes() for each in sent}) == 2 * NUM_INPUTS
+        assert all((each.x != 0).float().mean() > 0.9 for each in sent)
+        assert len({str(each.topk_idx.tolist()) for each in sent}) == 2 * NUM_INPUTS
+
+
+def test_sweep_is_every_combination() -> None:
+    lists: dict[str, Any] = {name: [getattr(JOB, name)] for name in JOB.__dataclass_fields__}
+    jobs = sweep(**lists | {"tokens": [1, 2], "skew": ["zipf", "uniform"]})
+    assert [(job.tokens, job.skew) for job in jobs] == [(1, "zipf"), (1, "uniform"), (2, "zipf"), (2, "uniform")]
+
+
+# Protocol
+
+
+@distributed_test(world_size=2)
+def test_slowest_rank_counts_entry_by_entry(ranks: Ranks) -> None:
+    mine = torch.tensor([[1.0, 5.0], [2.0, 2.0]]) if ranks.rank else torch.tensor([[3.0, 4.0], [1.0, 2.5]])
+    assert slowest_rank(mine, ranks.device).tolist() == [[3.0, 5.0], [2.0, 2.5]]
+
+
+@distributed_test(world_size=2)
+def test_rounds_are_interleaved_and_inputs_rotate(ranks: Ranks) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def case(name: str) -> Callable[[int], None]:
+        def call(number: int) -> None:
+            calls.append((name, number))
+            dist.barrier()  # hangs unless both ranks take the cases in the same order
+
+        return call
+
+    series = time_interleaved([case(n) for n in "abc"], iterations=6, warmup=2, num_inputs=3, device=ranks.device)
+    rounds = [calls[at : at + 3] for at in range(0, len(calls), 3)]
+    assert [sorted(name for name, _ in each) for each in rounds] == [["a", "b", "c"]] * 8
+    assert [{number for _, number in each} for each in rounds[2:]] == [{0}, {1}, {2}] * 2
+    assert len({tuple(name for name, _ in each) for each in rounds}) > 1
+    assert [(len(each.wall), each.device) for each in series] == [(6, None)] * 3
+
+
+def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
+    def call(_: int) -> torch.Tensor:
+        first = torch.ones(MIB, dtype=torch.uint8)
+        second = torch.ones(2 * MIB, dtype=torch.uint8)
+        del first
+        third = torch.ones(4 * MIB, dtype=torch.uint8)
+        del second, third
+        return torch.ones(3 * MIB, dtype=torch.uint8)
+
+    assert peak_extra_bytes(call, 0, CPU) == 6 * MIB
+
+
+# A wrong result
+
+
+def _flip_a_bit(x: torch.Tensor) -> None:
+    x.view(torch.uint8).flatten()[3] ^= 1
+
+
+def _broken(case: Case) -> Case:
+    """A case with one wrong bit on every second input."""
+
+    def wrong(number: int) -> Any:
+        result = case.run(number)
+        if number == 1:
+            _flip_a_bit(getattr(result, "x", result))
+        return result
+
+    return replace(case, run=wrong)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("layout", ["flat", "expert_major", "expert_padded"])
+def test_wrong_bit_prints_no_time_and_fails(
+    phase: str, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    honest = bench_run.engine_cases
+
+    def one_wrong(*arguments: Any) -> list[Case]:
+        return [_broken(case) if case.phase == phase else case for case in honest(*arguments)]
+
+    monkeypatch.setattr(bench_run, "engine_cases", one_wrong)
+    result = run("--skew", "uniform", "--layout", layout, "--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 1
+    assert f"NO TIME for {phase} by tokenyard collective: wrong on rank 0 (input 1)" in result.output
+    assert "1 of" in result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    for row in rows:
+        wrong = row["phase"] == phase and row["name"] == "tokenyard collective"
+        assert bool(row["error"]) == wrong
+        assert len(row["wall_us"]) == (0 if wrong else 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(number: int) -> None:
+        raise ValueError("this cannot be done")
+
+    honest = bench_run.baseline_cases
+
+    def with_one_more(*arguments: Any) -> list[Case]:
+        return [Case("doomed", COMBINE, refuses, lambda *_: None, [Traffic([0], [0])]), *honest(*arguments)]
+
+    monkeypatch.setattr(bench_run, "baseline_cases", with_one_more)
+    result = run("--skew", "zipf")
+    assert result.exit_code == 1
+    assert "NO TIME for combine by doomed: wrong on rank 0 (input 0): this cannot be done" in result.output
+
+
+# From end to end
+
+
+def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    result = run("--ranks", "2", "--skew", "uniform,recorded", "--link-gbs", "2", "--seed", "5",
+                 "--json", str(out), "--plot", str(picture))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "Only 4 iterations" in result.output
+    content = json.loads(out.read_text())
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["plan"]["seed"] == 5
+    assert {"date", "command", "commit", "devices", "rows"} <= content.keys()
+    assert Counter(row["phase"] for row in content["rows"]) == {DISPATCH: 10, CACHED: 2, COMBINE: 6}
+    jobs = [Job(6, 24, 2, 5, skew, "bf16", "flat", "none") for skew in ("uniform", "recorded")]
+    for row in content["rows"]:
+        assert row["error"] == ""
+        assert len(row["wall_us"]) == 4
+        assert row["wall"]["min"] == min(row["wall_us"])
+        assert row["device_us"] is None
+        assert row["peak_bytes"] > 0
+    for job in jobs:
+        sent = [
+            once_per_rank([s.topk_idx for s in all_sent(job, 2, n, seed=5)], 5, 48).busiest for n in range(NUM_INPUTS)
+        ]
+        ours = [r for r in content["rows"] if r["job"]["skew"] == job.skew and r["name"] == "tokenyard collective"]
+        assert [row["wire_bytes"] for row in ours] == [sum(sent) / NUM_INPUTS] * 3
+        assert ours[0]["floor_us"] == pytest.approx(sum(sent) / NUM_INPUTS / 2000)
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--skew", "zipf,wild"], "'wild' is unknown; use one of uniform, zipf, recorded"),
+        (["--tokens", "4,0"], "--tokens '0' must be a whole number of at least 1"),
+        (["--topk", "9"], "--topk 9 must be at most --experts 5"),
+        (["--engine", "warp"], "--engine 'warp' is unknown"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:
+    rows = [
+        Row(job=replace(JOB, tokens=tokens), name=name, phase=phase, wall_us=[tokens * 1.0, tokens * 2.0], floor_us=0.5)
+        for tokens in (64, 128, 256)
+        for name, phase in (("tokenyard x", DISPATCH), ("all_to_all_single", DISPATCH), ("all_to_all_single", COMBINE))
+    ]
+    draw([*rows, Row(job=JOB, name="broken", phase=COMBINE, error="wrong")], tmp_path / "lines.png")
+    draw([], tmp_path / "nothing.png")
+    assert (tmp_path / "lines.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "nothing.png").read_bytes().startswith(PNG)

@@ -1,0 +1,88 @@
+"""``torch.compile`` sees dispatch and combine as operators: no graph break, same bits, gradients included."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe
+import tokenyard as ty
+from cases import Case
+from test_dispatch_combine import ENGINES
+from test_gradients import Layer, check_grads
+from tokenyard.testing import Ranks, distributed_test
+
+
+def per_row(recv: ty.Received) -> Tensor:
+    """Experts without a loop over counts, so that the whole layer is one graph."""
+    if recv.topk_weights is not None:
+        return recv.x * recv.topk_weights.sum(1, keepdim=True)
+    return torch.tanh(recv.x)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+@pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
+@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+def test_compiled_layer_has_the_same_bits(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
+    cases = [
+        Case(ranks.world_size, num_tokens=n, dtype=torch.float32, layout=layout, exact=exact) for n in (24, 17, 5, 0)
+    ]
+    torch._dynamo.reset()  # other tests of this process have compiled the same function
+    with cases[0].make(ranks) as ep:
+
+        def layer(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            recv = ep.dispatch(x, idx, weights, layout=layout, exact=exact)
+            return ep.combine(per_row(recv), recv.handle, weighted=layout is not ty.Layout.FLAT)
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for case in cases:  # from the second size on, sizes are symbols
+            outcomes = []
+            for function in (layer, compiled):
+                leaves = Layer(case, ranks)
+                y = function(leaves.x, leaves.idx, leaves.weights)
+                (y * torch.arange(y.numel(), device=y.device).view_as(y)).sum().backward()
+                outcomes.append((y.detach(), leaves.x.grad, leaves.weights.grad))
+            for eager, graph in zip(*outcomes, strict=True):
+                assert torch.equal(eager, graph)
+
+
+@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+def test_breaks_between_the_calls_are_fine(ranks: Ranks) -> None:
+    """Real experts loop over counts that only the host knows."""
+    case = Case(ranks.world_size, dtype=torch.float32, layout=ty.Layout.EXPERT_MAJOR)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        run = torch.compile(moe.run, backend="aot_eager")
+        check_grads(layer, run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=case.layout))
+
+
+@distributed_test(world_size=1, engine=ENGINES)
+def test_operators_are_registered_soundly(ranks: Ranks) -> None:
+    """``torch.library.opcheck``: schemas, fake kernels (shapes, dtypes) and autograd agree with the real ones.
+
+    Its dynamic graph test is left out: it returns every output of an operator from one graph, and the partitioner has no answer
+    to sizes that only the data decides. The test above compiles with symbolic sizes.
+    """
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for layout in ty.Layout:
+        for exact in (True, False):
+            static = () if exact else ("test_aot_dispatch_static",)
+            check = partial(torch.library.opcheck, test_utils=(*utilities, *static))
+            case = Case(1, dtype=torch.float32, layout=layout, exact=exact)
+            leaves = Layer(case, ranks)
+            with case.make(ranks) as ep:
+                number = ep._calls.number
+                spec = (layout.value, exact, 1, -1)
+                arguments = (leaves.x, None, leaves.idx, leaves.weights, number, *spec, 0, 0)
+                check(torch.ops.tokenyard.dispatch.default, arguments)
+                handle = ep.dispatch(leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact).handle
+                plan = [each.detach() for each in handle.plan]
+                arguments = (leaves.x, None, plan, number, *spec, False, 0)
+                check(torch.ops.tokenyard.redispatch.default, arguments)
+                rows = torch.randn(handle.num_rows, case.hidden, requires_grad=True)
+                weights = torch.rand(handle.num_rows) if layout is not ty.Layout.FLAT else None
+                arguments = (rows, weights, None, [], plan, number, *spec, False, 0)
+                check(torch.ops.tokenyard.combine.default, arguments)

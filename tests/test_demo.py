@@ -1,0 +1,273 @@
+"""``tokenyard demo``: its layer against dense torch, its check against wrong gradients, and the whole command on real ranks."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional
+from typer.testing import CliRunner
+
+import tokenyard as ty
+from tokenyard import launch
+from tokenyard.cli import app, demo
+from tokenyard.cli.demo_check import compare, relative_error, results
+from tokenyard.cli.demo_model import LayerShape, MoeLayer, make_weights
+from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
+from tokenyard.cli.progress import progress
+from tokenyard.cli.report import bytes_text, print_result, seconds_text, worst_of_each_kind
+
+SHAPE = LayerShape(hidden=8, ffn=12, num_experts=5, num_topk=2, dtype=torch.float32)
+CPU = torch.device("cpu")
+TEXT = "The tokens of this text are its bytes, and no two ranks get equally many of them.\n"
+SMALL = ["--hidden", "16", "--ffn", "8", "--steps", "1"]
+
+
+def whole_layer() -> MoeLayer:
+    return MoeLayer(make_weights(SHAPE, 3, CPU), SHAPE.num_topk, SHAPE.dtype)
+
+
+def dense_output(layer: MoeLayer, tokens: Tensor) -> Tensor:
+    """Every expert on every token, weighted with the router's choice (0 for experts not chosen)."""
+    w = layer.weights
+    x = w["embedding"][tokens]
+    scores = (x @ w["router"].T).softmax(-1)
+    chosen = scores >= scores.topk(SHAPE.num_topk).values[:, -1:]
+    share = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+    inner = functional.silu(torch.einsum("th,efh->tef", x, w["gate"])) * torch.einsum("th,efh->tef", x, w["up"])
+    return torch.einsum("te,tef,ehf->th", share, inner, w["down"])
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    """Exit code and output of ``tokenyard demo``, without line breaks and boxes."""
+    result = CliRunner().invoke(app, ["demo", *args])
+    return result.exit_code, " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def some_result(**errors: float) -> DemoResult:
+    return DemoResult(
+        why="collective: because",
+        tokens=[2, 1],
+        rows=[3, 2],
+        sent=[[0.0, 1500.0], [30.0, 0.0]],
+        received=[[0.0, 30.0], [1500.0, 0.0]],
+        experts=[2, 1],
+        load=[4, 0, 2],
+        errors=errors,
+        seconds={"dispatch": 0.002, "backward": 0.5},
+    )
+
+
+# The layer and the check
+
+
+def test_layer_equals_dense_torch():
+    tokens = torch.tensor(list(TEXT.encode()))
+    gradient = torch.randn(len(tokens), SHAPE.hidden, generator=torch.Generator().manual_seed(0))
+    got, want = whole_layer(), whole_layer()
+    y, dense = got(tokens), dense_output(want, tokens)
+    y.backward(gradient)
+    dense.backward(gradient)
+    errors = compare(results(got, y, first_expert=0), results(want, dense, first_expert=0))
+    assert len(errors) == 1 + 2 + 3 * SHAPE.num_experts
+    assert max(errors.values()) < 1e-6
+
+
+def test_both_ways_through_the_experts_agree():
+    layer, x = whole_layer(), torch.randn(SHAPE.num_experts, SHAPE.hidden)
+    own = torch.arange(SHAPE.num_experts).unsqueeze(1)
+    counts = [1] * SHAPE.num_experts
+    assert torch.equal(layer.mixed_experts(x, own, torch.ones_like(own).float()), layer.blocked_experts(x, counts))
+    assert not layer.mixed_experts(x, own - own - 1, torch.ones_like(own).float()).any()
+
+
+def test_a_wrong_or_missing_gradient_shows():
+    layers = whole_layer(), whole_layer()
+    for layer in layers:
+        y = layer(torch.arange(256))
+        y.sum().backward()
+    good, other = (results(layer, torch.ones(1), first_expert=0) for layer in layers)
+    assert set(compare(good, other).values()) == {0.0}
+    good["gate[2] gradient"].mul_(1.001)
+    layers[0].weights["router"].grad = None
+    wrong = compare(results(layers[0], torch.ones(1), first_expert=0), other)
+    assert {name for name, error in wrong.items() if error > 1e-5} == {"gate[2] gradient", "router gradient"}
+    assert wrong["gate[2] gradient"] == pytest.approx(1e-3, rel=1e-3)
+    assert wrong["router gradient"] == 1
+
+
+def test_relative_error_is_never_nan():
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    assert relative_error(zeros, zeros) == 0
+    assert relative_error(ones, zeros) == float("inf")
+    assert relative_error(ones * float("nan"), ones) == float("inf")
+    assert relative_error(ones * float("inf"), ones) == float("inf")
+
+
+def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
+    right = MoeLayer.blocked_experts
+
+    def broken(layer: MoeLayer, x: Tensor, counts: list[int]) -> Tensor:
+        rows = right(layer, x, counts).clone()
+        rows[: counts[0]] *= 1.01
+        return rows
+
+    monkeypatch.setattr(MoeLayer, "blocked_experts", broken)
+    store = launch.local_store()
+    config = DemoConfig(SHAPE, ty.Layout.EXPERT_MAJOR, engine="auto", steps=1, seed=0)
+    with progress(["work"], Console(quiet=True)) as counter, launch.joined(0, 1, port=store.port) as here:
+        result = run_rank(here, config, TEXT.encode(), counter)
+    wrong = {name for name, error in result.errors.items() if error > demo.LIMITS["float32"]}
+    shared = {"output", "embedding gradient", "router gradient"}
+    assert wrong == shared | {f"{name}[0] gradient" for name in ("gate", "up", "down")}
+    assert sum(result.load) == len(TEXT) * SHAPE.num_topk
+    assert counter.value == 3
+
+
+# What is printed
+
+
+def test_report_names_the_worst_of_each_kind():
+    out = io.StringIO()
+    errors = {"output": 0.0, "gate[0] gradient": 0.5, "gate[1] gradient": 0.75, "up[0] gradient": 1e-9}
+    assert worst_of_each_kind(errors) == ["output", "gate[1] gradient", "up[0] gradient"]
+    assert not print_result(Console(file=out, width=100), some_result(**errors), limit=1e-5)
+    assert "MISMATCH: gate[1] gradient: relative error 7.5e-01, but the limit is 1e-05" in out.getvalue()
+    assert out.getvalue().count("MISMATCH") == 1
+    assert "1.5 kB" in out.getvalue()
+
+
+def test_numbers_are_readable():
+    assert [bytes_text(n) for n in (0, 999, 1000, 1234567, 2e12)] == ["0 B", "999 B", "1 kB", "1.23 MB", "2 TB"]
+    assert [seconds_text(s) for s in (4e-6, 0.00123, 0.9999, 12)] == ["4 us", "1.23 ms", "1 s", "12 s"]
+
+
+def test_progress_is_silent_off_a_terminal():
+    quiet, loud = io.StringIO(), io.StringIO()
+    with progress(["one", "two"], Console(file=quiet)) as counter:
+        counter.value += 1
+    with progress(["one", "two"], Console(file=loud, force_terminal=True)) as counter:
+        counter.value += 1
+    assert quiet.getvalue() == ""
+    assert "one" in loud.getvalue()
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--ranks", "2", "--topk", "3"],
+        ["--ranks", "3", "--experts", "2", "--tokens", "2", "--layout", "expert_major"],
+        ["--ranks", "2", "--layout", "expert_major", "--dtype", "bfloat16"],
+    ],
+    ids=["flat", "ranks without tokens or experts", "expert_major bfloat16"],
+)
+def test_demo_matches_one_process(options: list[str], text: str):
+    code, out = invoke("--text", text, *SMALL, *options)
+    assert code == 0, out
+    assert f"{options[1]} ranks on cpu" in out
+    assert "Engine collective:" in out
+    assert "The output and all" in out
+    assert "MISMATCH" not in out
+
+
+def test_demo_draws_a_figure(text: str, tmp_path: Path):
+    figure = tmp_path / "traffic.png"
+    code, out = invoke("--text", text, "--ranks", "2", *SMALL, "--plot", str(figure))
+    assert code == 0, out
+    signature, width, height = struct.unpack(">8s8x2I", figure.read_bytes()[:24])
+    assert signature == b"\x89PNG\r\n\x1a\n"
+    assert (width, height) == (1800, 780)
+
+
+def test_demo_runs_under_torchrun(text: str):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, "-m", "tokenyard", "demo", "--text", text, *SMALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks on cpu") == 1
+    assert "The output and all" in done.stdout
+
+
+def test_a_mismatch_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setattr(demo, "_run", lambda *_: some_result(**{"output": 0.0, "up[1] gradient": 2e-5}))
+    code, out = invoke("--text", text)
+    assert code == 1
+    assert "MISMATCH: up[1] gradient" in out
+    code, out = invoke("--text", text, "--dtype", "bfloat16")
+    assert code == 0, out
+
+
+def test_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    readme = tmp_path / "README.md"
+    readme.write_text("# Read me")
+    monkeypatch.setattr(demo, "README", readme)
+    monkeypatch.setattr(demo, "_run", lambda *_: some_result(output=0.0))
+    code, out = invoke()
+    assert code == 0
+    assert "9 bytes of README.md" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "no/such/file"], "cannot read no/such/file: No such file"),
+        (["--text", "."], "cannot read .: Is a directory"),
+        (["--text", "/dev/null"], "null is empty"),
+        (["--topk", "17"], "17 experts per token, but there are 16"),
+        (["--ranks", "0"], "x>=1"),
+        (["--tokens", "0"], "x>=1"),
+        (["--engine", "warp"], "'warp' is not one of auto"),
+        (["--layout", "tall"], "'tall' is not one of 'flat'"),
+        (["--plot", "figure.bmp"], "'figure.bmp' must end in one of .png"),
+        (["--plot", "no/such/figure.png"], "no/such is not a directory"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], message: str):
+    code, out = invoke(*options)
+    assert code == 2
+    assert message in out
+
+
+def test_ranks_must_be_those_of_torchrun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out = invoke("--ranks", "3")
+    assert code == 2
+    assert "3 ranks, but torchrun started 2" in out
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "find_spec", lambda _: None)
+    code, out = invoke("--plot", "figure.png")
+    assert code == 1
+    assert out == "tokenyard: --plot needs matplotlib: pip install 'tokenyard[plots]'"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_command_line_without_its_extra_says_so(missing: str):
+    program = f"import sys; sys.modules[{missing!r}] = None; import runpy; runpy.run_module('tokenyard', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"tokenyard: the command line needs {missing}: pip install 'tokenyard[cli]'"
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output.strip()) == (0, f"tokenyard {ty.__version__}")

@@ -1,0 +1,206 @@
+"""Backward of dispatch and combine: against the dense layer, and exact where only copies and known sums are involved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moe
+import tokenyard as ty
+from cases import Case, bounds_of, dispatch
+from test_dispatch_combine import ENGINES, layouts, shapes
+from tokenyard import reference
+from tokenyard.testing import Ranks, assert_close, assert_same_bits, distributed_test
+
+RELATIVE = 1e-6
+
+
+class Layer:
+    """Leaves of one rank and of the same layer on one process, equal on every rank that makes them."""
+
+    def __init__(self, case: Case, ranks: Ranks) -> None:
+        random = torch.Generator().manual_seed(case.seed)
+        every = torch.randn(case.num_experts, case.hidden, case.hidden, generator=random) / case.hidden**0.5
+        self.begin, self.end = bounds_of(case, ranks.rank)
+        self.case, self.ranks, self.every = case, ranks, every
+        idx, weights = case.picks[ranks.rank]
+        self.idx = idx.to(ranks.device)
+        self.x, self.weights, self.experts = (
+            leaf.clone().to(ranks.device).requires_grad_()
+            for leaf in (case.x[ranks.rank], weights, every[self.begin : self.end])
+        )
+
+    def dense_grads(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output and gradients of x, weights and this rank's experts, as one process would have them."""
+        experts = self.every.clone().requires_grad_()
+        mine: tuple[Tensor, ...] = ()
+        for rank, (idx, weights) in enumerate(self.case.picks):
+            x, w = self.case.x[rank].clone().requires_grad_(), weights.clone().requires_grad_()
+            y = moe.dense(x, idx, w, experts)
+            loss(y).backward()
+            if rank == self.ranks.rank:
+                mine = (y.detach(), x.grad, w.grad)
+        return (*mine, experts.grad[self.begin : self.end])
+
+
+def loss(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)).sum()
+
+
+def check_grads(layer: Layer, y: Tensor) -> None:
+    want_y, want_x, want_w, want_experts = layer.dense_grads()
+    loss(y).backward()
+    named = {"output": (y, want_y), "x": (layer.x.grad, want_x), "weights": (layer.weights.grad, want_w)}
+    for what, (got, want) in (named | {"experts": (layer.experts.grad, want_experts)}).items():
+        assert_close(got.detach().cpu(), want, relative=RELATIVE, what=what)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "dropped", "duplicates", "empty_ranks", "one_rank"])
+@shapes
+@layouts
+@distributed_test(world_size=(1, 2, 4), engine=ENGINES)
+def test_a_layer_equals_the_dense_one(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
+    case = Case(ranks.world_size, routing=routing, layout=layout, exact=exact, dtype=torch.float32, num_experts=7)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        y = moe.run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=layout, exact=exact)
+        check_grads(layer, y)
+
+
+@layouts
+@distributed_test(world_size=3, engine=ENGINES)
+def test_weights_of_the_owner_get_their_gradient(ranks: Ranks, layout: ty.Layout) -> None:
+    if layout is ty.Layout.FLAT:
+        return
+    case = Case(ranks.world_size, routing="duplicates", layout=layout, dtype=torch.float32)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(layer.x, layer.idx, layout=layout)
+        y = ep.combine(moe.grouped(recv, layer.experts), recv.handle, weighted=True, topk_weights=layer.weights)
+        check_grads(layer, y)
+
+
+@shapes
+@layouts
+@distributed_test(world_size=(2, 3), engine=ENGINES)
+def test_backward_of_dispatch_is_combine_bit_for_bit(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
+    """In bfloat16, with the gradient's rounding and order those of the oracle's combine."""
+    case = Case(ranks.world_size, routing="duplicates", layout=layout, exact=exact)
+    want = reference.combine(case.expert_rows, case.expected)[ranks.rank].x
+    x = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
+    idx, weights = (t.to(ranks.device) for t in case.picks[ranks.rank])
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(x, idx, weights, layout=layout, exact=exact)
+        rows, valid = case.expert_rows[ranks.rank], case.expected[ranks.rank].source >= 0
+        grad = torch.zeros_like(recv.x)
+        if layout is ty.Layout.EXPERT_PADDED:
+            grad[valid] = rows[valid].to(ranks.device)
+        else:
+            grad[: len(rows)] = torch.where(valid.unsqueeze(1), rows, 0.0).to(ranks.device)
+        recv.x.backward(grad)
+        assert_same_bits(x.grad.cpu(), want, what="gradient of x", rank=ranks.rank)
+
+
+@shapes
+@distributed_test(world_size=3, engine=ENGINES)
+def test_gradients_of_weights_only_and_of_unused_picks(ranks: Ranks, exact: bool) -> None:
+    """Every rank's copy of a weight counts where the pick is; -1 and later duplicates keep the gradient of their pick."""
+    case = Case(ranks.world_size, routing="duplicates", exact=exact)
+    idx, weights = case.picks[ranks.rank]
+    leaf = weights.clone().to(ranks.device).requires_grad_()
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(case.x[ranks.rank].to(ranks.device), idx.to(ranks.device), leaf, exact=exact)
+        recv.topk_weights.backward(torch.ones_like(recv.topk_weights))
+        assert torch.equal(leaf.grad.cpu(), (idx >= 0).float())
+
+
+@distributed_test(world_size=3, engine=ENGINES)
+def test_reduced_weights_and_bias_have_gradients(ranks: Ranks) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case)
+        rows, reduce = recv.x.clone().requires_grad_(), recv.topk_weights.clone().requires_grad_()
+        bias = torch.zeros(case.tokens_of(ranks.rank), case.hidden, device=ranks.device, requires_grad=True)
+        got = ep.combine(rows, recv.handle, reduce_weights=reduce, bias=bias)
+        scale = 1.0 + ranks.rank
+        (got.x.sum() * scale + got.topk_weights.sum() * scale).backward()
+        owners = 1.0 + (recv.source >> 32).unsqueeze(1).float()
+        assert torch.equal(rows.grad, owners.expand_as(rows))
+        assert torch.equal(reduce.grad, owners.expand_as(reduce))
+        assert torch.equal(bias.grad, torch.full_like(bias, scale))
+
+
+@pytest.mark.parametrize("mode", list(ty.Quantize), ids=lambda mode: mode.name.lower())
+@layouts
+@distributed_test(world_size=3, engine=ENGINES)
+def test_quantised_dispatch_is_straight_through(ranks: Ranks, layout: ty.Layout, mode: ty.Quantize) -> None:
+    """The gradient of ``dequantize()`` is the combine of what arrives there, in bfloat16."""
+    case = Case(ranks.world_size, layout=layout, quantize=mode)
+    plain = Case(ranks.world_size, layout=layout)
+    idx, weights = (t.to(ranks.device) for t in case.picks[ranks.rank])
+    grads = []
+    for each in (case, plain):
+        x = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
+        with each.make(ranks) as ep:
+            recv = ep.dispatch(x, idx, weights, layout=layout, quantize=each.quantize)
+            rows = recv.x if each is plain else recv.dequantize()
+            assert rows.dtype == torch.bfloat16
+            want = case.expected[ranks.rank]
+            valid = want.source >= 0
+            if each is case:
+                exact = reference.dequantize(want.x[valid], want.scales[valid])
+                assert_same_bits(rows.cpu()[valid], exact, what="dequantised", rank=ranks.rank)
+            factor = torch.randn(rows.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(rows.device)
+            rows.backward(torch.where(valid.to(rows.device).unsqueeze(-1), factor, 0.0))
+            grads.append(x.grad)
+    assert_same_bits(grads[0], grads[1], what="straight-through gradient", rank=ranks.rank)
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_handles_serve_any_number_of_times_in_any_order(ranks: Ranks) -> None:
+    """Two layers in flight, backward in reverse, and a routing used by three dispatches; all after other calls."""
+    case = Case(ranks.world_size, dtype=torch.float32, routing="duplicates")
+    other = Case(ranks.world_size, dtype=torch.float32, seed=5)
+    first, second = Layer(case, ranks), Layer(other, ranks)
+    with case.make(ranks) as ep:
+        outputs = [moe.run(ep, layer.x, layer.idx, layer.weights, layer.experts) for layer in (first, second)]
+        handle = dispatch(ranks, ep, case).handle
+        dispatch(ranks, ep, other)
+        again = [ep.dispatch(first.x.detach() * factor, handle=handle).x for factor in (1, 2, 4)]
+        assert torch.equal(again[0] * 4, again[2])
+        assert torch.equal(again[0].cpu(), case.expected[ranks.rank].x)
+        check_grads(first, outputs[0])
+        check_grads(second, outputs[1])
+
+
+@layouts
+@distributed_test(world_size=2, engine=ENGINES)
+def test_cached_dispatch_is_differentiable(ranks: Ranks, layout: ty.Layout) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32, layout=layout)
+    with case.make(ranks) as ep:
+        fresh = dispatch(ranks, ep, case)
+        x = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
+        again = ep.dispatch(x, handle=fresh.handle)
+        valid = (case.expected[ranks.rank].source >= 0).to(ranks.device)
+        assert torch.equal(again.x[valid], fresh.x[valid])
+        again.x.backward(torch.where(valid.unsqueeze(-1), torch.ones_like(again.x), 0.0))
+        rows = [torch.ones_like(each.x) for each in case.expected]
+        want = reference.combine(rows, case.expected)[ranks.rank].x
+        assert_same_bits(x.grad.cpu(), want, what="gradient", rank=ranks.rank)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@layouts
+@distributed_test(world_size=2, engine=ENGINES)
+def test_activation_checkpointing(ranks: Ranks, layout: ty.Layout, reentrant: bool) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32, layout=layout)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+
+        def body(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            return moe.run(ep, x, layer.idx, weights, experts, layout=layout)
+
+        check_grads(layer, checkpoint(body, layer.x, layer.weights, layer.experts, use_reentrant=reentrant))
+        assert ep.stats().calls["dispatch"] == 2

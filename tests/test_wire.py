@@ -1,0 +1,257 @@
+"""Headers and counts from a peer that lies: a named error, and nothing is sized or addressed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tokenyard as ty
+from hostile import CASE, Inputs, assert_works, complaint, error_of, make, meet
+from tokenyard.engines import header as head
+from tokenyard.engines.collective import DISPATCH
+from tokenyard.engines.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
+from tokenyard.engines.wire import GlooWire, Spans
+from tokenyard.testing import Ranks, distributed_test
+
+PICKS, EXPERTS, LOCAL = 3, 7, 3
+FIRST, STATUS, TEXT = 1, 1 + len(fields(Fingerprint)), NUM_TOKENS - head.TEXT_WORDS
+CALL = Fingerprint(DISPATCH, 5, 0, 40, 0, 0, 0, 1, 1, -1, 0, 1)
+
+
+def honest(num_ranks: int = 3) -> Tensor:
+    """One header from each rank, as rank 0 gets them: 4 rows of 6 tokens, 7 picks."""
+    headers = head.blank(CALL, num_ranks, LOCAL, 6)
+    headers[:, NUM_ROWS] = 4
+    headers[:, COUNTS:] = torch.tensor([4, 0, 3])
+    return headers
+
+
+def verify(headers: Tensor, rank: int = 0) -> None:
+    head.verify(headers, rank, num_experts=EXPERTS, num_picks=PICKS)
+
+
+def test_honest_headers_pass() -> None:
+    verify(honest())
+    verify(honest(1))
+    quiet = head.blank(CALL, 3, LOCAL, 6)
+    verify(quiet)
+    huge = honest()
+    huge[:, NUM_TOKENS] = 2**31 - 1
+    verify(huge)
+
+
+@pytest.mark.parametrize("magic", [0, -1, head.MAGIC + 1, head.MAGIC ^ (1 << 62)])
+def test_another_magic(magic: int) -> None:
+    headers = honest()
+    headers[2, 0] = magic
+    with pytest.raises(ty.PeerError, match="rank 2 sent something that is not a tokenyard header"):
+        verify(headers)
+
+
+LIES: dict[str, Callable[[Tensor], object]] = {
+    "negative tokens": lambda row: row[NUM_TOKENS].fill_(-1),
+    "negative rows": lambda row: row[NUM_ROWS].fill_(-4),
+    "more rows than tokens": lambda row: row[NUM_ROWS].fill_(7),
+    "tokens beyond int32": lambda row: row[NUM_TOKENS].fill_(2**31),
+    "everything beyond int32": lambda row: row[NUM_TOKENS:].fill_(2**40),
+    "a negative count": lambda row: row[COUNTS].fill_(-1),
+    "a count above the rows": lambda row: row[COUNTS].fill_(5),
+    "a huge count": lambda row: row[COUNTS].fill_(2**62),
+    "counts whose sum wraps": lambda row: row[COUNTS:].fill_(2**63 - 1),
+    "fewer picks than rows": lambda row: row[COUNTS:].copy_(torch.tensor([1, 1, 1])),
+    "counts without rows": lambda row: row[NUM_ROWS].fill_(0),
+    "rows without counts": lambda row: row[COUNTS:].fill_(0),
+    "an unknown status": lambda row: row[STATUS].fill_(7),
+    "a negative status": lambda row: row[STATUS].fill_(-1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_impossible_numbers(lie: str) -> None:
+    headers = honest()
+    LIES[lie](headers[1])
+    with pytest.raises(ty.PeerError, match="rank 1"):
+        verify(headers)
+
+
+def test_more_picks_than_tokens_can_have() -> None:
+    headers = honest()
+    headers[1, NUM_ROWS] = 1
+    headers[1, COUNTS:] = 1
+    verify(headers)
+    with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts: 1 rows of 6 tokens"):
+        head.verify(headers, 0, num_experts=EXPERTS, num_picks=2)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Fingerprint)])
+@pytest.mark.parametrize("value", [99, -7, 2**62])
+def test_a_fingerprint_of_nonsense(name: str, value: int) -> None:
+    """Numbers that are no word of ours are shown as they are; they are nobody's index."""
+    headers = honest()
+    headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, **{name: value})))
+    with pytest.raises(ty.Mismatch, match=f"ranks disagree on .*rank 0 says .*, rank 2 says .*{value}"):
+        verify(headers)
+
+
+def test_every_rank_comes_to_the_same_verdict() -> None:
+    headers = honest()
+    headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, hidden=41)))
+    for rank in range(3):
+        with pytest.raises(ty.Mismatch, match="ranks disagree on hidden: rank 0 says 40, rank 2 says 41"):
+            verify(headers, rank)
+
+
+def test_refusals_carry_their_reason() -> None:
+    headers = honest()
+    head.refuse(headers[1:2], "x has 39 channels")
+    with pytest.raises(ty.PeerError, match="^rank 1 refused its side of this call: x has 39 channels$"):
+        verify(headers)
+
+
+@pytest.mark.parametrize("reason", ["", "ß" * 300, "e" * 255 + "ß", "\0\0"])
+def test_refusals_of_any_text(reason: str) -> None:
+    headers = honest()
+    head.refuse(headers[1:2], reason)
+    with pytest.raises(ty.PeerError, match="rank 1 refused its side of this call"):
+        verify(headers)
+
+
+def test_the_remedy_of_a_refusal_is_not_cut_off() -> None:
+    """The longest of our own messages reaches the other ranks whole."""
+    headers = honest()
+    error = error_of(lambda: ty.ExpertParallel(**LONE).dispatch(torch.zeros(300, 8), torch.zeros(300, 2).long(), exact=False))
+    head.refuse(headers[1:2], str(error))
+    with pytest.raises(ty.PeerError, match="or use exact=True with Layout.FLAT or EXPERT_MAJOR$"):
+        verify(headers)
+
+
+LONE = {"num_experts": 2, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 256}
+
+
+def test_garbage_instead_of_text() -> None:
+    headers = honest()
+    headers[1, STATUS] = head.REFUSED
+    headers[1, TEXT:NUM_TOKENS] = -1
+    with pytest.raises(ty.PeerError, match="rank 1 refused"):
+        verify(headers)
+
+
+def test_bad_ids_are_a_value_error_at_home_and_a_peer_error_elsewhere() -> None:
+    headers = honest()
+    head.mark_bad_index(headers[1:2], torch.tensor([[0, 1, 2], [3, -1, 7]]), EXPERTS)
+    with pytest.raises(ValueError, match=r"^topk_idx\[1, 2\] is 7, but there are 7 experts \(use -1 for") as caught:
+        verify(headers, 1)
+    assert type(caught.value) is ValueError
+    with pytest.raises(ty.PeerError, match=r"rank 1 refused its side of this call: topk_idx\[1, 2\] is 7"):
+        verify(headers, 0)
+
+
+@pytest.mark.parametrize("words", [(-5, 9, 3), (2**62, -(2**62), 0), (0, 0, -(2**63))])
+def test_bad_ids_that_lie(words: tuple[int, int, int]) -> None:
+    headers = honest()
+    headers[1, STATUS] = head.BAD_INDEX
+    headers[1, STATUS + 1 : STATUS + 4] = torch.tensor(words)
+    with pytest.raises(ty.PeerError, match="rank 1 refused"):
+        verify(headers)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    peer=st.integers(0, 2),
+    changes=st.dictionaries(
+        st.integers(0, COUNTS + LOCAL - 1),
+        st.one_of(st.integers(-3, 9), st.integers(-(2**63), 2**63 - 1)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_any_corruption_is_named_or_harmless(peer: int, changes: dict[int, int]) -> None:
+    """Whatever words a peer sends: one of our errors, or numbers that can be true."""
+    headers = honest()
+    for word, value in changes.items():
+        headers[peer, word] = value
+    try:
+        verify(headers, rank=(peer + 1) % 3)
+    except (ty.PeerError, ty.Mismatch):
+        return
+    tokens, rows, counts = int(headers[peer, NUM_TOKENS]), int(headers[peer, NUM_ROWS]), headers[peer, COUNTS:].tolist()
+    assert 0 <= rows <= tokens < 2**31
+    assert all(0 <= count <= rows for count in counts)
+    assert rows <= sum(counts) <= rows * PICKS
+
+
+def test_spans() -> None:
+    assert Spans.packed([2, 0, 3], [1, 1, 0]) == Spans([0, 2, 2], [2, 0, 3], [0, 1, 2], [1, 1, 0])
+    assert Spans.strided(4, [2, 0, 3], [1, 1, 0]) == Spans([0, 4, 8], [2, 0, 3], [0, 4, 8], [1, 1, 0])
+    assert Spans.packed([2], [1]).reversed() == Spans([0], [1], [0], [2])
+    assert Spans.packed([], []) == Spans([0], [], [0], [])
+
+
+def test_a_wire_of_one_rank_needs_no_store() -> None:
+    wire = GlooWire(None, 0, 1, timeout=1.0)
+    header = torch.arange(6).view(1, 6)
+    assert torch.equal(wire.swap(header, "counts"), header)
+    send, recv = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
+    wire.exchange(send, recv, Spans.packed([3], [3]), "rows")
+    assert torch.equal(recv, send)
+    wire.close()
+    wire.close()
+
+
+# A peer that lies in a real call. ``rows`` go to each rank; M is 13.
+
+M = CASE.num_tokens
+OBJECT_LIES: dict[str, tuple[dict[str, object], Callable[[Tensor], object]]] = {
+    "magic": ({}, lambda header: header[:, 0].fill_(1)),
+    "negative rows": ({}, lambda header: header[:, NUM_ROWS].fill_(-1)),
+    "huge rows": ({}, lambda header: header[:, NUM_ROWS].fill_(2**50)),
+    "huge counts": ({"layout": ty.Layout.EXPERT_MAJOR}, lambda header: header[:, COUNTS].fill_(2**50)),
+    "static rows beyond M": ({"exact": False}, lambda header: announce(header, M + 1)),
+    "padded rows beyond M": ({"layout": ty.Layout.EXPERT_PADDED}, lambda header: announce(header, M + 1)),
+}
+
+
+def announce(header: Tensor, rows: int) -> None:
+    """``rows`` rows for each rank, all for its first expert."""
+    header[:, [NUM_TOKENS, NUM_ROWS, COUNTS]] = rows
+
+
+@pytest.mark.parametrize("lie", OBJECT_LIES)
+@distributed_test(world_size=2)
+def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
+    """Rank 1 sends a corrupt header: rank 0 names it before it makes room for a single row, and goes on."""
+    options, corrupt = OBJECT_LIES[lie]
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        wire = ep._calls.engine._wire
+        honest_swap, asked = wire.swap, []
+        if ranks.rank == 1:
+            wire.swap = lambda header, what: (corrupt(header), honest_swap(header, what))[1]
+        buffer, ep._calls.engine._buffer = ep._calls.engine._buffer, lambda *a: asked.append(a) or buffer(*a)
+        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options))
+        wire.swap = honest_swap
+        assert not complaint(error, ty.PeerError, ["rank 1"]), complaint(error, ty.PeerError, ["rank 1"])
+        assert not asked
+        meet(ranks)
+        assert_works(ranks, ep)
+
+
+@distributed_test(world_size=3)
+def test_counts_for_experts_that_a_rank_does_not_have(ranks: Ranks) -> None:
+    """4 experts on 3 ranks: rank 0 has two, the others one; the header has room for two."""
+    inputs = Inputs.of(ranks)
+    with make(ranks, num_experts=4) as ep:
+        wire = ep._calls.engine._wire
+        honest_swap = wire.swap
+        if ranks.rank == 0:
+            wire.swap = lambda header, what: (header[1:, COUNTS + 1].fill_(1), honest_swap(header, what))[1]
+        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx.clamp(max=3)))
+        if ranks.rank > 0:
+            assert not complaint(error, ty.PeerError, ["rank 0"]), complaint(error, ty.PeerError, ["rank 0"])
+        meet(ranks)
