@@ -36,7 +36,14 @@ def gloo(ranks: Ranks) -> dist.ProcessGroup:
 
 def meet(ranks: Ranks) -> None:
     """Wait for every rank, outside of the object under test."""
-    dist.barrier(group=gloo(ranks))
+    anyone(ranks, False)
+
+
+def anyone(ranks: Ranks, here: bool) -> bool:
+    """Whether something is so on any rank."""
+    flag = torch.tensor([int(here)])
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=gloo(ranks))
+    return bool(flag)
 
 
 def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
@@ -87,10 +94,18 @@ def error_of(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def complaint(error: Exception | None, kind: type[Exception], words: Sequence[str]) -> str:
-    """Why ``error`` is not exactly of ``kind`` or does not say ``words``; empty if it is and does."""
+def complaint(error: Exception | None, kind: type[Exception] | None, words: Sequence[str]) -> str:
+    """Why ``error`` is not exactly of ``kind`` (None: no error) or does not say ``words``; empty if it is and does."""
     missing = [word for word in words if word not in str(error)]
-    if type(error) is kind and not missing:
+    right = error is None if kind is None else type(error) is kind
+    if right and not missing:
         return ""
-    wanted = f"{kind.__name__} with {missing}" if missing else kind.__name__
+    wanted = "no error" if kind is None else kind.__name__ + (f" that says {missing}" if missing else "")
     return f"got {type(error).__name__}({str(error)[:300]!r}), wanted {wanted}"
+
+
+def check(error: Exception | None, kind: type[Exception], *words: str) -> None:
+    """Raise ``AssertionError`` unless ``error`` is exactly of ``kind`` and says ``words``."""
+    __tracebackhide__ = True
+    if why := complaint(error, kind, words):
+        raise AssertionError(why) from error

@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,29 @@ def test_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "9 bytes of README.md" in out
 
 
+def test_an_installed_package_has_the_readme_as_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    info = tmp_path / "tokenyard-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenyard\nVersion: 0\n\n# Hello\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo, "README", tmp_path / "README.md")
+    monkeypatch.setattr(demo, "_run", lambda *_: some_result(output=0.0))
+    code, out = invoke("--tokens", "3")
+    assert code == 0
+    assert "3 bytes of tokenyard's README" in out
+
+
+def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def nothing(_: str) -> None:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(demo, "README", tmp_path / "README.md")
+    monkeypatch.setattr(demo, "metadata", nothing)
+    code, out = invoke()
+    assert code == 2
+    assert "name a file" in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -231,8 +255,8 @@ def test_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (["--text", "."], "cannot read .: Is a directory"),
         (["--text", "/dev/null"], "null is empty"),
         (["--topk", "17"], "17 experts per token, but there are 16"),
-        (["--ranks", "0"], "x>=1"),
-        (["--tokens", "0"], "x>=1"),
+        (["--ranks", "0"], "Invalid value for '--ranks'"),
+        (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--engine", "warp"], "'warp' is not one of auto"),
         (["--layout", "tall"], "'tall' is not one of 'flat'"),
         (["--plot", "figure.bmp"], "'figure.bmp' must end in one of .png"),
@@ -262,7 +286,9 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_command_line_without_its_extra_says_so(missing: str):
-    program = f"import sys; sys.modules[{missing!r}] = None; import runpy; runpy.run_module('tokenyard', run_name='__main__')"
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; import runpy; runpy.run_module('tokenyard', run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip() == f"tokenyard: the command line needs {missing}: pip install 'tokenyard[cli]'"

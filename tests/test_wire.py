@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard as ty
-from hostile import CASE, Inputs, assert_works, complaint, error_of, make, meet
+from hostile import CASE, Inputs, assert_works, check, error_of, make, meet
 from tokenyard.engines import header as head
 from tokenyard.engines.collective import DISPATCH
 from tokenyard.engines.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
@@ -92,10 +92,10 @@ def test_more_picks_than_tokens_can_have() -> None:
 @pytest.mark.parametrize("name", [f.name for f in fields(Fingerprint)])
 @pytest.mark.parametrize("value", [99, -7, 2**62])
 def test_a_fingerprint_of_nonsense(name: str, value: int) -> None:
-    """Numbers that are no word of ours are shown as they are; they are nobody's index."""
+    """Numbers that are no word of ours are nobody's index."""
     headers = honest()
     headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, **{name: value})))
-    with pytest.raises(ty.Mismatch, match=f"ranks disagree on .*rank 0 says .*, rank 2 says .*{value}"):
+    with pytest.raises(ty.Mismatch, match="ranks disagree on .*rank 0 says .*, rank 2 says"):
         verify(headers)
 
 
@@ -236,9 +236,9 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
         buffer, ep._calls.engine._buffer = ep._calls.engine._buffer, lambda *a: asked.append(a) or buffer(*a)
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options))
         wire.swap = honest_swap
-        assert not complaint(error, ty.PeerError, ["rank 1"]), complaint(error, ty.PeerError, ["rank 1"])
-        assert not asked
         meet(ranks)
+        check(error, ty.PeerError, "rank 1")
+        assert not asked
         assert_works(ranks, ep)
 
 
@@ -252,6 +252,6 @@ def test_counts_for_experts_that_a_rank_does_not_have(ranks: Ranks) -> None:
         if ranks.rank == 0:
             wire.swap = lambda header, what: (header[1:, COUNTS + 1].fill_(1), honest_swap(header, what))[1]
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx.clamp(max=3)))
-        if ranks.rank > 0:
-            assert not complaint(error, ty.PeerError, ["rank 0"]), complaint(error, ty.PeerError, ["rank 0"])
         meet(ranks)
+    if ranks.rank > 0:
+        check(error, ty.PeerError, "rank 0")

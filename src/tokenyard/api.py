@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -148,6 +149,38 @@ class ExpertParallel:
         assert topk_idx is not None
         return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, async_op or return_hook, after)
 
+    @overload
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        *,
+        weighted: bool = False,
+        topk_weights: Tensor | None = None,
+        reduce_weights: None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+        async_op: Literal[False] = False,
+        after: Waitable | None = None,
+        return_hook: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        *,
+        weighted: bool = False,
+        topk_weights: Tensor | None = None,
+        reduce_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        after: Waitable | None = None,
+        return_hook: bool = False,
+    ) -> Tensor | Combined: ...
+
     def combine(
         self,
         x: Tensor,
@@ -274,7 +307,6 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _indexed(device: torch.device | str) -> torch.device:
     """A device with its index, as tensors carry it."""
     device = torch.device(device)
-    if device.type == "cpu":
+    if device.type == "cpu" or ":" in str(device):
         return device
-    index: int | None = device.index
-    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+    return torch.device(device.type, torch.accelerator.current_device_index())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -29,6 +30,13 @@ def local_store() -> dist.TCPStore:
 def backend_for(device: str, world_size: int) -> str:
     """``nccl`` where every rank has a GPU of its own, ``gloo`` elsewhere (also for several ranks on one GPU)."""
     return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
+
+
+@contextmanager
+def joined_by_launcher(device: str = "cpu") -> Generator[torch.device, None, None]:
+    """Be the rank that ``torchrun`` made this process, for a while; yields the device to work on."""
+    with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as here:
+        yield here
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
                 dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0)]
                 if dead and out.empty():
                     raise RuntimeError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")
-                ranks[0].join(0.02)
+                time.sleep(0.02)
             rank, ok, value = out.get()
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")

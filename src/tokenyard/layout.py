@@ -74,7 +74,9 @@ def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None) -> Merged:
     merged = torch.where(first == place, idx, -1)
     if topk_weights is None:
         return Merged(merged, None, first)
-    return Merged(merged, torch.where(merged < 0, 0.0, merge_weights(topk_weights, first)), first)
+    if idx.device.type != "cpu" or not torch.equal(merged, idx):
+        topk_weights = merge_weights(topk_weights, first)
+    return Merged(merged, torch.where(merged < 0, 0.0, topk_weights), first)
 
 
 def merge_weights(topk_weights: Tensor, first_pick: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from one peer follow those of another, the buffer that peers fill is already the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,10 +133,16 @@ class RowFormat:
 
     def take(self, buffer: Tensor, gather: Tensor | None) -> Payload:
         """Result rows out of ``buffer``: all in order, or those named by ``gather`` (-1: zeros)."""
-        part = self.payload(buffer, _word(self.payload_bytes))
-        scales = self.scales(buffer) if self.scale_words else None
-        x = _take(part, gather)
-        return Payload(x.view(self.dtype).view(-1, self.hidden), None if scales is None else _take(scales, gather))
+        return self._moved(buffer, lambda part: _take(part, gather))
+
+    def spread(self, buffer: Tensor, slots: Tensor, num_rows: int) -> Payload:
+        """``num_rows`` result rows, of which those named by ``slots [n, J]`` hold the rows of ``buffer``, others anything."""
+        return self._moved(buffer, lambda part: _spread(part, slots, num_rows))
+
+    def _moved(self, buffer: Tensor, move: Callable[[Tensor], Tensor]) -> Payload:
+        x = move(self.payload(buffer, _word(self.payload_bytes)))
+        scales = move(self.scales(buffer)) if self.scale_words else None
+        return Payload(x.view(self.dtype).view(-1, self.hidden), scales)
 
 
 def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
@@ -147,6 +154,18 @@ def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
     if rows.device.type != "cpu":
         return taken.masked_fill_((gather < 0).unsqueeze(1), 0)
     return taken.index_fill_(0, (gather < 0).nonzero().squeeze(1), 0)
+
+
+def _spread(rows: Tensor, slots: Tensor, num_rows: int) -> Tensor:
+    out = torch.empty(num_rows + 1, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    for j in range(slots.shape[1]):
+        at = slots[:, j]
+        if rows.device.type == "cpu":
+            which = (at >= 0).nonzero().squeeze(1)
+            out.index_copy_(0, at[which], rows[which])
+        else:
+            out.index_copy_(0, torch.where(at < 0, num_rows, at), rows)
+    return out[:num_rows]
 
 
 def take_values(values: Tensor, index: Tensor, fill: float) -> Tensor:

@@ -30,7 +30,7 @@ def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]
     with progress(stages, console) as counter:
         if not launch.under_torchrun():
             return launch.spawn(run_rank, ranks, plan, counter, device=device)[0]
-        with launch.joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as here:
+        with launch.joined_by_launcher(device) as here:
             return run_rank(here, plan, counter)
 
 

@@ -19,7 +19,7 @@ from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import print_result
 from tokenyard.engines.select import ENGINES
-from tokenyard.launch import joined, spawn, under_torchrun
+from tokenyard.launch import spawn, under_torchrun
 from tokenyard.types import Layout
 
 DTYPES = Literal["float32", "bfloat16"]
@@ -139,5 +139,5 @@ def _run(config: DemoConfig, content: bytes, world: int, device: str, console: C
     with progress([f"starting {world} ranks", "warming up", *steps, "comparing with one process"], console) as counter:
         if not under_torchrun():
             return spawn(run_rank, world, config, content, counter, device=device)[0]
-        with joined(int(os.environ["RANK"]), world, device) as here:
+        with joined_by_launcher(device) as here:
             return run_rank(here, config, bytes_of_rank_zero(content), counter)

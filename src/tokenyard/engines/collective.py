@@ -31,7 +31,7 @@ from tokenyard.layout import (
 )
 from tokenyard.rows import Payload, Routing, RowFormat, sum_rows, take_values
 from tokenyard.stats import Stats
-from tokenyard.types import Quantize
+from tokenyard.types import Layout, Quantize
 
 DISPATCH, CACHED, COMBINE = range(3)
 
@@ -100,7 +100,7 @@ class CollectiveEngine:
             form.pack(payload, plan.send_tokens, None, send)
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             self._exchange(send, recv, spans, "cached dispatch")
-            return form.take(recv, plan.gather if spec.placed and not raw else None)
+            return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec)
 
     def combine(
         self,
@@ -223,10 +223,18 @@ class CollectiveEngine:
         header = head.blank(fingerprint, config.world_size, self._most_local, topk_idx.shape[0]).to(topk_idx.device)
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
-        per_expert = count_keys(departure.topk_idx, config.num_experts)
-        for rank, (first, end) in enumerate(zip(config.bounds, config.bounds[1:], strict=False)):
-            header[rank, head.COUNTS : head.COUNTS + end - first] = per_expert[first:end]
+        header[:, head.COUNTS :] = self._counts_by_rank(departure.topk_idx)
         return self._swap(header, fingerprint)
+
+    def _counts_by_rank(self, topk_idx: Tensor) -> Tensor:
+        """How often each rank's experts are picked here: ``[R, most local experts]``, 0 where a rank holds fewer."""
+        experts, size = self.config.num_experts, self.config.world_size
+        ranks = torch.arange(size, device=topk_idx.device)
+        expert = first_experts(ranks, experts, size).unsqueeze(1) + torch.arange(
+            self._most_local, device=topk_idx.device
+        )
+        held = expert < first_experts(ranks + 1, experts, size).unsqueeze(1)
+        return take_values(count_keys(topk_idx, experts), torch.where(held, expert, -1), 0)
 
     def _remember_bad_index(self, topk_idx: Tensor) -> None:
         """Keep the first bad id of a static call on the device until :meth:`check` asks."""
@@ -317,7 +325,7 @@ class CollectiveEngine:
             counts = pairs.sum(0)
         num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
-        payload = form.take(recv, place.gather if spec.placed else None)
+        payload = self._place(form, recv, place.slots, place.gather, spec)
         splits = torch.tensor(spans.send_counts + spans.recv_counts)
         plan = Plan(
             splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
@@ -329,6 +337,12 @@ class CollectiveEngine:
             first_pick=departure.first_pick,
         )
         return payload, plan, arrived
+
+    def _place(self, form: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec) -> Payload:
+        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly unspecified rows: not written."""
+        if spec.layout is Layout.EXPERT_PADDED:
+            return form.spread(recv, slots, gather.numel())
+        return form.take(recv, gather if spec.placed else None)
 
     def _arrival(self, form: RowFormat, recv: Tensor, spans: Spans, spec: Spec) -> Arrival:
         ranks = torch.arange(self.config.world_size, device=recv.device)

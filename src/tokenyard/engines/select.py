@@ -44,12 +44,8 @@ def choose(
         raise ValueError(
             f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo"
         )
-    how = "CUDA tensors staged through host memory" if device is None or device.type == "cuda" else "host memory"
-    return Choice(
-        GlooWire(store, config.rank, size, config.timeout),
-        device,
-        f"{size} ranks over a gloo mesh of their own ({how})",
-    )
+    why = f"{size} ranks over a gloo mesh of their own, through host memory"
+    return Choice(GlooWire(store, config.rank, size, config.timeout), device, why)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

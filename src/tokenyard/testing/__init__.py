@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .compare import assert_close, assert_same_bits
-from .decorators import distributed_test
-from .failure import RankFailure
-from .job import Ranks
-from .poison import poisoned
-from .routings import ROUTINGS, payload, routing
+from tokenyard.testing.compare import assert_close, assert_same_bits
+from tokenyard.testing.decorators import distributed_test
+from tokenyard.testing.failure import RankFailure
+from tokenyard.testing.job import Ranks
+from tokenyard.testing.poison import poisoned
+from tokenyard.testing.routings import ROUTINGS, payload, routing
 
 __all__ = [
     "ROUTINGS",

@@ -12,9 +12,9 @@ from inspect import Parameter, Signature
 from itertools import product
 from typing import Any, TypeVar
 
-from .job import Job
-from .modules import BODY
-from .pool import pools
+from tokenyard.testing.job import Job
+from tokenyard.testing.modules import BODY
+from tokenyard.testing.pool import pools
 
 DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
 DEVICES = ("cpu", "cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from unittest import SkipTest
 
-from .job import Ending, Outcome
+from tokenyard.testing.job import Ending, Outcome
 
 
 class RankFailure(AssertionError):

@@ -12,8 +12,8 @@ import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 
-from . import worker
-from .job import Ending, Job, Outcome
+from tokenyard.testing import worker
+from tokenyard.testing.job import Ending, Job, Outcome
 
 DUMP_TIME = 5.0
 """Seconds that a stuck worker gets to print its stacks."""

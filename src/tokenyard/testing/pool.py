@@ -10,10 +10,10 @@ from multiprocessing.connection import wait
 
 import torch
 
-from ..launch import local_store
-from .failure import is_fine, judge
-from .job import Ending, Job, Outcome
-from .member import Member
+from tokenyard.launch import local_store
+from tokenyard.testing.failure import is_fine, judge
+from tokenyard.testing.job import Ending, Job, Outcome
+from tokenyard.testing.member import Member
 
 START_TIMEOUT = 300.0
 """Seconds for a worker to import torch and to join its group."""

@@ -20,9 +20,9 @@ from unittest import SkipTest
 import torch
 import torch.distributed as dist
 
-from ..launch import joined
-from .job import Ending, Job, Outcome, Ranks
-from .modules import find_body
+from tokenyard.launch import joined
+from tokenyard.testing.job import Ending, Job, Outcome, Ranks
+from tokenyard.testing.modules import find_body
 
 READY = b"ready"
 
