@@ -19,7 +19,7 @@ from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import print_result
 from tokenyard.engines.select import ENGINES
-from tokenyard.launch import spawn, under_torchrun
+from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
 from tokenyard.types import Layout
 
 DTYPES = Literal["float32", "bfloat16"]
