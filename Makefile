@@ -23,7 +23,7 @@ lint: $(VENV)/.lint
 
 # On a machine with GPUs, in the environment at hand: the same test bodies over NCCL, and over gloo where ranks outnumber GPUs.
 test-gpu:
-	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q -m "not cpu_only" $(ARGS)
+	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

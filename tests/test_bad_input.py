@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import BIG, CASE, SIZES, Inputs, anyone, assert_works, complaint, error_of, make, meet
+from hostile import BIG, CASE, SIZES, Inputs, anyone, assert_works, check, complaint, error_of, make, meet
 from tokenyard.testing import Ranks, distributed_test
 
 WORLD_SIZES = (1, 2, 4)
@@ -38,7 +38,7 @@ def bad(words: str, change: Callable[[Any], dict[str, Any]], **more: Any) -> Bad
 
 
 def picks_with(inputs: Inputs, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    idx = inputs.topk_idx.to(dtype)
+    idx = inputs.topk_idx.to(dtype, copy=True)
     idx[2, 1] = value
     return idx
 
@@ -366,3 +366,15 @@ def test_construction(ranks: Ranks, argument: str) -> None:
 def test_something_else_as_a_group(ranks: Ranks, group: Any) -> None:
     with pytest.raises(ValueError, match="group"):
         make(ranks, group)
+
+
+@distributed_test(world_size=(1, 2))
+def test_tensors_that_no_wire_can_read(ranks: Ranks) -> None:
+    """An object without a device of its own takes host and CUDA tensors, and says so of others."""
+    inputs = Inputs.of(ranks)
+    with make(ranks, device=None) as ep:
+        here = ranks.rank == ranks.world_size - 1
+        arguments = [t.to(META) if here else t for t in (inputs.x, inputs.topk_idx)]
+        error = error_of(lambda: ep.dispatch(*arguments))
+        meet(ranks)
+        check(error, ValueError if here else ty.PeerError, "x is on meta")

@@ -83,7 +83,7 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                 plan = [each.detach() for each in handle.plan]
                 arguments = (leaves.x, None, plan, number, *spec, False, 0)
                 check(torch.ops.tokenyard.redispatch.default, arguments)
-                rows = torch.randn(handle.num_rows, case.hidden, requires_grad=True)
-                weights = torch.rand(handle.num_rows) if layout is not ty.Layout.FLAT else None
+                rows = torch.randn(handle.num_rows, case.hidden, device=ranks.device, requires_grad=True)
+                weights = torch.rand(handle.num_rows, device=ranks.device) if layout is not ty.Layout.FLAT else None
                 arguments = (rows, weights, None, [], plan, number, *spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)

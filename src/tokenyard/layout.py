@@ -59,8 +59,10 @@ class Merged(NamedTuple):
     first_pick: Tensor  # [T, K] the pick that now holds pick k; k itself if it was not merged
 
 
-def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None) -> Merged:
-    """Let the first pick of an expert in a token stand for all of them; weights add in pick order. Static.
+def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None, *, static: bool = False) -> Merged:
+    """Let the first pick of an expert in a token stand for all of them; weights add in pick order.
+
+    Static if asked; otherwise the host looks whether there is anything to merge, which usually there is not.
 
     >>> merge_picks(torch.tensor([[7, 3, 7]]), torch.tensor([[0.5, 0.25, 1.0]]))[:2]
     (tensor([[ 7,  3, -1]]), tensor([[1.5000, 0.2500, 0.0000]]))
@@ -74,7 +76,7 @@ def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None) -> Merged:
     merged = torch.where(first == place, idx, -1)
     if topk_weights is None:
         return Merged(merged, None, first)
-    if idx.device.type != "cpu" or not torch.equal(merged, idx):
+    if static or not torch.equal(merged, idx):
         topk_weights = merge_weights(topk_weights, first)
     return Merged(merged, torch.where(merged < 0, 0.0, topk_weights), first)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 ROW_ALIGNMENT = 16
-SUM_BLOCK_BYTES = 8 << 20
-"""Rows are summed in blocks of about this many float32 bytes, so that the accumulator stays in cache and memory bounded."""
+SUM_BLOCK_BYTES, SUM_BLOCK_BYTES_CPU = 64 << 20, 8 << 20
+"""Rows are summed in blocks of about this many float32 bytes: memory stays bounded, and on a CPU the sum stays in cache."""
 
 
 class Payload(NamedTuple):
@@ -186,7 +186,8 @@ def sum_rows(
         weights: ``[n]`` float32, multiplied (and rounded) before the addition.
         bias: tensors ``[m, H]``, added last, in order.
     """
-    block = max(1, SUM_BLOCK_BYTES // max(4 * rows.shape[1], 1))
+    room = SUM_BLOCK_BYTES_CPU if rows.device.type == "cpu" else SUM_BLOCK_BYTES
+    block = max(1, room // (4 * rows.shape[1]))
     for start in range(0, index.shape[0], block):
         part = slice(start, start + block)
         total = _sum_block(rows, index[part], weights)

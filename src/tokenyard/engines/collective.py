@@ -206,7 +206,7 @@ class CollectiveEngine:
     def _depart(self, topk_idx: Tensor, weights: Tensor | None, spec: Spec) -> _Departure:
         config = self.config
         inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
-        merged = merge_picks(inside, weights)
+        merged = merge_picks(inside, weights, static=not spec.exact)
         in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
         if spec.exact:
             destination, token = send_order(in_ranks)
