@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.cli.demo_model import PER_EXPERT, SHARED, MoeLayer
+from tokenyard.layout import host_ints
 
 
 def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:
@@ -63,4 +64,4 @@ def bytes_of_rank_zero(text: bytes) -> bytes:
     size = int(sum_over_ranks(torch.tensor(len(own))).item())
     buffer = torch.zeros(size, dtype=torch.uint8)
     buffer[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-    return sum_over_ranks(buffer).numpy().tobytes()
+    return bytes(host_ints(sum_over_ranks(buffer)))

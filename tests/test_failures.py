@@ -1,0 +1,320 @@
+"""A rank that dies, sleeps, or gives up, at every point of an object's life: the others learn its name within the timeout.
+
+Rank 1 is always the culprit. "Silent" means that it does nothing until the others have given up; then it is too late for it,
+and it must notice that too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard as ty
+from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, make, meet
+from tokenyard import api
+from tokenyard.testing import Ranks, distributed_test
+
+CULPRIT = 1
+POINTS = ("construction", "connection", "dispatch", "rows of a dispatch", "cached dispatch", "combine", "backward")
+LARGE = 1 << 14
+"""Channels of a row, so that a block of rows fills every socket buffer."""
+
+
+class Plot:
+    """Runs an object's life up to ``point``, where the culprit does ``deed`` before its own call."""
+
+    def __init__(self, ranks: Ranks, point: str, deed: Callable[[], Any], timeout: float = TIMEOUT) -> None:
+        self.ranks, self.point, self.deed, self.timeout = ranks, point, deed, timeout
+        self.ep: ty.ExpertParallel | None = None
+
+    def at(self, point: str) -> None:
+        if self.ranks.rank == CULPRIT and self.point == point:
+            self.deed()
+
+    def play(self) -> None:
+        """Ends in the error of the call that ``point`` names, on every rank that lives."""
+        hidden = LARGE if self.point == "rows of a dispatch" else CASE.hidden
+        i = Inputs.of(self.ranks)
+        x = torch.ones(256 if hidden == LARGE else 5, hidden, device=self.ranks.device, requires_grad=True)
+        idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of each of three ranks
+        idx = idx.expand(x.shape[0], -1)
+        self.at("construction")
+        self._before("choose", api, "connection")
+        ep = self.ep = make(self.ranks, hidden=hidden, timeout=self.timeout)
+        self.at("dispatch")
+        self._before("exchange", ep._calls.engine._wire, "rows of a dispatch")
+        recv = ep.dispatch(x, idx)
+        self.at("cached dispatch")
+        ep.dispatch(x.detach(), handle=recv.handle)
+        self.at("combine")
+        y = ep.combine(recv.x, recv.handle)
+        self.at("backward")
+        y.sum().backward()
+        assert i is not None
+
+    def _before(self, name: str, owner: Any, point: str) -> None:
+        """Let the deed happen inside the object's own call, once."""
+        honest = getattr(owner, name)
+
+        def treacherous(*args: Any) -> Any:
+            setattr(owner, name, honest)
+            self.at(point)
+            return honest(*args)
+
+        setattr(owner, name, treacherous)
+
+
+PHASES = {
+    "construction": "ExpertParallel(",
+    "connection": "ExpertParallel(",
+    "dispatch": "dispatch #0, counts",
+    "rows of a dispatch": "dispatch #0, rows",
+    "cached dispatch": "cached dispatch #1, counts",
+    "combine": "combine #2, counts",
+    "backward": "cached dispatch #3, counts",
+}
+
+
+def check_survivor(error: Exception | None, point: str) -> None:
+    """It names the culprit, what it waited in, and (as an attribute) the culprit again."""
+    assert isinstance(error, ty.PeerTimeout), repr(error)
+    assert PHASES[point] in str(error)
+    assert f"rank {CULPRIT}" in str(error)
+    assert error.rank == CULPRIT, str(error)
+
+
+def check_over(ep: ty.ExpertParallel | None) -> None:
+    """After that an object accepts only ``stats`` and ``close``, and refuses everything else at once."""
+    if ep is None:
+        return
+    x = torch.zeros(1, ep.config.hidden)
+    for call in (lambda: ep.dispatch(x, torch.zeros(1, 3).long()), lambda: ep.combine(x, None), ep.warmup):
+        check(error_of(call), RuntimeError, "lost a peer", f"rank {CULPRIT}", "make a new one")
+    assert ep.stats().rank == ep.rank
+    ep.close()
+    ep.close()
+    assert ep.stats().rank == ep.rank
+    check(error_of(lambda: ep.dispatch(x, torch.zeros(1, 3).long())), RuntimeError, "is closed")
+
+
+@pytest.mark.parametrize("point", POINTS)
+@distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
+def test_a_rank_that_dies(ranks: Ranks, point: str) -> None:
+    plot = Plot(ranks, point, lambda: os._exit(9))
+    check_survivor(error_of(plot.play), point)
+    check_over(plot.ep)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@distributed_test(world_size=3, timeout=30.0)
+def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
+    plot = Plot(ranks, point, lambda: meet(ranks))
+    error = error_of(plot.play)
+    if ranks.rank != CULPRIT:
+        check_survivor(error, point)
+        assert type(error) is ty.PeerTimeout or "had reported" in str(error)
+        check_over(plot.ep)
+        meet(ranks)
+    meet(ranks)
+    if ranks.rank == CULPRIT:
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+    with make(ranks) as ep:
+        assert_works(ranks, ep)
+
+
+@distributed_test(world_size=4, timeout=30.0)
+def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
+    """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still blame rank 1, not rank 0."""
+    inputs = Inputs.of(ranks)
+    ep = make(ranks)
+    if ranks.rank == CULPRIT:
+        meet(ranks)
+        return
+    time.sleep(0.4 * ranks.rank)
+    error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
+    ep.close()
+    meet(ranks)
+    assert isinstance(error, ty.PeerTimeout), repr(error)
+    assert error.rank == CULPRIT, str(error)
+    assert f"rank {CULPRIT}" in str(error)
+
+
+@distributed_test(world_size=4, timeout=30.0)
+def test_the_message_says_who_answered(ranks: Ranks) -> None:
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        assert_works(ranks, ep)
+        meet(ranks)
+        if ranks.rank == CULPRIT:
+            meet(ranks)
+            return
+        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
+        meet(ranks)
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+        others = ", ".join(str(rank) for rank in range(4) if rank not in (ranks.rank, CULPRIT))
+        assert type(error) is ty.PeerLost or f"ranks {others} answered" in str(error)
+
+
+@distributed_test(world_size=3, timeout=30.0)
+def test_two_ranks_are_silent(ranks: Ranks) -> None:
+    """At construction and in a call the survivor hears of one of them at least, and at construction of both."""
+    if ranks.rank == 0:
+        error = error_of(lambda: make(ranks))
+        check(error, ty.PeerTimeout, f"{TIMEOUT} s", "rank(s) 1, 2", "ExpertParallel(")
+        assert error.rank == 1
+    meet(ranks)
+    if ranks.rank > 0:
+        error = error_of(lambda: make(ranks))
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+    meet(ranks)
+
+
+class UserError(Exception):
+    """Something that happens in the experts of one rank."""
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closing", "leaving"])
+@distributed_test(world_size=3, timeout=30.0)
+def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: bool) -> None:
+    """With a ``with`` the others know at once, without one after the timeout. The user's error comes through unchanged."""
+    inputs = Inputs.of(ranks)
+
+    def layer(ep: ty.ExpertParallel) -> None:
+        recv = ep.dispatch(inputs.x, inputs.topk_idx)
+        if ranks.rank == CULPRIT:
+            raise UserError
+        ep.combine(recv.x, recv.handle)
+
+    def run() -> None:
+        if not closes:
+            layer(held)
+        with held:
+            layer(held)
+
+    held = make(ranks)
+    error = error_of(run)
+    meet(ranks)
+    if ranks.rank == CULPRIT:
+        assert type(error) is UserError
+        assert not closes or isinstance(error_of(lambda: held.dispatch(inputs.x, inputs.topk_idx)), RuntimeError)
+    else:
+        assert isinstance(error, ty.PeerLost if closes else ty.PeerTimeout), repr(error)
+        assert error.rank == CULPRIT
+        assert "combine #1" in str(error)
+
+
+@distributed_test(world_size=3, timeout=30.0)
+def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
+    """Say, out of memory after the counts went out: its own error on this rank, the timeout's on the others."""
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        if ranks.rank == CULPRIT:
+
+            def no_room(*_: object) -> None:
+                raise MemoryError("no room for rows")
+
+            ep._calls.engine._buffer = no_room
+        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
+        meet(ranks)
+        if ranks.rank == CULPRIT:
+            check(error, MemoryError, "no room for rows")
+            assert isinstance(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError)
+        else:
+            assert isinstance(error, ty.PeerTimeout), repr(error)
+            assert error.rank == CULPRIT
+            check_over(ep)
+
+
+@distributed_test(world_size=3, timeout=30.0)
+def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None:
+    """Each time it is asked; and calls behind it fail with the same culprit, without a timeout of their own."""
+    inputs = Inputs.of(ranks)
+    ep = make(ranks)
+    if ranks.rank == CULPRIT:
+        meet(ranks)
+        return
+    received = [ep.dispatch(inputs.x, inputs.topk_idx, async_op=True) for _ in range(4)]
+    errors = [error_of(recv.wait) for recv in (*received, *received)]
+    for error in errors:
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+        assert error.rank == CULPRIT, str(error)
+    assert errors[:4] == errors[4:]
+    assert error_of(lambda: received[0].x) is errors[0]
+    check_over(ep)
+    meet(ranks)
+
+
+@distributed_test(world_size=2, timeout=30.0)
+def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
+    """The result was dropped: the object knows all the same."""
+    inputs = Inputs.of(ranks)
+    ep = make(ranks)
+    if ranks.rank == CULPRIT:
+        meet(ranks)
+        return
+    ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
+    error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
+    assert isinstance(error, RuntimeError), repr(error)
+    check_over(ep)
+    meet(ranks)
+
+
+@distributed_test(world_size=2, timeout=30.0)
+def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
+    """The rank's own error comes first, and the object knows afterwards that the peer did not answer."""
+    inputs = Inputs.of(ranks)
+    ep = make(ranks)
+    if ranks.rank == CULPRIT:
+        meet(ranks)
+        return
+    check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, layout="flat")), ValueError, "layout ('flat')")
+    check_over(ep)
+    meet(ranks)
+
+
+@distributed_test(world_size=2, timeout=30.0)
+def test_close_while_a_call_hangs(ranks: Ranks) -> None:
+    """``close`` waits for what was started, for the timeout at most; the result still tells how it ended."""
+    inputs = Inputs.of(ranks)
+    ep = make(ranks)
+    if ranks.rank == CULPRIT:
+        meet(ranks)
+        return
+    recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
+    ep.close()
+    error = error_of(recv.wait)
+    meet(ranks)
+    assert isinstance(error, ty.PeerTimeout), repr(error)
+    assert error.rank == CULPRIT
+    check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError, "is closed")
+
+
+@distributed_test(world_size=3, timeout=30.0)
+def test_other_objects_go_on(ranks: Ranks) -> None:
+    """One object times out; another on the same group, and the group itself, do not notice."""
+    inputs = Inputs.of(ranks)
+    with make(ranks) as other, make(ranks) as ep:
+        assert_works(ranks, other)
+        if ranks.rank != CULPRIT:
+            assert isinstance(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), ty.PeerTimeout)
+        meet(ranks)
+        assert_works(ranks, other)
+        with make(ranks) as new:
+            assert_works(ranks, new)
+
+
+@distributed_test(world_size=2)
+def test_a_slow_rank_is_not_a_silent_one(ranks: Ranks) -> None:
+    """Half a timeout late in every call, and more than the timeout between calls, when nobody waits."""
+    with make(ranks, timeout=1.5) as ep:
+        for _ in range(2):
+            time.sleep(0.75 * ranks.rank)
+            assert_works(ranks, ep)
+        time.sleep(1.6)
+        assert_works(ranks, ep)
+    assert SIZES
