@@ -16,7 +16,7 @@ from cases import Case, check_combined, check_received, dispatch, rows_to_combin
 from tokenyard import reference
 from tokenyard.testing import Ranks
 
-TIMEOUT = 2.0
+TIMEOUT = 1.5
 CASE = Case(1)
 SIZES = {
     "num_experts": CASE.num_experts,

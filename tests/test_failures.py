@@ -7,6 +7,7 @@ and it must notice that too.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,11 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, make, meet
+from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, make, meet
 from tokenyard import api
 from tokenyard.testing import Ranks, distributed_test
 
 CULPRIT = 1
-POINTS = ("construction", "connection", "dispatch", "rows of a dispatch", "cached dispatch", "combine", "backward")
 LARGE = 1 << 14
 """Channels of a row, so that a block of rows fills every socket buffer."""
 
@@ -39,7 +39,6 @@ class Plot:
     def play(self) -> None:
         """Ends in the error of the call that ``point`` names, on every rank that lives."""
         hidden = LARGE if self.point == "rows of a dispatch" else CASE.hidden
-        i = Inputs.of(self.ranks)
         x = torch.ones(256 if hidden == LARGE else 5, hidden, device=self.ranks.device, requires_grad=True)
         idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of each of three ranks
         idx = idx.expand(x.shape[0], -1)
@@ -49,13 +48,10 @@ class Plot:
         self.at("dispatch")
         self._before("exchange", ep._calls.engine._wire, "rows of a dispatch")
         recv = ep.dispatch(x, idx)
-        self.at("cached dispatch")
-        ep.dispatch(x.detach(), handle=recv.handle)
         self.at("combine")
         y = ep.combine(recv.x, recv.handle)
         self.at("backward")
         y.sum().backward()
-        assert i is not None
 
     def _before(self, name: str, owner: Any, point: str) -> None:
         """Let the deed happen inside the object's own call, once."""
@@ -74,9 +70,8 @@ PHASES = {
     "connection": "ExpertParallel(",
     "dispatch": "dispatch #0, counts",
     "rows of a dispatch": "dispatch #0, rows",
-    "cached dispatch": "cached dispatch #1, counts",
-    "combine": "combine #2, counts",
-    "backward": "cached dispatch #3, counts",
+    "combine": "combine #1, counts",
+    "backward": "cached dispatch #2, counts",
 }
 
 
@@ -84,7 +79,7 @@ def check_survivor(error: Exception | None, point: str) -> None:
     """It names the culprit, what it waited in, and (as an attribute) the culprit again."""
     assert isinstance(error, ty.PeerTimeout), repr(error)
     assert PHASES[point] in str(error)
-    assert f"rank {CULPRIT}" in str(error)
+    assert re.search(rf"ranks?(\(s\))? {CULPRIT}\b", str(error)), str(error)
     assert error.rank == CULPRIT, str(error)
 
 
@@ -102,7 +97,7 @@ def check_over(ep: ty.ExpertParallel | None) -> None:
     check(error_of(lambda: ep.dispatch(x, torch.zeros(1, 3).long())), RuntimeError, "is closed")
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", PHASES)
 @distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
 def test_a_rank_that_dies(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: os._exit(9))
@@ -110,7 +105,7 @@ def test_a_rank_that_dies(ranks: Ranks, point: str) -> None:
     check_over(plot.ep)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", PHASES)
 @distributed_test(world_size=3, timeout=30.0)
 def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: meet(ranks))
@@ -118,6 +113,7 @@ def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
     if ranks.rank != CULPRIT:
         check_survivor(error, point)
         assert type(error) is ty.PeerTimeout or "had reported" in str(error)
+        assert ", counts" not in PHASES[point] or f"; ranks {2 - ranks.rank} answered" in str(error)
         check_over(plot.ep)
         meet(ranks)
     meet(ranks)
@@ -142,22 +138,6 @@ def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
     assert isinstance(error, ty.PeerTimeout), repr(error)
     assert error.rank == CULPRIT, str(error)
     assert f"rank {CULPRIT}" in str(error)
-
-
-@distributed_test(world_size=4, timeout=30.0)
-def test_the_message_says_who_answered(ranks: Ranks) -> None:
-    inputs = Inputs.of(ranks)
-    with make(ranks) as ep:
-        assert_works(ranks, ep)
-        meet(ranks)
-        if ranks.rank == CULPRIT:
-            meet(ranks)
-            return
-        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
-        meet(ranks)
-        assert isinstance(error, ty.PeerTimeout), repr(error)
-        others = ", ".join(str(rank) for rank in range(4) if rank not in (ranks.rank, CULPRIT))
-        assert type(error) is ty.PeerLost or f"ranks {others} answered" in str(error)
 
 
 @distributed_test(world_size=3, timeout=30.0)
@@ -291,7 +271,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     meet(ranks)
     assert isinstance(error, ty.PeerTimeout), repr(error)
     assert error.rank == CULPRIT
-    check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError, "is closed")
+    check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError, "make a new one")
 
 
 @distributed_test(world_size=3, timeout=30.0)
@@ -310,11 +290,9 @@ def test_other_objects_go_on(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_a_slow_rank_is_not_a_silent_one(ranks: Ranks) -> None:
-    """Half a timeout late in every call, and more than the timeout between calls, when nobody waits."""
-    with make(ranks, timeout=1.5) as ep:
-        for _ in range(2):
-            time.sleep(0.75 * ranks.rank)
-            assert_works(ranks, ep)
-        time.sleep(1.6)
+    """Half a timeout late in a call, and more than the timeout between two calls, when nobody waits."""
+    with make(ranks) as ep:
+        time.sleep(0.5 * TIMEOUT * ranks.rank)
         assert_works(ranks, ep)
-    assert SIZES
+        time.sleep(1.1 * TIMEOUT)
+        assert_works(ranks, ep)

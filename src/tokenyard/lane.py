@@ -31,7 +31,7 @@ class Lane:
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._started: dict[int, Future[Any]] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._issued: dict[int, tuple[torch.cuda.Event, Callable[[], Any]]] = {}
         self._last: Future[Any] | None = None
         self._tickets = 0
 
@@ -102,24 +102,28 @@ class Lane:
                 done.set_result(call())
             except Exception as error:
                 done.set_exception(error)
-            self._events[ticket] = torch.cuda.Event()
-            self._events[ticket].record()
+            event = torch.cuda.Event()
+            event.record()
+        self._issued[ticket] = (event, call)  # the call holds its inputs, which the stream still reads
         return done
 
     def take(self, ticket: int) -> Any:
         """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
         future = self._started.pop(ticket)
-        event = self._events.pop(ticket, None)
+        issued = self._issued.pop(ticket, None)
+        if issued is not None:
+            issued[0].wait()
         result = future.result()
-        if event is not None:
-            event.wait()
+        if issued is not None:
             _keep_for(result, torch.cuda.current_stream())
         return result
 
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
         self._started.pop(ticket, None)
-        self._events.pop(ticket, None)
+        issued = self._issued.pop(ticket, None)
+        if issued is not None:
+            issued[0].wait()
 
     def close(self) -> None:
         """Finish what was started."""
