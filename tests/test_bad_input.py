@@ -87,11 +87,17 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("topk_idx is bool|int64", lambda i: {"topk_idx": i.topk_idx.bool()}),
         bad("topk_idx is int16|int32", lambda i: {"topk_idx": i.topk_idx.short()}),
         bad("topk_idx is on meta", lambda i: {"topk_idx": i.topk_idx.to(META)}),
-        bad('topk_idx[2, 1] is 8, but there are 8 experts (use -1 for "no expert")', lambda i: {"topk_idx": picks_with(i, E)}),
+        bad(
+            'topk_idx[2, 1] is 8, but there are 8 experts (use -1 for "no expert")',
+            lambda i: {"topk_idx": picks_with(i, E)},
+        ),
         bad("topk_idx[2, 1] is -2|8 experts", lambda i: {"topk_idx": picks_with(i, -2), "exact": False}),
         bad("topk_idx[2, 1] is 4611686018427387904", lambda i: {"topk_idx": picks_with(i, 2**62), "layout": MAJOR}),
         bad("topk_idx[2, 1] is -9223372036854775808", lambda i: {"topk_idx": picks_with(i, -(2**63))}),
-        bad("topk_idx[2, 1] is -2147483648", lambda i: {"topk_idx": picks_with(i, -(2**31), torch.int32), "layout": PADDED}),
+        bad(
+            "topk_idx[2, 1] is -2147483648",
+            lambda i: {"topk_idx": picks_with(i, -(2**31), torch.int32), "layout": PADDED},
+        ),
         bad("topk_idx[2, 1] is 8", lambda i: {"topk_idx": picks_with(i, E), "async_op": True}),
         bad("topk_idx[2, 1] is 8", lambda i: {"topk_idx": picks_with(i, E), "x": i.x.float().requires_grad_()}),
     ],
@@ -124,7 +130,9 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("after|wait()", lambda i: {"after": 7, "async_op": True}),
     ],
     "too many tokens": [
-        bad(f"{M + 1} tokens|max_tokens_per_rank={M}|larger|split|exact=True", lambda i: {**too_many(i), "exact": False}),
+        bad(
+            f"{M + 1} tokens|max_tokens_per_rank={M}|larger|split|exact=True", lambda i: {**too_many(i), "exact": False}
+        ),
         bad(f"{M + 1} tokens|max_tokens_per_rank={M}|FLAT", lambda i: {**too_many(i), "layout": PADDED}),
     ],
 }
@@ -244,7 +252,9 @@ def run(ranks: Ranks, cases: list[Bad], prepare: Prepare) -> None:
     for at, case in enumerate(cases):
         for alone in (False, True)[: ranks.world_size]:
             if why := trial(ranks, ep, case, alone, *prepared):
-                complaints.append(f"case {at} ({'|'.join(case.words)}) on {'one rank' if alone else 'all ranks'}: {why}")
+                complaints.append(
+                    f"case {at} ({'|'.join(case.words)}) on {'one rank' if alone else 'all ranks'}: {why}"
+                )
                 ep.close()
                 ep = make(ranks)
                 prepared = prepare(ep)
@@ -352,7 +362,11 @@ def test_construction(ranks: Ranks, argument: str) -> None:
         for alone in (False, True)[: ranks.world_size]:
             here = not alone or ranks.rank == culprit
             error = error_of(lambda here=here, wrong=wrong: make(ranks, **(wrong if here else {})))
-            why = complaint(error, ValueError, words) if here else complaint(error, ty.PeerError, [f"rank {culprit}", *words])
+            why = (
+                complaint(error, ValueError, words)
+                if here
+                else complaint(error, ty.PeerError, [f"rank {culprit}", *words])
+            )
             if why:
                 complaints.append(f"{text} on {'one rank' if alone else 'all ranks'}: {why}")
             meet(ranks)

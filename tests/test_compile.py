@@ -76,14 +76,14 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
             leaves = Layer(case, ranks)
             with case.make(ranks) as ep:
                 number = ep._calls.number
-                spec = (layout.value, exact, 1, -1)
-                arguments = (leaves.x, None, leaves.idx, leaves.weights, number, *spec, 0, 0)
+                spec = [layout.value, int(exact), 1, -1]
+                arguments = (leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
                 check(torch.ops.tokenyard.dispatch.default, arguments)
                 handle = ep.dispatch(leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact).handle
                 plan = [each.detach() for each in handle.plan]
-                arguments = (leaves.x, None, plan, number, *spec, False, 0)
+                arguments = (leaves.x, None, plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.redispatch.default, arguments)
                 rows = torch.randn(handle.num_rows, case.hidden, device=ranks.device, requires_grad=True)
                 weights = torch.rand(handle.num_rows, device=ranks.device) if layout is not ty.Layout.FLAT else None
-                arguments = (rows, weights, None, [], plan, number, *spec, False, 0)
+                arguments = (rows, weights, None, [], plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)

@@ -79,7 +79,10 @@ def test_combine_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor]
             assert ep.combine(odd, recv.handle, bias=stride(i.x), out=out) is out
             assert_same_bits(out, want, what=f"combined {layout}", rank=ranks.rank)
             if layout is ty.Layout.FLAT:
-                reduced = (ep.combine(rows, recv.handle, reduce_weights=w) for w in (recv.topk_weights, stride(recv.topk_weights)))
+                reduced = (
+                    ep.combine(rows, recv.handle, reduce_weights=w)
+                    for w in (recv.topk_weights, stride(recv.topk_weights))
+                )
                 assert_same_bits(*(each.topk_weights for each in reduced), what="reduced", rank=ranks.rank)
 
 
@@ -133,7 +136,9 @@ def test_views_of_leaves_get_their_gradient(ranks: Ranks, layout: ty.Layout) -> 
                 x, weights = x.contiguous(), weights.contiguous()
             recv = ep.dispatch(x, i.topk_idx, weights, layout=layout)
             shares = recv.topk_weights if layout is ty.Layout.FLAT else recv.row_weights
-            rows = recv.x.nan_to_num() * (shares.sum(-1, keepdim=True) if layout is ty.Layout.FLAT else shares.unsqueeze(-1))
+            rows = recv.x.nan_to_num() * (
+                shares.sum(-1, keepdim=True) if layout is ty.Layout.FLAT else shares.unsqueeze(-1)
+            )
             ep.combine(rows, recv.handle).square().sum().backward()
             grads.append((wide.grad, weight.grad))
     for got, want, name in zip(*grads, ("x", "weights"), strict=True):

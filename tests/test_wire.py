@@ -95,7 +95,7 @@ def test_a_fingerprint_of_nonsense(name: str, value: int) -> None:
     """Numbers that are no word of ours are nobody's index."""
     headers = honest()
     headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, **{name: value})))
-    with pytest.raises(ty.Mismatch, match="ranks disagree on .*rank 0 says .*, rank 2 says"):
+    with pytest.raises(ty.Mismatch, match=r"ranks disagree on .*rank 0 says .*, rank 2 says"):
         verify(headers)
 
 
@@ -110,7 +110,7 @@ def test_every_rank_comes_to_the_same_verdict() -> None:
 def test_refusals_carry_their_reason() -> None:
     headers = honest()
     head.refuse(headers[1:2], "x has 39 channels")
-    with pytest.raises(ty.PeerError, match="^rank 1 refused its side of this call: x has 39 channels$"):
+    with pytest.raises(ty.PeerError, match=r"^rank 1 refused its side of this call: x has 39 channels$"):
         verify(headers)
 
 
@@ -125,9 +125,11 @@ def test_refusals_of_any_text(reason: str) -> None:
 def test_the_remedy_of_a_refusal_is_not_cut_off() -> None:
     """The longest of our own messages reaches the other ranks whole."""
     headers = honest()
-    error = error_of(lambda: ty.ExpertParallel(**LONE).dispatch(torch.zeros(300, 8), torch.zeros(300, 2).long(), exact=False))
+    error = error_of(
+        lambda: ty.ExpertParallel(**LONE).dispatch(torch.zeros(300, 8), torch.zeros(300, 2).long(), exact=False)
+    )
     head.refuse(headers[1:2], str(error))
-    with pytest.raises(ty.PeerError, match="or use exact=True with Layout.FLAT or EXPERT_MAJOR$"):
+    with pytest.raises(ty.PeerError, match=r"or use exact=True with Layout\.FLAT or EXPERT_MAJOR$"):
         verify(headers)
 
 

@@ -119,7 +119,7 @@ class Calls:
                     topk_idx,
                     weights,
                     self.number,
-                    *ops.spec_numbers(spec),
+                    ops.spec_numbers(spec),
                     quantized,
                     ticket,
                 )
@@ -157,7 +157,7 @@ class Calls:
         def finish() -> dict[str, Any]:
             if mode is None and _tracks(payload.x):
                 x, scales = ops.redispatch_op(
-                    payload.x, payload.scales, list(plan), self.number, *ops.spec_numbers(spec), False, ticket
+                    payload.x, payload.scales, list(plan), self.number, ops.spec_numbers(spec), False, ticket
                 )
                 received = Payload(x, scales if scales.dim() == 2 else None)
             else:
@@ -198,7 +198,7 @@ class Calls:
                     list(bias),
                     list(plan),
                     self.number,
-                    *ops.spec_numbers(spec),
+                    ops.spec_numbers(spec),
                     False,
                     ticket,
                 )
@@ -217,7 +217,7 @@ class Calls:
         merged = merge_weights(topk_weights, plan.first_pick)
         if _tracks(topk_weights):
             spec = ops.spec_numbers(handle.spec)
-            there, _ = ops.redispatch_op(merged, None, list(plan), self.number, *spec, True, NO_TICKET)
+            there, _ = ops.redispatch_op(merged, None, list(plan), self.number, spec, True, NO_TICKET)
         else:
             there = self.run_redispatch(Payload(merged, None), plan, handle.spec, True, NO_TICKET).x
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
@@ -245,7 +245,7 @@ class Calls:
         def dequantizer(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             rows, spread = data.reshape(-1, data.shape[-1]), scales.reshape(-1, scales.shape[-1])
             spec = ops.spec_numbers(handle.spec)
-            plain = ops.dequantize_op(sent, rows, spread, list(handle.plan), self.number, *spec, dtype)
+            plain = ops.dequantize_op(sent, rows, spread, list(handle.plan), self.number, spec, dtype)
             return plain.view(data.shape)
 
         return dequantizer

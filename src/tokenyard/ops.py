@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 _numbers = count(1)
 
-_SPEC = "int layout, bool exact, int alignment, int capacity"
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
 NO_TICKET = 0
 
@@ -43,13 +42,19 @@ def enlist(calls: Calls) -> int:
     return number
 
 
-def spec_numbers(spec: Spec) -> tuple[int, bool, int, int]:
-    return spec.layout.value, spec.exact, spec.expert_alignment, -1 if spec.capacity is None else spec.capacity
+def spec_numbers(spec: Spec) -> list[int]:
+    """A ``Spec`` as an operator takes it: ``int[]``."""
+    capacity = -1 if spec.capacity is None else spec.capacity
+    return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity]
 
 
-def _spec(layout: int, exact: bool, alignment: int, capacity: int) -> Spec:
+def _spec(numbers: Sequence[int]) -> Spec:
+    layout, exact, alignment, capacity = numbers
     return Spec(
-        layout=Layout(layout), exact=exact, expert_alignment=alignment, capacity=None if capacity < 0 else capacity
+        layout=Layout(layout),
+        exact=bool(exact),
+        expert_alignment=alignment,
+        capacity=None if capacity < 0 else capacity,
     )
 
 
@@ -68,7 +73,7 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 @custom_op(
     "tokenyard::dispatch",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, {_SPEC}, int quantize, int ticket) -> ("
+    schema="(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, int quantize, int ticket) -> ("
     + ", ".join(["Tensor"] * (2 + _PLAN + _ARRIVED))
     + ")",
 )
@@ -78,16 +83,13 @@ def dispatch_op(
     topk_idx: Tensor,
     weights: Tensor | None,
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     quantize: int,
     ticket: int,
 ) -> tuple[Tensor, ...]:
-    spec = _spec(layout, exact, alignment, capacity)
     mode = Quantize(quantize) if quantize else None
-    payload, plan, arrived = _objects[owner].run_dispatch(Payload(x, scales), topk_idx, weights, spec, mode, ticket)
+    calls, payload = _objects[owner], Payload(x, scales)
+    payload, plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
     return (payload.x, _or_empty(payload.scales, x), *plan, *arrived)
 
 
@@ -98,19 +100,16 @@ def _(
     topk_idx: Tensor,
     weights: Tensor | None,
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     quantize: int,
     ticket: int,
 ) -> tuple[Tensor, ...]:
-    spec, config = _spec(layout, exact, alignment, capacity), _objects[owner].config
+    wanted, config = _spec(spec), _objects[owner].config
     size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
-    sent, arrived = (_new_size(), _new_size()) if exact else (config.padded_rows, config.padded_rows)
-    grows = spec.exact and spec.layout is Layout.EXPERT_MAJOR
-    rows = _new_size() if grows else num_result_rows(spec, config, None, arrived)
-    flat, placed = spec.layout is Layout.FLAT, spec.placed
+    sent, arrived = (_new_size(), _new_size()) if wanted.exact else (config.padded_rows, config.padded_rows)
+    grows = wanted.exact and wanted.layout is Layout.EXPERT_MAJOR
+    rows = _new_size() if grows else num_result_rows(wanted, config, None, arrived)
+    flat, placed = wanted.layout is Layout.FLAT, wanted.placed
     width = min(top, local) if not flat else 1
 
     def ints(*shape: Any) -> Tensor:
@@ -127,7 +126,7 @@ def _(
     return (
         x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
         x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
-        torch.empty(2 * size + (local if exact else 0), dtype=torch.int64, device="cpu"),
+        torch.empty(2 * size + (local if wanted.exact else 0), dtype=torch.int64, device="cpu"),
         ints(sent),
         ints(topk_idx.shape[0], min(top, size)),
         table(arrived, width),
@@ -138,9 +137,9 @@ def _(
         x.new_empty(weight_shape, dtype=torch.float32),
         ints(rows),
         words(local),
-        words(local + 1) if spec.layout is Layout.EXPERT_MAJOR else words(0),
-        words(local, size, 2) if spec.layout is Layout.EXPERT_PADDED else words(0),
-        words(1) if spec.capacity is not None else words(0),
+        words(local + 1) if wanted.layout is Layout.EXPERT_MAJOR else words(0),
+        words(local, size, 2) if wanted.layout is Layout.EXPERT_PADDED else words(0),
+        words(1) if wanted.capacity is not None else words(0),
     )
 
 
@@ -155,8 +154,8 @@ def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, weights, ctx.owner, *rest, quantize, _ = inputs
-    ctx.spec, ctx.plain, ctx.weighted = tuple(rest), not quantize and x.dtype.is_floating_point, weights is not None
+    x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
+    ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
     ctx.save_for_backward(*output[2:])
     ctx.mark_non_differentiable(*(t for t in output[1:] if t is not output[2 + _PLAN + 1]))
     if not ctx.plain:
@@ -164,18 +163,18 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    spec = _spec(*ctx.spec)
+    spec = _spec(ctx.spec)
     saved = ctx.saved_tensors  # once only: non-reentrant checkpointing allows no second look
     plan, arrived = Plan(*saved[:_PLAN]), Arrived(*saved[_PLAN:])
     to_x, to_weights = ctx.needs_input_grad[0] and ctx.plain, ctx.needs_input_grad[3] and ctx.weighted
-    rest = (None,) * 7
+    rest = (None,) * 4
     reduce = _in_arrival_order(grads[2 + _PLAN + 1], plan, arrived, spec) if to_weights else None
     if to_x:
-        grad_x, reduced = combine_op(grads[0], None, reduce, [], list(plan), ctx.owner, *ctx.spec, False, NO_TICKET)
+        grad_x, reduced = combine_op(grads[0], None, reduce, [], list(plan), ctx.owner, ctx.spec, False, NO_TICKET)
     elif reduce is not None:
         grad_x, (reduced, _) = (
             None,
-            combine_op(reduce, None, None, [], list(plan), ctx.owner, *ctx.spec, True, NO_TICKET),
+            combine_op(reduce, None, None, [], list(plan), ctx.owner, ctx.spec, True, NO_TICKET),
         )
     else:
         grad_x, reduced = None, None
@@ -202,22 +201,18 @@ register_autograd("tokenyard::dispatch", _dispatch_backward, setup_context=_disp
 @custom_op(
     "tokenyard::redispatch",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? scales, Tensor[] plan, int owner, {_SPEC}, bool raw, int ticket) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
 )
 def redispatch_op(
     x: Tensor,
     scales: Tensor | None,
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    spec = _spec(layout, exact, alignment, capacity)
-    payload = _objects[owner].run_redispatch(Payload(x, scales), Plan(*plan), spec, raw, ticket)
+    payload = _objects[owner].run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket)
     return payload.x, _or_empty(payload.scales, x)
 
 
@@ -227,31 +222,27 @@ def _(
     scales: Tensor | None,
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    spec, known = _spec(layout, exact, alignment, capacity), Plan(*plan)
+    known = Plan(*plan)
     known_rows = known.slots.shape[0] if raw else known.gather.shape[0]
-    rows = known_rows if spec.placed else _new_size()
+    rows = known_rows if _spec(spec).placed else _new_size()
     moved = x.new_empty((0,)) if scales is None else scales.new_empty((rows, scales.shape[1]))
     return x.new_empty((rows, x.shape[1])), moved
 
 
 def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, plan, ctx.owner, *rest, ctx.raw, _ = inputs
-    ctx.spec = tuple(rest)
+    _, _, plan, ctx.owner, ctx.spec, ctx.raw, _ = inputs
     ctx.save_for_backward(*plan)
     ctx.mark_non_differentiable(output[1])
 
 
 def _redispatch_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     plan = list(ctx.saved_tensors)
-    grad_x, _none = combine_op(grad, None, None, [], plan, ctx.owner, *ctx.spec, ctx.raw, NO_TICKET)
-    return (grad_x, None, [None] * len(plan), *(None,) * 7)
+    grad_x, _none = combine_op(grad, None, None, [], plan, ctx.owner, ctx.spec, ctx.raw, NO_TICKET)
+    return (grad_x, None, [None] * len(plan), *(None,) * 4)
 
 
 register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_redispatch_context)
@@ -264,7 +255,7 @@ register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_
     "tokenyard::combine",
     mutates_args=(),
     schema="(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, int owner, "
-    f"{_SPEC}, bool raw, int ticket) -> (Tensor, Tensor)",
+    "int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
 )
 def combine_op(
     rows: Tensor,
@@ -273,16 +264,19 @@ def combine_op(
     bias: Sequence[Tensor],
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    spec = _spec(layout, exact, alignment, capacity)
     x, reduced = _objects[owner].run_combine(
-        rows, Plan(*plan), spec, ticket, weights=weights, reduce_weights=reduce_weights, bias=tuple(bias), raw=raw
+        rows,
+        Plan(*plan),
+        _spec(spec),
+        ticket,
+        weights=weights,
+        reduce_weights=reduce_weights,
+        bias=tuple(bias),
+        raw=raw,
     )
     return x, _or_empty(reduced, rows)
 
@@ -295,10 +289,7 @@ def _(
     bias: Sequence[Tensor],
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
@@ -308,8 +299,8 @@ def _(
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, weights, reduce, bias, plan, ctx.owner, *rest, ctx.raw, _ = inputs
-    ctx.spec, ctx.num_bias, ctx.weighted, ctx.reduces = tuple(rest), len(bias), weights is not None, reduce is not None
+    rows, weights, reduce, bias, plan, ctx.owner, ctx.spec, ctx.raw, _ = inputs
+    ctx.weighted, ctx.reduces = weights is not None, reduce is not None
     ctx.bias_dtypes = [term.dtype for term in bias]
     ctx.save_for_backward(*plan, *((rows, weights) if weights is not None else ()))
     if reduce is None:
@@ -321,16 +312,16 @@ def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any
     plan, weighting = saved[:_PLAN], saved[_PLAN:]
     grad_rows = grad_weights = grad_reduce = None
     if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
-        grad_rows, _ = redispatch_op(grad, None, plan, ctx.owner, *ctx.spec, ctx.raw, NO_TICKET)
+        grad_rows, _ = redispatch_op(grad, None, plan, ctx.owner, ctx.spec, ctx.raw, NO_TICKET)
     if ctx.weighted and grad_rows is not None:
         rows, weights = weighting
         valid = (Plan(*plan).gather >= 0).unsqueeze(1)
         grad_weights = torch.where(valid, rows.float() * grad_rows.float(), 0.0).sum(1)
         grad_rows = (weights.unsqueeze(1) * grad_rows.float()).to(rows.dtype)
     if ctx.reduces and ctx.needs_input_grad[2]:
-        grad_reduce, _ = redispatch_op(grad_reduced, None, plan, ctx.owner, *ctx.spec, True, NO_TICKET)
+        grad_reduce, _ = redispatch_op(grad_reduced, None, plan, ctx.owner, ctx.spec, True, NO_TICKET)
     bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
-    return (grad_rows, grad_weights, grad_reduce, bias, [None] * _PLAN, *(None,) * 7)
+    return (grad_rows, grad_weights, grad_reduce, bias, [None] * _PLAN, *(None,) * 4)
 
 
 register_autograd("tokenyard::combine", _combine_backward, setup_context=_combine_context)
@@ -342,7 +333,7 @@ register_autograd("tokenyard::combine", _combine_backward, setup_context=_combin
 @custom_op(
     "tokenyard::dequantize",
     mutates_args=(),
-    schema=f"(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, {_SPEC}, ScalarType dtype) -> Tensor",
+    schema="(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, ScalarType dtype) -> Tensor",
 )
 def dequantize_op(
     x: Tensor,
@@ -350,10 +341,7 @@ def dequantize_op(
     scales: Tensor,
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
     return dequantize(data, scales, dtype)
@@ -366,25 +354,22 @@ def _(
     scales: Tensor,
     plan: Sequence[Tensor],
     owner: int,
-    layout: int,
-    exact: bool,
-    alignment: int,
-    capacity: int,
+    spec: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
     return data.new_empty(data.shape, dtype=dtype)
 
 
 def _dequantize_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, _, plan, ctx.owner, *rest, _ = inputs
-    ctx.spec, ctx.dtype = tuple(rest), x.dtype
+    x, _, _, plan, ctx.owner, ctx.spec, _ = inputs
+    ctx.dtype = x.dtype
     ctx.save_for_backward(*plan)
 
 
 def _dequantize_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     plan = list(ctx.saved_tensors)
-    grad_x, _ = combine_op(grad, None, None, [], plan, ctx.owner, *ctx.spec, False, NO_TICKET)
-    return (grad_x.to(ctx.dtype), None, None, [None] * len(plan), *(None,) * 6)
+    grad_x, _ = combine_op(grad, None, None, [], plan, ctx.owner, ctx.spec, False, NO_TICKET)
+    return (grad_x.to(ctx.dtype), None, None, [None] * len(plan), *(None,) * 3)
 
 
 register_autograd("tokenyard::dequantize", _dequantize_backward, setup_context=_dequantize_context)
