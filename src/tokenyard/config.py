@@ -29,6 +29,11 @@ class Config:
         return self.bounds[self.rank + 1] - self.bounds[self.rank]
 
     @property
+    def most_local_experts(self) -> int:
+        """Experts of the rank that holds most."""
+        return -(-self.num_experts // self.world_size)
+
+    @property
     def padded_rows(self) -> int:
         """Rows of one expert's block in ``EXPERT_PADDED``: ``R * M``."""
         return self.world_size * self.max_tokens_per_rank

@@ -6,8 +6,8 @@ peer), place (one gather). A cached dispatch starts at pack; combine goes the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,36 +16,18 @@ from torch.profiler import record_function
 from tokenyard.config import Config
 from tokenyard.engines import header as head
 from tokenyard.engines.arrival import Arrival, count_arrivals, num_result_rows, settle, trusted
+from tokenyard.engines.departure import Departure, counts_by_rank, depart, routing_of, ways_back
 from tokenyard.engines.header import Fingerprint
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.layout import (
-    count_keys,
-    first_experts,
-    group_rows,
     host_ints,
-    merge_picks,
-    send_order,
-    send_order_static,
-    tokens_in_ranks,
 )
-from tokenyard.rows import Payload, Routing, RowFormat, sum_rows, take_values
+from tokenyard.rows import Payload, RowFormat, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
 
 DISPATCH, CACHED, COMBINE = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """Rows that leave this rank."""
-
-    destination: Tensor  # [S]
-    token: Tensor  # [S], -1 on unused places
-    counts: Tensor  # [R] rows to each rank
-    topk_idx: Tensor  # [T, K] merged
-    weights: Tensor | None  # [T, K] merged
-    first_pick: Tensor  # [T, K]
 
 
 class CollectiveEngine:
@@ -72,34 +54,37 @@ class CollectiveEngine:
     ) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and weights."""
         with record_function("tokenyard.dispatch.plan"):
-            departure = self._depart(topk_idx, weights, spec)
-        with record_function("tokenyard.dispatch.counts"):
+            departure = depart(topk_idx, weights, spec, self.config)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
             headers = self._announce(fingerprint, topk_idx, departure, spec)
-            spans, pairs = self._spans(departure, headers, spec)
-        form = self._format(payload, routed=True, weighted=weights is not None)
         with record_function("tokenyard.dispatch.pack"):
+            form = self._format(payload, routed=True, weighted=weights is not None)
             send = self._buffer("send", form, departure.token.numel(), payload.x.device)
-            form.pack(payload, departure.token, self._routing(departure), send)
+            form.pack(payload, departure.token, routing_of(departure, self.config), send)
+        with record_function("tokenyard.dispatch.counts"):
+            spans, pairs = self._spans(departure, headers(), spec)
         with record_function("tokenyard.dispatch.rows"):
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             if not spec.exact:
                 form.token(recv).fill_(-1)
                 form.local_idx(recv).fill_(-1)
-            self._exchange(send, recv, spans, "dispatch")
+            rows = self._exchange(send, recv, spans, "dispatch")
+            returns = ways_back(departure, self.config)
+            rows()
         with record_function("tokenyard.dispatch.place"):
-            return self._arrive(form, recv, spans, pairs, departure, spec)
+            return self._arrive(form, recv, spans, pairs, departure, returns, spec)
 
     def redispatch(self, payload: Payload, plan: Plan, spec: Spec, *, raw: bool = False) -> Payload:
         """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout."""
         with record_function("tokenyard.redispatch"):
-            self._check_call(self._fingerprint(CACHED, payload, spec, None, raw), payload.x.shape[0])
+            agreed = self._check_call(self._fingerprint(CACHED, payload, spec, None, raw), payload.x.shape[0])
             form = self._format(payload)
             spans = self._known_spans(plan, spec)
             send = self._buffer("send", form, plan.send_tokens.numel(), payload.x.device)
             form.pack(payload, plan.send_tokens, None, send)
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
-            self._exchange(send, recv, spans, "cached dispatch")
+            agreed()
+            self._exchange(send, recv, spans, "cached dispatch")()
             return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec)
 
     def combine(
@@ -124,13 +109,13 @@ class CollectiveEngine:
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None)
-            self._check_call(
-                self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0), plan.returns.shape[0]
-            )
+            fingerprint = self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0)
+            agreed = self._check_call(fingerprint, plan.returns.shape[0])
             spans = self._known_spans(plan, spec).reversed()
             send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
             recv = self._buffer("recv", form, plan.send_tokens.numel(), rows.device)
-            self._exchange(send, recv, spans, "combine")
+            agreed()
+            self._exchange(send, recv, spans, "combine")()
             shape = (plan.returns.shape[0], rows.shape[1])
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
             sum_rows(form.payload(recv), plan.returns, out, bias=bias)
@@ -146,10 +131,10 @@ class CollectiveEngine:
             return False
         fingerprint = Fingerprint(op, self._calls, *[0] * 10)
         self._calls += 1
-        header = head.blank(fingerprint, self.config.world_size, self._most_local, 0)
+        header = head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, 0)
         head.refuse(header, reason)
         with suppress(RuntimeError):
-            self._wire.swap(header, head.OPS[op])
+            self._wire.swap(header, head.OPS[op])()
         return True
 
     def check(self) -> None:
@@ -166,10 +151,6 @@ class CollectiveEngine:
         self._staging.clear()
 
     # Before rows move
-
-    @property
-    def _most_local(self) -> int:
-        return -(-self.config.num_experts // self.config.world_size)
 
     def _has_headers(self, op: int, exact: bool) -> bool:
         return self._wire.counts_on_host or (op == DISPATCH and exact)
@@ -192,49 +173,43 @@ class CollectiveEngine:
             weighted=int(weighted),
         )
 
-    def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> None:
-        """Where headers are cheap, agree on the call before any row moves."""
-        if self._has_headers(fingerprint.op, False):
-            self._swap(head.blank(fingerprint, self.config.world_size, self._most_local, num_tokens), fingerprint)
+    def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
+        """Where headers are cheap, agree on the call before any row moves; the function returned waits for the verdict."""
+        if not self._has_headers(fingerprint.op, False):
+            return lambda: None
+        return self._swap(
+            head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, num_tokens), fingerprint
+        )
 
-    def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Tensor:
-        headers = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
+    def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
+        finish = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
         config = self.config
-        head.verify(headers, config.rank, num_experts=config.num_experts, num_picks=config.num_topk)
+
+        def headers() -> Tensor:
+            everybody = finish()
+            head.verify(everybody, config.rank, num_experts=config.num_experts, num_picks=config.num_topk)
+            return everybody
+
         return headers
 
-    def _depart(self, topk_idx: Tensor, weights: Tensor | None, spec: Spec) -> _Departure:
-        config = self.config
-        inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
-        merged = merge_picks(inside, weights, static=not spec.exact)
-        in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
-        if spec.exact:
-            destination, token = send_order(in_ranks)
-        else:
-            destination, token = send_order_static(in_ranks, config.max_tokens_per_rank)
-        return _Departure(destination, token, in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
+    def _announce(
+        self, fingerprint: Fingerprint, topk_idx: Tensor, departure: Departure, spec: Spec
+    ) -> Callable[[], Tensor | None]:
+        """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on the host.
 
-    def _announce(self, fingerprint: Fingerprint, topk_idx: Tensor, departure: _Departure, spec: Spec) -> Tensor | None:
-        """Exchange headers: int64 ``[R, words]`` on the host, or None where static shapes let the device go on alone."""
+        None instead of them where static shapes let the device go on alone.
+        """
         config = self.config
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)
-            return None
-        header = head.blank(fingerprint, config.world_size, self._most_local, topk_idx.shape[0]).to(topk_idx.device)
+            return lambda: None
+        header = head.blank(fingerprint, config.world_size, self.config.most_local_experts, topk_idx.shape[0]).to(
+            topk_idx.device
+        )
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
-        header[:, head.COUNTS :] = self._counts_by_rank(departure.topk_idx)
+        header[:, head.COUNTS :] = counts_by_rank(departure.topk_idx, config)
         return self._swap(header, fingerprint)
-
-    def _counts_by_rank(self, topk_idx: Tensor) -> Tensor:
-        """How often each rank's experts are picked here: ``[R, most local experts]``, 0 where a rank holds fewer."""
-        experts, size = self.config.num_experts, self.config.world_size
-        ranks = torch.arange(size, device=topk_idx.device)
-        expert = first_experts(ranks, experts, size).unsqueeze(1) + torch.arange(
-            self._most_local, device=topk_idx.device
-        )
-        held = expert < first_experts(ranks + 1, experts, size).unsqueeze(1)
-        return take_values(count_keys(topk_idx, experts), torch.where(held, expert, -1), 0)
 
     def _remember_bad_index(self, topk_idx: Tensor) -> None:
         """Keep the first bad id of a static call on the device until :meth:`check` asks."""
@@ -248,7 +223,7 @@ class CollectiveEngine:
         seen = torch.cat([at, flat.gather(0, at).long()])
         self._bad_index.copy_(torch.where(bad.any() & (self._bad_index[:1] < 0), seen, self._bad_index))
 
-    def _spans(self, departure: _Departure, headers: Tensor | None, spec: Spec) -> tuple[Spans, Tensor | None]:
+    def _spans(self, departure: Departure, headers: Tensor | None, spec: Spec) -> tuple[Spans, Tensor | None]:
         """Where rows stand in the buffers, and rows per (rank, local expert) ``[R, L]`` if the host knows them."""
         config = self.config
         if headers is None:
@@ -296,24 +271,25 @@ class CollectiveEngine:
             held = self._staging[name] = torch.empty(need, dtype=torch.uint8)
         return held[:need].view(num_rows, form.row_bytes)
 
-    def _routing(self, departure: _Departure) -> Routing:
-        """Ids as the receiver counts them, and weights, for each row sent."""
-        experts, size = self.config.num_experts, self.config.world_size
-        lo = first_experts(departure.destination, experts, size).unsqueeze(1)
-        hi = first_experts(departure.destination + 1, experts, size).unsqueeze(1)
-        picked = take_values(departure.topk_idx, departure.token, -1)
-        here = (picked >= lo) & (picked < hi)
-        weights = departure.weights
-        if weights is not None:
-            weights = torch.where(here, take_values(weights, departure.token, 0.0), 0.0)
-        return Routing(departure.token, torch.where(here, picked - lo, -1), weights)
+    def _exchange(self, send: Tensor, recv: Tensor, spans: Spans, op: str) -> Callable[[], None]:
+        """Start to move rows; the function returned waits for them."""
+        arrived = self._wire.exchange(send, recv, spans, f"{op} #{self._calls - 1}")
 
-    def _exchange(self, send: Tensor, recv: Tensor, spans: Spans, op: str) -> None:
-        self._wire.exchange(send, recv, spans, f"{op} #{self._calls - 1}")
-        self.stats.record(op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait)
+        def finish() -> None:
+            arrived()
+            self.stats.record(op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait)
+
+        return finish
 
     def _arrive(
-        self, form: RowFormat, recv: Tensor, spans: Spans, pairs: Tensor | None, departure: _Departure, spec: Spec
+        self,
+        form: RowFormat,
+        recv: Tensor,
+        spans: Spans,
+        pairs: Tensor | None,
+        departure: Departure,
+        returns: Tensor,
+        spec: Spec,
     ) -> tuple[Payload, Plan, Arrived]:
         config, device = self.config, recv.device
         arrival = self._arrival(form, recv, spans, spec)
@@ -330,7 +306,7 @@ class CollectiveEngine:
         plan = Plan(
             splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
             send_tokens=departure.token,
-            returns=group_rows(departure.token, departure.topk_idx.shape[0], min(config.num_topk, config.world_size)),
+            returns=returns,
             slots=place.slots,
             picks=place.picks,
             gather=place.gather,

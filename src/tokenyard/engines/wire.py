@@ -1,6 +1,7 @@
 """Two ways to move bytes between ranks: a private gloo mesh on the host, or the user's group with its own backend.
 
 Both have ``swap`` (one small header to and from every rank, read on the host) and ``exchange`` (rows, one message per peer).
+Each starts at once and returns the function that finishes it, so that there is work to do while bytes fly.
 ``GlooWire`` knows every peer by name: each message has its own deadline, so that a silent rank is named. It is private to
 one ``ExpertParallel``, so the user's collectives cannot get between ours. ``GroupWire`` has the backend's own limits.
 """
@@ -8,6 +9,7 @@ one ``ExpertParallel``, so the user's collectives cannot get between ours. ``Gro
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +60,10 @@ def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
     return buffer[start : start + count]
 
 
+def _nonempty(messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    return [(peer, rows) for peer, rows in messages if len(rows)]
+
+
 class GlooWire:
     """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host memory."""
 
@@ -79,50 +85,56 @@ class GlooWire:
         """Every other rank, nearest first, so that not all send to rank 0 at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def swap(self, header: Tensor, what: str) -> Tensor:
-        """Send ``header[d]`` to each rank d and return what each sent here: int64 ``[R, words]`` on the CPU."""
+    def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
+        """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R, words]`` on the CPU."""
         mine = header.cpu()
         theirs = torch.empty_like(mine)
         theirs[self.rank] = mine[self.rank]
         recvs = [(peer, theirs[peer]) for peer in self._peers]
         sends = [(peer, mine[peer]) for peer in self._peers]
-        self._move(recvs, sends, _HEADER_TAG, f"{what}, counts")
-        return theirs
+        finish = self._move(recvs, sends, _HEADER_TAG, f"{what}, counts")
 
-    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> None:
+        def headers() -> Tensor:
+            finish()
+            return theirs
+
+        return headers
+
+    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8 ``[rows, bytes]``)."""
         here = send.cpu() if send.is_cuda else send
         there = torch.empty(recv.shape, dtype=recv.dtype, pin_memory=True) if recv.is_cuda else recv
-        recvs = [
-            (p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers if spans.recv_counts[p]
-        ]
-        sends = [
-            (p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers if spans.send_counts[p]
-        ]
+        recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers]
+        sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers]
+        finish = self._move(_nonempty(recvs), _nonempty(sends), _ROWS_TAG, f"{what}, rows")
         own = _rows(here, spans.send_starts[self.rank], spans.send_counts[self.rank])
-        target = _rows(there, spans.recv_starts[self.rank], spans.recv_counts[self.rank])
-        self._move(recvs, sends, _ROWS_TAG, f"{what}, rows", meanwhile=(target, own))
-        if recv.is_cuda:
-            for start, count in zip(spans.recv_starts, spans.recv_counts, strict=True):
-                _rows(recv, start, count).copy_(_rows(there, start, count), non_blocking=True)
+        _rows(there, spans.recv_starts[self.rank], spans.recv_counts[self.rank]).copy_(own)
+
+        def arrived() -> None:
+            finish()
+            if recv.is_cuda:
+                for start, count in zip(spans.recv_starts, spans.recv_counts, strict=True):
+                    _rows(recv, start, count).copy_(_rows(there, start, count), non_blocking=True)
+
+        return arrived
 
     def _move(
-        self,
-        recvs: list[tuple[int, Tensor]],
-        sends: list[tuple[int, Tensor]],
-        tag: int,
-        what: str,
-        meanwhile: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+        self, recvs: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int, what: str
+    ) -> Callable[[], None]:
+        """Post messages; the function returned waits for them, each until ``timeout`` seconds from now."""
         begin = time.monotonic()
         incoming, outgoing = self._post("recv", recvs, tag, what), self._post("send", sends, tag, what)
-        if meanwhile is not None:
-            meanwhile[0].copy_(meanwhile[1])
-        for at, (peer, work) in enumerate(incoming):
-            self._wait(work, peer, begin, what, incoming, at)
-            self.last_wait[peer] = time.monotonic() - begin
-        for peer, work in outgoing:
-            self._wait(work, peer, begin, what, [], 0)
+
+        def finish() -> None:
+            for at, (peer, work) in enumerate(incoming):
+                self._wait(work, peer, begin, what, incoming, at)
+                self.last_wait[peer] = time.monotonic() - begin
+            for peer, work in outgoing:
+                self._wait(work, peer, begin, what, [], 0)
+            recvs.clear()  # until here the messages needed their memory
+            sends.clear()
+
+        return finish
 
     def _post(self, verb: str, messages: list[tuple[int, Tensor]], tag: int, what: str) -> list[tuple[int, Any]]:
         works: list[tuple[int, Any]] = []
@@ -189,15 +201,15 @@ class GroupWire:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size
 
-    def swap(self, header: Tensor, what: str) -> Tensor:
-        """As :meth:`GlooWire.swap`; the host waits for the device."""
+    def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
+        """As :meth:`GlooWire.swap`; finishing, the host waits for the device."""
         mine = header.to(self.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
-        return theirs.cpu()
+        return theirs.cpu
 
-    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> None:
-        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps."""
+    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
+        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps. The device waits, not the host."""
         width = send.shape[1]
         dist.all_to_all_single(
             recv.view(-1),
@@ -206,6 +218,7 @@ class GroupWire:
             [count * width for count in spans.send_counts],
             group=self.group,
         )
+        return lambda: None
 
     def close(self) -> None:
         self.group = None
