@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The CPU build is enough for demo, tests and lint; set TORCH= to use a torch that the environment already has.
+# The CPU build is enough for demo, tests and lint; TORCH= takes the torch that $(PYTHON) already has.
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test bench lint test-gpu clean
@@ -26,8 +26,8 @@ test-gpu:
 	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(TORCH)
+	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
+	$(if $(TORCH),$(BIN)/pip install -q $(TORCH))
 	$(BIN)/pip install -q -e '.[test]'
 	touch $@
 

@@ -79,6 +79,8 @@ def test_after_is_waited_for(ranks: Ranks) -> None:
         recv = dispatch(ranks, ep, case, async_op=True, after=Before())
         check_received(recv, case, ranks.rank)
         assert waited == [True]
+        dispatch(ranks, ep, case, after=Before())
+        assert waited == [True, True]
         chained = ep.dispatch(case.x[ranks.rank].to(ranks.device), handle=recv.handle, async_op=True, after=recv)
         assert torch.equal(chained.x, recv.x)
 

@@ -16,7 +16,7 @@ from tokenyard.engines.collective import CACHED, COMBINE, DISPATCH, CollectiveEn
 from tokenyard.engines.select import ENGINES, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
-from tokenyard.lane import Waitable
+from tokenyard.lane import Waitable, When
 from tokenyard.rendezvous import agree, open_store
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
@@ -133,6 +133,7 @@ class ExpertParallel:
         self._calls.check_open()
         if in_place:
             raise NotSupported("engine 'collective' has no symmetric memory for in_place=True; the nvlink engine does")
+        when = When(async_op or return_hook, after)
         try:
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
@@ -140,14 +141,14 @@ class ExpertParallel:
                 given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "layout": layout, "capacity": capacity}
                 known = checks.check_handle(handle, self._calls.number)
                 checks.check_cached(known, payload, given)
-                return self._calls.redispatch(payload, quantize, known, async_op or return_hook, after)
+                return self._calls.redispatch(payload, quantize, known, when)
             weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
             spec = checks.check_spec(layout, exact, expert_alignment, capacity)
             checks.check_bound(payload.x.shape[0], spec, self.config)
         except ValueError as error:
             raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact, error) from None
         assert topk_idx is not None
-        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, async_op or return_hook, after)
+        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, when)
 
     @overload
     def combine(
@@ -222,13 +223,13 @@ class ExpertParallel:
         if weighted:
             weights = known.arrived.weights if at_owner is None else self._calls.fetch_weights(at_owner, known)
         reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
-        later = async_op or return_hook
+        when = When(async_op or return_hook, after)
         combined = self._calls.combine(
-            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, later=later, after=after
+            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when
         )
-        if not later:
+        if not when.later:
             combined.wait()
-        return combined if later or reduce is not None else combined.x
+        return combined if when.later or reduce is not None else combined.x
 
     def warmup(self) -> None:
         """Collective: set up connections, so that the first real call does not pay for them."""

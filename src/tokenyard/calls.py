@@ -19,9 +19,8 @@ from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
-from tokenyard.lane import Lane, Waitable
+from tokenyard.lane import NO_TICKET, Lane, When
 from tokenyard.layout import merge_weights
-from tokenyard.ops import NO_TICKET
 from tokenyard.quant import quantize
 from tokenyard.results import Combined, Received, received_fields
 from tokenyard.rows import Payload, take_values
@@ -96,19 +95,14 @@ class Calls:
         weights: Tensor | None,
         spec: Spec,
         mode: Quantize | None,
-        later: bool,
-        after: Waitable | None,
+        when: When,
     ) -> Received:
         """A fresh dispatch of checked arguments."""
         tracked = _tracks(payload.x, weights)
-        ticket = NO_TICKET
-        if later:
-            still = Payload(payload.x.detach(), payload.scales), None if weights is None else weights.detach()
-            ticket = self.lane.start(
-                lambda: self.engine.dispatch(_cast(still[0], mode), topk_idx, still[1], spec, mode),
-                payload.x.device,
-                after,
-            )
+        still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
+        ticket = self.lane.begin(
+            lambda: self.engine.dispatch(_cast(still, mode), topk_idx, fixed, spec, mode), payload.x.device, when
+        )
 
         def finish() -> dict[str, Any]:
             if tracked:
@@ -140,19 +134,13 @@ class Calls:
             )
             return self._fields(payload, received, handle)
 
-        return self._received(finish, later, ticket)
+        return self._received(finish, when, ticket)
 
-    def redispatch(
-        self, payload: Payload, mode: Quantize | None, handle: Handle, later: bool, after: Waitable | None
-    ) -> Received:
+    def redispatch(self, payload: Payload, mode: Quantize | None, handle: Handle, when: When) -> Received:
         """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
         plan, spec = handle.plan, handle.spec
-        ticket = NO_TICKET
-        if later:
-            still = Payload(payload.x.detach(), payload.scales)
-            ticket = self.lane.start(
-                lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, after
-            )
+        still = Payload(payload.x.detach(), payload.scales)
+        ticket = self.lane.begin(lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, when)
 
         def finish() -> dict[str, Any]:
             if mode is None and _tracks(payload.x):
@@ -164,7 +152,7 @@ class Calls:
                 received = self.run_redispatch(_cast(payload, mode), plan, spec, False, ticket)
             return self._fields(payload, received, handle)
 
-        return self._received(finish, later, ticket)
+        return self._received(finish, when, ticket)
 
     def combine(
         self,
@@ -175,19 +163,16 @@ class Calls:
         reduce_weights: Tensor | None,
         bias: tuple[Tensor, ...],
         out: Tensor | None,
-        later: bool,
-        after: Waitable | None,
+        when: When,
     ) -> Combined:
         """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb, K]``."""
         plan, spec = handle.plan, handle.spec
         tracked = _tracks(rows, weights, reduce_weights, *bias)
         options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
-        ticket = NO_TICKET
-        if later:
-            still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
-            ticket = self.lane.start(
-                lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still), rows.device, after
-            )
+        still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
+        ticket = self.lane.begin(
+            lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still), rows.device, when
+        )
 
         def finish() -> dict[str, Any]:
             if tracked:
@@ -207,7 +192,7 @@ class Calls:
             return {"x": x, "topk_weights": reduced if reduce_weights is not None else None}
 
         combined = Combined(finish)
-        if later:
+        if when.later:
             weakref.finalize(combined, self.lane.drop, ticket)
         return combined
 
@@ -222,9 +207,9 @@ class Calls:
             there = self.run_redispatch(Payload(merged, None), plan, handle.spec, True, NO_TICKET).x
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
 
-    def _received(self, finish: Callable[[], dict[str, Any]], later: bool, ticket: int) -> Received:
+    def _received(self, finish: Callable[[], dict[str, Any]], when: When, ticket: int) -> Received:
         received = Received(finish)
-        if later:
+        if when.later:
             weakref.finalize(received, self.lane.drop, ticket)
         else:
             received.wait()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+NO_TICKET = 0
 MAX_OUTSTANDING = 8
 """Asynchronous calls that may be started and not yet waited for."""
 
@@ -21,6 +23,14 @@ class Waitable(Protocol):
     """What ``after=`` takes: a CUDA event, a result of an asynchronous call, anything with ``wait()``."""
 
     def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """Whether the caller waits for a call now or later, and what the call waits for first."""
+
+    later: bool
+    after: Waitable | None
 
 
 class Lane:
@@ -56,12 +66,16 @@ class Lane:
         finally:
             self._lock.release()
 
-    def start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
-        """Begin a call and return a ticket for :meth:`take`. ``after`` is waited for first.
+    def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
+        """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it now, by :meth:`run`.
 
         Raises:
             RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
         """
+        if not when.later:
+            if when.after is not None:
+                when.after.wait()
+            return NO_TICKET
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
                 f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may be: wait() for one first"
@@ -69,9 +83,9 @@ class Lane:
         self._tickets += 1
         ticket = self._tickets
         if device.type == "cuda":
-            self._started[ticket] = self._start_on_stream(ticket, call, device, after)
+            self._started[ticket] = self._start_on_stream(ticket, call, device, when.after)
         else:
-            self._started[ticket] = self._submit(call, after)
+            self._started[ticket] = self._submit(call, when.after)
         return ticket
 
     def _submit(self, call: Callable[[], Any], after: Waitable | None = None) -> Future[Any]:

@@ -21,6 +21,7 @@ from torch.library import (
 
 from tokenyard.engines.arrival import num_result_rows
 from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.lane import NO_TICKET
 from tokenyard.quant import dequantize
 from tokenyard.rows import Payload, take_values
 from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Layout, Quantize
@@ -32,7 +33,6 @@ _objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 _numbers = count(1)
 
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
-NO_TICKET = 0
 
 
 def enlist(calls: Calls) -> int:
