@@ -335,7 +335,7 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "timeout": [
         *((f"timeout ({value!r})|seconds", {"timeout": value}) for value in (0, -1.0, None, "30", True)),
-        *((f"timeout ({value})|seconds", {"timeout": float(value)}) for value in ("nan", "inf", "1e+300", "1e+13")),
+        *((f"timeout ({value})|seconds", {"timeout": float(value)}) for value in ("nan", "inf", "1e+300", "1e+20")),
     ],
     "engine": [
         ("engine ('nvlinc')|'auto'|'collective'", {"engine": "nvlinc"}),

@@ -104,7 +104,6 @@ CALLS: list[tuple[str, str, str, Call, Call]] = [
     ("call", "dispatch", "cached dispatch", lambda s: s.dispatch(), lambda s: s.cached()),
     ("call", "dispatch", "combine", lambda s: s.dispatch(), lambda s: s.combine()),
     ("call", "cached dispatch", "combine", lambda s: s.cached(), lambda s: s.combine()),
-    ("layout", "FLAT", "EXPERT_MAJOR", lambda s: s.combine(), lambda s: s.combine(s.major)),
     ("weighted", "False", "True", lambda s: s.combine(s.major), lambda s: s.combine(s.major, weighted=True)),
     ("weights", "False", "True", lambda s: s.combine(), lambda s: s.combine(reduce_weights=s.flat.topk_weights)),
     (

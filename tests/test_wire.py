@@ -21,7 +21,8 @@ from tokenyard.testing import Ranks, distributed_test
 
 PICKS, EXPERTS, LOCAL = 3, 7, 3
 FIRST, STATUS, TEXT = 1, 1 + len(fields(Fingerprint)), NUM_TOKENS - head.TEXT_WORDS
-CALL = Fingerprint(DISPATCH, 5, 0, 40, 0, 0, 0, 1, 1, -1, 0, 1)
+SAID = {"op": DISPATCH, "call": 5, "hidden": 40, "exact": 1, "expert_alignment": 1, "capacity": -1, "weighted": 1}
+CALL = Fingerprint(**{**dict.fromkeys((f.name for f in fields(Fingerprint)), 0), **SAID})
 
 
 def honest(num_ranks: int = 3) -> Tensor:
