@@ -180,10 +180,10 @@ def test_a_waiting_call_from_another_thread(ranks: Ranks) -> None:
         wire = ep._calls.engine._wire
         honest = wire.exchange
 
-        def exchange(*args: Any) -> None:
+        def exchange(*args: Any) -> Any:
             inside.set()
             assert release.wait(2 * TIMEOUT)
-            honest(*args)
+            return honest(*args)
 
         def intrude() -> None:
             assert inside.wait(10 * TIMEOUT)

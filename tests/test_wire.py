@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from hostile import CASE, Inputs, assert_works, check, error_of, make, meet
+from tokenyard.config import Config
 from tokenyard.engines import header as head
 from tokenyard.engines.collective import DISPATCH
 from tokenyard.engines.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
@@ -33,8 +34,17 @@ def honest(num_ranks: int = 3) -> Tensor:
     return headers
 
 
-def verify(headers: Tensor, rank: int = 0) -> None:
-    head.verify(headers, rank, num_experts=EXPERTS, num_picks=PICKS)
+def verify(headers: Tensor, rank: int = 0, picks: int = PICKS) -> None:
+    config = Config(
+        num_experts=EXPERTS,
+        hidden=40,
+        num_topk=picks,
+        max_tokens_per_rank=6,
+        rank=rank,
+        world_size=len(headers),
+        timeout=1.0,
+    )
+    head.verify(headers, config, max_rows=head.MOST_ROWS)
 
 
 def test_honest_headers_pass() -> None:
@@ -87,7 +97,7 @@ def test_more_picks_than_tokens_can_have() -> None:
     headers[1, COUNTS:] = 1
     verify(headers)
     with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts: 1 rows of 6 tokens"):
-        head.verify(headers, 0, num_experts=EXPERTS, num_picks=2)
+        verify(headers, picks=2)
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Fingerprint)])
@@ -199,9 +209,9 @@ def test_spans() -> None:
 def test_a_wire_of_one_rank_needs_no_store() -> None:
     wire = GlooWire(None, 0, 1, timeout=1.0)
     header = torch.arange(6).view(1, 6)
-    assert torch.equal(wire.swap(header, "counts"), header)
+    assert torch.equal(wire.swap(header, "counts")(), header)
     send, recv = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
-    wire.exchange(send, recv, Spans.packed([3], [3]), "rows")
+    wire.exchange(send, recv, Spans.packed([3], [3]), "rows")()
     assert torch.equal(recv, send)
     wire.close()
     wire.close()
@@ -228,7 +238,7 @@ def announce(header: Tensor, rows: int) -> None:
 @pytest.mark.parametrize("lie", OBJECT_LIES)
 @distributed_test(world_size=2)
 def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
-    """Rank 1 sends a corrupt header: rank 0 names it before it makes room for a single row, and goes on."""
+    """Rank 1 sends a corrupt header: rank 0 names it before it makes room for its rows, and goes on."""
     options, corrupt = OBJECT_LIES[lie]
     inputs = Inputs.of(ranks)
     with make(ranks) as ep:
@@ -241,7 +251,7 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
         wire.swap = honest_swap
         meet(ranks)
         check(error, ty.PeerError, "rank 1")
-        assert not asked
+        assert [name for name, *_ in asked] == ["send"]  # sized by its own tokens; nothing sized by the peer
         assert_works(ranks, ep)
 
 

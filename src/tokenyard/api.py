@@ -72,10 +72,12 @@ class ExpertParallel:
         }
         store = None if self.group is None else open_store(self.group, self.rank)
         refusal: ValueError | None = None
+        where: torch.device | None = None
         try:
             checks.check_sizes(sizes, timeout)
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
+            where = None if device is None else _indexed(device)
         except ValueError as error:
             refusal = error
         if store is not None:
@@ -84,7 +86,7 @@ class ExpertParallel:
         if refusal is not None:
             raise refusal
         self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
-        choice = choose(self.group, store, self.config, None if device is None else _indexed(device))
+        choice = choose(self.group, store, self.config, where)
         self.device, self.engine, self.why = choice.device, "collective", f"collective: {choice.why}"
         self._stats = Stats.zeros(self.rank, self.world_size)
         self._calls = Calls(self.config, CollectiveEngine(self.config, choice.wire, self._stats))
@@ -131,22 +133,24 @@ class ExpertParallel:
             NotSupported: this engine cannot do it.
         """
         self._calls.check_open()
-        if in_place:
-            raise NotSupported("engine 'collective' has no symmetric memory for in_place=True; the nvlink engine does")
-        when = When(async_op or return_hook, after)
+        when, known = When(async_op or return_hook, after), None
         try:
+            checks.check_call(in_place, after)
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
             if handle is not None:
-                given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "layout": layout, "capacity": capacity}
+                routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "layout": layout, "capacity": capacity}
                 known = checks.check_handle(handle, self._calls.number)
-                checks.check_cached(known, payload, given)
-                return self._calls.redispatch(payload, quantize, known, when)
-            weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
-            spec = checks.check_spec(layout, exact, expert_alignment, capacity)
-            checks.check_bound(payload.x.shape[0], spec, self.config)
-        except ValueError as error:
-            raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact, error) from None
+                checks.check_cached(known, payload, routing, exact, expert_alignment)
+                weights, spec = None, known.spec
+            else:
+                weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
+                spec = checks.check_spec(layout, exact, expert_alignment, capacity)
+                checks.check_bound(payload.x.shape[0], spec, self.config)
+        except (ValueError, NotSupported) as error:
+            raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact is not False, error) from None
+        if known is not None:
+            return self._calls.redispatch(payload, quantize, known, when)
         assert topk_idx is not None
         return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, when)
 
@@ -212,6 +216,7 @@ class ExpertParallel:
         """
         self._calls.check_open()
         try:
+            checks.check_call(False, after)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
@@ -288,6 +293,8 @@ class ExpertParallel:
         self.close()
 
     def _check_device(self, x: Tensor) -> None:
+        if x.device.type not in ("cpu", "cuda") and self.device is None:
+            raise ValueError(f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of them")
         if self.device is not None and x.device != self.device:
             raise ValueError(
                 f"x is on {x.device}, but this object works on {self.device}: move x there, or pass device={str(x.device)!r} "
@@ -298,7 +305,14 @@ class ExpertParallel:
 def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to work in; None if this process is alone."""
     if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError(
+                "group was given, but torch.distributed is not initialised: call init_process_group() first"
+            )
         return None
+    given: object = group  # an int stands for "not a member"
+    if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
+        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
     group = group or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
@@ -307,7 +321,14 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _indexed(device: torch.device | str) -> torch.device:
     """A device with its index, as tensors carry it."""
-    device = torch.device(device)
-    if device.type == "cpu" or ":" in str(device):
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    try:
+        known = torch.device(device)
+        if known.type not in ("cpu", "cuda"):
+            raise ValueError
+        if known.type == "cuda" and ":" not in str(known):
+            known = torch.device("cuda", torch.accelerator.current_device_index())
+        if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+            raise ValueError
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"device ({device!r}) must be cpu or a CUDA device that this process sees") from None
+    return known

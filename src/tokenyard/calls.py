@@ -17,7 +17,7 @@ from tokenyard import ops
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.collective import CollectiveEngine
-from tokenyard.errors import PeerTimeout
+from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.lane import NO_TICKET, Lane, When
 from tokenyard.layout import merge_weights
@@ -38,15 +38,19 @@ class Calls:
         self.lane = Lane()
         self.number = ops.enlist(self)
         self.gone = ""
+        self._lost: PeerTimeout | None = None
 
     def check_open(self) -> None:
         """Raise if this object was closed or lost a peer."""
         if self.gone:
             raise RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
 
-    def refuse(self, op: int, exact: bool, error: ValueError) -> ValueError:
+    def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
         """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
-        if self.lane.run(lambda: self.engine.refuse(op, exact, str(error))):
+        try:
+            if self.lane.run(self._watched(lambda: self.engine.refuse(op, exact, str(error)))):
+                return error
+        except PeerTimeout:
             return error
         return ValueError(f"{error} (ranks that already wait in this call wait for the process group's own watchdog)")
 
@@ -69,9 +73,11 @@ class Calls:
 
         return self._run(call, ticket)
 
-    def run_redispatch(self, payload: Payload, plan: Plan, spec: Spec, raw: bool, ticket: int) -> Payload:
+    def run_redispatch(
+        self, payload: Payload, plan: Plan, spec: Spec, raw: bool, ticket: int, mode: Quantize | None = None
+    ) -> Payload:
         """A cached dispatch, or the result of the one behind ``ticket``."""
-        return self._run(lambda: self.engine.redispatch(payload, plan, spec, raw=raw), ticket)
+        return self._run(lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw), ticket)
 
     def run_combine(
         self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
@@ -80,11 +86,25 @@ class Calls:
         return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
 
     def _run(self, call: Callable[[], Result], ticket: int) -> Result:
-        try:
-            return self.lane.take(ticket) if ticket else self.lane.run(call)
-        except PeerTimeout as error:
-            self.gone = f"lost a peer ({error})"
-            raise
+        if ticket:
+            return self.lane.take(ticket)
+        self.check_open()
+        return self.lane.run(self._watched(call))
+
+    def _watched(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever waits for it."""
+
+        def watched() -> Result:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                return call()
+            except PeerTimeout as error:
+                self._lost = error
+                self.gone = self.gone or f"lost a peer ({error})"
+                raise
+
+        return watched
 
     # Called by the API
 
@@ -101,7 +121,9 @@ class Calls:
         tracked = _tracks(payload.x, weights)
         still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
         ticket = self.lane.begin(
-            lambda: self.engine.dispatch(_cast(still, mode), topk_idx, fixed, spec, mode), payload.x.device, when
+            self._watched(lambda: self.engine.dispatch(_cast(still, mode), topk_idx, fixed, spec, mode)),
+            payload.x.device,
+            when,
         )
 
         def finish() -> dict[str, Any]:
@@ -140,7 +162,11 @@ class Calls:
         """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
         plan, spec = handle.plan, handle.spec
         still = Payload(payload.x.detach(), payload.scales)
-        ticket = self.lane.begin(lambda: self.engine.redispatch(_cast(still, mode), plan, spec), payload.x.device, when)
+        ticket = self.lane.begin(
+            self._watched(lambda: self.engine.redispatch(_cast(still, mode), plan, spec, mode=mode)),
+            payload.x.device,
+            when,
+        )
 
         def finish() -> dict[str, Any]:
             if mode is None and _tracks(payload.x):
@@ -149,7 +175,7 @@ class Calls:
                 )
                 received = Payload(x, scales if scales.dim() == 2 else None)
             else:
-                received = self.run_redispatch(_cast(payload, mode), plan, spec, False, ticket)
+                received = self.run_redispatch(_cast(payload, mode), plan, spec, False, ticket, mode)
             return self._fields(payload, received, handle)
 
         return self._received(finish, when, ticket)
@@ -171,7 +197,9 @@ class Calls:
         options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
         still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
         ticket = self.lane.begin(
-            lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still), rows.device, when
+            self._watched(lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still)),
+            rows.device,
+            when,
         )
 
         def finish() -> dict[str, Any]:

@@ -8,23 +8,40 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
+from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle, Spec
 from tokenyard.rows import Payload
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
+
+LARGEST = 2**31 - 1
+"""Of the whole numbers that an option may be: rows are counted in int32."""
+
+LONGEST = 1e9
+"""Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""
 
 
 def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
     """Construction arguments: positive whole numbers, and a timeout in seconds."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1")
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {LARGEST})")
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= LONGEST:
+        raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+
+
+def check_call(in_place: bool, after: Any) -> None:
+    """Where results may live, and what a call may have to wait for."""
+    if in_place:
+        raise NotSupported("engine 'collective' has no symmetric memory for in_place=True; the nvlink engine does")
+    if after is not None and not callable(getattr(after, "wait", None)):
+        raise ValueError(f"after ({after!r}) must be an event or something else with wait()")
 
 
 def _tensor(name: str, value: Any, dim: int) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use .to_dense()")
     if value.dim() != dim:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must have {dim} dimensions")
     return value
@@ -99,13 +116,17 @@ def check_picks(
     return topk_weights.float()
 
 
-def check_spec(layout: Any, exact: bool, expert_alignment: Any, capacity: Any) -> Spec:
+def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) -> Spec:
     """The wanted layout and shapes."""
     layout = Layout.FLAT if layout is None else layout
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) must be a tokenyard.Layout")
-    if not isinstance(expert_alignment, int) or expert_alignment < 1:
-        raise ValueError(f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1")
+    if not isinstance(exact, bool):
+        raise ValueError(f"exact ({exact!r}) must be True or False")
+    if not isinstance(expert_alignment, int) or not 1 <= expert_alignment <= LARGEST:
+        raise ValueError(
+            f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1 (at most {LARGEST})"
+        )
     if expert_alignment > 1 and layout is not Layout.EXPERT_MAJOR:
         raise ValueError(
             f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}"
@@ -115,9 +136,9 @@ def check_spec(layout: Any, exact: bool, expert_alignment: Any, capacity: Any) -
             raise ValueError(
                 f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR"
             )
-        if not isinstance(capacity, int) or capacity < 0:
-            raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows")
-    return Spec(layout=layout, exact=bool(exact), expert_alignment=expert_alignment, capacity=capacity)
+        if not isinstance(capacity, int) or not 0 <= capacity <= LARGEST:
+            raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows, at most {LARGEST}")
+    return Spec(layout=layout, exact=exact, expert_alignment=expert_alignment, capacity=capacity)
 
 
 def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
@@ -140,13 +161,16 @@ def check_handle(handle: Any, owner: int) -> Handle:
     return handle
 
 
-def check_cached(handle: Handle, payload: Payload, given: dict[str, Any]) -> None:
-    """A cached dispatch takes its routing from the handle alone, and as many tokens as it had."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} was given together with handle=: a cached dispatch takes its routing from the handle; leave it out"
-            )
+def check_cached(handle: Handle, payload: Payload, routing: dict[str, Any], exact: Any, expert_alignment: Any) -> None:
+    """A cached dispatch takes its routing and its shapes from the handle alone, and as many tokens as it had."""
+    given = [name for name, value in routing.items() if value is not None]
+    given += ["exact"] if exact is not True else []
+    given += ["expert_alignment"] if expert_alignment != 1 else []
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} given together with handle=: a cached dispatch takes routing and shapes from the handle; "
+            "leave it out"
+        )
     if payload.x.shape[0] != handle.num_tokens:
         raise ValueError(f"x has {payload.x.shape[0]} tokens, but the handle was made for {handle.num_tokens}")
 
@@ -210,6 +234,8 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
         _dtype("out", out, (rows.dtype,))
         _shape("out", out, shape, "[tokens dispatched, hidden]")
         _device("out", out, rows.device)
+        if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+            raise ValueError("out has elements that share memory (stride 0): give it memory of its own")
     return terms
 
 

@@ -7,8 +7,9 @@ synchronous call comes after every call started before it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,17 +53,22 @@ class Lane:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this ExpertParallel is in use by another thread: one object serves one thread at a time"
-            )
-        try:
+        with self._alone():
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
             if self._last is not None and not self._last.done():
                 return self._submit(call).result()
             with torch.no_grad():
                 return call()
+
+    @contextmanager
+    def _alone(self) -> Generator[None, None, None]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this ExpertParallel is in use by another thread: one object serves one thread at a time"
+            )
+        try:
+            yield
         finally:
             self._lock.release()
 
@@ -76,6 +82,10 @@ class Lane:
             if when.after is not None:
                 when.after.wait()
             return NO_TICKET
+        with self._alone():
+            return self._start(call, device, when.after)
+
+    def _start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
                 f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may be: wait() for one first"
@@ -83,9 +93,9 @@ class Lane:
         self._tickets += 1
         ticket = self._tickets
         if device.type == "cuda":
-            self._started[ticket] = self._start_on_stream(ticket, call, device, when.after)
+            self._started[ticket] = self._start_on_stream(ticket, call, device, after)
         else:
-            self._started[ticket] = self._submit(call, when.after)
+            self._started[ticket] = self._submit(call, after)
         return ticket
 
     def _submit(self, call: Callable[[], Any], after: Waitable | None = None) -> Future[Any]:

@@ -42,6 +42,16 @@ def enlist(calls: Calls) -> int:
     return number
 
 
+def _owner(number: int) -> Calls:
+    """The object behind ``number``; a graph may outlive it."""
+    try:
+        return _objects[number]
+    except KeyError:
+        raise RuntimeError(
+            "the ExpertParallel of this graph is closed and gone: keep it until after the backward"
+        ) from None
+
+
 def spec_numbers(spec: Spec) -> list[int]:
     """A ``Spec`` as an operator takes it: ``int[]``."""
     capacity = -1 if spec.capacity is None else spec.capacity
@@ -88,7 +98,7 @@ def dispatch_op(
     ticket: int,
 ) -> tuple[Tensor, ...]:
     mode = Quantize(quantize) if quantize else None
-    calls, payload = _objects[owner], Payload(x, scales)
+    calls, payload = _owner(owner), Payload(x, scales)
     payload, plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
     return (payload.x, _or_empty(payload.scales, x), *plan, *arrived)
 
@@ -104,7 +114,7 @@ def _(
     quantize: int,
     ticket: int,
 ) -> tuple[Tensor, ...]:
-    wanted, config = _spec(spec), _objects[owner].config
+    wanted, config = _spec(spec), _owner(owner).config
     size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
     sent, arrived = (_new_size(), _new_size()) if wanted.exact else (config.padded_rows, config.padded_rows)
     grows = wanted.exact and wanted.layout is Layout.EXPERT_MAJOR
@@ -126,7 +136,7 @@ def _(
     return (
         x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
         x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
-        torch.empty(2 * size + (local if wanted.exact else 0), dtype=torch.int64, device="cpu"),
+        torch.empty(2 * size + 1 + (local if wanted.exact else 0), dtype=torch.int64, device="cpu"),
         ints(sent),
         ints(topk_idx.shape[0], min(top, size)),
         table(arrived, width),
@@ -212,7 +222,7 @@ def redispatch_op(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    payload = _objects[owner].run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket)
+    payload = _owner(owner).run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket)
     return payload.x, _or_empty(payload.scales, x)
 
 
@@ -268,7 +278,7 @@ def combine_op(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    x, reduced = _objects[owner].run_combine(
+    x, reduced = _owner(owner).run_combine(
         rows,
         Plan(*plan),
         _spec(spec),

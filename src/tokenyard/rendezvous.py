@@ -34,7 +34,7 @@ def agree(
         PeerError: another rank refused its arguments.
         Mismatch: ranks disagree; names the argument, two ranks and their values.
     """
-    store.set(f"arguments/{rank}", json.dumps({"refusal": refusal, **arguments}))
+    store.set(f"arguments/{rank}", json.dumps({"refusal": refusal, **arguments}, default=repr))
     if refusal:
         return
     everybody = [json.loads(text) for text in _read_all(store, rank, world_size, timeout)]
@@ -50,11 +50,17 @@ def agree(
                 )
 
 
+def give_up(store: dist.Store, rank: int) -> None:
+    """Let a rank that comes too late know at once."""
+    store.set("gave up", str(rank))
+
+
 def _read_all(store: dist.Store, rank: int, world_size: int, timeout: float) -> list[str]:
     keys = [f"arguments/{peer}" for peer in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError as error:
+        give_up(store, rank)
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         names = ", ".join(map(str, missing))
         raise PeerTimeout(
@@ -62,4 +68,9 @@ def _read_all(store: dist.Store, rank: int, world_size: int, timeout: float) -> 
             "(is one of them slow, dead, or making a different number of objects?)",
             missing[0] if missing else -1,
         ) from error
+    if store.check(["gave up"]):
+        earlier = int(store.get("gave up"))
+        raise PeerTimeout(
+            f"rank {rank} came to ExpertParallel(...) after rank {earlier} had given up waiting for it", earlier
+        )
     return [store.get(key).decode() for key in keys]

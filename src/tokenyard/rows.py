@@ -40,11 +40,18 @@ def _word(num_bytes: int) -> torch.dtype:
     return torch.uint8
 
 
+def as_bytes(rows: Tensor) -> Tensor:
+    """``rows [n, m]`` viewed as bytes. An empty tensor says that it is contiguous, whatever its strides."""
+    if rows.numel() == 0:
+        return torch.empty(rows.shape[0], rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
+    return rows.contiguous().view(torch.uint8)
+
+
 def as_words(rows: Tensor) -> Tensor:
     """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at the same speed."""
-    rows = rows.contiguous()
     if rows.numel() == 0:
-        return rows.view(torch.uint8)
+        return as_bytes(rows)
+    rows = rows.contiguous()
     return rows.view(_word(rows.shape[1] * rows.element_size()))
 
 
@@ -135,9 +142,9 @@ class RowFormat:
         """Result rows out of ``buffer``: all in order, or those named by ``gather`` (-1: zeros)."""
         return self._moved(buffer, lambda part: _take(part, gather))
 
-    def spread(self, buffer: Tensor, slots: Tensor, num_rows: int) -> Payload:
-        """``num_rows`` result rows, of which those named by ``slots [n, J]`` hold the rows of ``buffer``, others anything."""
-        return self._moved(buffer, lambda part: _spread(part, slots, num_rows))
+    def spread(self, buffer: Tensor, slots: Tensor, num_rows: int, *, zeros: bool) -> Payload:
+        """``num_rows`` result rows: those named by ``slots [n, J]`` hold the rows of ``buffer``, others zeros or anything."""
+        return self._moved(buffer, lambda part: _spread(part, slots, num_rows, zeros))
 
     def _moved(self, buffer: Tensor, move: Callable[[Tensor], Tensor]) -> Payload:
         x = move(self.payload(buffer, _word(self.payload_bytes)))
@@ -156,8 +163,9 @@ def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
     return taken.index_fill_(0, (gather < 0).nonzero().squeeze(1), 0)
 
 
-def _spread(rows: Tensor, slots: Tensor, num_rows: int) -> Tensor:
-    out = torch.empty(num_rows + 1, rows.shape[1], dtype=rows.dtype, device=rows.device)
+def _spread(rows: Tensor, slots: Tensor, num_rows: int, zeros: bool) -> Tensor:
+    make = torch.zeros if zeros else torch.empty
+    out = make(num_rows + 1, rows.shape[1], dtype=rows.dtype, device=rows.device)
     for j in range(slots.shape[1]):
         at = slots[:, j]
         if rows.device.type == "cpu":

@@ -7,7 +7,6 @@ peer), place (one gather). A cached dispatch starts at pack; combine goes the sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.layout import (
     host_ints,
 )
-from tokenyard.rows import Payload, RowFormat, sum_rows
+from tokenyard.rows import Payload, RowFormat, as_bytes, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
 
@@ -62,7 +61,8 @@ class CollectiveEngine:
             send = self._buffer("send", form, departure.token.numel(), payload.x.device)
             form.pack(payload, departure.token, routing_of(departure, self.config), send)
         with record_function("tokenyard.dispatch.counts"):
-            spans, pairs = self._spans(departure, headers(), spec)
+            everybody = headers()
+            spans, pairs = self._spans(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             if not spec.exact:
@@ -72,12 +72,19 @@ class CollectiveEngine:
             returns = ways_back(departure, self.config)
             rows()
         with record_function("tokenyard.dispatch.place"):
-            return self._arrive(form, recv, spans, pairs, departure, returns, spec)
+            routing = 0 if everybody is None else head.routing_of(everybody)
+            return self._arrive(form, recv, spans, pairs, departure, returns, routing, spec)
 
-    def redispatch(self, payload: Payload, plan: Plan, spec: Spec, *, raw: bool = False) -> Payload:
-        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout."""
+    def redispatch(
+        self, payload: Payload, plan: Plan, spec: Spec, *, mode: Quantize | None = None, raw: bool = False
+    ) -> Payload:
+        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout.
+
+        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
+        """
         with record_function("tokenyard.redispatch"):
-            agreed = self._check_call(self._fingerprint(CACHED, payload, spec, None, raw), payload.x.shape[0])
+            fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
+            agreed = self._check_call(fingerprint, payload.x.shape[0])
             form = self._format(payload)
             spans = self._known_spans(plan, spec)
             send = self._buffer("send", form, plan.send_tokens.numel(), payload.x.device)
@@ -85,7 +92,7 @@ class CollectiveEngine:
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             agreed()
             self._exchange(send, recv, spans, "cached dispatch")()
-            return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec)
+            return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
 
     def combine(
         self,
@@ -109,7 +116,9 @@ class CollectiveEngine:
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None)
-            fingerprint = self._fingerprint(COMBINE, Payload(rows, None), spec, None, width > 0)
+            fingerprint = self._fingerprint(
+                COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
+            )
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
             spans = self._known_spans(plan, spec).reversed()
             send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
@@ -129,12 +138,11 @@ class CollectiveEngine:
         """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
         if not self._has_headers(op, exact):
             return False
-        fingerprint = Fingerprint(op, self._calls, *[0] * 10)
+        fingerprint = Fingerprint(op, self._calls, *[0] * 12)
         self._calls += 1
         header = head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, 0)
         head.refuse(header, reason)
-        with suppress(RuntimeError):
-            self._wire.swap(header, head.OPS[op])()
+        self._wire.swap(header, f"{head.OPS[op]} #{fingerprint.call}")()
         return True
 
     def check(self) -> None:
@@ -155,12 +163,23 @@ class CollectiveEngine:
     def _has_headers(self, op: int, exact: bool) -> bool:
         return self._wire.counts_on_host or (op == DISPATCH and exact)
 
-    def _fingerprint(self, op: int, payload: Payload, spec: Spec, mode: Quantize | None, weighted: bool) -> Fingerprint:
+    def _fingerprint(
+        self,
+        op: int,
+        payload: Payload,
+        spec: Spec,
+        mode: Quantize | None,
+        weighted: bool,
+        plan: Plan | None = None,
+        scaled: bool = False,
+    ) -> Fingerprint:
         scales = payload.scales
         self._calls += 1
         return Fingerprint(
             op=op,
             call=self._calls - 1,
+            routing=-1 if plan is None else int(plan.splits[2 * self.config.world_size]),
+            scaled=int(scaled),
             dtype=head.DTYPES.index(payload.x.dtype),
             hidden=payload.x.shape[1],
             scale_words=0 if scales is None else scales.shape[1],
@@ -187,7 +206,8 @@ class CollectiveEngine:
 
         def headers() -> Tensor:
             everybody = finish()
-            head.verify(everybody, config.rank, num_experts=config.num_experts, num_picks=config.num_topk)
+            bounded = not fingerprint.exact or fingerprint.layout == Layout.EXPERT_PADDED.value
+            head.verify(everybody, config, max_rows=config.max_tokens_per_rank if bounded else head.MOST_ROWS)
             return everybody
 
         return headers
@@ -208,6 +228,7 @@ class CollectiveEngine:
         )
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
+        header[:, head.ROUTING] = head.digest(departure.topk_idx)
         header[:, head.COUNTS :] = counts_by_rank(departure.topk_idx, config)
         return self._swap(header, fingerprint)
 
@@ -289,6 +310,7 @@ class CollectiveEngine:
         pairs: Tensor | None,
         departure: Departure,
         returns: Tensor,
+        routing: int,
         spec: Spec,
     ) -> tuple[Payload, Plan, Arrived]:
         config, device = self.config, recv.device
@@ -301,8 +323,8 @@ class CollectiveEngine:
             counts = pairs.sum(0)
         num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
-        payload = self._place(form, recv, place.slots, place.gather, spec)
-        splits = torch.tensor(spans.send_counts + spans.recv_counts)
+        payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
+        splits = torch.tensor([*spans.send_counts, *spans.recv_counts, routing])
         plan = Plan(
             splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
             send_tokens=departure.token,
@@ -314,10 +336,12 @@ class CollectiveEngine:
         )
         return payload, plan, arrived
 
-    def _place(self, form: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec) -> Payload:
-        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly unspecified rows: not written."""
+    def _place(
+        self, form: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec, *, zeros: bool
+    ) -> Payload:
+        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly unspecified rows, so spread."""
         if spec.layout is Layout.EXPERT_PADDED:
-            return form.spread(recv, slots, gather.numel())
+            return form.spread(recv, slots, gather.numel(), zeros=zeros)
         return form.take(recv, gather if spec.placed else None)
 
     def _arrival(self, form: RowFormat, recv: Tensor, spans: Spans, spec: Spec) -> Arrival:
@@ -346,7 +370,7 @@ class CollectiveEngine:
     ) -> Tensor:
         """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are sent as they are."""
         if not placed and reduce_weights is None:
-            return rows.contiguous().view(torch.uint8)
+            return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]
         send = self._buffer("send", form, arrived, rows.device)
         if placed:

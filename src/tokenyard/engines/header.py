@@ -12,12 +12,14 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
+from tokenyard.config import Config
 from tokenyard.errors import Mismatch, PeerError
 from tokenyard.layout import host_ints
 from tokenyard.types import Layout, Quantize
 
 MAGIC = 0x746F6B656E796472
-TEXT_WORDS = 32
+TEXT_WORDS = 64
+MOST_ROWS = 2**31 - 1
 DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -37,6 +39,9 @@ class Fingerprint:
 
     op: int
     call: int
+    routing: int
+    quantize: int
+    scaled: int
     dtype: int
     hidden: int
     scale_words: int
@@ -45,7 +50,6 @@ class Fingerprint:
     exact: int
     expert_alignment: int
     capacity: int
-    quantize: int
     weighted: int
 
 
@@ -58,10 +62,15 @@ _SHOWN: dict[str, Callable[[int], object]] = {
     "exact": bool,
     "weighted": bool,
     "quantize": lambda value: Quantize(value).name if value else None,
+    "scaled": bool,
+    "capacity": lambda value: None if value == -1 else value,
+    "routing": "{:x}".format,
 }
 _NAMED = {
     "call": "the call",
     "op": "the call",
+    "routing": "the handle (digest of its routing)",
+    "scaled": "weighted",
     "weighted": "whether there are weights",
     "scale_words": "scales per row",
 }
@@ -70,7 +79,9 @@ _NAMES = tuple(f.name for f in fields(Fingerprint))
 _FINGERPRINT = 1
 _STATUS = _FINGERPRINT + len(_NAMES)
 _TEXT = _STATUS + 4
-NUM_TOKENS, NUM_ROWS = _TEXT + TEXT_WORDS, _TEXT + TEXT_WORDS + 1
+ROUTING = _TEXT + TEXT_WORDS
+"""Digest of the sender's routing. All of them together tell one routing from another, on every rank alike."""
+NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
 COUNTS = NUM_ROWS + 1
 """From this word on: rows for each of the receiver's experts."""
 
@@ -93,6 +104,22 @@ def refuse(header: Tensor, reason: str) -> None:
     header[:, _TEXT : _TEXT + TEXT_WORDS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
 
 
+def digest(topk_idx: Tensor) -> Tensor:
+    """A number for ``topk_idx [T, K]``, on its device; other ids or another order give another (in all likelihood)."""
+    flat = topk_idx.reshape(-1).long() + 2
+    place = torch.arange(1, flat.numel() + 1, device=flat.device)
+    mixed = (flat * 0x9E3779B97F4A7C1 + place) * 0x2545F4914F6CDD1
+    return ((mixed ^ (mixed >> 29)) * 0x1B873593).sum()
+
+
+def routing_of(headers: Tensor) -> int:
+    """One number for the routing of all ranks, from ``headers [R, words]``; at least 0."""
+    total = 0
+    for digest_of_rank in host_ints(headers[:, ROUTING]):
+        total = (total * 1000003 + digest_of_rank) % (1 << 61)
+    return total
+
+
 def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
     """Write whether and where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``, without asking the host."""
     if topk_idx.numel() == 0:
@@ -111,7 +138,7 @@ def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str
     return f'topk_idx[{token}, {pick}] is {value}, but there are {num_experts} experts (use -1 for "no expert")'
 
 
-def verify(headers: Tensor, rank: int, *, num_experts: int, num_picks: int) -> None:
+def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
     """Raise what ``headers [R, words]`` (one row from each rank, CPU) call for.
 
     Raises:
@@ -120,7 +147,7 @@ def verify(headers: Tensor, rank: int, *, num_experts: int, num_picks: int) -> N
         PeerError: another rank refused its arguments, or sent counts that cannot be.
     """
     rows = [host_ints(row) for row in headers]
-    _check_own(rows[rank], num_experts)
+    _check_own(rows[config.rank], config.num_experts)
     for peer, row in enumerate(rows):
         if row[0] != MAGIC:
             raise PeerError(
@@ -128,12 +155,16 @@ def verify(headers: Tensor, rank: int, *, num_experts: int, num_picks: int) -> N
             )
         if row[_STATUS] == REFUSED:
             raise PeerError(f"rank {peer} refused its side of this call: {_text(headers[peer])}")
+        if row[_STATUS] not in (OK, REFUSED, BAD_INDEX):
+            raise PeerError(
+                f"rank {peer} sent a header of unknown status {row[_STATUS]}; do all ranks run the same version?"
+            )
         if row[_STATUS] == BAD_INDEX:
-            where = bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), num_experts)
+            where = bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), config.num_experts)
             raise PeerError(f"rank {peer} refused its side of this call: {where}")
     _check_agreement(rows)
     for peer, row in enumerate(rows):
-        _check_counts(peer, row, num_picks)
+        _check_counts(peer, row, config, max_rows)
 
 
 def _check_own(row: list[int], num_experts: int) -> None:
@@ -150,16 +181,25 @@ def _check_agreement(rows: list[list[int]]) -> None:
     for at, name in enumerate(_NAMES, start=_FINGERPRINT):
         for peer, row in enumerate(rows):
             if row[at] != rows[0][at]:
-                show = _SHOWN.get(name, int)
                 raise Mismatch(
-                    f"ranks disagree on {_NAMED.get(name, name)}: rank 0 says {show(rows[0][at])}, rank {peer} says {show(row[at])}"
+                    f"ranks disagree on {_NAMED.get(name, name)}: "
+                    f"rank 0 says {_shown(name, rows[0][at])}, rank {peer} says {_shown(name, row[at])}"
                 )
 
 
-def _check_counts(peer: int, row: list[int], num_picks: int) -> None:
+def _shown(name: str, value: int) -> object:
+    """``value`` in the words of the API, or as it is if it is none of them."""
+    try:
+        return _SHOWN.get(name, int)(value)
+    except (IndexError, ValueError):
+        return value
+
+
+def _check_counts(peer: int, row: list[int], config: Config, max_rows: int) -> None:
     num_tokens, num_rows, counts = row[NUM_TOKENS], row[NUM_ROWS], row[COUNTS:]
-    possible = 0 <= num_rows <= num_tokens < 2**31 and all(0 <= count <= num_rows for count in counts)
-    if not possible or not (num_rows <= sum(counts) <= num_rows * num_picks or not any(counts)):
+    possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(0 <= count <= num_rows for count in counts)
+    possible = possible and num_rows <= max_rows and not any(counts[config.num_local_experts :])
+    if not possible or not num_rows <= sum(counts) <= num_rows * config.num_topk:
         raise PeerError(
             f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}"
         )

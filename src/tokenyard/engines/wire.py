@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import PeerLost, PeerTimeout
+from tokenyard.rendezvous import give_up
 
 _HEADER_TAG, _ROWS_TAG = 1, 2
 
@@ -76,9 +77,23 @@ class GlooWire:
         self._store = store
         self._mesh: Any = None
         if store is not None:
-            self._mesh = dist.ProcessGroupGloo(
-                dist.PrefixStore("mesh", store), rank, world_size, timedelta(seconds=timeout)
-            )
+            self._mesh = self._connect(store)
+
+    def _connect(self, store: dist.Store) -> Any:
+        wait = timedelta(seconds=self.timeout)
+        store.set(f"here/{self.rank}", "")
+        try:
+            mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), self.rank, self.world_size, wait)
+            return mesh
+        except RuntimeError as error:
+            give_up(store, self.rank)
+            missing = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
+            names = ", ".join(map(str, sorted(missing))) or "unknown"
+            raise PeerTimeout(
+                f"rank {self.rank} waited {self.timeout} s in ExpertParallel(...) to connect with rank(s) {names} "
+                f"[{str(error)[:80]}]",
+                missing[0] if missing else -1,
+            ) from error
 
     @property
     def _peers(self) -> list[int]:
@@ -158,27 +173,30 @@ class GlooWire:
     def _silent(self, peer: int, what: str, answered: list[int]) -> PeerTimeout:
         others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
         text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
-        self._report(text)
+        self._report(text, peer)
         return PeerTimeout(text, peer)
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> PeerLost:
-        report = self._reported_by(peer)
+        report, culprit = self._reported_by(peer)
         because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because} [{str(error)[:80]}]"
-        self._report(text)
-        return PeerLost(text, peer)
+        culprit = peer if culprit in (-1, self.rank) else culprit
+        self._report(text, culprit)
+        return PeerLost(text, culprit)
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, culprit: int) -> None:
         assert self._store is not None
         with suppress(RuntimeError):
-            self._store.set(f"failure/{self.rank}", text)
+            self._store.set(f"failure/{self.rank}", f"{culprit} {text}")
 
-    def _reported_by(self, peer: int) -> str:
+    def _reported_by(self, peer: int) -> tuple[str, int]:
+        """What ``peer`` said of its end, and whom it blamed (-1: nothing, nobody)."""
         assert self._store is not None
         with suppress(RuntimeError):
             if self._store.check([f"failure/{peer}"]):
-                return self._store.get(f"failure/{peer}").decode(errors="replace")
-        return ""
+                culprit, text = self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
+                return text, int(culprit)
+        return "", -1
 
     def close(self) -> None:
         self._mesh = None
