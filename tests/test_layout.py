@@ -74,13 +74,26 @@ def test_send_orders_agree(given_routing: tuple[Tensor, int, int], spare: int) -
     """Static places hold, per destination, the tokens of the exact order and then -1."""
     idx, experts, ranks = given_routing
     in_ranks = layout.tokens_in_ranks(idx, experts, ranks)
-    destination, token = layout.send_order(in_ranks)
     room = idx.shape[0] + spare
-    static = layout.send_order_static(in_ranks, room)[1].view(ranks, room)
-    for rank in range(ranks):
-        exact = token[destination == rank].tolist()
-        assert exact == sorted(exact)
+    static = layout.send_order_static(in_ranks, room).view(ranks, room)
+    per_rank = layout.send_order(in_ranks).split(in_ranks.sum(0).tolist())
+    for rank, tokens in enumerate(per_rank):
+        exact = tokens.tolist()
+        assert exact == in_ranks[:, rank].nonzero().flatten().tolist()
         assert static[rank].tolist() == exact + [-1] * (room - len(exact))
+
+
+@given(routings(), st.booleans())
+def test_rows_come_back_to_their_token_in_rank_order(given_routing: tuple[Tensor, int, int], static: bool) -> None:
+    idx, experts, ranks = given_routing
+    in_ranks = layout.tokens_in_ranks(idx, experts, ranks)
+    width = min(idx.shape[1], ranks)
+    stride = idx.shape[0] + 1 if static else None
+    sent = layout.send_order_static(in_ranks, stride) if stride else layout.send_order(in_ranks)
+    for token, places in enumerate(layout.return_places(in_ranks, stride, width).tolist()):
+        valid = [place for place in places if place >= 0]
+        assert valid == sorted(valid)
+        assert valid == (sent == token).nonzero().flatten().tolist()
 
 
 @given(routings(), st.sampled_from([1, 2, 4]), st.booleans())
@@ -106,14 +119,6 @@ def test_placement_is_a_bijection_onto_unpadded_places(
     for e in range(experts):
         block = place.gather[starts[e] : starts[e] + counts[e]].tolist()
         assert block == sorted(block)
-
-
-@given(st.lists(st.integers(-1, 4), max_size=20))
-def test_group_rows_lists_every_place_once(keys: list[int]) -> None:
-    table = layout.group_rows(torch.tensor(keys, dtype=torch.int64), 5, max(len(keys), 1))
-    for key, places in enumerate(table.tolist()):
-        want = [at for at, value in enumerate(keys) if value == key]
-        assert places == want + [-1] * (len(places) - len(want))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))

@@ -45,10 +45,12 @@ def pick_owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
             [-1,  1]])
     """
     share, extra = divmod(num_experts, num_ranks)
+    if not extra:
+        return torch.where(topk_idx < 0, -1, topk_idx.div(share, rounding_mode="floor"))
     larger = (share + 1) * extra
     beyond = (topk_idx - larger).div(max(share, 1), rounding_mode="floor") + extra
     owner = torch.where(topk_idx < larger, topk_idx.div(share + 1, rounding_mode="floor"), beyond)
-    return torch.where(topk_idx < 0, -1, owner).long()
+    return torch.where(topk_idx < 0, -1, owner)
 
 
 class Merged(NamedTuple):
@@ -69,16 +71,21 @@ def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None, *, static: bool =
     """
     idx, num_picks = topk_idx.long(), topk_idx.shape[1]
     place = torch.arange(num_picks, device=idx.device).expand_as(idx)
-    if num_picks == 0:
-        return Merged(idx, topk_weights, place)
+    if not static and not _repeats(idx):
+        weights = None if topk_weights is None else torch.where(idx < 0, 0.0, topk_weights)
+        return Merged(idx.clone(), weights, place.clone())
     same = (idx.unsqueeze(2) == idx.unsqueeze(1)).to(torch.uint8)
     first = torch.where(idx < 0, place, same.argmax(dim=2))
     merged = torch.where(first == place, idx, -1)
     if topk_weights is None:
         return Merged(merged, None, first)
-    if static or not torch.equal(merged, idx):
-        topk_weights = merge_weights(topk_weights, first)
-    return Merged(merged, torch.where(merged < 0, 0.0, topk_weights), first)
+    return Merged(merged, torch.where(merged < 0, 0.0, merge_weights(topk_weights, first)), first)
+
+
+def _repeats(idx: Tensor) -> bool:
+    """Whether any row of ``idx [T, K]`` has an expert twice."""
+    ordered = idx.sort(dim=1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
 
 
 def merge_weights(topk_weights: Tensor, first_pick: Tensor) -> Tensor:
@@ -119,50 +126,50 @@ def count_keys(keys: Tensor, num_keys: int) -> Tensor:
     return bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())[:num_keys]
 
 
-def send_order(in_ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to send, by destination and then token: ``(destination [S], token [S])``.
+def send_order(in_ranks: Tensor) -> Tensor:
+    """Tokens of the rows to send, by destination and then token: ``[S]``.
 
     >>> send_order(torch.tensor([[True, True], [False, True]]))
-    (tensor([0, 1, 1]), tensor([0, 0, 1]))
+    tensor([0, 0, 1])
     """
-    pairs = in_ranks.t().nonzero()
-    return pairs[:, 0].clone(), pairs[:, 1].clone()
+    return in_ranks.t().nonzero()[:, 1].clone()
 
 
-def send_order_static(in_ranks: Tensor, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """The same with ``max_tokens`` places per destination, unused ones holding token -1: two of ``[R * M]``. Static.
+def send_order_static(in_ranks: Tensor, max_tokens: int) -> Tensor:
+    """The same with ``max_tokens`` places per destination, unused ones holding token -1: ``[R * M]``. Static.
 
     >>> send_order_static(torch.tensor([[True, True], [False, True]]), 3)
-    (tensor([0, 0, 0, 1, 1, 1]), tensor([ 0, -1, -1,  0,  1, -1]))
+    tensor([ 0, -1, -1,  0,  1, -1])
     """
     num_tokens, num_ranks = in_ranks.shape
-    device = in_ranks.device
     places = num_ranks * max_tokens
-    base = torch.arange(num_ranks, device=device) * max_tokens
-    place = torch.where(in_ranks, in_ranks.long().cumsum(0) - 1 + base, places)
-    token = torch.arange(num_tokens, device=device).unsqueeze(1).expand_as(place)
-    order = torch.full((places + 1,), -1, dtype=torch.int64, device=device)
-    order.scatter_(0, place.reshape(-1), token.reshape(-1))
-    return torch.arange(places, device=device) // max_tokens, order[:places]
+    place = return_places(in_ranks, max_tokens, num_ranks)
+    token = torch.arange(num_tokens, device=in_ranks.device).unsqueeze(1).expand_as(place)
+    order = torch.full((places + 1,), -1, dtype=torch.int64, device=in_ranks.device)
+    order.scatter_(0, torch.where(place < 0, places, place).reshape(-1), token.reshape(-1))
+    return order[:places]
 
 
-def group_rows(keys: Tensor, num_keys: int, width: int) -> Tensor:
-    """For each key the places where it occurs, ascending, then -1: ``[num_keys, width]``. Static.
+def return_places(in_ranks: Tensor, stride: int | None, width: int) -> Tensor:
+    """Places in send order of each token's rows, by rank, -1 for none: ``[T, width]``. Static.
 
-    Keys below 0 are ignored; no key may occur more than ``width`` times.
+    Blocks of destinations follow each other, or begin ``stride`` rows apart. No token goes to more than ``width`` ranks.
 
-    >>> group_rows(torch.tensor([1, 0, 1, -1]), 2, 2)
-    tensor([[ 1, -1],
-            [ 0,  2]])
+    >>> return_places(torch.tensor([[True, True], [False, True]]), None, 2)
+    tensor([[ 0,  1],
+            [-1,  2]])
+    >>> return_places(torch.tensor([[True, True], [False, True]]), 3, 2)
+    tensor([[ 0,  3],
+            [-1,  4]])
     """
-    key = torch.where(keys < 0, num_keys, keys)
-    ordered, order = torch.sort(key, stable=True)
-    start = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
-    start[1:] = count_keys(key, num_keys).cumsum(0)
-    within = torch.arange(keys.numel(), device=keys.device) - start[ordered]
-    place = torch.where(ordered < num_keys, ordered * width + within, num_keys * width)
-    table = torch.full((num_keys * width + 1,), -1, dtype=torch.int64, device=keys.device)
-    return table.scatter_(0, place, order)[: num_keys * width].view(num_keys, width)
+    counts = in_ranks.sum(0)
+    ranks = torch.arange(in_ranks.shape[1], device=in_ranks.device)
+    starts = counts.cumsum(0) - counts if stride is None else ranks * stride
+    place = torch.where(in_ranks, in_ranks.cumsum(0) - 1 + starts, -1)
+    if width == in_ranks.shape[1]:
+        return place
+    order = torch.sort((place < 0).to(torch.uint8), dim=1, stable=True).indices
+    return place.gather(1, order[:, :width])
 
 
 def block_offsets(counts: Tensor, alignment: int) -> Tensor:

@@ -26,11 +26,10 @@ class Payload(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing that moves with each row of a fresh dispatch."""
+    """Routing that moves with each row of a fresh dispatch: all picks of its token, whoever holds them."""
 
-    token: Tensor  # [rows] int32, -1 on unused rows
-    local_idx: Tensor  # [rows, K] int32 local expert ids, -1 elsewhere
-    weights: Tensor | None  # [rows, K] float32
+    topk_idx: Tensor  # [T, K] global expert ids, -1 for none
+    weights: Tensor | None  # [T, K] float32
 
 
 def _word(num_bytes: int) -> torch.dtype:
@@ -117,26 +116,33 @@ class RowFormat:
     def token(self, buffer: Tensor) -> Tensor:
         return self._words(buffer, self.routing_at, 1)[:, 0]
 
-    def local_idx(self, buffer: Tensor) -> Tensor:
+    def topk_idx(self, buffer: Tensor) -> Tensor:
         return self._words(buffer, self.routing_at + 1, self.picks)
 
     def weights(self, buffer: Tensor) -> Tensor:
         behind = self.routing_at + (1 + self.picks if self.routed else 0)
         return self._words(buffer, behind, self.picks, torch.float32)
 
+    def routing(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copies of token ``[n]``, ids ``[n, K]`` and weights ``[n, K]``, read out of the wide rows in one pass."""
+        count = 1 + self.picks * (2 if self.weighted else 1)
+        words = self._words(buffer, self.routing_at, count).clone()
+        weights = words[:, 1 + self.picks :].contiguous().view(torch.float32) if self.weighted else None
+        return words[:, 0], words[:, 1 : 1 + self.picks], weights
+
     def pack(self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor) -> None:
         """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1: any row)."""
         if payload.x.shape[0] and order.numel():
-            order = order.clamp(min=0)
+            some = order.clamp(min=0)
             words = as_words(payload.x)
-            torch.index_select(words, 0, order, out=self.payload(buffer, words.dtype))
+            torch.index_select(words, 0, some, out=self.payload(buffer, words.dtype))
             if payload.scales is not None:
-                self.scales(buffer).copy_(payload.scales.index_select(0, order))
+                self.scales(buffer).copy_(payload.scales.index_select(0, some))
         if routing is not None:
-            self.token(buffer).copy_(routing.token)
-            self.local_idx(buffer).copy_(routing.local_idx)
+            self.token(buffer).copy_(order)
+            self.topk_idx(buffer).copy_(take_values(routing.topk_idx.to(torch.int32), order, -1))
             if routing.weights is not None:
-                self.weights(buffer).copy_(routing.weights)
+                self.weights(buffer).copy_(take_values(routing.weights, order, 0.0))
 
     def take(self, buffer: Tensor, gather: Tensor | None) -> Payload:
         """Result rows out of ``buffer``: all in order, or those named by ``gather`` (-1: zeros)."""
@@ -189,7 +195,7 @@ def sum_rows(
 
     Args:
         rows: ``[n, H]``, any float dtype, any row stride.
-        index: ``[m, J]``, -1 where there is nothing to add (only behind the valid ones).
+        index: ``[m, J]``, -1 where there is nothing to add.
         out: ``[m, H]``, rounded to its dtype once.
         weights: ``[n]`` float32, multiplied (and rounded) before the addition.
         bias: tensors ``[m, H]``, added last, in order.
@@ -213,7 +219,7 @@ def _sum_block(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
         if rows.device.type == "cpu":
             which = (at >= 0).nonzero().squeeze(1)
             if which.numel() == 0:
-                break
+                continue
             term = _terms(rows, at[which], weights)
             total = total.add_(term) if which.numel() == at.numel() else total.index_add_(0, which, term)
         else:

@@ -69,7 +69,7 @@ def _exchanges(
     for sent in inputs:
         in_ranks = [tokens_in_ranks(each.topk_idx, job.experts, size) for each in sent]
         x = wire_rows(sent[rank].x, mode).to(device)
-        order = send_order(in_ranks[rank])[1].to(device)
+        order = send_order(in_ranks[rank]).to(device)
         to_peers = [int(count) for count in in_ranks[rank].sum(0)]
         from_peers = [int(each[:, rank].sum()) for each in in_ranks]
         prepared.append(_Exchange(x, order, x.index_select(0, order), to_peers, from_peers))

@@ -24,10 +24,15 @@ class Arrival:
     source_rank: Tensor  # [Nb] int64
 
 
-def trusted(local_idx: Tensor, num_local: int) -> Tensor:
-    """Ids from a peer, those out of range made -1: ids become addresses."""
-    idx = local_idx.long()
-    return torch.where((idx < 0) | (idx >= num_local), -1, idx)
+def localise(topk_idx: Tensor, weights: Tensor | None, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Global ids (and weights) of arrived rows as this rank counts them: int64, -1 (and 0) where a pick is elsewhere.
+
+    Ids become addresses: whatever a peer sent, no other value comes out.
+    """
+    first, end = config.bounds[config.rank], config.bounds[config.rank + 1]
+    here = (topk_idx >= first) & (topk_idx < end)
+    idx = torch.where(here, topk_idx - first, -1).long()
+    return idx, None if weights is None else torch.where(here, weights, 0.0)
 
 
 def count_arrivals(arrival: Arrival, config: Config) -> tuple[Tensor, Tensor]:
@@ -59,10 +64,10 @@ def settle(
 ) -> tuple[Placement, Arrived]:
     """Place arrived rows and describe the result. ``rows [R]`` and ``pairs [R, L]`` as :func:`count_arrivals` gives them."""
     counts = pairs.sum(0)
-    starts = _starts(counts, spec, config)
+    flat = spec.layout is Layout.FLAT
+    starts = _none(rows, torch.int64) if flat else _starts(counts, spec, config)
     place = _place(arrival, spec, config, rows, starts, num_rows)
     source = torch.where(arrival.token < 0, -1, (arrival.source_rank << 32) | arrival.token.long())
-    flat = spec.layout is Layout.FLAT
     major, padded = spec.layout is Layout.EXPERT_MAJOR, spec.layout is Layout.EXPERT_PADDED
     return place, Arrived(
         topk_idx=_arrange(arrival.local_idx, place, spec, -1) if flat else _none(rows, torch.int32),
@@ -95,7 +100,7 @@ def _none(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _arrange(values: Tensor, place: Placement, spec: Spec, fill: float) -> Tensor:
-    return take_values(values, place.gather, fill) if spec.placed else values.clone()
+    return take_values(values, place.gather, fill) if spec.placed else values
 
 
 def _weights(arrival: Arrival, place: Placement, spec: Spec, num_rows: int) -> Tensor:

@@ -14,15 +14,15 @@ from torch.profiler import record_function
 
 from tokenyard.config import Config
 from tokenyard.engines import header as head
-from tokenyard.engines.arrival import Arrival, count_arrivals, num_result_rows, settle, trusted
-from tokenyard.engines.departure import Departure, counts_by_rank, depart, routing_of, ways_back
+from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
+from tokenyard.engines.departure import Departure, counts_by_rank, depart, ways_back
 from tokenyard.engines.header import Fingerprint
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.layout import (
     host_ints,
 )
-from tokenyard.rows import Payload, RowFormat, as_bytes, sum_rows
+from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
 
@@ -59,7 +59,7 @@ class CollectiveEngine:
         with record_function("tokenyard.dispatch.pack"):
             form = self._format(payload, routed=True, weighted=weights is not None)
             send = self._buffer("send", form, departure.token.numel(), payload.x.device)
-            form.pack(payload, departure.token, routing_of(departure, self.config), send)
+            form.pack(payload, departure.token, Routing(departure.topk_idx, departure.weights), send)
         with record_function("tokenyard.dispatch.counts"):
             everybody = headers()
             spans, pairs = self._spans(departure, everybody, spec)
@@ -67,9 +67,9 @@ class CollectiveEngine:
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             if not spec.exact:
                 form.token(recv).fill_(-1)
-                form.local_idx(recv).fill_(-1)
+                form.topk_idx(recv).fill_(-1)
             rows = self._exchange(send, recv, spans, "dispatch")
-            returns = ways_back(departure, self.config)
+            returns = ways_back(departure, spec, self.config)
             rows()
         with record_function("tokenyard.dispatch.place"):
             routing = 0 if everybody is None else head.routing_of(everybody)
@@ -351,10 +351,12 @@ class CollectiveEngine:
             source = ranks.repeat_interleave(repeats, output_size=recv.shape[0])
         else:
             source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
+        token, topk_idx, carried = form.routing(recv)
+        local_idx, weights = localise(topk_idx, carried, self.config)
         return Arrival(
-            token=form.token(recv).clone(),
-            local_idx=trusted(form.local_idx(recv), self.config.num_local_experts),
-            weights=form.weights(recv).clone() if form.weighted else None,
+            token=token,
+            local_idx=local_idx,
+            weights=weights,
             source_rank=source,
         )
 

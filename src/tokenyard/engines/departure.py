@@ -12,21 +12,21 @@ from tokenyard.handle import Spec
 from tokenyard.layout import (
     count_keys,
     first_experts,
-    group_rows,
     merge_picks,
+    return_places,
     send_order,
     send_order_static,
     tokens_in_ranks,
 )
-from tokenyard.rows import Routing, take_values
+from tokenyard.rows import take_values
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
     """Rows that leave this rank, by destination and then token."""
 
-    destination: Tensor  # [S]
     token: Tensor  # [S], -1 on unused places
+    in_ranks: Tensor  # [T, R] bool, which ranks each token goes to
     counts: Tensor  # [R] rows to each rank
     topk_idx: Tensor  # [T, K] merged
     weights: Tensor | None  # [T, K] merged
@@ -38,29 +38,14 @@ def depart(topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config)
     inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
     merged = merge_picks(inside, weights, static=not spec.exact)
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
-    if spec.exact:
-        destination, token = send_order(in_ranks)
-    else:
-        destination, token = send_order_static(in_ranks, config.max_tokens_per_rank)
-    return Departure(destination, token, in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
+    token = send_order(in_ranks) if spec.exact else send_order_static(in_ranks, config.max_tokens_per_rank)
+    return Departure(token, in_ranks, in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
 
 
-def routing_of(departure: Departure, config: Config) -> Routing:
-    """Ids as the receiver counts them, and weights, for each row sent."""
-    lo = first_experts(departure.destination, config.num_experts, config.world_size).unsqueeze(1)
-    hi = first_experts(departure.destination + 1, config.num_experts, config.world_size).unsqueeze(1)
-    picked = take_values(departure.topk_idx, departure.token, -1)
-    here = (picked >= lo) & (picked < hi)
-    weights = departure.weights
-    if weights is not None:
-        weights = torch.where(here, take_values(weights, departure.token, 0.0), 0.0)
-    return Routing(departure.token, torch.where(here, picked - lo, -1), weights)
-
-
-def ways_back(departure: Departure, config: Config) -> Tensor:
+def ways_back(departure: Departure, spec: Spec, config: Config) -> Tensor:
     """Where each token's rows will come back: ``Plan.returns``."""
-    most = min(config.num_topk, config.world_size)
-    return group_rows(departure.token, departure.topk_idx.shape[0], most)
+    stride = None if spec.exact else config.max_tokens_per_rank
+    return return_places(departure.in_ranks, stride, min(config.num_topk, config.world_size))
 
 
 def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
