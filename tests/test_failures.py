@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, make, meet
+from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, meet
 from tokenyard import api
 from tokenyard.testing import Ranks, distributed_test
 
@@ -43,6 +43,7 @@ class Plot:
         x.requires_grad_(self.point == "backward")  # only then: the first use of autograd costs a second per process
         idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of every rank
         idx = idx.expand(x.shape[0], -1)
+        gloo(self.ranks)  # making the group needs everybody
         self.at("construction")
         self._inside(api, "choose", before="connection")
         ep = self.ep = make(self.ranks, hidden=hidden, timeout=self.timeout)

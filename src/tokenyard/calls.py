@@ -35,7 +35,7 @@ class Calls:
 
     def __init__(self, config: Config, engine: CollectiveEngine) -> None:
         self.config, self.engine = config, engine
-        self.lane = Lane()
+        self.lane = Lane(threaded=engine.waits_on_host)
         self.number = ops.enlist(self)
         self.gone = ""
         self._lost: PeerTimeout | None = None

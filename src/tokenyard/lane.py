@@ -1,7 +1,7 @@
 """The order of calls on one object: one after the other, whether the caller waits or not.
 
-On the CPU an asynchronous call runs on a thread of the object's own; on a GPU it is issued on a communication stream. A
-synchronous call comes after every call started before it.
+Over gloo an asynchronous call runs on a thread of the object's own; over NCCL it is issued on a communication stream (CUDA
+tensors have that stream either way). A synchronous call comes after every call started before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class When:
 class Lane:
     """Runs calls in program order. Not for two threads at once: that raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, threaded: bool) -> None:
+        """``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread of their own."""
+        self._threaded = threaded
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -46,20 +48,20 @@ class Lane:
         self._last: Future[Any] | None = None
         self._tickets = 0
 
-    @property
-    def outstanding(self) -> int:
-        """Calls started and not yet waited for."""
-        return len(self._started)
-
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
         with self._alone():
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
+            stream = None if self._stream is None else torch.cuda.current_stream()
+            if stream is not None and self._stream is not None:
+                stream.wait_stream(self._stream)
+
+            def body() -> Any:
+                with torch.cuda.stream(stream), torch.no_grad():
+                    return call()
+
             if self._last is not None and not self._last.done():
-                return self._submit(call).result()
-            with torch.no_grad():
-                return call()
+                return self._submit(body).result()
+            return body()
 
     @contextmanager
     def _alone(self) -> Generator[None, None, None]:
@@ -92,53 +94,43 @@ class Lane:
             )
         self._tickets += 1
         ticket = self._tickets
-        if device.type == "cuda":
-            self._started[ticket] = self._start_on_stream(ticket, call, device, after)
-        else:
-            self._started[ticket] = self._submit(call, after)
+        body = self._on_stream(ticket, call, device, after) if device.type == "cuda" else _on_host(call, after)
+        self._started[ticket] = self._submit(body) if self._threaded else _made(body)
         return ticket
 
-    def _submit(self, call: Callable[[], Any], after: Waitable | None = None) -> Future[Any]:
+    def _submit(self, body: Callable[[], Any]) -> Future[Any]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenyard")
-
-        def body() -> Any:
-            if after is not None:
-                after.wait()
-            with torch.no_grad():
-                return call()
-
         self._last = self._pool.submit(body)
         return self._last
 
-    def _start_on_stream(
+    def _on_stream(
         self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
-    ) -> Future[Any]:
+    ) -> Callable[[], Any]:
+        """``call`` on the communication stream, behind what the current stream holds now (or behind ``after``)."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        done: Future[Any] = Future()
-        if after is None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            if after is not None:
-                after.wait()
-            try:
-                done.set_result(call())
-            except Exception as error:
-                done.set_exception(error)
-            event = torch.cuda.Event()
-            event.record()
-        self._issued[ticket] = (event, call)  # the call holds its inputs, which the stream still reads
-        return done
+        stream, ready, done = self._stream, torch.cuda.Event(), torch.cuda.Event()
+        ready.record()
+        self._issued[ticket] = (done, call)  # the call holds its inputs, which the stream still reads
+
+        def body() -> Any:
+            with torch.cuda.stream(stream), torch.no_grad():
+                (ready if after is None else after).wait()
+                try:
+                    return call()
+                finally:
+                    done.record()
+
+        return body
 
     def take(self, ticket: int) -> Any:
         """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
         future = self._started.pop(ticket)
         issued = self._issued.pop(ticket, None)
-        if issued is not None:
-            issued[0].wait()
         result = future.result()
         if issued is not None:
+            issued[0].wait()
             _keep_for(result, torch.cuda.current_stream())
         return result
 
@@ -153,6 +145,26 @@ class Lane:
         """Finish what was started."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], Any]:
+    def body() -> Any:
+        if after is not None:
+            after.wait()
+        with torch.no_grad():
+            return call()
+
+    return body
+
+
+def _made(body: Callable[[], Any]) -> Future[Any]:
+    """A future of a call that is made here and now."""
+    done: Future[Any] = Future()
+    try:
+        done.set_result(body())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def _keep_for(result: Any, stream: torch.cuda.Stream) -> None:

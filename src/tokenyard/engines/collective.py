@@ -42,6 +42,11 @@ class CollectiveEngine:
         self._staging: dict[str, Tensor] = {}
 
     @property
+    def waits_on_host(self) -> bool:
+        """Whether the host waits while rows move."""
+        return self._wire.counts_on_host
+
+    @property
     def buffer_bytes(self) -> int:
         """Host staging kept between calls. No symmetric memory."""
         return sum(buffer.numel() for buffer in self._staging.values())
