@@ -1,0 +1,37 @@
+"""What users copy must run: the README's example and the files under ``examples/``, as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    assert len(blocks[0].splitlines()) <= 16
+    script = tmp_path / "example.py"
+    script.write_text(blocks[0])
+    out = run(*TORCHRUN, str(script))
+    assert out.count("torch.Size([1000, 512])") == 2
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
+def test_grouped_matmul(launcher: list[str]) -> None:
+    out = run(*launcher, str(ROOT / "examples" / "grouped_matmul.py"))
+    assert out.count("relative error") == 2
