@@ -19,7 +19,7 @@ bench: $(VENV)/.ready
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # On a machine with GPUs, in the environment at hand: the same test bodies over NCCL, and over gloo where ranks outnumber GPUs.
 test-gpu:
