@@ -77,7 +77,7 @@ class Calls:
         self, payload: Payload, plan: Plan, spec: Spec, raw: bool, ticket: int, mode: Quantize | None = None
     ) -> Payload:
         """A cached dispatch, or the result of the one behind ``ticket``."""
-        return self._run(lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw), ticket)
+        return self._run(lambda: self.engine.redispatch(_cast(payload, mode), plan, spec, mode=mode, raw=raw), ticket)
 
     def run_combine(
         self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
@@ -175,7 +175,7 @@ class Calls:
                 )
                 received = Payload(x, scales if scales.dim() == 2 else None)
             else:
-                received = self.run_redispatch(_cast(payload, mode), plan, spec, False, ticket, mode)
+                received = self.run_redispatch(payload, plan, spec, False, ticket, mode)
             return self._fields(payload, received, handle)
 
         return self._received(finish, when, ticket)
