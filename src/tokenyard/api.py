@@ -12,11 +12,12 @@ from torch import Tensor
 from tokenyard import checks
 from tokenyard.calls import Calls, in_arrival_order
 from tokenyard.config import Config
-from tokenyard.engines.collective import CACHED, COMBINE, DISPATCH, CollectiveEngine
-from tokenyard.engines.select import ENGINES, choose
+from tokenyard.engines.header import CACHED, COMBINE, DISPATCH
+from tokenyard.engines.select import ENGINES, Asked, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.lane import Waitable, When
+from tokenyard.memory.base import MemoryGroup
 from tokenyard.rendezvous import agree, open_store
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
@@ -38,8 +39,10 @@ class ExpertParallel:
         hidden: H, channels of a token.
         num_topk: K, picks per token.
         max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
-        engine: "auto" or "collective".
-        timeout: seconds that a silent peer is waited for (gloo; over NCCL the group's watchdog decides).
+        engine: "auto", "collective" or "nvlink" (GPUs that map each other's memory). "auto" takes nvlink where it can work.
+        buffer_bytes: symmetric memory for rings (nvlink), whatever the batch. Default: 128 MiB.
+        num_sms: multiprocessors that kernels may fill (nvlink). Default: all.
+        timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
         device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
 
     Attributes:
@@ -47,34 +50,39 @@ class ExpertParallel:
 
     Raises:
         ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError: another rank refused.
-        PeerTimeout: a rank did not come.
+        PeerTimeout: a rank did not come. NotSupported: the engine asked for cannot work here; says why.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | MemoryGroup | None = None,
         *,
         num_experts: int,
         hidden: int,
         num_topk: int,
         max_tokens_per_rank: int,
         engine: str = "auto",
+        buffer_bytes: int | None = None,
+        num_sms: int | None = None,
         timeout: float = 30.0,
         device: torch.device | str | None = None,
     ) -> None:
         self.group = _resolve_group(group)
-        self.rank, self.world_size = (0, 1) if self.group is None else (dist.get_rank(self.group), self.group.size())
+        self.rank, self.world_size = _place_in(self.group)
         sizes = {
             "num_experts": num_experts,
             "hidden": hidden,
             "num_topk": num_topk,
             "max_tokens_per_rank": max_tokens_per_rank,
         }
-        store = None if self.group is None else open_store(self.group, self.rank)
+        store = _store_of(self.group, self.rank)
+        optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms}
         refusal: ValueError | None = None
         where: torch.device | None = None
         try:
-            checks.check_sizes(sizes, timeout)
+            checks.check_sizes(
+                {**sizes, **{name: value for name, value in optional.items() if value is not None}}, timeout
+            )
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
             where = None if device is None else _indexed(device)
@@ -82,14 +90,14 @@ class ExpertParallel:
             refusal = error
         if store is not None:
             waits = timeout if refusal is None else 0.0
-            agree(store, self.rank, self.world_size, {**sizes, "engine": engine}, str(refusal or ""), waits)
+            agree(store, self.rank, self.world_size, {**sizes, **optional, "engine": engine}, str(refusal or ""), waits)
         if refusal is not None:
             raise refusal
         self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
-        choice = choose(self.group, store, self.config, where)
-        self.device, self.engine, self.why = choice.device, "collective", f"collective: {choice.why}"
+        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms))
         self._stats = Stats.zeros(self.rank, self.world_size)
-        self._calls = Calls(self.config, CollectiveEngine(self.config, choice.wire, self._stats))
+        self._calls = Calls(self.config, choice.make(self._stats))
+        self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
         if self.rank == 0:
             _log.info(self.why)
 
@@ -125,6 +133,8 @@ class ExpertParallel:
             capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
             quantize: cast plain rows in the send.
             async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
+            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, ``FLAT``, T <= M): no copy. They are good until
+                this object's next dispatch with ``in_place=True``; using them later raises.
             after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
 
         Raises:
@@ -135,7 +145,7 @@ class ExpertParallel:
         self._calls.check_open()
         when, known = When(async_op or return_hook, after), None
         try:
-            checks.check_call(in_place, after)
+            checks.check_after(after)
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
             if handle is not None:
@@ -147,12 +157,15 @@ class ExpertParallel:
                 weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
                 spec = checks.check_spec(layout, exact, expert_alignment, capacity)
                 checks.check_bound(payload.x.shape[0], spec, self.config)
+            if in_place:
+                shown = spec if known is None else known.spec
+                checks.check_in_place(self.engine, shown, payload, topk_weights, self.config)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact is not False, error) from None
         if known is not None:
-            return self._calls.redispatch(payload, quantize, known, when)
+            return self._calls.redispatch(payload, quantize, known, when, in_place)
         assert topk_idx is not None
-        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, when)
+        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, when, in_place)
 
     @overload
     def combine(
@@ -216,7 +229,7 @@ class ExpertParallel:
         """
         self._calls.check_open()
         try:
-            checks.check_call(False, after)
+            checks.check_after(after)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
@@ -237,7 +250,7 @@ class ExpertParallel:
         return combined if when.later or reduce is not None else combined.x
 
     def warmup(self) -> None:
-        """Collective: set up connections, so that the first real call does not pay for them."""
+        """Collective: set up connections and compile kernels, so that the first real call does not pay for them."""
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
         recv = self.dispatch(x, torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device))
@@ -271,14 +284,12 @@ class ExpertParallel:
 
     @property
     def active_ranks(self) -> list[bool]:
-        """Which ranks take part: all, with this engine."""
+        """Which ranks take part: all, with these engines."""
         return [True] * self.world_size
 
     def mask(self, rank: int) -> None:
-        """Leave a dead rank out. Not with this engine."""
-        raise NotSupported(
-            f"engine 'collective' cannot go on without rank {rank}; the low-latency path of the nvlink engine can"
-        )
+        """Leave a dead rank out. Not with these engines."""
+        raise NotSupported(f"engine {self.engine!r} cannot go on without rank {rank}; the low-latency engine can")
 
     unmask = mask
 
@@ -302,8 +313,23 @@ class ExpertParallel:
             )
 
 
-def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    if group is None:
+        return 0, 1
+    return (group.rank(), group.size()) if isinstance(group, MemoryGroup) else (dist.get_rank(group), group.size())
+
+
+def _store_of(group: dist.ProcessGroup | MemoryGroup | None, rank: int) -> dist.Store | None:
+    if group is None:
+        return None
+    return group.open_store() if isinstance(group, MemoryGroup) else open_store(group, rank)
+
+
+def _resolve_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGroup | MemoryGroup | None:
     """The group to work in; None if this process is alone."""
+    if isinstance(group, MemoryGroup):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ValueError(

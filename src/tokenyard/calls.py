@@ -16,12 +16,11 @@ from torch import Tensor
 from tokenyard import ops
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
-from tokenyard.engines.collective import CollectiveEngine
+from tokenyard.engines.base import Engine
 from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.lane import NO_TICKET, Lane, When
 from tokenyard.layout import merge_weights
-from tokenyard.quant import quantize
 from tokenyard.results import Combined, Received, received_fields
 from tokenyard.rows import Payload, take_values
 from tokenyard.types import Layout, Quantize
@@ -33,7 +32,7 @@ _PLAN = len(Plan._fields)
 class Calls:
     """Makes calls on an engine in program order."""
 
-    def __init__(self, config: Config, engine: CollectiveEngine) -> None:
+    def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self.lane = Lane(threaded=engine.waits_on_host)
         self.number = ops.enlist(self)
@@ -64,20 +63,36 @@ class Calls:
     # Called by the operators
 
     def run_dispatch(
-        self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None, ticket: int
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        ticket: int,
+        in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         """A fresh dispatch, or the result of the one behind ``ticket``."""
 
         def call() -> tuple[Payload, Plan, Arrived]:
-            return self.engine.dispatch(_cast(payload, mode), topk_idx, weights, spec, mode)
+            return self.engine.dispatch(payload, topk_idx, weights, spec, mode, in_place=in_place)
 
         return self._run(call, ticket)
 
     def run_redispatch(
-        self, payload: Payload, plan: Plan, spec: Spec, raw: bool, ticket: int, mode: Quantize | None = None
+        self,
+        payload: Payload,
+        plan: Plan,
+        spec: Spec,
+        raw: bool,
+        ticket: int,
+        mode: Quantize | None = None,
+        in_place: bool = False,
     ) -> Payload:
         """A cached dispatch, or the result of the one behind ``ticket``."""
-        return self._run(lambda: self.engine.redispatch(_cast(payload, mode), plan, spec, mode=mode, raw=raw), ticket)
+        return self._run(
+            lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw, in_place=in_place), ticket
+        )
 
     def run_combine(
         self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
@@ -116,12 +131,13 @@ class Calls:
         spec: Spec,
         mode: Quantize | None,
         when: When,
+        in_place: bool = False,
     ) -> Received:
-        """A fresh dispatch of checked arguments."""
-        tracked = _tracks(payload.x, weights)
+        """A fresh dispatch of checked arguments. ``in_place`` ones are not tracked."""
+        tracked = not in_place and _tracks(payload.x, weights)
         still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
         ticket = self.lane.begin(
-            self._watched(lambda: self.engine.dispatch(_cast(still, mode), topk_idx, fixed, spec, mode)),
+            self._watched(lambda: self.engine.dispatch(still, topk_idx, fixed, spec, mode, in_place=in_place)),
             payload.x.device,
             when,
         )
@@ -142,7 +158,7 @@ class Calls:
                 scales = flat[1] if flat[1].dim() == 2 else None
                 moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
             else:
-                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket)
+                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place)
             received, plan, arrived = moved
             handle = Handle(
                 owner=self.number,
@@ -158,24 +174,26 @@ class Calls:
 
         return self._received(finish, when, ticket)
 
-    def redispatch(self, payload: Payload, mode: Quantize | None, handle: Handle, when: When) -> Received:
+    def redispatch(
+        self, payload: Payload, mode: Quantize | None, handle: Handle, when: When, in_place: bool = False
+    ) -> Received:
         """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
         plan, spec = handle.plan, handle.spec
         still = Payload(payload.x.detach(), payload.scales)
         ticket = self.lane.begin(
-            self._watched(lambda: self.engine.redispatch(_cast(still, mode), plan, spec, mode=mode)),
+            self._watched(lambda: self.engine.redispatch(still, plan, spec, mode=mode, in_place=in_place)),
             payload.x.device,
             when,
         )
 
         def finish() -> dict[str, Any]:
-            if mode is None and _tracks(payload.x):
+            if mode is None and not in_place and _tracks(payload.x):
                 x, scales = ops.redispatch_op(
                     payload.x, payload.scales, list(plan), self.number, ops.spec_numbers(spec), False, ticket
                 )
                 received = Payload(x, scales if scales.dim() == 2 else None)
             else:
-                received = self.run_redispatch(payload, plan, spec, False, ticket, mode)
+                received = self.run_redispatch(payload, plan, spec, False, ticket, mode, in_place)
             return self._fields(payload, received, handle)
 
         return self._received(finish, when, ticket)
@@ -267,13 +285,6 @@ class Calls:
 def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
     """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
     return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0) if handle.spec.placed else reduce_weights
-
-
-def _cast(payload: Payload, mode: Quantize | None) -> Payload:
-    if mode is None:
-        return payload
-    cast = quantize(payload.x, mode)
-    return Payload(cast.data, cast.scales)
 
 
 def _detached(value: Any) -> Any:

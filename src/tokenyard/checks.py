@@ -29,12 +29,30 @@ def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
         raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
 
 
-def check_call(in_place: bool, after: Any) -> None:
-    """Where results may live, and what a call may have to wait for."""
-    if in_place:
-        raise NotSupported("engine 'collective' has no symmetric memory for in_place=True; the nvlink engine does")
+def check_after(after: Any) -> None:
+    """What a call may have to wait for."""
     if after is not None and not callable(getattr(after, "wait", None)):
         raise ValueError(f"after ({after!r}) must be an event or something else with wait()")
+
+
+def check_in_place(engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config) -> None:
+    """Whether rows can be left in symmetric memory."""
+    if engine != "nvlink":
+        raise NotSupported(f"engine {engine!r} has no symmetric memory for in_place=True; the nvlink engine does")
+    if spec.layout is not Layout.FLAT:
+        raise NotSupported(
+            f"engine 'nvlink' leaves only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
+        )
+    if payload.x.shape[0] > config.max_tokens_per_rank:
+        raise ValueError(
+            f"{payload.x.shape[0]} tokens, but in_place=True has room for max_tokens_per_rank={config.max_tokens_per_rank}; "
+            "make it larger, split the batch, or use in_place=False"
+        )
+    given = [t for t in (payload.x, topk_weights) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        raise ValueError(
+            "in_place=True cannot be differentiated: the rows would be gone in the backward; use in_place=False"
+        )
 
 
 def _tensor(name: str, value: Any, dim: int) -> Tensor:

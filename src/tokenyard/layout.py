@@ -53,6 +53,15 @@ def pick_owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     return torch.where(topk_idx < 0, -1, owner)
 
 
+def power_of_two_at_least(value: int) -> int:
+    """The smallest power of two that is at least ``value``, and at least 1.
+
+    >>> [power_of_two_at_least(n) for n in (0, 1, 5, 8)]
+    [1, 1, 8, 8]
+    """
+    return 1 << max(value - 1, 0).bit_length()
+
+
 class Merged(NamedTuple):
     """Picks after duplicates within a token were merged."""
 

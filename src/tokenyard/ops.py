@@ -77,6 +77,11 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device) if tensor is None else tensor
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """Engines share what is empty; results of an operator must not alias."""
+    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
 # dispatch
 
 
@@ -100,7 +105,7 @@ def dispatch_op(
     mode = Quantize(quantize) if quantize else None
     calls, payload = _owner(owner), Payload(x, scales)
     payload, plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
-    return (payload.x, _or_empty(payload.scales, x), *plan, *arrived)
+    return (payload.x, _or_empty(payload.scales, x), *map(_own, (*plan, *arrived)))
 
 
 @register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -114,9 +119,10 @@ def _(
     quantize: int,
     ticket: int,
 ) -> tuple[Tensor, ...]:
-    wanted, config = _spec(spec), _owner(owner).config
+    wanted, engine = _spec(spec), _owner(owner).engine
+    config = engine.config
     size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
-    sent, arrived = (_new_size(), _new_size()) if wanted.exact else (config.padded_rows, config.padded_rows)
+    route, route_dtype, arrived = engine.route_shapes(topk_idx.shape[0], wanted, _new_size)
     grows = wanted.exact and wanted.layout is Layout.EXPERT_MAJOR
     rows = _new_size() if grows else num_result_rows(wanted, config, None, arrived)
     flat, placed = wanted.layout is Layout.FLAT, wanted.placed
@@ -137,8 +143,8 @@ def _(
         x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
         x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
         torch.empty(2 * size + 1 + (local if wanted.exact else 0), dtype=torch.int64, device="cpu"),
-        ints(sent),
-        ints(topk_idx.shape[0], min(top, size)),
+        x.new_empty(route, dtype=route_dtype),
+        ints(topk_idx.shape[0] if engine.returns_width else 0, engine.returns_width),
         table(arrived, width),
         table(arrived, width),
         table(rows),
@@ -303,7 +309,7 @@ def _(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    num_tokens = Plan(*plan).returns.shape[0]
+    num_tokens = Plan(*plan).first_pick.shape[0]
     reduced = (0,) if reduce_weights is None else (num_tokens, reduce_weights.shape[1])
     return rows.new_empty((num_tokens, rows.shape[1])), rows.new_empty(reduced, dtype=torch.float32)
 

@@ -7,6 +7,7 @@ peer), place (one gather). A cached dispatch starts at pack; combine goes the sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,16 @@ from tokenyard.config import Config
 from tokenyard.engines import header as head
 from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
 from tokenyard.engines.departure import Departure, counts_by_rank, depart, ways_back
-from tokenyard.engines.header import Fingerprint
+from tokenyard.engines.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.layout import (
     host_ints,
 )
+from tokenyard.quant import quantize
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
-
-DISPATCH, CACHED, COMBINE = range(3)
 
 
 class CollectiveEngine:
@@ -51,12 +51,25 @@ class CollectiveEngine:
         """Host staging kept between calls. No symmetric memory."""
         return sum(buffer.numel() for buffer in self._staging.values())
 
+    @property
+    def returns_width(self) -> int:
+        """Most ranks that a token can go to."""
+        return min(self.config.num_topk, self.config.world_size)
+
     # Three collective calls
 
     def dispatch(
-        self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and weights."""
+        payload = _cast(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             departure = depart(topk_idx, weights, spec, self.config)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
@@ -81,19 +94,27 @@ class CollectiveEngine:
             return self._arrive(form, recv, spans, pairs, departure, returns, routing, spec)
 
     def redispatch(
-        self, payload: Payload, plan: Plan, spec: Spec, *, mode: Quantize | None = None, raw: bool = False
+        self,
+        payload: Payload,
+        plan: Plan,
+        spec: Spec,
+        *,
+        mode: Quantize | None = None,
+        raw: bool = False,
+        in_place: bool = False,
     ) -> Payload:
         """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout.
 
         Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
         """
+        payload = _cast(payload, mode)
         with record_function("tokenyard.redispatch"):
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             form = self._format(payload)
             spans = self._known_spans(plan, spec)
-            send = self._buffer("send", form, plan.send_tokens.numel(), payload.x.device)
-            form.pack(payload, plan.send_tokens, None, send)
+            send = self._buffer("send", form, plan.route.numel(), payload.x.device)
+            form.pack(payload, plan.route, None, send)
             recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
             agreed()
             self._exchange(send, recv, spans, "cached dispatch")()
@@ -127,7 +148,7 @@ class CollectiveEngine:
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
             spans = self._known_spans(plan, spec).reversed()
             send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
-            recv = self._buffer("recv", form, plan.send_tokens.numel(), rows.device)
+            recv = self._buffer("recv", form, plan.route.numel(), rows.device)
             agreed()
             self._exchange(send, recv, spans, "combine")()
             shape = (plan.returns.shape[0], rows.shape[1])
@@ -143,7 +164,7 @@ class CollectiveEngine:
         """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
         if not self._has_headers(op, exact):
             return False
-        fingerprint = Fingerprint(op, self._calls, *[0] * 12)
+        fingerprint = Fingerprint(op, self._calls, *[0] * 13)
         self._calls += 1
         header = head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, 0)
         head.refuse(header, reason)
@@ -163,6 +184,11 @@ class CollectiveEngine:
         self._wire.close()
         self._staging.clear()
 
+    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
+        sent, arrived = (new_size(), new_size()) if spec.exact else (self.config.padded_rows, self.config.padded_rows)
+        return (sent,), torch.int64, arrived
+
     # Before rows move
 
     def _has_headers(self, op: int, exact: bool) -> bool:
@@ -178,24 +204,9 @@ class CollectiveEngine:
         plan: Plan | None = None,
         scaled: bool = False,
     ) -> Fingerprint:
-        scales = payload.scales
         self._calls += 1
-        return Fingerprint(
-            op=op,
-            call=self._calls - 1,
-            routing=-1 if plan is None else int(plan.splits[2 * self.config.world_size]),
-            scaled=int(scaled),
-            dtype=head.DTYPES.index(payload.x.dtype),
-            hidden=payload.x.shape[1],
-            scale_words=0 if scales is None else scales.shape[1],
-            scale_dtype=0 if scales is None else head.DTYPES.index(scales.dtype),
-            layout=spec.layout.value,
-            exact=int(spec.exact),
-            expert_alignment=spec.expert_alignment,
-            capacity=-1 if spec.capacity is None else spec.capacity,
-            quantize=0 if mode is None else mode.value,
-            weighted=int(weighted),
-        )
+        routing = -1 if plan is None else int(plan.splits[2 * self.config.world_size])
+        return head.fingerprint_of(op, self._calls - 1, payload, spec, mode, weighted, routing, scaled)
 
     def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
         """Where headers are cheap, agree on the call before any row moves; the function returned waits for the verdict."""
@@ -332,7 +343,7 @@ class CollectiveEngine:
         splits = torch.tensor([*spans.send_counts, *spans.recv_counts, routing])
         plan = Plan(
             splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
-            send_tokens=departure.token,
+            route=departure.token,
             returns=returns,
             slots=place.slots,
             picks=place.picks,
@@ -387,3 +398,10 @@ class CollectiveEngine:
         if reduce_weights is not None:
             form.weights(send).copy_(reduce_weights)
         return send
+
+
+def _cast(payload: Payload, mode: Quantize | None) -> Payload:
+    if mode is None:
+        return payload
+    cast = quantize(payload.x, mode)
+    return Payload(cast.data, cast.scales)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import Mismatch, PeerError
+from tokenyard.handle import Spec
 from tokenyard.layout import host_ints
+from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 MAGIC = 0x746F6B656E796472
@@ -31,9 +33,10 @@ DTYPES = (
     torch.int32,
 )
 OPS = ("dispatch", "cached dispatch", "combine")
+DISPATCH, CACHED, COMBINE = range(3)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fingerprint:
     """What all ranks must agree on in one call; every field is an int on the wire."""
 
@@ -51,6 +54,39 @@ class Fingerprint:
     expert_alignment: int
     capacity: int
     weighted: int
+    in_place: int
+
+
+def fingerprint_of(
+    op: int,
+    call: int,
+    payload: Payload,
+    spec: Spec,
+    mode: Quantize | None,
+    weighted: bool,
+    routing: int,
+    scaled: bool,
+    in_place: bool = False,
+) -> Fingerprint:
+    """The fingerprint of one call. ``routing`` is the digest that a handle knows, -1 without one."""
+    scales = payload.scales
+    return Fingerprint(
+        op=op,
+        call=call,
+        routing=routing,
+        scaled=int(scaled),
+        dtype=DTYPES.index(payload.x.dtype),
+        hidden=payload.x.shape[1],
+        scale_words=0 if scales is None else scales.shape[1],
+        scale_dtype=0 if scales is None else DTYPES.index(scales.dtype),
+        layout=spec.layout.value,
+        exact=int(spec.exact),
+        expert_alignment=spec.expert_alignment,
+        capacity=-1 if spec.capacity is None else spec.capacity,
+        quantize=0 if mode is None else mode.value,
+        weighted=int(weighted),
+        in_place=int(in_place),
+    )
 
 
 _SHOWN: dict[str, Callable[[int], object]] = {
@@ -61,6 +97,7 @@ _SHOWN: dict[str, Callable[[int], object]] = {
     "layout": lambda value: Layout(value).name,
     "exact": bool,
     "weighted": bool,
+    "in_place": bool,
     "quantize": lambda value: Quantize(value).name if value else None,
     "scaled": bool,
     "capacity": lambda value: None if value == -1 else value,
@@ -77,8 +114,9 @@ _NAMED = {
 
 _NAMES = tuple(f.name for f in fields(Fingerprint))
 _FINGERPRINT = 1
-_STATUS = _FINGERPRINT + len(_NAMES)
-_TEXT = _STATUS + 4
+STATUS = _FINGERPRINT + len(_NAMES)
+"""This word says whether the rank goes on; two more say where and what a bad id is."""
+_TEXT = STATUS + 4
 ROUTING = _TEXT + TEXT_WORDS
 """Digest of the sender's routing. All of them together tell one routing from another, on every rank alike."""
 NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
@@ -86,21 +124,27 @@ COUNTS = NUM_ROWS + 1
 """From this word on: rows for each of the receiver's experts."""
 
 OK, REFUSED, BAD_INDEX = 0, 1, 2
+_NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
 
 
 def blank(fingerprint: Fingerprint, num_ranks: int, num_counts: int, num_tokens: int) -> Tensor:
     """Headers for all ranks with no rows announced: int64 ``[R, words]`` on the CPU."""
     header = torch.zeros(num_ranks, COUNTS + num_counts, dtype=torch.int64)
     header[:, 0] = MAGIC
-    header[:, _FINGERPRINT:_STATUS] = torch.tensor(astuple(fingerprint))
+    header[:, _FINGERPRINT:STATUS] = torch.tensor(astuple(fingerprint))
     header[:, NUM_TOKENS] = num_tokens
     return header
+
+
+def words_of(fingerprint: Fingerprint, num_tokens: int) -> list[int]:
+    """The words of one header up to :data:`NUM_ROWS`, as :func:`blank` fills them."""
+    return [MAGIC, *(getattr(fingerprint, name) for name in _NAMES), *_NO_WORDS, num_tokens]
 
 
 def refuse(header: Tensor, reason: str) -> None:
     """Mark the header: this rank's arguments were refused, for ``reason``."""
     text = reason.encode()[: 8 * TEXT_WORDS].ljust(8 * TEXT_WORDS, b"\0")
-    header[:, _STATUS] = REFUSED
+    header[:, STATUS] = REFUSED
     header[:, _TEXT : _TEXT + TEXT_WORDS] = torch.frombuffer(bytearray(text), dtype=torch.int64)
 
 
@@ -114,8 +158,13 @@ def digest(topk_idx: Tensor) -> Tensor:
 
 def routing_of(headers: Tensor) -> int:
     """One number for the routing of all ranks, from ``headers [R, words]``; at least 0."""
+    return mixed(host_ints(headers[:, ROUTING]))
+
+
+def mixed(digests: list[int]) -> int:
+    """One number for the digests of all ranks, by rank; at least 0."""
     total = 0
-    for digest_of_rank in host_ints(headers[:, ROUTING]):
+    for digest_of_rank in digests:
         total = (total * 1000003 + digest_of_rank) % (1 << 61)
     return total
 
@@ -127,10 +176,10 @@ def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
     flat = topk_idx.reshape(-1)
     bad = (flat < -1) | (flat >= num_experts)
     at = bad.to(torch.uint8).argmax()
-    header[:, _STATUS] = torch.where(bad.any(), BAD_INDEX, OK)
-    header[:, _STATUS + 1] = at
-    header[:, _STATUS + 2] = flat.gather(0, at.view(1)).long()
-    header[:, _STATUS + 3] = topk_idx.shape[1]
+    header[:, STATUS] = torch.where(bad.any(), BAD_INDEX, OK)
+    header[:, STATUS + 1] = at
+    header[:, STATUS + 2] = flat.gather(0, at.view(1)).long()
+    header[:, STATUS + 3] = topk_idx.shape[1]
 
 
 def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str:
@@ -153,14 +202,14 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
             raise PeerError(
                 f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?"
             )
-        if row[_STATUS] == REFUSED:
+        if row[STATUS] == REFUSED:
             raise PeerError(f"rank {peer} refused its side of this call: {_text(headers[peer])}")
-        if row[_STATUS] not in (OK, REFUSED, BAD_INDEX):
+        if row[STATUS] not in (OK, REFUSED, BAD_INDEX):
             raise PeerError(
-                f"rank {peer} sent a header of unknown status {row[_STATUS]}; do all ranks run the same version?"
+                f"rank {peer} sent a header of unknown status {row[STATUS]}; do all ranks run the same version?"
             )
-        if row[_STATUS] == BAD_INDEX:
-            where = bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), config.num_experts)
+        if row[STATUS] == BAD_INDEX:
+            where = bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), config.num_experts)
             raise PeerError(f"rank {peer} refused its side of this call: {where}")
     _check_agreement(rows)
     for peer, row in enumerate(rows):
@@ -168,8 +217,8 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
 
 
 def _check_own(row: list[int], num_experts: int) -> None:
-    if row[_STATUS] == BAD_INDEX:
-        raise ValueError(bad_index_text(row[_STATUS + 1], row[_STATUS + 2], max(row[_STATUS + 3], 1), num_experts))
+    if row[STATUS] == BAD_INDEX:
+        raise ValueError(bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), num_experts))
 
 
 def _text(row: Tensor) -> str:
@@ -182,12 +231,17 @@ def _check_agreement(rows: list[list[int]]) -> None:
         for peer, row in enumerate(rows):
             if row[at] != rows[0][at]:
                 raise Mismatch(
-                    f"ranks disagree on {_NAMED.get(name, name)}: "
-                    f"rank 0 says {_shown(name, rows[0][at])}, rank {peer} says {_shown(name, row[at])}"
+                    f"ranks disagree on {name_of(name)}: "
+                    f"rank 0 says {shown(name, rows[0][at])}, rank {peer} says {shown(name, row[at])}"
                 )
 
 
-def _shown(name: str, value: int) -> object:
+def name_of(field: str) -> str:
+    """A field of the fingerprint in the words of the API."""
+    return _NAMED.get(field, field)
+
+
+def shown(name: str, value: int) -> object:
     """``value`` in the words of the API, or as it is if it is none of them."""
     try:
         return _SHOWN.get(name, int)(value)

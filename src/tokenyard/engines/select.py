@@ -1,51 +1,157 @@
-"""Which engine and which wire an object works with, and why, in one sentence."""
+"""Which engine an object works with, on which device, and why, in one sentence."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tokenyard.config import Config
+from tokenyard.engines.base import Engine
+from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.wire import GlooWire, GroupWire, Wire
+from tokenyard.errors import Mismatch, NotSupported
+from tokenyard.memory.base import MemoryGroup, SymmetricMemory
+from tokenyard.memory.meeting import Meeting
+from tokenyard.memory.preflight import unreachable_pairs
+from tokenyard.stats import Stats
 
-ENGINES = ("auto", "collective")
+ENGINES = ("auto", "collective", "nvlink")
+TRITON = "3.6"
+
+
+class Asked(NamedTuple):
+    """What the caller wants; the same on every rank except ``device``."""
+
+    engine: str = "auto"
+    device: torch.device | None = None
+    buffer_bytes: int | None = None
+    num_sms: int | None = None
 
 
 class Choice(NamedTuple):
-    """A wire, the device it insists on (None: host and CUDA tensors alike), and the reason."""
+    """An engine still to be made, the device it insists on (None: host and CUDA tensors alike), and the reason."""
 
-    wire: Wire
+    make: Callable[[Stats], Engine]
     device: torch.device | None
     why: str
 
 
 def choose(
-    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None
+    group: dist.ProcessGroup | MemoryGroup | None, store: dist.Store | None, config: Config, asked: Asked
 ) -> Choice:
-    """Pick the wire for ``group`` (None: this process is alone) and the device that was asked for, if any.
+    """Pick an engine for ``group`` (None: this process is alone). Collective.
 
     Raises:
-        ValueError: the group has no backend for that device.
+        ValueError: the group has no backend for the device. NotSupported: the engine asked for cannot work here.
+        Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not come.
     """
+    if isinstance(group, MemoryGroup):
+        if asked.engine == "collective":
+            raise NotSupported(
+                "engine 'collective' needs a torch.distributed group; ranks of one process have engine 'nvlink'"
+            )
+        memory = group.open_memory(config.timeout)
+        return _nvlink(memory, config, asked, f"{config.world_size} ranks in one process, on {memory.device}")
+    gpu = _gpu(group, asked.device)
+    obstacle = "" if asked.engine == "collective" else _obstacle(gpu)
+    if asked.engine != "collective":
+        obstacle = _common_obstacle(store, config, gpu, obstacle)
+    if asked.engine == "nvlink" and obstacle:
+        raise NotSupported(f"engine 'nvlink' cannot work here: {obstacle}; engine 'collective' can")
+    if asked.engine != "collective" and not obstacle and gpu is not None:
+        from tokenyard.memory.cuda import CudaMemory
+
+        part = None if store is None else dist.PrefixStore("memory", store)
+        memory = CudaMemory(group, config.rank, config.world_size, gpu, config.timeout, store=part)
+        return _nvlink(memory, config, asked, f"{config.world_size} GPUs that map each other's memory")
+    return _collective(group, store, config, asked.device)
+
+
+# nvlink
+
+
+def _nvlink(memory: SymmetricMemory, config: Config, asked: Asked, why: str) -> Choice:
+    from tokenyard.engines.nvlink import NvlinkEngine
+    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
+
+    num_sms = min(asked.num_sms or memory.num_sms, memory.num_sms)
+    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == memory.num_sms)
+    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
+    return Choice(lambda stats: NvlinkEngine(config, memory, stats, shape, num_bytes), memory.device, f"nvlink: {why}")
+
+
+def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:
+    """The GPU that nvlink would work on."""
+    if device is None and torch.cuda.is_available() and (group is None or _accelerator(_backends(group)) is not None):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device if device is not None and device.type == "cuda" else None
+
+
+def _obstacle(gpu: torch.device | None) -> str:
+    """Why this rank cannot use nvlink; empty if it can."""
+    if gpu is None:
+        return "it needs CUDA devices, and a rank works on the CPU"
+    if importlib.util.find_spec("triton") is None:
+        return f"it needs triton {TRITON}, which is not installed: pip install 'tokenyard[cuda]'"
+    version: str = importlib.import_module("triton").__version__
+    if not version.startswith(f"{TRITON}."):
+        return f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
+    if torch.cuda.get_device_capability(gpu) < (7, 0):
+        return f"it needs compute capability 7.0, and {torch.cuda.get_device_name(gpu)} is older"
+    return ""
+
+
+def _common_obstacle(store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str) -> str:
+    """The first obstacle of any rank, or GPUs that cannot reach each other: the same verdict on every rank."""
+    if store is None:
+        return obstacle
+    size = config.world_size
+    meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
+    kind = "cpu" if gpu is None else "cuda"
+    texts: list[tuple[str, str]] = [
+        json.loads(text) for text in meeting.exchange("the choice of an engine", json.dumps([kind, obstacle]))
+    ]
+    for peer, (theirs, _) in enumerate(texts):
+        if theirs != texts[0][0]:
+            raise Mismatch(f"ranks disagree on device: rank 0 works on {texts[0][0]}, rank {peer} on {theirs}")
+    if first := next((f"{text} (rank {peer})" for peer, (_, text) in enumerate(texts) if text), ""):
+        return first
+    assert gpu is not None
+    pairs = unreachable_pairs(dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout)
+    return "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs)
+
+
+# collective
+
+
+def _collective(
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None
+) -> Choice:
+    def choice(wire: Wire, where: torch.device | None, why: str) -> Choice:
+        return Choice(lambda stats: CollectiveEngine(config, wire, stats), where, f"collective: {why}")
+
     size = config.world_size
     if group is None or store is None:
-        return Choice(GlooWire(None, 0, 1, config.timeout), device, "one rank: rows only change places")
+        return choice(GlooWire(None, 0, 1, config.timeout), device, "one rank: rows only change places")
     backends = _backends(group)
     if device is None:
         device = _accelerator(backends)
     backend = backends.get("cpu" if device is None else device.type, "")
     if backend not in ("", "gloo") and device is not None:
         why = f"{size} ranks over the group's {backend} backend on {device.type}"
-        return Choice(GroupWire(group, device, backend), device, why)
+        return choice(GroupWire(group, device, backend), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
             f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo"
         )
     why = f"{size} ranks over a gloo mesh of their own, through host memory"
-    return Choice(GlooWire(store, config.rank, size, config.timeout), device, why)
+    return choice(GlooWire(store, config.rank, size, config.timeout), device, why)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

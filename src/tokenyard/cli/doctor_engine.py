@@ -1,0 +1,160 @@
+"""Which engine a machine would get, and what a workload would need there. Pure functions of :class:`Facts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+from typing import Literal, NamedTuple
+
+import torch
+
+from tokenyard.cli.doctor_facts import Facts, gpu_pairs, pairs_text, unreachable
+from tokenyard.rows import RowFormat
+
+MIB = 1 << 20
+NVLINK_REGION_BYTES, NVLINK_CONTROL_BYTES = 128 * MIB, MIB
+
+DTYPE = torch.bfloat16
+INDEX_BYTES, WEIGHT_BYTES, SOURCE_BYTES = 8, 4, 8
+
+
+class Engine(NamedTuple):
+    """An engine's name, and why it would be chosen, in one sentence."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One MoE layer: ``tokens`` per rank of ``hidden`` bfloat16 channels, ``topk`` of ``experts``; over ``ranks``."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    ranks: int
+    layout: Literal["flat", "expert_major"] = "flat"
+
+
+class Bytes(NamedTuple):
+    """What one rank needs: tensors that dispatch and combine return, and buffers of the engine."""
+
+    rows: int
+    results: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.results + self.buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Of one rank: ``even`` if every expert is equally popular, ``most`` if every token comes here; ``free`` for it."""
+
+    even: Bytes
+    most: Bytes
+    free: int | None
+    where: str
+
+
+def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
+    """The engine that ``engine="auto"`` comes to on this machine, by default with one rank per GPU.
+
+    ``nvlink`` needs two GPUs or more that all reach each other's memory, Triton, and torch's symmetric memory. Everything
+    else is ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
+    """
+    gpus = facts.gpus or []
+    if not gpus:
+        seen = "could not tell which GPUs torch sees" if facts.gpus is None else "torch sees no GPU"
+        return Engine("collective", f"{seen}: ranks over gloo, through host memory")
+    ranks = ranks or len(gpus)
+    missing = missing_for_nvlink(facts, ranks)
+    if not missing:
+        return Engine("nvlink", f"{ranks} GPUs that all reach each other, Triton {facts.triton}, symmetric memory")
+    has_nccl = facts.torch is not None and "nccl" in facts.torch.backends
+    wire = "NCCL, one GPU per rank" if has_nccl else "gloo, through host memory, since torch has no NCCL"
+    return Engine("collective", f"over {wire}; not nvlink: {'; '.join(missing)}")
+
+
+def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
+    """Everything that keeps ``ranks`` ranks on this machine from engine ``nvlink``."""
+    gpus, missing = len(facts.gpus or []), list[str]()
+    if "nvlink" not in facts.engines:
+        missing.append("this version does not have it")
+    if facts.torch is not None and facts.torch.hip:
+        missing.append("torch is built for ROCm")
+    if ranks < 2 or gpus < 2:
+        missing.append("it takes two GPUs")
+    elif ranks > gpus:
+        missing.append(f"{ranks} ranks, but {gpus} GPUs on this host")
+    elif facts.peers is None:
+        missing.append("could not tell which GPUs reach each other")
+    bad = unreachable(facts, ranks)
+    if bad:
+        missing.append(
+            f"no peer access between GPUs {pairs_text(bad)} ({len(bad)} of {len(gpu_pairs(facts, ranks))} pairs)"
+        )
+    elif facts.peers is not None:
+        missing += facts.preflight or []
+    if facts.triton is None:
+        missing.append("Triton is not installed")
+    if facts.symmetric_memory != "":
+        missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
+    return missing
+
+
+def symmetric_bytes(workload: Workload) -> int:
+    """Symmetric memory that engine ``nvlink`` holds per GPU: a fixed region and its counters, whatever the batch."""
+    del workload
+    return NVLINK_REGION_BYTES + NVLINK_CONTROL_BYTES
+
+
+def need(workload: Workload, engine: str, facts: Facts) -> Need:
+    """Bytes that one rank needs while it dispatches and combines, and what is free for it.
+
+    Counts received rows with their routing, the combined result and the engine's buffers; not the experts' own tensors.
+    On GPUs free is what the fullest of them has left; on the CPU the host's memory is shared among the ranks.
+    """
+    w, here = workload, most_local_experts(workload)
+    reached = 1 - comb(w.experts - here, w.topk) / comb(w.experts, w.topk)
+    arrivals = (round(w.ranks * w.tokens * reached), w.ranks * w.tokens)
+    if w.layout == "flat":
+        rows = arrivals
+    else:
+        rows = (round(w.ranks * w.tokens * w.topk * here / w.experts), w.ranks * w.tokens * min(w.topk, here))
+    sent = (arrivals[0], w.tokens * min(w.topk, w.ranks))
+    both = [
+        Bytes(n, result_bytes(w, n), symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back))
+        for n, out, back in zip(rows, sent, arrivals, strict=True)
+    ]
+    free, where = _free(workload, facts)
+    return Need(even=both[0], most=both[1], free=free, where=where)
+
+
+def most_local_experts(workload: Workload) -> int:
+    """Experts of the rank that holds most."""
+    return -(-workload.experts // workload.ranks)
+
+
+def result_bytes(workload: Workload, rows: int) -> int:
+    """Fresh tensors: ``rows`` received with ids, weights and source, and ``[T, H]`` of combine."""
+    w = workload
+    routing = w.topk * (INDEX_BYTES + WEIGHT_BYTES) if w.layout == "flat" else WEIGHT_BYTES
+    row = w.hidden * DTYPE.itemsize
+    return rows * (row + routing + SOURCE_BYTES) + w.tokens * row
+
+
+def staging_bytes(workload: Workload, rows: int) -> int:
+    """Rows on the wire of engine ``collective``, sent and received together, with their routing."""
+    form = RowFormat(workload.hidden, DTYPE, picks=workload.topk, routed=True, weighted=True)
+    return rows * form.row_bytes
+
+
+def _free(workload: Workload, facts: Facts) -> tuple[int | None, str]:
+    gpus = (facts.gpus or [])[: workload.ranks]
+    if gpus:
+        known = [gpu.memory_free for gpu in gpus if gpu.memory_free is not None]
+        return (min(known) if len(known) == len(gpus) else None), "GPU"
+    return (None if facts.memory is None else facts.memory.free // workload.ranks), "host"

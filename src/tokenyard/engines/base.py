@@ -1,0 +1,98 @@
+"""What every engine does; ``ExpertParallel`` is the same above all of them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenyard.config import Config
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.rows import Payload
+from tokenyard.types import Quantize
+
+
+class Engine(Protocol):
+    """Dispatch and combine. The first four are collective; calls of one object are made one at a time, in one order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether the host waits while rows move, so that asynchronous calls need a thread."""
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes held between calls."""
+        ...
+
+    @property
+    def returns_width(self) -> int:
+        """Columns of ``Plan.returns``."""
+        ...
+
+    def dispatch(
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Payload, Plan, Arrived]:
+        """Send each token once to every rank that holds one of its experts. ``mode``: cast plain rows on the way.
+
+        ``in_place``: leave the rows in symmetric memory.
+        """
+        ...
+
+    def redispatch(
+        self,
+        payload: Payload,
+        plan: Plan,
+        spec: Spec,
+        *,
+        mode: Quantize | None = None,
+        raw: bool = False,
+        in_place: bool = False,
+    ) -> Payload:
+        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order. Rows without a source are zeros."""
+        ...
+
+    def combine(
+        self,
+        rows: Tensor,
+        plan: Plan,
+        spec: Spec,
+        *,
+        weights: Tensor | None = None,
+        reduce_weights: Tensor | None = None,
+        bias: tuple[Tensor, ...] = (),
+        out: Tensor | None = None,
+        raw: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum the rows of each token. ``weights [rows]`` are multiplied first; ``reduce_weights [Nb, K]`` are summed beside."""
+        ...
+
+    def refuse(self, op: int, exact: bool, reason: str) -> bool:
+        """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
+        ...
+
+    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on the device since the last check."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything held."""
+        ...

@@ -1,0 +1,130 @@
+"""Kernels of the nvlink engine with their constants, compiled and loaded once per kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokenyard.config import Config
+from tokenyard.engines.rings import Form, Ground
+from tokenyard.handle import Spec
+from tokenyard.kernels.combine import combine_kernel
+from tokenyard.kernels.direct import direct_kernel, unpack_kernel
+from tokenyard.kernels.dispatch import dispatch_kernel
+from tokenyard.kernels.plan import plan_kernel
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+from tokenyard.types import Layout, Quantize
+
+MOST_COMPARED, MOST_PICKS = 16384, 256
+"""Pairs of picks of a token, and picks, that a program of the plan compares at once."""
+
+Launch = Callable[..., None]
+
+
+class Launches:
+    """Makes launches and keeps them. ``memory.bind`` may wait for the device, so a kind of call is slow the first time."""
+
+    def __init__(self, config: Config, ground: Ground) -> None:
+        self._config, self._ground, self._shape = config, ground, ground.shape
+        self._kept: dict[tuple[Any, ...], Launch] = {}
+
+    def plan(self, spec: Spec, words: int, *, weighted: bool, wide: bool) -> Launch:
+        """``words``: of meta. ``wide``: ids are int64."""
+        experts, padded = spec.layout is not Layout.FLAT, spec.layout is Layout.EXPERT_PADDED
+        config, ground, top = self._config, self._ground, power_of_two_at_least(self._config.num_topk)
+        return self._bound(
+            ("plan", experts, padded, spec.exact, weighted, wide),
+            plan_kernel, self._shape.channels, 8, None,
+            lambda: {
+                "R": config.world_size, "C": self._shape.channels, "K": config.num_topk, "W": ground.header_words,
+                "MW": words, "TB": max(1, min(32, MOST_COMPARED // top**2, MOST_PICKS // top)), "KP": top,
+                "RP": ground.rank_bins, "EP": ground.expert_bins,
+                "LP": power_of_two_at_least(config.most_local_experts),
+                "CP": power_of_two_at_least(self._shape.channels), "WP": power_of_two_at_least(ground.header_words),
+                "WIDE": wide, "WEIGHTED": weighted, "EXPERTS": experts, "PADDED": padded, "HOST": spec.exact,
+            },
+        )  # fmt: skip
+
+    def dispatch(
+        self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, *, placed: bool, padding: bool,
+        fresh: bool = False, weighted: bool = False, static: bool = False,
+    ) -> Launch:  # fmt: skip
+        """``width``: of ``slots``. ``padding``: blocks end in rows of zeros."""
+        cut, config = self._shape.dispatch, self._config
+        block = min(power_of_two_at_least(form.words), cut.block)
+        key = ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static)
+        return self._bound(
+            key, dispatch_kernel, (2 * config.world_size - 1) * self._shape.channels + 1, cut.num_warps, cut.max_registers,
+            lambda: self._ring(form, cut.chunk) | {
+                "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "J": width, "H": form.hidden,
+                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": cut.chunk,
+                "B": 1 if placed or mode is not None else cut.rows_of(block), "BLOCK": block, "PLACED": placed,
+                "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
+                "MODE": 0 if mode is None else mode.value, "DTYPE": kernel_type(dtype),
+            },
+        )  # fmt: skip
+
+    def combine(
+        self, form: Form, dtype: torch.dtype, width: int, picks: int, bias: tuple[torch.dtype, ...], *, placed: bool,
+        weighted: bool,
+    ) -> Launch:  # fmt: skip
+        """``width``: of ``slots``. ``picks``: columns of reduced weights, 0 without."""
+        send, reduce, config = self._shape.send, self._shape.reduce, self._config
+        whole, block = (min(power_of_two_at_least(form.hidden), cut.block) for cut in (send, reduce))
+        rows = 1 if placed else reduce.rows_of(block)
+        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        return self._bound(
+            ("combine", form, dtype, width, picks, bias, placed, weighted),
+            combine_kernel, config.world_size * self._shape.channels + 1, reduce.num_warps, reduce.max_registers,
+            lambda: self._ring(form, send.chunk, rows) | {
+                "K": picks, "J": width, "H": form.hidden, "CHUNK": send.chunk,
+                "SB": 1 if placed else send.rows_of(whole), "SBLOCK": min(whole, 2048) if placed else whole,
+                "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted,
+                "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1],
+            },
+        )  # fmt: skip
+
+    def direct(self, form: Form, mode: Quantize | None, dtype: torch.dtype) -> Launch:
+        """Rows straight into views."""
+        cut, config = self._shape.direct, self._config
+        block = min(power_of_two_at_least(form.words), cut.block)
+        return self._bound(
+            ("direct", form, mode, dtype), direct_kernel, self._shape.writers, cut.num_warps, cut.max_registers,
+            lambda: {
+                "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
+                "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
+                "B": cut.rows_of(block), "BLOCK": block, "MODE": 0 if mode is None else mode.value,
+                "DTYPE": kernel_type(dtype),
+            },
+        )  # fmt: skip
+
+    def unpack(self, words: int, *, weighted: bool, static: bool) -> Launch:
+        """What rode along with a direct dispatch, out of the view."""
+        config, top = self._config, power_of_two_at_least(self._config.num_topk)
+        return self._bound(
+            ("unpack", words, weighted, static), unpack_kernel, config.world_size * self._shape.channels, 4, None,
+            lambda: {
+                "R": config.world_size, "C": self._shape.channels, "K": config.num_topk, "KP": top, "MW": words,
+                "B": max(1, MOST_PICKS // top), "WEIGHTED": weighted, "STATIC": static,
+            },
+        )  # fmt: skip
+
+    def _ring(self, form: Form, chunk: int, reduced: int = 0) -> dict[str, Any]:
+        ground = self._ground
+        return {
+            "R": self._config.world_size, "C": self._shape.channels, "RP": ground.rank_bins, "RINGS": ground.rings_at,
+            "RING": ground.ring_bytes, "SLOT": form.slot_bytes, "PAY": form.payload_bytes,
+            "Q": ground.slots(form, chunk, reduced),
+        }  # fmt: skip
+
+    def _bound(
+        self, key: tuple[Any, ...], kernel: Any, grid: int, warps: int, registers: int | None, constants: Callable[[], dict[str, Any]]
+    ) -> Launch:  # fmt: skip
+        launch = self._kept.get(key)
+        if launch is None:
+            launch = self._ground.memory.bind(kernel, grid, num_warps=warps, max_registers=registers, **constants())
+            self._kept[key] = launch
+        return launch

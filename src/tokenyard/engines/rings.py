@@ -1,0 +1,175 @@
+"""Sizes and memory of the nvlink engine: channels, rings, slots, and the words that kernels and host share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.config import Config
+from tokenyard.engines import header as head
+from tokenyard.kernels import region, sync
+from tokenyard.kernels.payload import padded
+from tokenyard.layout import power_of_two_at_least
+from tokenyard.memory.base import SymmetricMemory
+from tokenyard.rows import Payload
+from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
+
+DEFAULT_BUFFER_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a role of a kernel works.
+
+    Attributes:
+        rows, block: rows, and words (channels in combine) of each, that a program has in flight.
+        chunk: rows per release.
+        num_warps: per program; all roles of a kernel have the same.
+        max_registers: per thread; None: as many as the compiler likes.
+    """
+
+    rows: int
+    block: int
+    chunk: int = 8
+    num_warps: int = 8
+    max_registers: int | None = None
+
+    def rows_of(self, block: int) -> int:
+        """Rows in flight if a row has ``block`` words only: short rows go several at a time."""
+        return max(1, min(self.rows * self.block // block, self.chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How work is cut into programs: channels (one number, as plans know it), and each role's own cut.
+
+    Attributes:
+        writers: programs of a direct dispatch.
+    """
+
+    channels: int
+    dispatch: Cut
+    send: Cut
+    reduce: Cut
+    direct: Cut
+    writers: int
+
+
+def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
+    """The shape for ``num_sms`` multiprocessors: two programs on each if they are all there are, else one, as they spread."""
+    room = 2 * num_sms if all_sms else num_sms
+    if room < 2 * num_ranks:
+        raise ValueError(f"num_sms ({num_sms}) must be at least {2 * num_ranks // (1 + all_sms)} for {num_ranks} ranks")
+    channels = max(1, min(64, (room - 1) // num_ranks))
+    warps = 8 if all_sms else 16
+    return Shape(
+        channels=channels,
+        dispatch=Cut(rows=1, block=4096, num_warps=8, max_registers=64),
+        send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
+        reduce=Cut(rows=4, block=1024, chunk=4, num_warps=warps, max_registers=128),
+        direct=Cut(
+            rows=1 if all_sms else 2 if num_sms > 16 else 4, block=4096, num_warps=warps if num_sms > 16 else 32
+        ),
+        writers=num_sms,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One row in a slot of a ring: ``[payload | scales | meta]``, each padded to 16 bytes.
+
+    Attributes:
+        hidden: channels of a row of ``x``.
+        words, bits: the payload on the wire as words of 32, 16 or 8 bits.
+        scale_words: 4-byte words of scales.
+        meta_words: int32 words that ride along, a multiple of 4.
+    """
+
+    hidden: int
+    words: int
+    bits: int
+    scale_words: int
+    meta_words: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return padded(self.words * self.bits // 8)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.payload_bytes + padded(4 * self.scale_words) + 4 * self.meta_words
+
+
+def form_of(payload: Payload, mode: Quantize | None, meta_words: int) -> Form:
+    """How rows of ``payload`` travel, cast to FP8 on the way if ``mode`` says so."""
+    hidden = payload.x.shape[1]
+    row_bytes = hidden * (1 if mode is not None else payload.x.element_size())
+    bits = 32 if row_bytes % 4 == 0 else 16 if row_bytes % 2 == 0 else 8
+    scales = 0 if payload.scales is None else payload.scales.shape[1]
+    if mode is not None:
+        scales = -(-hidden // (SCALE_GROUP * (UE8M0_PER_WORD if mode is Quantize.FP8_UE8M0 else 1)))
+    return Form(hidden, row_bytes * 8 // bits, bits, scales, meta_words)
+
+
+def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
+    """int32 words of token, ids, ranks of picks (``experts``) and weights (``weighted``)."""
+    words = 1 + num_topk * (1 + experts + weighted)
+    return -(-words // 4) * 4
+
+
+class Ground:
+    """What an object keeps on the device between calls. Making one is collective."""
+
+    def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int) -> None:
+        ranks, channels = config.world_size, shape.channels
+        self.memory, self.shape = memory, shape
+        self.header_words = head.COUNTS + config.most_local_experts
+        self.rings_at = 8 * region.signal_words(ranks, channels, self.header_words)
+        self.ring_bytes = buffer_bytes // (ranks * channels) // 256 * 256
+        self.num_bytes = self.rings_at + ranks * channels * self.ring_bytes
+        self.region = memory.allocate(self.num_bytes)
+        self.status = memory.host_words(sync.STATUS_WORDS)
+        self.header_in = memory.host_words(self.header_words)
+        self.header_out = memory.host_words(2 + ranks * (self.header_words + ranks))
+        self.rank_bins = power_of_two_at_least(max(ranks, 2))
+        self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
+        width = self.rank_bins + self.expert_bins
+        state = torch.zeros(region.state_words(ranks, channels), dtype=torch.int64)
+        state[:3] = torch.tensor([config.rank, int(config.timeout * 1e9), self.status.data_ptr()])
+        with memory.tensors():
+            self.scratch = torch.zeros(
+                (2 * channels + 1) * width + 4 * channels, dtype=torch.int32, device=memory.device
+            )
+            self.state = torch.empty_like(state, device=memory.device)
+        self.state.copy_(state)
+        self.peers = self.region.addresses.data_ptr()
+
+    def slots(self, form: Form, chunk: int, reduced: int = 0) -> int:
+        """Rows of ``form`` that one ring holds.
+
+        Raises:
+            ValueError: too few for chunks of ``chunk`` rows beside ``reduced`` rows that a reducer holds on to.
+        """
+        slots, need = self.ring_bytes // form.slot_bytes, chunk + max(chunk, reduced)
+        if slots < need:
+            rings = self.memory.world_size * self.shape.channels
+            raise ValueError(
+                f"buffer_bytes ({rings * self.ring_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings, "
+                f"but {need} are needed: make ExpertParallel with buffer_bytes of at least {rings * (need * form.slot_bytes + 256)}"
+            )
+        return slots
+
+
+def as_aligned(tensor: Tensor) -> Tensor:
+    """``tensor`` contiguous and at an address that is a multiple of 16, as kernels read 16 bytes at a time."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def address(tensor: Any) -> int:
+    """Where a tensor's data is; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()

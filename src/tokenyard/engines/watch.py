@@ -1,0 +1,125 @@
+"""What a kernel gave up on, as an exception: who was silent, in which phase, at which counter; or what ranks disagree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokenyard.config import Config
+from tokenyard.engines import header as head
+from tokenyard.engines.header import Fingerprint
+from tokenyard.engines.rings import Ground
+from tokenyard.errors import Mismatch, PeerError, PeerTimeout
+from tokenyard.kernels import sync
+from tokenyard.kernels.plan import BAD_AT, BAD_VALUE
+
+TAG_FIELDS = {
+    "op": 2, "quantize": 2, "scaled": 1, "dtype": 3, "hidden": 20, "scale_words": 11, "scale_dtype": 3, "layout": 2,
+    "exact": 1, "weighted": 1, "in_place": 1, "routing": 16,
+}  # fmt: skip
+"""Fields of a fingerprint that every data call compares on the device, and the bits that each gets."""
+_BITS = [
+    (name, (1 << bits) - 1, sum(list(TAG_FIELDS.values())[:at])) for at, (name, bits) in enumerate(TAG_FIELDS.items())
+]
+
+_PHASES = {
+    0: ("its part of the plan", "tickets"),
+    1: ("its counts", "arrivals[{peer}]"),
+    2: ("its greeting", "hellos[{peer}]"),
+    3: ("its rows", "tails[{peer}, {counter}]"),
+    4: ("room for rows", "heads[{peer}, {counter}]"),
+    5: ("the end of its rows", "dones[{peer}]"),
+}
+
+
+def pack(fingerprint: Fingerprint) -> int:
+    """The fields of :data:`TAG_FIELDS` in one number of 63 bits."""
+    tag = 0
+    for name, mask, at in _BITS:
+        tag |= (getattr(fingerprint, name) & mask) << at
+    return tag
+
+
+def unpack(tag: int) -> dict[str, int]:
+    """The fields of a packed fingerprint."""
+    values: dict[str, int] = {}
+    for name, bits in TAG_FIELDS.items():
+        values[name] = tag & ((1 << bits) - 1)
+        tag >>= bits
+    return values
+
+
+class Watch:
+    """Reads the status words of one rank. A failure stays: the object is of no more use then."""
+
+    def __init__(self, config: Config, ground: Ground) -> None:
+        self._config, self._ground = config, ground
+        self._status: Any = ground.status.numpy()
+        self._call = "warmup"
+
+    def tag(self, fingerprint: Fingerprint) -> int:
+        """What kernels compare, of a call that begins now."""
+        self._call = f"{head.OPS[fingerprint.op]} #{fingerprint.call}"
+        return pack(fingerprint)
+
+    def wait(self, ready: Callable[[], bool], fingerprint: Fingerprint) -> None:
+        """Wait on the host until ``ready()`` or until a kernel gives up, and raise then.
+
+        Kernels bound every wait themselves; how long the device is busy before is the caller's affair.
+        """
+        self.tag(fingerprint)
+        memory, status = self._ground.memory, self._status
+        while not memory.wait_until(lambda: bool(ready()) or bool(status[sync.CODE]), self._config.timeout + 1):
+            if memory.device.type != "cuda" or torch.cuda.current_stream(memory.device).query():
+                break
+        self.raise_if_failed()
+        if not ready():
+            raise PeerTimeout(
+                f"rank {self._config.rank} did not learn the counts of {self._call} within {self._config.timeout} s"
+            )
+
+    def raise_if_failed(self) -> None:
+        """Raise what a kernel of this rank has given up on, if any.
+
+        Raises:
+            PeerTimeout: a rank was silent. Mismatch: ranks are in different calls. PeerError: a rank announced too much.
+        """
+        code = int(self._status[sync.CODE])
+        if code == 0:
+            return
+        phase, peer, counter, expected, seen = (
+            int(self._status[at]) for at in (sync.PHASE, sync.PEER, sync.COUNTER, sync.EXPECTED, sync.SEEN)
+        )
+        if code == sync.TIMED_OUT:
+            raise self._silent(phase, peer, counter, expected, seen)
+        if phase == 1:
+            raise PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
+        raise self._disagreement(peer, unpack(expected), unpack(seen))
+
+    def raise_if_bad_index(self) -> None:
+        """Raise if a static dispatch was given ids out of range, and forget it."""
+        at, value = int(self._status[BAD_AT]), int(self._status[BAD_VALUE])
+        if at:
+            self._status[BAD_AT] = 0
+            raise ValueError(head.bad_index_text(at - 1, value, self._config.num_topk, self._config.num_experts))
+
+    def _silent(self, phase: int, peer: int, counter: int, expected: int, seen: int) -> PeerTimeout:
+        what, name = _PHASES[phase]
+        name = name.format(peer=peer, counter=counter)
+        return PeerTimeout(
+            f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
+            f"({self._call}, waiting for {name} to reach {expected}, it is {seen})",
+            peer,
+        )
+
+    def _disagreement(self, peer: int, mine: dict[str, int], theirs: dict[str, int]) -> Mismatch:
+        me = self._config.rank
+        for name in TAG_FIELDS:
+            if mine[name] != theirs[name]:
+                return Mismatch(
+                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {head.shown(name, mine[name])}, "
+                    f"rank {peer} says {head.shown(name, theirs[name])}"
+                )
+        return Mismatch(f"ranks {me} and {peer} are in different calls ({self._call})")

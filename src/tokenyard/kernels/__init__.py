@@ -1,0 +1,1 @@
+"""Triton kernels. Importing a module of this package needs Triton, but no GPU."""

@@ -1,0 +1,184 @@
+# pyright: basic
+"""Dispatch into ordinary memory: rows stream through rings of bounded size, and receivers place them as they come.
+
+Grid ``(2R - 1) * C + 1``: a sender per (destination, channel), a receiver per (other source, channel), the greeter. Rows for this
+rank itself are placed by their sender. Example: 2 ranks, 1 channel, ring of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender
+puts rows 0-3 into slots 0-3, waits until 2 were taken, puts rows 4, 5 into slots 0, 1; row i becomes arrival row ``first_in[0] + i``.
+
+Who publishes what, who may read when:
+
+* The sender stores a chunk of rows into slots of its ring at the destination, then adds their number to ``tails[me, channel]``
+  there (release). The receiver waits for the tail to grow (acquire), then reads the slots.
+* The receiver adds the number of rows it has read to ``heads[me, channel]`` at the source (release, behind its reads). The
+  sender waits (acquire) until a slot's last reader is done before it writes that slot again.
+* A call begins with the ring drained: its sender waits until everything it ever sent was taken. So slots may change their size
+  from call to call, and slot ``i % Q`` belongs to the i-th row of the channel in this call.
+
+Nobody waits in a circle: a sender waits only for the receiver of its own ring, which waits only for that sender.
+All stores to result rows are disjoint, so there is nothing to order between receivers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.greet import greet
+from tokenyard.kernels.payload import as_words, cast_values, copy_rows, store_cast, zero_row
+from tokenyard.kernels.place import place_rows
+from tokenyard.kernels.plan import first_expert
+from tokenyard.kernels.region import (
+    block_of, first_in, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
+)  # fmt: skip
+from tokenyard.kernels.sync import RANK, add_release, given_up, wait_at_least, words
+
+TAIL, HEAD = 3, 4
+"""Phases as the status names them."""
+
+
+@triton.jit
+def pack_rows(
+    x, scales, meta, token, ring, slot, here, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
+    MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload (cast on the way if MODE), scales, meta."""
+    if MODE:
+        for i in tl.static_range(B):
+            one = tl.arange(0, B) == i
+            if tl.max((one & here).to(tl.int32)) > 0:
+                t, at = tl.sum(tl.where(one, token, 0)).to(tl.int64), tl.sum(tl.where(one, slot, 0)).to(tl.int64)
+                floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t * H
+                to = tl.multiple_of((ring + at * SLOT).to(tl.pointer_type(tl.float8e4nv)), 16)
+                values, scale = cast_values(floats, H, triton.next_power_of_2((H + 127) // 128), MODE)
+                store_cast(
+                    values, scale, to, ring + at * SLOT + PAY, H, triton.next_power_of_2((H + 127) // 128), MODE, S
+                )
+    else:
+        copy_rows(as_words(x, BITS), token, N, as_words(ring, BITS), slot, SLOT * 8 // BITS, here, N, BLOCK)
+        if S:
+            copy_rows(
+                as_words(scales, 32), token, S, as_words(ring + PAY, 32), slot, SLOT // 4, here, S,
+                triton.next_power_of_2(S),
+            )  # fmt: skip
+    if MW:
+        META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
+        copy_rows(
+            as_words(meta, 32), token, MW, as_words(ring + META, 32), slot, SLOT // 4, here, MW,
+            triton.next_power_of_2(MW),
+        )  # fmt: skip
+
+
+@triton.jit
+def _zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+                  BITS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Rows between the end of an expert's rows and the end of its block; experts ``c``, ``c + C``, ..."""
+    for expert in range(c, local, C):
+        e = expert + 0
+        begin = tl.load(block_of(plan, e, local, T, R, C))
+        end = tl.minimum(tl.load(block_of(plan, e, local, T, R, C) + 1), num_rows)
+        for row in range(begin, end):
+            r = (row + 0).to(tl.int64)
+            zero_row(as_words(out, BITS) + r * N, N, BLOCK)
+            if S:
+                zero_row(as_words(out_scales, 32) + r * S, S, triton.next_power_of_2(S))
+
+
+@triton.jit
+def dispatch_kernel(
+    peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows,
+    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
+    SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr, PADDING: tl.constexpr,
+    MODE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release."""
+    pid = tl.where(given_up(state), -1, tl.program_id(0))  # the plan may be unfinished then
+    T, E, num_rows = T.to(tl.int32), E.to(tl.int32), num_rows.to(tl.int32)
+    me = tl.load(words(state) + RANK).to(tl.int32)
+    first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
+    c = pid % C
+    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
+    ROW: tl.constexpr = SLOT * 8 // BITS
+    b = tl.arange(0, B)
+    if (pid >= 0) & (pid < R * C):
+        to = (me + 1 + pid // C) % R
+        lo, hi = tl.load(out_bound(plan, to, c, R, C)), tl.load(out_bound(plan, to, c + 1, R, C))
+        order = order_of(plan, to, T, R, C)
+        ring = peer_base(peers, to) + RINGS + (me * C + c).to(tl.int64) * RING
+        if to == me:
+            a0 = tl.load(first_in(plan, me, R, C))
+            for i0 in range(lo, hi, B):
+                i = i0 + b
+                token = tl.load(order + i, mask=i < hi, other=0)
+                if MODE:
+                    pack_rows(
+                        x, scales, meta, token, ring, b, i < hi, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, DTYPE
+                    )
+                    tl.debug_barrier()
+                    place_rows(
+                        ring, ring + PAY, ring + META, b, a0 + i, i < hi, me, first, end, plan, T, num_rows, out,
+                        out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
+                        R, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                else:
+                    place_rows(
+                        x, scales, meta, token, a0 + i, i < hi, me, first, end, plan, T, num_rows, out,
+                        out_scales, topk_idx, picks, weights, source, gather, slots, N, S, MW,
+                        R, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+                    )  # fmt: skip
+            if PADDING:
+                _zero_padding(plan, out, out_scales, T, end - first, num_rows, c, R, C, N, BITS, S, BLOCK)
+        else:
+            mine = peer_base(peers, me)
+            tail = tail_of(peer_base(peers, to), me, c, R, C)
+            base = tl.load(sent_to(state, to, c, R, C))
+            want = base
+            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want
+            for i0 in range(lo, hi, CHUNK):
+                n = tl.minimum(CHUNK, hi - i0)
+                if ok:
+                    want = base + (i0 - lo) + n - Q
+                    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want
+                if ok:
+                    for j in range(0, n, B):
+                        i = i0 + j + b
+                        here = j + b < n
+                        token = tl.load(order + i, mask=here, other=0)
+                        pack_rows(
+                            x, scales, meta, token, ring, (i - lo) % Q, here, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B,
+                            MODE, DTYPE,
+                        )  # fmt: skip
+                    add_release(tail, n.to(tl.int64), None)
+            tl.store(sent_to(state, to, c, R, C), base + hi - lo)
+    elif (pid >= 0) & (pid < (2 * R - 1) * C):
+        s = (me + R - (pid - R * C) // C - 1) % R
+        lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
+        a0 = tl.load(first_in(plan, s, R, C)) + lo
+        mine = peer_base(peers, me)
+        ring = mine + RINGS + (s * C + c).to(tl.int64) * RING
+        head = head_of(peer_base(peers, s), me, c, R, C)
+        base = tl.load(taken_from(state, s, c, R, C))
+        total = hi - lo
+        taken = total * 0
+        ok = True
+        while (taken < total) & ok:
+            want = base + taken + 1
+            seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, 3, s, c)
+            ok = seen >= want
+            if ok:
+                n = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, CHUNK)
+                for j in range(0, n, B):
+                    i = taken + j + b
+                    place_rows(
+                        ring, ring + PAY, ring + META, i % Q, a0 + i, j + b < n, s, first, end, plan, T, num_rows, out,
+                        out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
+                        R, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+                    )  # fmt: skip
+                add_release(head, n.to(tl.int64), None)
+                taken += n
+        tl.store(taken_from(state, s, c, R, C), base + total)
+    elif pid == (2 * R - 1) * C:
+        greet(peers, state, tag, R, C, RP)

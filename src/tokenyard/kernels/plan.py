@@ -1,0 +1,361 @@
+# pyright: basic
+"""One launch from picks to a plan: merge picks, place rows, exchange counts, tell the host.
+
+C programs, one per channel (a contiguous share of the tokens). Example: 2 ranks, 4 experts, picks ``[[0, 3], [1, 1], [2, -1]]``,
+one channel: rank 0 gets tokens 0 and 1 (places 0, 1), rank 1 tokens 0 and 2 (places 0, 1); ``place = [[0, 0], [1, -1], [-1, 1]]``,
+``order = [[0, 1], [0, 2]]``; the second pick of expert 1 is merged into the first.
+
+Who publishes what, who may read when:
+
+1. Every program counts its tokens and stores its row of ``hist`` and ``marks`` (local memory), then adds to ``TICKETS`` (release) and
+   waits for all C of this call (acquire): then all rows may be read. A row is written again in the next call only, a later kernel.
+2. Every program sends its bounds to all peers, the last one also the header and its row of the matrix; then each adds 1 to
+   ``arrivals[me]`` there (release).
+3. Program 0 waits until ``arrivals[source]`` has grown by C for every source (acquire), then reads what step 2 wrote, completes the
+   plan, and stores the headers and then the call's nonce (release) to host memory.
+
+Why reuse is safe: what peers write alternates between two halves by the parity of the call. A peer writes half ``n % 2`` again in
+its call n + 2, which it enters only after its call n + 1 was complete, for which it needed my arrival n + 1, which I send from a
+kernel that runs after my kernel n has read the half.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.engines import header as head
+from tokenyard.kernels import region
+from tokenyard.kernels.region import (
+    TICKETS, arrival_of, block_of, bounds_of, first_in, first_out, header_of, in_bound, matrix_of, order_of, out_bound,
+    peer_base, place_of, start_of,
+)  # fmt: skip
+from tokenyard.kernels.sync import RANK, STATUS, add_release, give_up, lacking, wait_at_least, wait_for_all, words
+
+GRID, COUNTS = 0, 1
+"""Phases as the status names them."""
+
+_STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
+    tl.constexpr(at) for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
+)
+_NONE = tl.constexpr(2**62)
+BAD_AT, BAD_VALUE = 6, 7
+"""Words of the status where the first pick out of range of calls without a host wait is kept: index + 1, and its value."""
+
+
+@triton.jit
+def owner_of(expert, E, R: tl.constexpr):
+    """Rank that holds ``expert``, -1 for -1."""
+    share, extra = E // R, E % R
+    larger = (share + 1) * extra
+    rank = tl.where(expert < larger, expert // (share + 1), (expert - larger) // tl.maximum(share, 1) + extra)
+    return tl.where(expert < 0, -1, rank)
+
+
+@triton.jit
+def first_expert(rank, E, R: tl.constexpr):
+    """First expert of ``rank``."""
+    return rank * (E // R) + tl.minimum(rank, E % R)
+
+
+@triton.jit
+def _mixed(expert, at):
+    """One term of the digest of a routing; see ``header.digest``."""
+    m = ((expert.to(tl.int64) + 2) * 0x9E3779B97F4A7C1 + (at + 1)) * 0x2545F4914F6CDD1
+    return (m ^ (m >> 29)) * 0x1B873593
+
+
+@triton.jit
+def _merge(topk_idx, t, k, inside, E, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
+    """Picks ``[TB, KP]`` with repeated experts -1, the pick each was merged into, and the place of the first bad id."""
+    at = t[:, None].to(tl.int64) * K + k[None, :]
+    kind = tl.int64 if WIDE else tl.int32
+    raw = tl.load(topk_idx.to(tl.pointer_type(kind)) + at, mask=inside, other=-1)
+    bad = (raw < -1) | (raw >= E)
+    ids = tl.where(bad, -1, raw).to(tl.int32)
+    same = ids[:, :, None] == ids[:, None, :]
+    first = tl.min(tl.where(same, k[None, None, :], KP), axis=2)
+    first = tl.where(ids < 0, k[None, :], first)
+    return tl.where(first == k[None, :], ids, -1), first, tl.min(tl.where(bad, at, _NONE))
+
+
+@triton.jit
+def _merged_weights(topk_weights, t, k, first, merged, inside, K: tl.constexpr):
+    """Weights of merged picks, added in pick order."""
+    row = topk_weights.to(tl.pointer_type(tl.float32)) + t[:, None].to(tl.int64) * K
+    total = tl.where(merged < 0, 0.0, tl.load(row + k[None, :], mask=inside, other=0.0))
+    if tl.max((inside & (first != k[None, :])).to(tl.int32)) > 0:
+        for j in range(1, K):
+            here = j + 0
+            into = tl.sum(tl.where(k[None, :] == here, first, 0), axis=1)[:, None]
+            weight = tl.load(row + here, mask=(t >= 0)[:, None] & (into < K), other=0.0)
+            total = tl.where((k[None, :] == into) & (into != here), total + weight, total)
+    return total
+
+
+@triton.jit
+def _count_tile(
+    topk_idx, topk_weights, hist_row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr,
+    TB: tl.constexpr, MW: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Step 1 for TB tokens: merge, place within the channel, count. Returns the running counts."""
+    t, k, r = tb + tl.arange(0, TB), tl.arange(0, KP), tl.arange(0, RP)
+    inside = (t < t1)[:, None] & (k < K)[None, :]
+    merged, first, at = _merge(topk_idx, t, k, inside, E, K, KP, WIDE)
+    row = t[:, None].to(tl.int64)
+    tl.store(first_pick.to(tl.pointer_type(tl.int64)) + row * K + k[None, :], first.to(tl.int64), mask=inside)
+    out = meta.to(tl.pointer_type(tl.int32)) + row * MW
+    tl.store(out + k[None, :] + 1, merged, mask=inside)
+    tl.store(out + (k * 0)[None, :], row.to(tl.int32) + (k * 0)[None, :], mask=inside & (k == 0)[None, :])
+    if WEIGHTED:
+        total = _merged_weights(topk_weights, t, k, first, merged, inside, K)
+        at_weights = 1 + (2 * K if EXPERTS else K)
+        tl.store(out + at_weights + k[None, :], total.to(tl.int32, bitcast=True), mask=inside)
+    hit = tl.max((owner_of(merged, E, R)[:, :, None] == r[None, None, :]).to(tl.int32), axis=1)
+    place = tl.cumsum(hit, 0) - hit + ranks[None, :]
+    goes = (t < t1)[:, None] & (r < R)[None, :]
+    tl.store(place_of(plan, t, T, R, C)[:, None] + r[None, :], tl.where(hit > 0, place, -1), mask=goes)
+    flat = tl.reshape(merged, [TB * KP])
+    counts = hist_row + RP
+    tl.debug_barrier()
+    if EXPERTS:
+        i = tl.arange(0, TB * KP)
+        before = (flat[:, None] == flat[None, :]) & (i[None, :] < i[:, None])
+        rank = tl.sum(before.to(tl.int32), axis=1) + tl.load(counts + flat, mask=flat >= 0, other=0)
+        tl.store(out + 1 + K + k[None, :], tl.reshape(rank, [TB, KP]), mask=inside)
+        tl.debug_barrier()
+    e = tl.arange(0, EP)
+    here = tl.histogram(flat, EP, mask=flat >= 0)
+    tl.store(counts + e, tl.load(counts + e) + here)
+    tl.debug_barrier()
+    digest += tl.sum(tl.where(inside, _mixed(merged, row * K + k[None, :]), 0))
+    return ranks + tl.sum(hit, axis=0), tl.minimum(bad, at), digest
+
+
+@triton.jit
+def _settle_tile(
+    plan, meta, before_row, before, tb, t1, T, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    RP: tl.constexpr, TB: tl.constexpr, MW: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Step 2 for TB tokens: places within the channel become places within the rank."""
+    t, k, r = tb + tl.arange(0, TB), tl.arange(0, KP), tl.arange(0, RP)
+    goes = (t < t1)[:, None] & (r < R)[None, :]
+    at = place_of(plan, t, T, R, C)[:, None] + r[None, :]
+    place = tl.load(at, mask=goes, other=-1)
+    goes = goes & (place >= 0)
+    place += before[None, :]
+    tl.store(at, place, mask=goes)
+    tl.store(order_of(plan, r, T, R, C)[None, :] + place, t[:, None] + (r * 0)[None, :], mask=goes)
+    if EXPERTS:
+        inside = (t < t1)[:, None] & (k < K)[None, :]
+        out = meta.to(tl.pointer_type(tl.int32)) + t[:, None].to(tl.int64) * MW + 1 + k[None, :]
+        expert = tl.load(out, mask=inside, other=-1)
+        rank = tl.load(out + K, mask=inside & (expert >= 0), other=0)
+        tl.store(out + K, rank + tl.load(before_row + expert, mask=expert >= 0, other=0), mask=inside)
+
+
+@triton.jit
+def _sum_before(hist, c, column, mask, C: tl.constexpr, CP: tl.constexpr, HIST: tl.constexpr):
+    """Sum over channels before ``c`` of the columns given."""
+    row = tl.arange(0, CP)
+    tile = tl.load(hist + row[:, None] * HIST + column[None, :], mask=(row < c)[:, None] & mask[None, :], other=0)
+    return tl.sum(tile, axis=0)
+
+
+@triton.jit
+def _experts_before(hist, to, c, E, C: tl.constexpr, CP: tl.constexpr, HIST: tl.constexpr, RP: tl.constexpr):
+    """Expert columns of :func:`_sum_before`, stored to ``to [E]``."""
+    for e0 in range(0, E, 256):
+        e = e0 + tl.arange(0, 256)
+        tl.store(to + e, _sum_before(hist, c, RP + e, e < E, C, CP, HIST), mask=e < E)
+
+
+@triton.jit
+def _send_headers(
+    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E,
+    R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
+    WIDE: tl.constexpr, HOST: tl.constexpr,
+):  # fmt: skip
+    """The last program: one header to each rank, and this rank's row of the matrix to all."""
+    c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
+    bad = tl.min(tl.load(marks + 2 * c, mask=c < C, other=_NONE))
+    digest = tl.sum(tl.load(marks + 2 * c + 1, mask=c < C, other=0))
+    value = tl.full((), 0, tl.int64)
+    if bad < _NONE:
+        kind = tl.int64 if WIDE else tl.int32
+        value = tl.load(topk_idx.to(tl.pointer_type(kind)) + bad).to(tl.int64)
+        if not HOST:
+            if tl.load(status + 6) == 0:
+                tl.store(status + 7, value)
+                tl.store(status + 6, bad + 1)
+    for d in range(R):
+        to = d + 0
+        base = peer_base(peers, to)
+        total = tl.load(hist_total + to).to(tl.int64)
+        v = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & HOST, other=0)
+        if HOST:
+            v = tl.where((w == _STATUS_AT) & (bad < _NONE), 2, v)
+            v = tl.where((w == _STATUS_AT + 1) & (bad < _NONE), bad, v)
+            v = tl.where(w == _STATUS_AT + 2, value, v)
+        v = tl.where(w == _ROUTING_AT, digest, v)
+        v = tl.where(w == _TOKENS_AT, T.to(tl.int64), v)
+        v = tl.where(w == _ROWS_AT, total, v)
+        expert = first_expert(to, E, R) + w - _COUNTS_AT
+        held = (w >= _COUNTS_AT) & (expert < first_expert(to + 1, E, R))
+        v = tl.where(held, tl.load(hist_total + RP + expert, mask=held, other=0).to(tl.int64), v)
+        tl.store(header_of(base, half, me, R, C, W) + w, v, mask=w < W)
+        tl.store(matrix_of(base, half, me, R, C) + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
+
+
+@triton.jit
+def _complete(
+    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment,
+    R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Program 0: what comes from the others, and where it goes. ``M``: most rows that a rank may announce."""
+    s, c, e, d = tl.arange(0, RP), tl.arange(0, CP), tl.arange(0, LP), tl.arange(0, RP)
+    known = s < R
+    both = known[:, None] & (c < C)[None, :]
+    bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
+    tl.store(in_bound(plan, s, 0, R, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
+    rows = tl.load(header_of(mine, half, s, R, C, W) + _ROWS_AT, mask=known, other=0)
+    most = tl.max(tl.where(known, rows, 0))
+    if (most > M) | (tl.min(rows) < 0):
+        give_up(state, 2, 1, tl.argmax(rows, 0), 0, M, most)
+    tl.store(in_bound(plan, s, C, R, C), rows.to(tl.int32), mask=known)
+    tl.store(first_in(plan, s, R, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    table = tl.load(
+        matrix_of(mine, half, s, R, C)[:, None] + d[None, :], mask=(s < me)[:, None] & (d < R)[None, :], other=0
+    )
+    tl.store(first_out(plan, d, R, C), tl.sum(table, axis=0).to(tl.int32), mask=d < R)
+    local = first_expert(me + 1, E, R) - first_expert(me, E, R)
+    here = e < local
+    pairs = tl.load(
+        header_of(mine, half, s, R, C, W)[:, None] + _COUNTS_AT + e[None, :], mask=known[:, None] & here[None, :], other=0
+    ).to(tl.int32)
+    counts = tl.sum(pairs, axis=0)
+    tl.store(tokens_per_expert.to(tl.pointer_type(tl.int32)) + e, counts, mask=here)
+    if EXPERTS:
+        begin = tl.cumsum(pairs, 0) - pairs
+        aligned = (counts + alignment - 1) // alignment * alignment
+        start = tl.cumsum(aligned, 0) - aligned
+        if PADDED:
+            start = e * (R * M)
+            at = ranges.to(tl.pointer_type(tl.int32)) + (e[None, :] * R + s[:, None]) * 2
+            tl.store(at, begin, mask=known[:, None] & here[None, :])
+            tl.store(at + 1, pairs, mask=known[:, None] & here[None, :])
+        else:
+            to = offsets.to(tl.pointer_type(tl.int32))
+            tl.store(to + e, tl.minimum(start, num_rows), mask=here)
+            tl.store(to + local, tl.minimum(tl.sum(tl.where(here, aligned, 0)), num_rows))
+            if overflow != 0:
+                kept = tl.maximum(num_rows - start, 0)
+                lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
+                tl.store(overflow.to(tl.pointer_type(tl.int32)), lost)
+        tl.store(
+            start_of(plan, e[None, :], s[:, None], T, R, C), start[None, :] + begin, mask=known[:, None] & here[None, :]
+        )
+        tl.store(block_of(plan, e, local, T, R, C), start + counts, mask=here)
+        tl.store(block_of(plan, e, local, T, R, C) + 1, start + (counts if PADDED else aligned), mask=here)
+
+
+@triton.jit
+def _tell_host(
+    mine, me, half, header_out, nonce, M, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
+    W: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """Program 0: ``[nonce, doubts, headers [R, W], matrix [R, R]]`` to host memory; the nonce last.
+
+    ``doubts`` is 0 if all headers carry the same call as mine, no refusal, and counts that can be.
+    """
+    w, r = tl.arange(0, WP), tl.arange(0, RP)
+    own = tl.load(header_of(mine, half, me, R, C, W) + w, mask=w < W, other=0)
+    doubts = tl.max(tl.where(w == _STATUS_AT, own, 0))
+    for source in range(R):
+        s = source + 0
+        v = tl.load(header_of(mine, half, s, R, C, W) + w, mask=w < W, other=0)
+        tl.store(words(header_out) + 2 + s * W + w, v, mask=w < W)
+        row = tl.load(matrix_of(mine, half, s, R, C) + r, mask=r < R, other=0)
+        tl.store(words(header_out) + 2 + R * W + s * R + r, row, mask=r < R)
+        rows, tokens = tl.sum(tl.where(w == _ROWS_AT, v, 0)), tl.sum(tl.where(w == _TOKENS_AT, v, 0))
+        counts = tl.where(w >= _COUNTS_AT, v, 0)
+        wrong = ((w <= _STATUS_AT) & (v != own)) | (counts < 0) | (counts > rows)
+        total = tl.sum(counts)
+        bad = (rows < 0) | (rows > tokens) | (rows > M) | (total < rows) | (total > rows * K)
+        doubts += tl.sum(wrong.to(tl.int64)) + bad.to(tl.int64)
+    tl.store(words(header_out) + 1, doubts)
+    tl.debug_barrier()
+    tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")
+
+
+@triton.jit
+def plan_kernel(
+    topk_idx, topk_weights, peers, state, scratch, plan, meta, first_pick, tokens_per_expert, offsets, ranges, overflow,
+    header_in, header_out, nonce, T, E, M, num_rows, alignment,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MW: tl.constexpr, TB: tl.constexpr,
+    KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, LP: tl.constexpr, CP: tl.constexpr, WP: tl.constexpr,
+    WIDE: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
+):  # fmt: skip
+    """Grid: C. ``scratch``: int32 ``hist [C, RP + EP]`` and ``before [C + 1, RP + EP]``, then int64 ``marks [C, 2]``."""
+    HIST: tl.constexpr = RP + EP
+    c = tl.program_id(0)
+    T, E, M, num_rows, alignment = T.to(tl.int32), E.to(tl.int32), M.to(tl.int32), num_rows.to(tl.int32), alignment.to(tl.int32)
+    me = tl.load(words(state) + RANK).to(tl.int32)
+    hist = scratch.to(tl.pointer_type(tl.int32))
+    before_all = hist + C * HIST
+    marks = words(scratch + (2 * C + 1) * HIST * 4)
+    share = (T + C - 1) // C
+    t0 = c * share
+    t1 = tl.minimum(t0 + share, T)
+    r, e = tl.arange(0, RP), tl.arange(0, EP)
+    row = hist + c * HIST
+    tl.store(row + RP + e, tl.zeros((EP,), tl.int32))
+    tl.debug_barrier()
+    ranks = tl.zeros((RP,), tl.int32)
+    bad, digest = tl.full((), _NONE, tl.int64), tl.full((), 0, tl.int64)
+    for tb in range(t0, t1, TB):
+        ranks, bad, digest = _count_tile(
+            topk_idx, topk_weights, row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest,
+            R, C, K, KP, RP, EP, TB, MW, WIDE, WEIGHTED, EXPERTS,
+        )  # fmt: skip
+    tl.store(row + r, ranks)
+    tl.store(marks + 2 * c, bad)
+    tl.store(marks + 2 * c + 1, digest)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")
+    call = ticket // C
+    half = (call % 2).to(tl.int32)
+    if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, 0, me, TICKETS) >= (call + 1) * C:
+        before = _sum_before(hist, c, r, r < R, C, CP, HIST)
+        tl.store(out_bound(plan, r, c, R, C), before, mask=r < R)
+        bases = tl.load(words(peers) + r, mask=r < R, other=0)
+        tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=r < R)
+        before_row = before_all + c * HIST + RP
+        if EXPERTS:
+            _experts_before(hist, before_row, c, E, C, CP, HIST, RP)
+        tl.debug_barrier()
+        for tb in range(t0, t1, TB):
+            _settle_tile(plan, meta, before_row, before, tb, t1, T, R, C, K, KP, RP, TB, MW, EXPERTS)
+        if c == C - 1:
+            total = before_all + C * HIST
+            tl.store(out_bound(plan, r, C, R, C), before + ranks, mask=r < R)
+            tl.store(total + r, before + ranks)
+            _experts_before(hist, total + RP, C, E, C, CP, HIST, RP)
+            tl.debug_barrier()
+            status = words(tl.load(words(state) + STATUS))
+            _send_headers(
+                topk_idx, peers, me, total, marks, header_in, status, half, T, E, R, C, CP, RP, W, WP, WIDE, HOST
+            )
+        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
+        if c == 0:
+            mine = peer_base(peers, me)
+            want = (call + 1) * C + (r * 0)
+            if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, 1, r), want, r < R) == 0:
+                _complete(
+                    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows,
+                    alignment, R, C, CP, RP, LP, W, EXPERTS, PADDED,
+                )  # fmt: skip
+                if HOST:
+                    _tell_host(mine, me, half, header_out, nonce, M, K, R, C, RP, W, WP)

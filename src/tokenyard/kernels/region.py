@@ -1,0 +1,168 @@
+# pyright: basic
+"""Where things lie: the symmetric region, a rank's local state and a plan's tables. Host and kernels use the same functions.
+
+R ranks, C channels, W words of a header, L local experts, T tokens. The symmetric region, in int64 words:
+
+    tails    [R, C]  written by the source: rows put into my ring (source, channel), in total
+    heads    [R, C]  written by the destination: rows of mine that it has taken out of its ring (me, channel), in total
+    hellos   [R]     written by the peer: data calls it has entered
+    arrivals [R]     written by the peer: its channels that have sent me their counts, in total
+    dones    [R]     written by the peer: its programs that have written all their rows of a direct dispatch, in total
+    tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
+    matrix   [2, R, R]   written by the peer: how many rows it sends to each rank
+    bounds   [2, R, C]   written by the peer: rows to me in its channels before this one
+    headers  [2, R, W]   written by the peer: its header for me
+
+and then, from byte ``RINGS`` on, one ring of ``RING`` bytes per (source, channel).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.sync import STATE_WORDS
+
+EPOCH, TICKETS, DIRECT_CALLS = (tl.constexpr(word) for word in range(4, 7))
+_STATE = tl.constexpr(STATE_WORDS)
+
+
+def signal_words(ranks: int, channels: int, header_words: int) -> int:
+    """Words before the rings, a multiple of 32."""
+    words = 2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + channels + header_words)
+    return -(-words // 32) * 32
+
+
+def state_words(ranks: int, channels: int) -> int:
+    """Words of a rank's local state: fixed words, then rows sent and rows taken per (rank, channel)."""
+    return STATE_WORDS + 2 * ranks * channels
+
+
+def plan_words(ranks: int, channels: int, tokens: int, local_experts: int) -> int:
+    """int32 words of a plan's tables."""
+    return _head_words(ranks, channels) + 2 * ranks * tokens + local_experts * (ranks + 2)
+
+
+def _head_words(ranks: int, channels: int) -> int:
+    return -(-(2 * ranks * (channels + 1) + 2 * ranks) // 32) * 32
+
+
+@triton.jit
+def peer_base(peers, rank):
+    """Address of ``rank``'s symmetric region."""
+    return tl.load(peers.to(tl.pointer_type(tl.int64)) + rank)
+
+
+@triton.jit
+def tail_of(base, source, channel, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + source * C + channel
+
+
+@triton.jit
+def head_of(base, destination, channel, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + R * C + destination * C + channel
+
+
+@triton.jit
+def hello_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + peer
+
+
+@triton.jit
+def arrival_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + R + peer
+
+
+@triton.jit
+def done_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 2 * R + peer
+
+
+@triton.jit
+def tag_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 3 * R + half * R + peer
+
+
+@triton.jit
+def matrix_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + (half * R + peer) * R
+
+
+@triton.jit
+def bounds_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + 2 * R * R + (half * R + peer) * C
+
+
+@triton.jit
+def header_of(base, half, peer, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    start = 2 * R * C + 5 * R + 2 * R * (R + C)
+    return base.to(tl.pointer_type(tl.int64)) + start + (half * R + peer) * W
+
+
+@triton.jit
+def sent_to(state, rank, channel, R: tl.constexpr, C: tl.constexpr):
+    """Local: rows put into ``rank``'s ring (me, channel), in total. One program touches it per kernel."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + rank * C + channel
+
+
+@triton.jit
+def taken_from(state, rank, channel, R: tl.constexpr, C: tl.constexpr):
+    """Local: rows taken out of my ring (rank, channel), in total. One program touches it per kernel."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + R * C + rank * C + channel
+
+
+# A plan's tables: int32
+
+
+@triton.jit
+def out_bound(plan, rank, channel, R: tl.constexpr, C: tl.constexpr):
+    """First place of ``channel`` among my rows to ``rank``; channel C: their number. ``[R, C + 1]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + rank * (C + 1) + channel
+
+
+@triton.jit
+def in_bound(plan, rank, channel, R: tl.constexpr, C: tl.constexpr):
+    """The same for rows from ``rank`` to me. ``[R, C + 1]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + (R + rank) * (C + 1) + channel
+
+
+@triton.jit
+def first_in(plan, rank, R: tl.constexpr, C: tl.constexpr):
+    """The arrival row where rows from ``rank`` begin here. ``[R]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + 2 * R * (C + 1) + rank
+
+
+@triton.jit
+def first_out(plan, rank, R: tl.constexpr, C: tl.constexpr):
+    """The arrival row where my rows begin on ``rank``. ``[R]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + 2 * R * (C + 1) + R + rank
+
+
+@triton.jit
+def _head(R: tl.constexpr, C: tl.constexpr):
+    return ((2 * R * (C + 1) + 2 * R + 31) // 32) * 32
+
+
+@triton.jit
+def order_of(plan, rank, tokens, R: tl.constexpr, C: tl.constexpr):
+    """Token behind each place among my rows to ``rank``. ``[R, T]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + _head(R, C) + rank.to(tl.int64) * tokens
+
+
+@triton.jit
+def place_of(plan, token, tokens, R: tl.constexpr, C: tl.constexpr):
+    """Place of ``token`` among my rows to each rank, -1 where it does not go. ``[T, R]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + _head(R, C) + (token.to(tl.int64) + tokens) * R
+
+
+@triton.jit
+def start_of(plan, expert, rank, tokens, R: tl.constexpr, C: tl.constexpr):
+    """Result row where rows of local ``expert`` from ``rank`` begin. ``[L, R]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + _head(R, C) + 2 * R * tokens.to(tl.int64) + expert * R + rank
+
+
+@triton.jit
+def block_of(plan, expert, experts, tokens, R: tl.constexpr, C: tl.constexpr):
+    """End of the rows of local ``expert``, and end of its block. ``[L, 2]``."""
+    start = _head(R, C) + 2 * R * tokens.to(tl.int64) + experts * R
+    return plan.to(tl.pointer_type(tl.int32)) + start + expert * 2

@@ -1,0 +1,120 @@
+# pyright: basic
+"""Flags, waits and failures: the only file of kernels that speaks of memory order, clocks and assembly.
+
+A counter is an int64 that only grows. Its writer stores data, then :func:`add_release`; its reader waits with
+:func:`wait_at_least` (an acquire), then loads the data. Nobody ever resets one.
+
+Every wait ends: after the object's timeout, or as soon as another program of this rank has given up. The first to give up
+writes what it waited for into the status words, which the host can read at any time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# int64 words at the start of a rank's local state
+RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
+STATE_WORDS = 16
+"""Words reserved for the above."""
+
+# int64 words of the status, in host memory
+CODE, PHASE, PEER, COUNTER, EXPECTED, SEEN = range(6)
+STATUS_WORDS = 8
+TIMED_OUT, DISAGREED = 1, 2
+
+
+@triton.jit
+def now_ns():
+    """Nanoseconds on this device's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def words(address):
+    """``address`` as a pointer to int64."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def load_acquire(counter):
+    """The counter's value; data released before it was set may be read after a barrier. (An add of 0 becomes a load.)"""
+    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def add_release(counter, count, mask):
+    """Publish every store of this program so far, then add. ``counter`` may be a small tensor of pointers with a mask.
+
+    The barrier is not optional: the add is made by one thread, and Triton 3.6 puts no barrier in front of it.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(counter, count, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def given_up(state):
+    """Whether a program of this rank has given up."""
+    return tl.atomic_add(words(state) + GIVEN_UP, 0, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
+def give_up(state, code, phase, peer, counter, expected, seen):
+    """End all waits of this rank. The first caller's reason is kept."""
+    if tl.atomic_xchg(words(state) + GIVEN_UP, 1, sem="relaxed", scope="gpu") == 0:
+        status = words(tl.load(words(state) + STATUS))
+        tl.store(status + 1, phase)
+        tl.store(status + 2, peer)
+        tl.store(status + 3, counter)
+        tl.store(status + 4, expected)
+        tl.store(status + 5, seen)
+        tl.debug_barrier()
+        tl.atomic_xchg(status, code, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_at_least(counter, want, state, phase, peer, number):
+    """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if that did not happen:
+    give up then, touching nothing more.
+
+    ``phase``, ``peer`` and ``number`` (of the counter) are for the status.
+    """
+    seen = load_acquire(counter)
+    if seen < want:
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        live = True
+        while (seen < want) & live:
+            seen = load_acquire(counter)
+            live = (now_ns() < deadline) & (not given_up(state))
+        if seen < want:
+            give_up(state, 1, phase, peer, number, want, seen)
+    tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def lacking(seen, wants, mask):
+    """How many counters have not got there."""
+    return tl.sum(((seen < wants) & mask).to(tl.int32))
+
+
+@triton.jit
+def wait_for_all(counters, wants, mask, state, phase, numbers):
+    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`."""
+    seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
+    short = lacking(seen, wants, mask)
+    if short > 0:
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        live = True
+        while (short > 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+            short = lacking(tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys"), wants, mask)
+            live = (now_ns() < deadline) & (not given_up(state))
+        seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
+        if short > 0:
+            i = tl.arange(0, seen.shape[0])
+            peer = tl.max(tl.where((seen < wants) & mask, i, -1))
+            number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
+            give_up(state, 1, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
+            seen = tl.minimum(seen, wants - 1)
+    tl.debug_barrier()
+    return seen

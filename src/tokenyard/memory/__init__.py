@@ -1,0 +1,1 @@
+"""Symmetric memory: regions that every rank can address, and launches of kernels that use them."""

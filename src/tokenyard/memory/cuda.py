@@ -1,0 +1,129 @@
+"""GPUs that map each other's memory, one process per GPU, through torch's symmetric memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.memory.base import Region
+from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
+from tokenyard.memory.meeting import Meeting
+from tokenyard.rendezvous import open_store
+
+
+class CudaMemory:
+    """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not collective.
+
+    Regions live until :meth:`close`. Launches go to the current stream of ``device``.
+
+    Args:
+        group: the ranks; every one with a CUDA device of its own on one host (``memory/preflight.py`` tells beforehand).
+            May be None if this process is alone.
+        rank, world_size: this rank's place in ``group``.
+        device: a CUDA device with its index.
+        timeout: seconds that ranks wait for each other in :meth:`allocate`.
+        num_sms: multiprocessors that kernels may fill (default: all of the device).
+        store: part of a store for this object alone (default: opened on ``group``).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: float,
+        num_sms: int | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.device = device
+        self.num_sms: int = num_sms or multiprocessors(device)
+        self._group = group
+        if store is None:
+            store = dist.HashStore() if group is None else open_store(group, rank)
+        self._meeting = Meeting(store, rank, world_size, timeout)
+        self._kernels = Kernels(device, self.num_sms)
+        self._kept: list[Any] = []
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
+
+        Raises:
+            PeerTimeout: a rank did not come. ValueError: sizes differ. RuntimeError: a GPU cannot map a peer's memory, or
+                memory is short; the message is the driver's.
+        """
+        self._meeting.same_size(num_bytes)
+        with torch.cuda.device(self.device):
+            local, pointers = self._map(num_bytes)
+            local.zero_()
+            addresses = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+            torch.cuda.current_stream(self.device).synchronize()
+        self._meeting.exchange("the zeroing of symmetric memory")
+        return Region(local, addresses)
+
+    def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        """This rank's part and where every rank's part is."""
+        if self._group is None or self.world_size == 1:
+            alone = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._kept.append(alone)
+            return alone, [alone.data_ptr()]
+        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        # Not symm.empty: its pool would keep the memory after close, and may place a region differently on each rank.
+        local: Tensor = symmetric._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        handle: Any = symmetric.rendezvous(local, self._group)
+        views: list[Tensor] = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.world_size)]
+        pointers = [view.data_ptr() for view in views]
+        if pointers[self.rank] != local.data_ptr():
+            raise RuntimeError("torch's symmetric memory does not map this rank's region where the tensor is")
+        self._kept += [local, handle, views]
+        return local, pointers
+
+    def host_words(self, count: int) -> Tensor:
+        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same ``data_ptr()``."""
+        with torch.cuda.device(self.device):
+            words = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        self._kept.append(words)
+        return words
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """A context in which torch makes tensors that kernels of this rank may write to: nothing to do on a GPU."""
+        return nullcontext()
+
+    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
+        """Compile and load ``kernel`` without launching it. A must before a launch is captured in a CUDA graph."""
+        self._kernels.prepare(kernel, num_warps, max_registers, constants)
+
+    def bind(
+        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> Callable[..., None]:
+        """See :class:`SymmetricMemory`."""
+        return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
+
+    def launch(
+        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> None:
+        """Queue ``grid`` programs on the current stream. See :class:`SymmetricMemory`."""
+        self._kernels.launch(kernel, grid, args, num_warps, max_registers, constants)
+
+    def gate(self) -> None:
+        """Nothing: ranks are processes, and no launch of one blocks another's."""
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Poll until ``ready()``; False after ``timeout`` seconds."""
+        return wait_until(ready, timeout)
+
+    def settle(self) -> None:
+        """Nothing: streams order it."""
+
+    def close(self) -> None:
+        """Wait for this rank's GPU, then free its regions and host words."""
+        kept, self._kept = self._kept, []
+        if kept:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,242 @@
+"""Compile kernels for a GPU and launch them with little Python.
+
+Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, specialised on nothing: there is one machine code
+per (kernel, constants, warps, registers), the same on all ranks, and :func:`compile_for` makes it on machines without a GPU
+too. How the kernel is decorated (``do_not_specialize`` or not) does not matter here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+
+class Parameters(NamedTuple):
+    """Names of a kernel's parameters: int64 arguments first, then constants."""
+
+    args: tuple[str, ...]
+    constants: tuple[str, ...]
+
+
+def parameters(kernel: Any) -> Parameters:
+    """The parameters of a ``@triton.jit`` function, compiled or interpreted.
+
+    Raises:
+        ValueError: an argument comes after a constant.
+    """
+    is_constant = {
+        name: "constexpr" in str(parameter.annotation)
+        for name, parameter in inspect.signature(kernel.fn).parameters.items()
+    }
+    args = tuple(name for name, constant in is_constant.items() if not constant)
+    constants = tuple(name for name, constant in is_constant.items() if constant)
+    if (*args, *constants) != tuple(is_constant):
+        raise ValueError(f"{kernel.__name__}: tl.constexpr parameters must come after the others")
+    return Parameters(args, constants)
+
+
+def signature_of(kernel: Any) -> dict[str, str]:
+    """Triton's type of each parameter: ``"i64"`` or ``"constexpr"``."""
+    names = parameters(kernel)
+    return dict.fromkeys(names.args, "i64") | dict.fromkeys(names.constants, "constexpr")
+
+
+def gpu_target(architecture: int | str) -> Any:
+    """Triton's name of a target: ``gpu_target(90)`` is sm_90, ``gpu_target("gfx942")`` an AMD GPU."""
+    triton: Any = importlib.import_module("triton.backends.compiler")
+    if isinstance(architecture, int):
+        return triton.GPUTarget("cuda", architecture, 32)
+    return triton.GPUTarget("hip", architecture, 64)
+
+
+def compile_for(
+    kernel: Any, constants: dict[str, Any], num_warps: int, target: Any, max_registers: int | None = None
+) -> Any:
+    """Compile for ``target`` (:func:`gpu_target`); needs no GPU. Returns Triton's ``CompiledKernel`` (``.asm["ptx"]``, ...).
+
+    Multiply-adds are not fused, so that sums have the same bits as torch's.
+
+    Raises:
+        ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in this process.
+    """
+    names = parameters(kernel)
+    if set(constants) != set(names.constants):
+        raise ValueError(f"{kernel.__name__}: constants ({sorted(constants)}) must be {sorted(names.constants)}")
+    compiler: Any = importlib.import_module("triton.compiler")
+    jit: Any = importlib.import_module("triton.runtime.jit")
+    if not isinstance(kernel, jit.JITFunction):
+        raise ValueError(f"{kernel.__name__} cannot be compiled: this process interprets kernels (TRITON_INTERPRET=1)")
+    constexprs = {name: constants[name] for name in names.constants}
+    source = compiler.ASTSource(fn=kernel, signature=signature_of(kernel), constexprs=constexprs)
+    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
+    return compiler.compile(source, target=target, options=options)
+
+
+class Processor(NamedTuple):
+    """What one multiprocessor of a device has."""
+
+    registers: int
+    threads: int
+    shared_bytes: int
+    programs: int = 32
+
+
+def resident_programs(processor: Processor, num_warps: int, registers: int, shared_bytes: int) -> int:
+    """How many programs fit on one multiprocessor together. ``registers`` are those of one thread."""
+    per_warp = -(-max(registers, 1) // 8) * 8 * 32  # handed out by 8 per thread, from four equal files
+    warps = min(4 * (processor.registers // 4 // per_warp), processor.threads // 32)
+    fit = min(warps // num_warps, processor.programs)
+    if shared_bytes:
+        fit = min(fit, processor.shared_bytes // (shared_bytes + 1024))  # 1 KiB of each is the driver's
+    return fit
+
+
+class Loaded(NamedTuple):
+    """A kernel on a device, ready to launch."""
+
+    call: Callable[..., None]  # Triton's launcher for this signature, written in C
+    function: int  # the driver's handle
+    packed: tuple[int, ...]  # warps, programs of a cluster, shared bytes, as the launcher reads them
+    constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
+    most: int  # programs that fit on the device together
+    kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
+
+
+class Kernels:
+    """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share it.
+
+    Args:
+        device: a CUDA device with its index.
+        num_sms: multiprocessors that one launch may fill.
+
+    Raises:
+        RuntimeError: another Triton than 3.6.
+    """
+
+    def __init__(self, device: torch.device, num_sms: int) -> None:
+        self._index, self._num_sms = device.index, num_sms
+        self._loaded: dict[tuple[Any, ...], Loaded] = {}
+        self._lock = threading.Lock()
+        triton: Any = importlib.import_module("triton")
+        if not triton.__version__.startswith("3.6."):
+            raise RuntimeError(
+                f"kernels are launched in the way of Triton 3.6; this is {triton.__version__}: install 3.6"
+            )
+        self._hooks: Any = triton.knobs.runtime
+        # bound once: a launch looks up as little as possible
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
+
+    def bind(
+        self, kernel: Any, grid: int, num_warps: int, max_registers: int | None, constants: dict[str, Any]
+    ) -> Callable[..., None]:
+        """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it launches on the current stream.
+
+        Raises:
+            ValueError: not all programs would run together: those that do could wait for ever for those that do not.
+        """
+        loaded = self.prepare(kernel, num_warps, max_registers, constants)
+        if grid > loaded.most:
+            raise ValueError(
+                f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs run together"
+            )
+
+        def launch(*args: int) -> None:
+            if self._current_device() == self._index:
+                self._call(loaded, grid, args)
+            else:
+                with torch.cuda.device(self._index):
+                    self._call(loaded, grid, args)
+
+        return launch
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        args: tuple[int, ...],
+        num_warps: int,
+        max_registers: int | None,
+        constants: dict[str, Any],
+    ) -> None:
+        """:meth:`bind` and launch."""
+        self.bind(kernel, grid, num_warps, max_registers, constants)(*args)
+
+    def _call(self, loaded: Loaded, grid: int, args: tuple[int, ...]) -> None:
+        enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
+        if enter.calls or leave.calls:  # a profiler listens
+            details = loaded.kept[1].launch_metadata((grid, 1, 1), self._stream(self._index), *args, *loaded.constants)
+        else:
+            enter = leave = details = None
+        loaded.call(
+            grid, 1, 1, self._stream(self._index), loaded.function, False, False, None, None,
+            loaded.packed, details, enter, leave, *args, *loaded.constants,
+        )  # fmt: skip
+
+    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+        """Compile and load without launching. May wait for everything that runs on the device."""
+        key = (id(kernel), num_warps, max_registers, *constants.items(), *map(type, constants.values()))
+        with self._lock:
+            if key not in self._loaded:
+                with torch.cuda.device(self._index):
+                    self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
+            return self._loaded[key]
+
+    def _load(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+        major, minor = torch.cuda.get_device_capability(self._index)
+        compiled = compile_for(kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers)
+        launcher: Any = compiled.run  # loads the module, makes the launcher
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise ValueError(f"{kernel.__name__} needs scratch memory, which launches here do not give")
+        processor = processor_of(self._index)
+        residents = resident_programs(processor, num_warps, compiled.n_regs, compiled.metadata.shared)
+        return Loaded(
+            launcher.launch,
+            compiled.function,
+            compiled.packed_metadata,
+            (None,) * len(constants),
+            residents * self._num_sms,
+            (kernel, compiled),
+        )
+
+
+def processor_of(index: int) -> Processor:
+    """What a multiprocessor of CUDA device ``index`` has."""
+    seen: Any = cast("Any", torch.cuda.get_device_properties(index))
+    registers = getattr(seen, "regs_per_multiprocessor", 65536)  # torch does not promise this one
+    return Processor(registers, seen.max_threads_per_multi_processor, seen.shared_memory_per_multiprocessor)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has."""
+    seen: Any = cast("Any", torch.cuda.get_device_properties(device))
+    return seen.multi_processor_count
+
+
+def wait_until(ready: Callable[[], bool], timeout: float, busy: float = 20e-6, brisk: float = 10e-3) -> bool:
+    """Poll ``ready`` until it is true; False after ``timeout`` seconds.
+
+    Holds the interpreter for the first ``busy`` seconds, lets other threads run between polls up to ``brisk`` seconds, then
+    polls every 100 microseconds.
+    """
+    if ready():
+        return True
+    start = time.monotonic()
+    while True:
+        waited = time.monotonic() - start
+        if ready():
+            return True
+        if waited >= timeout:
+            return False
+        if waited > brisk:
+            time.sleep(100e-6)
+        elif waited > busy:
+            time.sleep(0)

@@ -1,0 +1,176 @@
+"""CPU processes over POSIX shared memory; kernels are interpreted, one process per program (``memory/programs.py``).
+
+Nothing outlives the ranks: the name of a region exists only while it is being mapped, and whoever survives removes it.
+
+Kernels run in children of the rank, so what they write to must be shared: regions, host words, and tensors made by
+:meth:`SharedMemory.empty` or inside :meth:`SharedMemory.tensors`. What they only read may be any memory of the rank, as it was
+at the launch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.memory.base import Region
+from tokenyard.memory.launch import wait_until
+from tokenyard.memory.meeting import Meeting
+from tokenyard.memory.programs import Language, Programs
+from tokenyard.memory.sharing import SharedTensors, shared_empty
+
+PREFIX = "tokenyard-"
+"""How names of regions begin."""
+
+
+class SharedMemory:
+    """Symmetric memory of CPU processes on one host. Making one is not collective.
+
+    Args:
+        store: part of a store for this object alone, on all ranks.
+        rank, world_size: this rank's place.
+        timeout: seconds that ranks wait for each other in :meth:`allocate`.
+        language: ``tokenyard.testing.interpreter.patched_language`` (whose import mends the interpreter).
+        num_sms: programs that a launch should have at most; each is a process.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: float, language: Language, num_sms: int = 2
+    ) -> None:
+        self.rank, self.world_size, self.num_sms = rank, world_size, num_sms
+        self.device = torch.device("cpu")
+        self._meeting = Meeting(store, rank, world_size, timeout)
+        self._programs = Programs(language)
+        self._kept: list[Tensor] = []
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
+
+        Raises:
+            PeerTimeout: a rank did not come. ValueError: sizes differ, or are no multiple of 16.
+            RuntimeError: memory is short, or the ranks do not share a file system in memory.
+        """
+        path = self._meeting.same_size(num_bytes, self._new_path() if self.rank == 0 else "")[0]
+        stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self._tell(_make, path, stride * self.world_size, "making shared memory", only=0)
+            mapping: mmap.mmap = self._tell(_map, path, stride * self.world_size, "mapping shared memory")
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+        parts = torch.frombuffer(mapping, dtype=torch.uint8).view(self.world_size, stride)
+        addresses = torch.arange(self.world_size) * stride + parts.data_ptr()
+        self._kept.append(parts)
+        return Region(parts[self.rank, :num_bytes], addresses)
+
+    def _new_path(self) -> str:
+        directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        return os.path.join(directory, f"{PREFIX}{secrets.token_hex(8)}")
+
+    def _tell(
+        self, step: Callable[[str, int], Any], path: str, num_bytes: int, what: str, only: int | None = None
+    ) -> Any:
+        """Take a step (on rank ``only``), and raise on every rank if it failed on one."""
+        problem, made = "", None
+        if only in (None, self.rank):
+            try:
+                made = step(path, num_bytes)
+            except OSError as error:
+                problem = f"{error} ({num_bytes} bytes at {path})"
+        for peer, theirs in enumerate(self._meeting.exchange(what, problem)):
+            if theirs:
+                raise RuntimeError(
+                    f"{what} failed on rank {peer}: {theirs}. All ranks must be on one host and see one /dev/shm of "
+                    "sufficient size (containers: --shm-size)"
+                )
+        return made
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that kernels of this rank may write to. Zeroed; its memory goes when the tensor does."""
+        return shared_empty(*shape, dtype=dtype)
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """A context in which every tensor that torch makes is one that kernels of this rank may write to."""
+        return SharedTensors()
+
+    def host_words(self, count: int) -> Tensor:
+        """Zeroed int64 ``[count]`` that kernels of later launches may read and write."""
+        words = shared_empty(count, dtype=torch.int64)
+        self._kept.append(words)
+        return words
+
+    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
+        """Nothing: there is nothing to compile."""
+
+    def bind(
+        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> Callable[..., None]:
+        """See :class:`SymmetricMemory`."""
+        return partial(self.launch, kernel, grid, num_warps=num_warps, max_registers=max_registers, **constants)
+
+    def launch(
+        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> None:
+        """Start ``grid`` programs behind this rank's earlier launches. See :class:`SymmetricMemory`.
+
+        Raises:
+            RuntimeError: an earlier program failed; names it.
+        """
+        self._programs.launch(kernel, grid, args, constants)
+
+    def gate(self) -> None:
+        """Nothing: ranks are processes."""
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Poll until ``ready()``; False after ``timeout`` seconds.
+
+        Raises:
+            RuntimeError: a program failed; names it.
+        """
+
+        def ready_or_failed() -> bool:
+            self._programs.check()
+            return ready()
+
+        return wait_until(ready_or_failed, timeout, busy=0.0, brisk=0.0)
+
+    def settle(self) -> None:
+        """Return when all programs have ended.
+
+        Raises:
+            RuntimeError: one failed; names it.
+        """
+        self._programs.settle()
+
+    def close(self) -> None:
+        """End programs that still run, and let go of regions and host words (memory goes with the last tensor on it)."""
+        self._programs.kill()
+        self._kept.clear()
+
+
+def _make(path: str, num_bytes: int) -> None:
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)  # zeroed; fails now rather than by SIGBUS at the first touch
+    finally:
+        os.close(file)
+
+
+def _map(path: str, num_bytes: int) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR)
+    try:
+        size = os.fstat(file).st_size
+        if size != num_bytes:
+            raise OSError(f"{path} has {size} bytes, not {num_bytes}")
+        return mmap.mmap(file, num_bytes)
+    finally:
+        os.close(file)

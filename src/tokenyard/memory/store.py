@@ -1,0 +1,102 @@
+"""A store of one process for ranks that take turns: coroutines, or threads that are told to let each other run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_DEFAULT = timedelta(seconds=300)
+
+
+class CooperativeStore(dist.Store):
+    """A dictionary with the interface of ``torch.distributed.Store``; also a base for ``PrefixStore``.
+
+    Args:
+        yield_: called over and over while a rank waits; lets others run.
+        clock: seconds, for timeouts.
+        timeout: seconds that :meth:`get` and :meth:`wait` without a timeout wait.
+
+    Attributes:
+        changes: how often a value was set, in total.
+    """
+
+    def __init__(
+        self, yield_: Callable[[], None], clock: Callable[[], float] = time.monotonic, timeout: float = 300.0
+    ) -> None:
+        super().__init__()
+        self._yield, self._clock = yield_, clock
+        self._timeout = timedelta(seconds=timeout)
+        self._values: dict[str, bytes] = {}
+        self.changes = 0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self.changes += 1
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value.
+
+        Raises:
+            DistStoreError: it did not come.
+        """
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, which is 0 at first. The sum."""
+        total = int(self._values.get(key, b"0")) + value
+        self.set(key, str(total))
+        return total
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Set a value if it is ``expected_value`` now ("" also stands for none). The value afterwards."""
+        now = self._values.get(key)
+        if now == expected_value.encode() or (now is None and not expected_value):
+            self.set(key, desired_value)
+        return self._values.get(key, expected_value.encode())
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all have values."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a value. Whether there was one."""
+        self.changes += 1
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many have values."""
+        return len(self._values)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all have values.
+
+        Raises:
+            DistStoreError: they did not come.
+        """
+        limit = self._timeout if timeout is None else timeout
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            self._wait_for(lambda: self.check(keys), f"for {missing[0]!r}", self._clock() + limit.total_seconds())
+        if not self.check(keys):
+            missing = [key for key in keys if key not in self._values]
+            raise dist.DistStoreError(f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(missing)}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Seconds that waits without a timeout take."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """Seconds that waits without a timeout take."""
+        return self._timeout
+
+    def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
+        """Let others run until ``ready()`` or the deadline on the clock. ``what`` says what is waited for."""
+        del what
+        while not ready() and self._clock() < deadline:
+            self._yield()

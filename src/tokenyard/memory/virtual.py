@@ -1,0 +1,242 @@
+"""Ranks as threads of one process on one GPU: many ranks, two nodes even, where there is one GPU only. For tests.
+
+The GPU runs kernels of all ranks side by side, on one stream each. Loading a module and allocating device memory wait for
+kernels that run, and a kernel that runs may wait for a peer whose thread cannot launch meanwhile. So no rank may do either
+while a peer's kernel waits for its own:
+
+- :func:`virtual_environment` makes CUDA load its own kernels at start and gives every stream a hardware queue;
+- before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels prepared
+  (:meth:`VirtualMemory.prepare`); after it, it only launches;
+- :meth:`VirtualMemory.allocate` lets no rank go before all have their memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.memory.base import Region
+from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
+from tokenyard.memory.meeting import check_sizes
+from tokenyard.memory.threads import Gate, run_threads
+
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""What must be set before CUDA starts."""
+
+MOST_RANKS = 32
+"""Hardware queues of a GPU, and streams that torch has."""
+
+_T = TypeVar("_T")
+
+
+def virtual_environment() -> None:
+    """Set :data:`ENVIRONMENT` in this process.
+
+    Raises:
+        RuntimeError: CUDA has started without it.
+    """
+    wrong = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
+    if wrong and torch.cuda.is_initialized():
+        settings = " ".join(f"{name}={value}" for name, value in wrong.items())
+        raise RuntimeError(
+            f"CUDA has started in this process without {settings}, so virtual ranks could block each other: call "
+            "virtual_environment() before anything uses CUDA, or start the process with these variables"
+        )
+    os.environ.update(wrong)
+
+
+class VirtualWorld:
+    """What the ranks of one :func:`run_virtual_ranks` share.
+
+    Args:
+        device: the CUDA device (with its index) of all ranks.
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size, self.device = world_size, device
+        self.store = dist.HashStore()
+        self.num_sms = max(1, multiprocessors(device) // world_size)
+        self.kernels = Kernels(device, self.num_sms)
+        self._gates: dict[str, Gate] = {}
+        self._lock = threading.Lock()
+        self._lost: dict[int, str] = {}
+
+    def gate(self, name: str) -> Gate:
+        """The gate called so; the first to ask makes it."""
+        with self._lock:
+            if name not in self._gates:
+                self._gates[name] = Gate(self.world_size)
+                for rank, why in self._lost.items():
+                    self._gates[name].lose(rank, why)
+            return self._gates[name]
+
+    def lose(self, rank: int, why: str) -> None:
+        """``rank``'s thread has ended."""
+        with self._lock:
+            self._lost[rank] = why
+            for gate in self._gates.values():
+                gate.lose(rank, why)
+
+
+class VirtualGroup:
+    """A process group as far as ``tokenyard`` uses one, of ranks that are threads; every rank has its own."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self.world, self._rank = world, rank
+        self.group_name = "virtual"
+        self._opened = 0
+
+    def rank(self) -> int:
+        """This thread's rank."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.world_size
+
+    @property
+    def store(self) -> dist.Store:
+        """A store that all ranks see."""
+        return self.world.store
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of all ranks."""
+        return self.world.device
+
+    def open_store(self) -> dist.Store:
+        """A part of the store for one more object: the n-th one, on every rank."""
+        self._opened += 1
+        return dist.PrefixStore(f"object/{self._opened}", self.world.store)
+
+    def open_memory(self, timeout: float) -> VirtualMemory:
+        """Memory for one more object."""
+        return VirtualMemory(self, timeout)
+
+    def open_gate(self) -> Gate:
+        """A gate for one more object: the n-th one, on every rank."""
+        self._opened += 1
+        return self.world.gate(f"object/{self._opened}")
+
+
+class VirtualMemory:
+    """Symmetric memory of one virtual rank: every rank's part is a tensor of this process.
+
+    Args:
+        group: this rank's.
+        timeout: seconds that ranks wait for each other in :meth:`allocate` and :meth:`gate`.
+    """
+
+    def __init__(self, group: VirtualGroup, timeout: float) -> None:
+        self.rank, self.world_size = group.rank(), group.size()
+        self.device, self.num_sms = group.device, group.world.num_sms
+        self._timeout = timeout
+        self._gate = group.open_gate()
+        self._kernels = group.world.kernels
+        self._kept: list[Tensor] = []
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
+
+        Raises:
+            PeerTimeout: a rank did not come. ValueError: sizes differ, or are no multiple of 16.
+        """
+        # Past this meeting all ranks have launched what they had to launch, so the allocator may wait for the GPU.
+        check_sizes(self._meet("allocating symmetric memory", num_bytes))
+        local = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        pointers = self._meet("the zeroing of symmetric memory", local.data_ptr())
+        addresses = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        self._meet("the end of allocating symmetric memory")
+        self._kept.append(local)
+        return Region(local, addresses)
+
+    def _meet(self, what: str, value: Any = None) -> list[Any]:
+        return self._gate.meet(self.rank, what, self._timeout, value)
+
+    def host_words(self, count: int) -> Tensor:
+        """Zeroed int64 ``[count]`` in pinned memory. Ask before the gate: it may wait for kernels that run."""
+        words = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        self._kept.append(words)
+        return words
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """A context in which torch makes tensors that kernels of this rank may write to: nothing to do on a GPU."""
+        return nullcontext()
+
+    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
+        """Compile and load ``kernel`` without launching it; the ranks share what is loaded."""
+        self._kernels.prepare(kernel, num_warps, max_registers, constants)
+
+    def bind(
+        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> Callable[..., None]:
+        """See :class:`SymmetricMemory`."""
+        return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
+
+    def launch(
+        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> None:
+        """Queue ``grid`` programs on this thread's current stream. See :class:`SymmetricMemory`."""
+        self._kernels.launch(kernel, grid, args, num_warps, max_registers, constants)
+
+    def gate(self) -> None:
+        """Wait until every rank has come here.
+
+        Raises:
+            PeerTimeout: a rank did not come. PeerLost: a rank has ended.
+        """
+        self._meet("the gate before launches that wait for each other")
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run meanwhile."""
+        return wait_until(ready, timeout, busy=0.0, brisk=1e-3)
+
+    def settle(self) -> None:
+        """Nothing: streams order it."""
+
+    def close(self) -> None:
+        """Wait for this thread's stream, then free this rank's regions and host words."""
+        kept, self._kept = self._kept, []
+        if kept:
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def run_virtual_ranks(
+    world_size: int, body: Callable[[VirtualGroup], _T], device: torch.device | str = "cuda", timeout: float = 120.0
+) -> list[_T]:
+    """Run ``body(group)`` on ``world_size`` threads with a stream each, and return their results by rank.
+
+    Backward passes run on the rank's own thread (torch's one thread per GPU would let only one rank through).
+
+    Raises:
+        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds (their stacks are in the message; a stuck
+            thread is left behind, so end the process soon).
+        RuntimeError, ValueError: see :func:`virtual_environment`; more than :data:`MOST_RANKS` ranks.
+    """
+    if not 0 < world_size <= MOST_RANKS:
+        raise ValueError(
+            f"world_size ({world_size}) must be in 1..{MOST_RANKS}: a GPU runs that many streams side by side"
+        )
+    virtual_environment()
+    where = torch.device(device)
+    with torch.cuda.device(where):
+        world = VirtualWorld(world_size, torch.device("cuda", torch.cuda.current_device()))
+        streams = [torch.cuda.Stream(world.device) for _ in range(world_size)]
+
+    def run(rank: int) -> _T:
+        torch.cuda.set_device(world.device)
+        with torch.cuda.stream(streams[rank]), torch.autograd.set_multithreading_enabled(False):
+            result = body(VirtualGroup(world, rank))
+            streams[rank].synchronize()
+        return result
+
+    return run_threads(world_size, run, world.lose, timeout)

@@ -1,0 +1,313 @@
+# pyright: basic
+# (it mends an interpreter that has no types)
+"""Repairs of Triton 3.6's interpreter, made once, when this is imported (``TRITON_INTERPRET=1`` must be set by then).
+
+What was wrong, and is right afterwards:
+
+- casts to bf16 and fp8 truncated, and casts between these and integers or fp64 took the bits for a number; now they round as
+  torch does, and fp8 saturates as ``cvt.rn.satfinite`` does;
+- arithmetic and comparisons of bf16 and fp8 worked on the bits; a bf16 constant could not be made;
+- ``for i in range(...)`` gave plain Python ints (no ``.to``, no overflow); now ``i`` is an integer tensor, as compiled;
+- a tensor could not be an index under numpy 2.4; a 32-bit integer could not become a pointer;
+- ``tl.histogram`` failed for int64 and overflowed for small integers;
+- masked lanes of atomics returned garbage; ``atomic_xchg`` of floats failed;
+- inline assembly: the strings of :data:`ASSEMBLY` are emulated, with a clock that can be exchanged (:func:`clock`);
+- every call of a device function patched ``triton.language`` anew (:func:`patched_language`), and every tensor had its shape
+  made anew: that took most of the time.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import interpreter as native
+from triton._C.libtriton import ir
+from triton.runtime import interpreter as upstream
+from triton.runtime.interpreter import TensorHandle
+
+Builder = upstream.InterpreterBuilder
+
+_NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+"""Floats that numpy lacks: their tensors hold the bits."""
+_LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+_TORCH_BITS = {1: torch.uint8, 2: torch.int16}
+_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+
+_state = SimpleNamespace(clock=time.monotonic_ns, patched=False, repaired=False)
+
+
+def is_interpreting() -> bool:
+    """Whether kernels defined from now on are interpreted."""
+    return bool(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def clock(now_ns: Callable[[], int]) -> Iterator[None]:
+    """Let kernels read ``now_ns()`` (nanoseconds) as their clock."""
+    before, _state.clock = _state.clock, now_ns
+    try:
+        yield
+    finally:
+        _state.clock = before
+
+
+ASSEMBLY: dict[str, Callable[[], int]] = {"mov.u64 $0, %globaltimer;": lambda: _state.clock()}
+"""What is emulated of inline assembly: strings without inputs, with one int64 output."""
+
+
+@contextmanager
+def patched_language() -> Iterator[None]:
+    """Let kernels' bodies be called as Python functions, all in here; calls of device functions cost little."""
+    if _state.patched:
+        yield
+        return
+    scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    options = upstream.interpreter_builder.options
+    upstream.interpreter_builder.options = upstream.InterpreterOptions(sanitize_overflow=False)  # its checks go nowhere
+    _state.patched = True
+    try:
+        yield
+    finally:
+        _state.patched = False
+        upstream.interpreter_builder.options = options
+        scope.restore()
+
+
+# Casts
+
+
+def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """The float32 numbers behind the bits of a narrow float."""
+    bits = torch.from_numpy(np.array(data, copy=True)).view(_TORCH_BITS[data.itemsize])
+    return bits.view(_NARROW[dtype]).float().numpy()
+
+
+def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
+    """The bits of the nearest (ties to even) narrow floats; fp8 saturates."""
+    values = torch.from_numpy(np.array(numbers, copy=True))
+    if dtype in _LARGEST:
+        values = values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
+    rounded = values.to(_NARROW[dtype])
+    return rounded.view(_TORCH_BITS[rounded.itemsize]).numpy().view(upstream._get_np_dtype(dtype))
+
+
+def _numbers(handle: TensorHandle) -> np.ndarray:
+    dtype = handle.dtype.scalar
+    return widen(handle.data, dtype) if dtype in _NARROW else handle.data
+
+
+def _cast(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
+    dtype, numbers = to.scalar, _numbers(source)
+    if dtype in _NARROW:
+        floats = numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
+        return TensorHandle(narrow(floats, dtype), dtype)
+    return TensorHandle(numbers.astype(upstream._get_np_dtype(dtype)), dtype)
+
+
+def _fp_to_fp(self: Any, source: TensorHandle, to: Any, rounding: Any) -> TensorHandle:
+    known = all(dtype in _NARROW or dtype.is_standard_floating() for dtype in (source.dtype.scalar, to.scalar))
+    if known and rounding != ir.ROUNDING_MODE.RTZ:
+        return _cast(self, source, to)
+    return _upstream["create_fp_to_fp"](self, source, to, rounding)
+
+
+def _int_to_ptr(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
+    return TensorHandle(source.data.astype(np.uint64), to.scalar)
+
+
+def _get_narrow(dtype: Any) -> Callable[[Any, float], TensorHandle]:
+    return lambda self, value: TensorHandle(narrow(np.array([value], np.float32), dtype), dtype)
+
+
+# Arithmetic
+
+
+def _rounded(result: np.ndarray, dtype: Any) -> TensorHandle:
+    if result.dtype == np.bool_ or dtype not in _NARROW:
+        return TensorHandle(result, dtype)
+    return TensorHandle(narrow(result.astype(np.float32), dtype), dtype)
+
+
+def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> TensorHandle:
+    dtype = left.dtype.scalar
+    if dtype not in _NARROW or op in _BITWISE:
+        return _upstream["binary_op"](self, left, right, op)
+    return _rounded(op(_numbers(left), _numbers(right)), dtype)
+
+
+def _ternary(self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
+    dtype = other.dtype.scalar
+    if dtype not in _NARROW or op is np.where:
+        return _upstream["ternary_op"](self, left, right, other, op)
+    return _rounded(op(_numbers(left), _numbers(right), _numbers(other)), dtype)
+
+
+def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
+    dtype = source.dtype.scalar
+    return _rounded(op(_numbers(source)), dtype) if dtype in _NARROW else _upstream["unary_op"](self, source, op)
+
+
+def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    return _rounded(_numbers(x) * _numbers(y) + _numbers(z), z.dtype.scalar)
+
+
+def _histogram(self: Any, data: TensorHandle, bins: int, mask: TensorHandle | None) -> TensorHandle:
+    values = data.data if mask is None else data.data[mask.data]
+    inside = values[(values >= 0) & (values < bins)].astype(np.int64)
+    return TensorHandle(np.bincount(inside, minlength=bins).astype(np.int32), tl.int32)
+
+
+# Atomics
+
+
+def _atomic_rmw(
+    self: Any, op: Any, ptr: Any, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
+) -> TensorHandle:
+    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its bits."""
+    data = np.ascontiguousarray(value.data)
+    mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
+    if op == ir.ATOMIC_OP.XCHG:
+        data = data.view(f"u{data.itemsize}")
+    lanes = np.ascontiguousarray(np.broadcast_to(mask.data, ptr.data.shape))
+    old = native.atomic_rmw(kind, np.ascontiguousarray(ptr.data), data, lanes, mode).view(value.data.dtype)
+    return TensorHandle(np.where(lanes, old, np.zeros_like(old)), value.dtype.scalar)
+
+
+# Inline assembly
+
+
+class _Results:
+    """What an assembly op returns."""
+
+    def __init__(self, handle: TensorHandle) -> None:
+        self._handle = handle
+
+    def get_result(self, index: int) -> TensorHandle:
+        assert index == 0
+        return self._handle
+
+
+def _inline_asm(self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> _Results:
+    if text not in ASSEMBLY or values:
+        raise NotImplementedError(
+            f"inline assembly {text!r} is not emulated: add it to tokenyard.testing.interpreter.ASSEMBLY"
+        )
+    handle = TensorHandle(np.array([ASSEMBLY[text]()], np.int64), tl.int64)
+    handle.set_attr("clock", True)
+    return _Results(handle)
+
+
+# Tensors and their types
+
+
+def _cached_np_dtype() -> Callable[[Any], np.dtype]:
+    original, known = upstream._get_np_dtype, {}
+
+    def np_dtype(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name if not dtype.is_ptr() and not dtype.is_block() else None
+        if name is None:
+            return original(dtype)
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    return np_dtype
+
+
+def _cached_new_tensor() -> Callable[[Any, Any, Any], None]:
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def new_tensor(self: Any, handle: Any, kind: Any) -> None:
+        block = kind.is_block()
+        dims: Any = tuple(tl.core._unwrap_if_constexpr(dim) for dim in kind.shape) if block else ()
+        if dims not in shapes:
+            shapes[dims] = (tl.core.constexpr(math.prod(dims)), tl.core.tuple([tl.core.constexpr(dim) for dim in dims]))
+        self.handle, self.type = handle, kind
+        self.dtype = kind.scalar
+        self.numel, self.shape = shapes[dims]
+
+    return new_tensor
+
+
+# Loops
+
+
+def tensor_range(*bounds: Any) -> Iterator[Any]:
+    """``range`` as compiled: its numbers are tensors of the widest integer type of its bounds."""
+    values = [int(bound) for bound in bounds]
+    wide = any(isinstance(bound, tl.tensor) and bound.dtype.primitive_bitwidth > 32 for bound in bounds)
+    wide = wide or any(not -(2**31) <= value < 2**31 for value in values)
+    dtype, kind = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
+    for number in range(*values):
+        yield tl.tensor(TensorHandle(np.array([number], dtype), kind), kind)
+
+
+class _Rewriter(upstream.ASTTransformer):
+    def visit_For(self, node: ast.For) -> ast.For:  # noqa: N802 (ast's name)
+        self.generic_visit(node)
+        call = node.iter
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("range", "tl.range"):
+            call.func = ast.Name("tensor_range", ast.Load())
+            call.keywords = []  # num_stages and the like
+        return node
+
+
+def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _state.patched:
+        return self.rewrite()(*args, **kwargs)
+    return _upstream["__call__"](self, *args, **kwargs)
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    _upstream["_patch_lang_tensor"](tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+
+_upstream: dict[str, Any] = {}
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    if hasattr(owner, name):
+        _upstream[name] = getattr(owner, name)
+    setattr(owner, name, value)
+
+
+def _repair() -> None:
+    if _state.repaired:
+        return
+    _state.repaired = True
+    for name, method in {
+        "cast_impl": _cast,
+        "create_fp_to_fp": _fp_to_fp,
+        "create_int_to_ptr": _int_to_ptr,
+        "get_bf16": _get_narrow(tl.bfloat16),
+        "get_fp8e4nv": _get_narrow(tl.float8e4nv),
+        "get_fp8e5": _get_narrow(tl.float8e5),
+        "binary_op": _binary,
+        "ternary_op": _ternary,
+        "unary_op": _unary,
+        "create_fma": _fma,
+        "create_histogram": _histogram,
+        "create_atomic_rmw": _atomic_rmw,
+        "create_inline_asm": _inline_asm,
+    }.items():
+        _replace(Builder, name, method)
+    _replace(upstream, "_patch_lang_tensor", _patch_tensor)
+    _replace(upstream, "_get_np_dtype", _cached_np_dtype())
+    _replace(tl.core.tensor, "__init__", _cached_new_tensor())
+    _replace(upstream, "tensor_range", tensor_range)  # where rewritten kernels find their globals
+    _replace(upstream.InterpretedFunction, "__call__", _call_device_function)
+    upstream.FunctionRewriter.ast_transformer = _Rewriter()
+
+
+_repair()

@@ -1,0 +1,149 @@
+"""Which memory belongs to whom, and what its places are called."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenyard.testing.simulator.errors import AddressError
+from tokenyard.testing.simulator.pages import Addresses
+
+GUARD = 4096
+"""Bytes before and after a region that nobody may touch."""
+
+_OS_PAGE = 12
+
+
+class Zone(NamedTuple):
+    """Addresses ``[low, high)``. ``rank``: whose programs may touch them, None: everybody's. ``wrong``: why nobody may."""
+
+    low: int
+    high: int
+    rank: int | None
+    name: str
+    wrong: str = ""
+    shared: bool = False
+
+
+class AddressBook:
+    """Registered buffers and names.
+
+    Args:
+        strict: whether programs may touch registered memory only.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._zones: list[Zone] = []
+        self._lows: list[int] = []
+        self._names: list[tuple[int, int, str]] = []
+        self._mapped: list[tuple[int, int]] = []
+
+    def add(self, low: int, size: int, rank: int | None, name: str, guard: int = 0, shared: bool = False) -> None:
+        """Register a buffer; ``guard`` bytes on either side are forbidden. ``shared``: other ranks' programs may see it."""
+        zones = [Zone(low, low + size, rank, name, "", shared)]
+        if guard:
+            before, after = f"before the start of {name}", f"past the end of {name}"
+            zones.insert(0, Zone(low - guard, low, rank, name, before))
+            zones.append(Zone(low + size, low + size + guard, rank, name, after))
+        for zone in zones:
+            at = bisect_right(self._lows, zone.low)
+            self._zones.insert(at, zone)
+            self._lows.insert(at, zone.low)
+
+    def close(self, low: int) -> None:
+        """Nobody may touch the buffer that starts at ``low`` any more."""
+        at = bisect_right(self._lows, low) - 1
+        zone = self._zones[at]
+        self._zones[at] = zone._replace(wrong=f"in {zone.name}, which is closed")
+
+    def name(self, low: int, size: int, name: str) -> None:
+        """Call ``size`` bytes from ``low`` on ``name`` in messages."""
+        self._names.insert(bisect_right(self._names, (low, size, name)), (low, size, name))
+
+    def describe(self, address: int) -> str:
+        """A name for an address, as good as known."""
+        where = self.zone(address)
+        place = f"{where.name} + {address - where.low:#x}" if where is not None and not where.wrong else f"{address:#x}"
+        at = bisect_right(self._names, (address, sys.maxsize, "")) - 1
+        if at >= 0:
+            low, size, name = self._names[at]
+            if address < low + size:
+                inside = f" + {address - low:#x}" if address > low else ""
+                return f"{name}{inside} ({place})"
+        return place
+
+    def zone(self, address: int) -> Zone | None:
+        """The zone that an address lies in."""
+        at = bisect_right(self._lows, address) - 1
+        return self._zones[at] if at >= 0 and address < self._zones[at].high else None
+
+    def is_shared(self, address: int) -> bool:
+        """Whether other ranks may see this address."""
+        zone = self.zone(address)
+        return zone is not None and zone.shared
+
+    def check(self, rank: int, addresses: Addresses, size: int) -> None:
+        """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these addresses.
+
+        Raises:
+            AddressError: it may not; the message lacks who it was.
+        """
+        if addresses.size == 1:
+            low = int(addresses[0])
+            high = low + size
+        else:
+            low, high = int(addresses.min()), int(addresses.max()) + size
+        if (low | int(np.bitwise_or.reduce(addresses))) & (size - 1):
+            raise AddressError(f"{size} bytes at {self.describe(low)}: not aligned to {size}")
+        if addresses.size > 1 and bisect_right(self._lows, low) != bisect_right(self._lows, high - 1):
+            for address in addresses.tolist():
+                self._check_range(rank, address, address + size)
+        else:
+            self._check_range(rank, low, high)
+            if high - low > addresses.size * size and self.zone(low) is None:
+                for page in np.unique(addresses >> np.uint64(_OS_PAGE)).tolist():
+                    self._check_mapped(page)
+
+    def _check_range(self, rank: int, low: int, high: int) -> None:
+        at = bisect_right(self._lows, low) - 1
+        zone = self._zones[at] if at >= 0 and low < self._zones[at].high else None
+        if zone is None:
+            if at + 1 < len(self._lows) and high > self._lows[at + 1]:
+                raise AddressError(f"{high - low} bytes at {low:#x} reach into {self._zones[at + 1].name}")
+            if self._strict:
+                raise AddressError(f"{high - low} bytes at {low:#x}, which is no registered memory")
+            self._check_mapped(low >> _OS_PAGE)
+            self._check_mapped((high - 1) >> _OS_PAGE)
+        elif zone.wrong:
+            raise AddressError(f"{high - low} bytes at {low:#x}, {low - zone.low} bytes into the zone {zone.wrong}")
+        elif high > zone.high:
+            raise AddressError(f"{high - low} bytes at {self.describe(low)} reach past its end")
+        elif zone.rank is not None and zone.rank != rank and not zone.shared:
+            raise AddressError(f"{high - low} bytes at {self.describe(low)}, which belongs to rank {zone.rank}")
+
+    def _check_mapped(self, page: int) -> None:
+        address = page << _OS_PAGE
+        if not _holds(self._mapped, address):
+            self._mapped = _mappings()
+            if not _holds(self._mapped, address):
+                raise AddressError(f"{address:#x} is no memory of this process")
+
+
+def _holds(mappings: list[tuple[int, int]], address: int) -> bool:
+    at = bisect_right(mappings, (address, sys.maxsize)) - 1
+    return at >= 0 and address < mappings[at][1]
+
+
+def _mappings() -> list[tuple[int, int]]:
+    """Readable memory of this process, in order; everything where the system does not say."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return [(0, sys.maxsize)]
+    fields = [line.split(maxsplit=2)[:2] for line in maps.read_text().splitlines()]
+    bounds = [text.split("-") for text, access in fields if access.startswith("r")]
+    return sorted((int(low, 16), int(high, 16)) for low, high in bounds)

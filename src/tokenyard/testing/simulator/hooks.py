@@ -1,0 +1,196 @@
+# pyright: basic
+# (Triton's interpreter has no types)
+"""Where the interpreter meets the simulator: memory operations, barriers and the clock of kernels, while a simulation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import interpreter as native
+from triton._C.libtriton import ir
+from triton.runtime import interpreter as upstream
+from triton.runtime.interpreter import TensorHandle
+
+from tokenyard.memory.programs import bind
+from tokenyard.testing import interpreter
+from tokenyard.testing.simulator.pages import UNSIGNED, is_run, raw
+from tokenyard.testing.simulator.program import Launch
+
+if TYPE_CHECKING:
+    from tokenyard.testing.simulator.operations import Operations
+    from tokenyard.testing.simulator.program import Program
+
+_ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+
+
+def launch_of(
+    rank: int, kernel: Any, grid: int | tuple[int, ...], args: tuple[int, ...], constants: dict[str, Any]
+) -> Launch:
+    """A launch of a ``@triton.jit`` function with int64 arguments and constants.
+
+    Raises:
+        ValueError: they do not fit, or Triton was imported without ``TRITON_INTERPRET=1``.
+    """
+    bound, function = bind(kernel, args, constants), kernel.rewrite()
+    x, y, z = ((grid,) if isinstance(grid, int) else grid) + (1,) * (2 if isinstance(grid, int) else 3 - len(grid))
+    return Launch(rank, kernel.__name__, (x, y, z), lambda: function(**bound))
+
+
+@contextmanager
+def installed(operations: Operations) -> Iterator[None]:
+    """Send what kernels do to ``operations``."""
+    builder = interpreter.Builder
+    methods = _Hooks(operations).methods()
+    before = {name: getattr(builder, name) for name in methods}
+    with interpreter.patched_language(), interpreter.clock(operations.now_ns):
+        for name, method in methods.items():
+            setattr(builder, name, method)
+        try:
+            yield
+        finally:
+            for name, method in before.items():
+                setattr(builder, name, method)
+
+
+def place(p: Program) -> None:
+    """Tell the interpreter which program goes on."""
+    builder = upstream.interpreter_builder
+    builder.grid_dim, builder.grid_idx = p.launch.grid, p.index
+
+
+class _Hooks:
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Of the builder, by name. (Functions: they are called with the builder first.)"""
+        builder = interpreter.Builder
+        methods: dict[str, Callable[..., Any]] = {
+            "create_masked_load": lambda _, *args, **kwargs: self.load(*args, **kwargs),
+            "create_masked_store": lambda _, *args, **kwargs: self.store(*args, **kwargs),
+            "create_atomic_rmw": lambda builder, *args: self.rmw(builder, *args),
+            "create_atomic_cas": lambda builder, *args: self.cas(builder, *args),
+            "create_barrier": lambda _: self._operations.barrier(),
+        }
+        for name in ("SLE", "SLT", "SGE", "SGT", "ULE", "ULT", "UGE", "UGT"):
+            methods[f"create_icmp{name}"] = self._comparing(getattr(builder, f"create_icmp{name}"))
+        for name in ("create_add", "create_sub"):
+            methods[name] = _passing_on(getattr(builder, name))
+        return methods
+
+    def load(self, ptrs: Any, mask: Any, other: Any, *_: Any, **__: Any) -> TensorHandle:
+        element = ptrs.get_element_ty()
+        dtype = upstream._get_np_dtype(element)
+        shape = ptrs.data.shape
+        out = np.zeros(shape, dtype) if other is None else np.array(np.broadcast_to(other.data, shape), dtype)
+        addresses, lanes = _lanes(ptrs.data, mask)
+        if addresses.size:
+            values = self._operations.load(addresses, lambda: _gather(addresses, dtype.itemsize), dtype.itemsize)
+            flat = out.reshape(-1)
+            flat[lanes] = values.astype(bool) if dtype == np.bool_ else values.view(dtype)
+        return TensorHandle(out, element)
+
+    def store(self, ptrs: Any, value: Any, mask: Any, *_: Any, **__: Any) -> None:
+        addresses, lanes = _lanes(ptrs.data, mask)
+        if addresses.size:
+            data = np.broadcast_to(value.data, ptrs.data.shape).reshape(-1)[lanes]
+            self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]))
+
+    def rmw(self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
+        out = np.zeros(ptr.data.shape, value.data.dtype)
+        addresses, lanes = _lanes(ptr.data, mask)
+        if addresses.size:
+            data = np.ascontiguousarray(np.broadcast_to(value.data, ptr.data.shape).reshape(-1)[lanes])
+            kind = builder.ir_rmw_op_to_interpreter_rmw_op[op]
+            bits = data.view(UNSIGNED[data.itemsize]) if op == ir.ATOMIC_OP.XCHG else data
+            all_lanes = np.ones(addresses.size, bool)
+
+            def act() -> np.ndarray:
+                if value.dtype.scalar == tl.bfloat16:
+                    return _add_narrow(addresses, data, value.dtype.scalar)
+                return native.atomic_rmw(kind, addresses, bits, all_lanes, native.MEM_SEMANTIC.RELAXED)
+
+            out.reshape(-1)[lanes] = self._atomic(addresses, data.itemsize, act, sem, scope).view(data.dtype)
+        return TensorHandle(out, value.dtype.scalar)
+
+    def cas(self, builder: Any, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> TensorHandle:
+        kind = UNSIGNED[value.data.itemsize]
+        shape = ptr.data.shape
+        addresses = np.ascontiguousarray(ptr.data).reshape(-1)
+        wants, news = (
+            np.ascontiguousarray(np.broadcast_to(h.data, shape)).reshape(-1).view(kind) for h in (compare, value)
+        )
+
+        def act() -> np.ndarray:
+            return native.atomic_cas(addresses, wants, news, native.MEM_SEMANTIC.RELAXED)
+
+        old = self._atomic(addresses, value.data.itemsize, act, sem, scope)
+        return TensorHandle(old.view(value.data.dtype).reshape(shape), compare.dtype.scalar)
+
+    def _atomic(self, addresses: Any, size: int, act: Callable[[], Any], sem: Any, scope: Any) -> Any:
+        everywhere = scope == ir.MEM_SYNC_SCOPE.SYSTEM
+        wide = scope != ir.MEM_SYNC_SCOPE.CTA
+        order = (wide and sem in _ACQUIRES, wide and sem in _RELEASES, everywhere)
+        return self._operations.atomic(addresses, size, lambda: _gather(addresses, size), act, order)
+
+    def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A comparison of the clock with something says when the program will wake up by itself."""
+
+        def compare(builder: Any, left: Any, right: Any) -> Any:
+            if "clock" in left.attr or "clock" in right.attr:
+                distance = int(right.data.reshape(-1)[0]) - int(left.data.reshape(-1)[0])
+                self._operations.compares_clock(abs(distance))
+            return original(builder, left, right)
+
+        return compare
+
+
+def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A sum or difference with the clock in it changes as the clock does."""
+
+    def op(builder: Any, left: Any, right: Any) -> Any:
+        result = original(builder, left, right)
+        if "clock" in left.attr or "clock" in right.attr:
+            result.set_attr("clock", True)
+        return result
+
+    return op
+
+
+_ALL = slice(None)
+
+
+def _lanes(ptrs: np.ndarray, mask: Any) -> tuple[np.ndarray, Any]:
+    """Flat addresses of the lanes that take part, and which they are."""
+    flat = np.ascontiguousarray(ptrs).reshape(-1)
+    wanted = np.asarray(mask.data)
+    if wanted.all():
+        return flat, _ALL
+    if wanted.size == 1:
+        return flat[:0], slice(0, 0)
+    lanes = np.flatnonzero(np.broadcast_to(wanted, ptrs.shape).reshape(-1))
+    return flat[lanes], lanes
+
+
+def _gather(addresses: np.ndarray, size: int) -> np.ndarray:
+    """What real memory holds."""
+    if is_run(addresses, size):
+        return raw(int(addresses[0]), addresses.size * size).view(UNSIGNED[size]).copy()
+    kind = np.dtype(UNSIGNED[size])
+    return native.load(addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind)
+
+
+def _add_narrow(addresses: np.ndarray, data: np.ndarray, dtype: Any) -> np.ndarray:
+    """Atomic additions of a float that numpy lacks, one lane after the other."""
+    old = np.empty_like(data)
+    for lane, address in enumerate(addresses.tolist()):
+        cell = raw(address, data.itemsize).view(data.dtype)
+        old[lane] = cell[0]
+        both = interpreter.widen(np.array([cell[0], data[lane]]), dtype)
+        cell[:] = interpreter.narrow(both[:1] + both[1:], dtype)
+    return old

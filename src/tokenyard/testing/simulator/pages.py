@@ -1,0 +1,164 @@
+"""Sparse byte maps over addresses: some bytes with their values, in pages. Everything pending or past is kept in these.
+
+Lanes are elements of one access: an array of addresses, each a multiple of the element's size. :func:`spans` splits them by
+page once per access; all maps are then read and written through the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHIFT = 10
+PAGE = 1 << SHIFT
+_LOW = PAGE - 1
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Addresses: TypeAlias = NDArray[np.uint64]
+Index: TypeAlias = "slice | NDArray[np.intp]"
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ONES = {size: np.array(np.iinfo(kind).max, kind) for size, kind in UNSIGNED.items()}
+_STEPS = {size: np.arange(4096, dtype=np.uint64) * np.uint64(size) for size in UNSIGNED}
+
+
+class Span(NamedTuple):
+    """Lanes of one access that lie in one page, and their elements there."""
+
+    page: int
+    lanes: Index
+    cells: Index
+
+
+def raw(address: int, count: int) -> Bytes:
+    """Real memory as an array."""
+    there: Any = (ctypes.c_uint8 * count).from_address(address)
+    return np.frombuffer(there, np.uint8)
+
+
+def is_run(addresses: Addresses, size: int) -> bool:
+    """Whether lanes follow each other without gaps."""
+    count = addresses.size
+    if count > _STEPS[size].size or int(addresses[-1]) - int(addresses[0]) != (count - 1) * size:
+        return False
+    return bool((addresses - addresses[0] == _STEPS[size][:count]).all())
+
+
+def spans(addresses: Addresses, size: int) -> list[Span]:
+    """Split flat, not empty ``addresses`` by page."""
+    first, count = int(addresses[0]), addresses.size
+    if count == 1:
+        cell = (first & _LOW) // size
+        return [Span(first >> SHIFT, slice(0, 1), slice(cell, cell + 1))]
+    if is_run(addresses, size):
+        return _run_spans(first, count, size)
+    pages = (addresses >> np.uint64(SHIFT)).astype(np.int64)
+    cells = ((addresses & np.uint64(_LOW)) // np.uint64(size)).astype(np.intp)
+    if (pages == pages[0]).all():
+        return [Span(int(pages[0]), slice(0, count), cells)]
+    order = np.argsort(pages, kind="stable")
+    cuts = np.flatnonzero(np.diff(pages[order])) + 1
+    return [Span(int(pages[lanes[0]]), lanes, cells[lanes]) for lanes in np.split(order, cuts)]
+
+
+def _run_spans(first: int, count: int, size: int) -> list[Span]:
+    found: list[Span] = []
+    lane = 0
+    while lane < count:
+        address = first + lane * size
+        cell = (address & _LOW) // size
+        length = min(count - lane, PAGE // size - cell)
+        found.append(Span(address >> SHIFT, slice(lane, lane + length), slice(cell, cell + length)))
+        lane += length
+    return found
+
+
+class Page:
+    """``have`` is 0xFF for the bytes that are known, 0 elsewhere; ``data`` their values."""
+
+    __slots__ = ("data", "have")
+
+    def __init__(self) -> None:
+        self.data: Bytes = np.zeros(PAGE, np.uint8)
+        self.have: Bytes = np.zeros(PAGE, np.uint8)
+
+
+class ByteMap(dict[int, Page]):
+    """Pages by number."""
+
+    def page(self, number: int) -> Page:
+        """The page, made if need be."""
+        found = self.get(number)
+        if found is None:
+            found = self[number] = Page()
+        return found
+
+    def put(self, where: list[Span], values: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Know these lanes' values."""
+        kind, size = values.dtype, values.itemsize
+        for number, lanes, cells in where:
+            page = self.page(number)
+            page.data.view(kind)[cells] = values[lanes]
+            page.have.view(kind)[cells] = _ONES[size]
+
+    def over(self, where: list[Span], values: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Write what is known of these lanes over ``values``."""
+        kind = values.dtype
+        for number, lanes, cells in where:
+            page = self.get(number)
+            if page is not None:
+                have = page.have.view(kind)[cells]
+                values[lanes] = (values[lanes] & ~have) | (page.data.view(kind)[cells] & have)
+
+    def touches(self, where: list[Span]) -> bool:
+        """Whether any page of these lanes is there."""
+        return any(span.page in self for span in where)
+
+    def absorb(self, newer: ByteMap) -> None:
+        """Put all of ``newer`` over this, and empty it."""
+        for number, page in newer.items():
+            mine = self.get(number)
+            if mine is None:
+                self[number] = page
+            else:
+                lay_over(mine.data, page.data, page.have)
+                mine.have |= page.have
+        newer.clear()
+
+    def forget(self, other: ByteMap) -> None:
+        """Know no longer what ``other`` knows."""
+        for number, page in other.items():
+            mine = self.get(number)
+            if mine is not None:
+                mine.have &= ~page.have
+
+    def take(self, where: list[Span], size: int, into: ByteMap) -> None:
+        """Move what is known of these lanes into ``into``."""
+        kind = UNSIGNED[size]
+        for number, _, cells in where:
+            mine = self.get(number)
+            if mine is None:
+                continue
+            have = mine.have.view(kind)[cells]
+            if not have.any():
+                continue
+            page = into.page(number)
+            old, data = page.data.view(kind), mine.data.view(kind)
+            old[cells] = (old[cells] & ~have) | (data[cells] & have)
+            page.have.view(kind)[cells] |= have
+            mine.have.view(kind)[cells] = 0
+
+
+def lay_over(data: Bytes, newer: Bytes, have: Bytes) -> None:
+    """Copy the bytes of ``newer`` for which ``have`` is 0xFF."""
+    data &= ~have
+    data |= newer & have
+
+
+def extent(page: Page) -> tuple[int, int]:
+    """First known byte and the end of the last; equal if there is none."""
+    known = page.have.tobytes()
+    return max(known.find(b"\xff"), 0), known.rfind(b"\xff") + 1

@@ -1,0 +1,319 @@
+"""The simulator: what runs, and who runs next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import greenlet
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenyard.testing.simulator import hooks, report
+from tokenyard.testing.simulator.addresses import GUARD, AddressBook
+from tokenyard.testing.simulator.alarms import Alarms
+from tokenyard.testing.simulator.errors import ProgramError, RanksFailed, SimulationError
+from tokenyard.testing.simulator.hardware import Hardware
+from tokenyard.testing.simulator.host import Host
+from tokenyard.testing.simulator.operations import Operations
+from tokenyard.testing.simulator.program import Launch, Program, Stream
+from tokenyard.testing.simulator.standstill import Standstill
+from tokenyard.testing.simulator.weak import WeakMemory
+
+
+class Simulator:
+    """Runs programs and host code of all ranks, one step of one of them at a time, in an order that the seed decides.
+
+    Args:
+        world_size: number of ranks.
+        seed: one seed is one schedule, and one kind of hardware.
+        timeouts: when all wait, let the clock jump to the next deadline, so that waits time out; otherwise report a deadlock.
+        resident: programs of a rank that may run at once; None: any number.
+        strict: programs may touch registered memory only.
+        kill: rank -> step at which it stops for ever.
+        tick_ns: how far the clock goes per operation of a program.
+        max_steps: operations of programs after which the simulation is given up.
+        hardware: fields of :class:`Hardware` that are not to be drawn.
+
+    Attributes:
+        now_ns: the clock. steps: operations of programs so far.
+        trace: who ran, switch by switch: programs by serial number, host code as ``-1 - rank``.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        *,
+        seed: int = 0,
+        timeouts: bool = False,
+        resident: int | None = None,
+        strict: bool = False,
+        kill: dict[int, int] | None = None,
+        tick_ns: int = 10,
+        max_steps: int = 20_000_000,
+        **hardware: Any,
+    ) -> None:
+        self.world_size, self.seed, self.timeouts, self.resident = world_size, seed, timeouts, resident
+        self.rng = Random(seed)
+        self.hardware = Hardware.draw(self.rng)._replace(**hardware)
+        self.now_ns, self.steps, self.trace = 1_000_000, 0, list[int]()
+        self.addresses = AddressBook(strict)
+        self.alarms = Alarms(self.wake)
+        self.memory = WeakMemory(world_size, self.rng, self.hardware.stale, self.alarms.ring)
+        self.operations = Operations(self, tick_ns, max_steps)
+        self.streams = [Stream() for _ in range(world_size)]
+        self.hosts: list[Host] = []
+        self.live: dict[int, Program] = {}
+        self.dead: set[int] = set()
+        self.running: Program | None = None
+        self.counters: list[
+            Callable[[], int]
+        ] = []  # change whenever something else happens that host code could wait for
+        self._kill = sorted((step, rank) for rank, step in (kill or {}).items())
+        self._speeds = self.hardware.speeds(self.rng, world_size)
+        self._standstill = Standstill(self)
+        self._ready: list[Program] = []
+        self._serial = self._events = 0
+        self._errors: dict[int, BaseException] = {}
+        self._kept: list[Any] = []
+        self._hub = greenlet.getcurrent()
+
+    # What there is
+
+    def allocate(self, size: int, name: str = "region") -> NDArray[np.uint8]:
+        """Zeroed bytes that programs of all ranks may touch, between zones that nobody may."""
+        whole = np.zeros(size + 3 * GUARD, np.uint8)
+        start = -(-(whole.ctypes.data + GUARD) // GUARD) * GUARD - whole.ctypes.data
+        self._kept.append(whole)
+        self.addresses.add(whole.ctypes.data + start, size, None, name, GUARD, shared=True)
+        return whole[start : start + size]
+
+    def register(self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False) -> int:
+        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, and keep it. Its address."""
+        low, size = _extent(buffer)
+        self._kept.append(buffer)
+        self.addresses.add(low, size, rank, name, shared=shared or rank is None)
+        return low
+
+    def name(self, address: int, size: int, name: str) -> None:
+        """What messages call ``size`` bytes from ``address`` on."""
+        self.addresses.name(address, size, name)
+
+    def launch(self, rank: int, kernel: Any, grid: int | tuple[int, ...], *args: int, **constants: Any) -> None:
+        """Queue ``grid`` programs of a ``@triton.jit`` function behind the rank's earlier launches."""
+        queue = self.streams[rank].queue
+        queue.append(hooks.launch_of(rank, kernel, grid, args, constants))
+        if len(queue) == 1:
+            self._start_programs(queue[0])
+
+    def kill(self, rank: int, at_step: int) -> None:
+        """Let a rank's programs and host code stop for ever at that step."""
+        self._kill = sorted([*self._kill, (at_step, rank)])
+
+    # What happened
+
+    @property
+    def version(self) -> int:
+        """Changes whenever something happened that somebody could wait for."""
+        return self.memory.now + self._events + sum(count() for count in self.counters)
+
+    def happened(self) -> None:
+        """Something happened that somebody could wait for."""
+        self._events += 1
+
+    @property
+    def kill_is_due(self) -> bool:
+        """Whether a rank must die before anything else."""
+        return bool(self._kill) and self.steps >= self._kill[0][0]
+
+    # What programs call in their coroutines
+
+    def give_way(self, p: Program) -> None:
+        """Let somebody else go on, or the same program again."""
+        self._ready.append(p)
+        self._hub.switch()
+
+    def sleep(self, p: Program) -> None:
+        """Let others go on until something has changed that ``p`` has read."""
+        p.asleep = True
+        p.nap += 1
+        self.alarms.set(p)
+        self._hub.switch()
+
+    def wake(self, p: Program) -> None:
+        """End a program's sleep."""
+        p.asleep = False
+        self._ready.append(p)
+
+    # The run
+
+    def run(self) -> None:
+        """Until all programs and all host code have ended (those of dead ranks aside); then all stores are in real memory.
+
+        Raises:
+            ProgramError: a program raised. RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
+        """
+        self._hub = greenlet.getcurrent()
+        with hooks.installed(self.operations):
+            try:
+                while self._run_one():
+                    if self.kill_is_due:
+                        self._let_die(self._kill.pop(0)[1])
+                for rank in set(range(self.world_size)) - self.dead:
+                    self.memory.publish_rank(rank)
+            finally:
+                self._end_all()
+        self.raise_errors("")
+
+    def run_hosts(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """:meth:`run` with host code, one function per rank. Their results."""
+        self.hosts = [Host(rank, body, self._speeds[rank]) for rank, body in enumerate(bodies)]
+        everybody = list(self.hosts)
+        for host in everybody:
+            host.start()
+        self.run()
+        return [host.result for host in everybody]
+
+    def raise_errors(self, more: str) -> None:
+        """Raise if host code has raised."""
+        if self._errors:
+            first = next(iter(self._errors.values()))
+            raise RanksFailed(report.failures(self._errors, self.seed) + more, dict(self._errors)) from first
+
+    def _run_one(self) -> bool:
+        """Let somebody go on. False if all have ended."""
+        if self.hardware.late and self.rng.random() < self.hardware.late:
+            self._leak_late()
+        for _ in range(8 if self._ready or self.hosts else 0):
+            at = self.rng.randrange(len(self._ready) + len(self.hosts))
+            if at >= len(self._ready):
+                host = self.hosts[at - len(self._ready)]
+                if self._may_run(host) and self.rng.random() < host.speed:
+                    self._resume_host(host)
+                    return True
+            elif self._ready[at].speed >= 1.0 or self.rng.random() < self._ready[at].speed:
+                self._resume(at)
+                return True
+        if self._ready:
+            self._resume(self.rng.randrange(len(self._ready)))
+            return True
+        for host in self.hosts:
+            if self._may_run(host):
+                self._resume_host(host)
+                return True
+        if not self.live and all(host.rank in self.dead for host in self.hosts):
+            return False
+        self._standstill.resolve()
+        return True
+
+    def _resume(self, at: int) -> None:
+        ready = self._ready
+        p, ready[at] = ready[at], ready[-1]
+        ready.pop()
+        self.trace.append(p.serial)
+        self.running = p
+        hooks.place(p)
+        if p.go_on():
+            self._ended(p)
+        self.running = None
+
+    def _may_run(self, host: Host) -> bool:
+        if host.rank in self.dead:
+            return False
+        if host.ready is None or (host.deadline is not None and self.now_ns >= host.deadline):
+            return True
+        if host.checked == self.version:
+            return False
+        try:
+            if host.ready():
+                return True
+        except Exception:
+            return True  # it will raise in the host's own code
+        host.checked = self.version
+        return False
+
+    def _resume_host(self, host: Host) -> None:
+        self.trace.append(-1 - host.rank)
+        self.now_ns += 1
+        polls = host.polls
+        host.resume()
+        if not polls or host.over:
+            self._events += 1
+        if host.over:
+            self.hosts.remove(host)
+            if host.error is not None:
+                self._errors[host.rank] = host.error
+
+    # Launches
+
+    def _start_programs(self, launch: Launch) -> None:
+        while launch.started < launch.size and (self.resident is None or len(launch.running) < self.resident):
+            self._serial += 1
+            speed = self.hardware.speed(self.rng, self._speeds[launch.rank])
+            p = Program(launch, launch.started, self._serial, speed, self.memory.now)
+            launch.started += 1
+            launch.running.append(p)
+            self.live[p.serial] = p
+            self._ready.append(p)
+
+    def _ended(self, p: Program) -> None:
+        if p.error is None:
+            self.operations.check_late_reads(p)
+        elif isinstance(p.error, SimulationError):
+            raise p.error
+        else:
+            raise ProgramError(f"{p.name} raised {p.error!r} (seed {self.seed})") from p.error
+        del self.live[p.serial]
+        p.launch.running.remove(p)
+        p.launch.left_behind.append(p)
+        self._events += 1
+        queue = self.streams[p.rank].queue
+        if p.launch.over:
+            self._finish(p.launch)
+            queue.popleft()
+        if queue:
+            self._start_programs(queue[0])
+        if not self.live:
+            self.memory.forget_past()
+
+    def _finish(self, launch: Launch) -> None:
+        """The end of a kernel publishes its stores to later kernels of its rank; to other ranks only where they look anyway."""
+        exposed = [p for p in launch.left_behind if p.exposed]
+        for p in launch.left_behind:
+            self.memory.bundle(p, p.pending())
+        self.memory.publish_private(launch.rank, self.addresses.is_shared)
+        if exposed:
+            self.memory.publish_rank(launch.rank)
+        for p in exposed:  # its threads may have lagged behind until now
+            self.operations.check_late_reads(p)
+        launch.left_behind.clear()
+
+    def _leak_late(self) -> None:
+        rank = self.rng.randrange(self.world_size)
+        self.memory.publish_one(rank)
+        queue = self.streams[rank].queue
+        if queue and queue[0].left_behind:
+            self.memory.leak(self.rng.choice(queue[0].left_behind))
+
+    def _let_die(self, rank: int) -> None:
+        self.dead.add(rank)
+        for p in [p for p in self.live.values() if p.rank == rank]:
+            self.memory.leak(p)  # some of what it had under way still arrives
+            del self.live[p.serial]
+            p.nap += 1
+        self._ready = [p for p in self._ready if p.rank != rank]
+
+    def _end_all(self) -> None:
+        for stream in self.streams:
+            for launch in stream.queue:
+                for p in launch.running:
+                    p.end()
+        for host in list(self.hosts):
+            host.end()
+
+
+def _extent(buffer: Any) -> tuple[int, int]:
+    if isinstance(buffer, np.ndarray):
+        return int(buffer.ctypes.data), int(buffer.nbytes)
+    return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())

@@ -1,0 +1,75 @@
+"""What to do when everybody waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenyard.testing.simulator import report
+from tokenyard.testing.simulator.errors import Deadlock
+
+if TYPE_CHECKING:
+    from tokenyard.testing.simulator.scheduler import Simulator
+
+_PATIENCE = (16, 100)
+_SECOND = 1_000_000_000
+
+
+class Standstill:
+    """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then let hardware finish all
+    that it has begun, and believe it again; then let the clock jump, or report a deadlock.
+    """
+
+    def __init__(self, sim: Simulator) -> None:
+        self._sim = sim
+        self._version, self._tries = -1, 0
+
+    def resolve(self) -> None:
+        """Wake somebody.
+
+        Raises:
+            Deadlock: there is no way, or a timeout would be the only one and is not to be. RanksFailed: the same, after host code
+                of other ranks has raised.
+        """
+        self._tries = self._tries + 1 if self._version == self._sim.version else 0
+        if self._tries == 0:
+            self._wake_all(_PATIENCE[0])
+        elif self._tries == 1:
+            self._finish_stores()
+            self._wake_all(_PATIENCE[1])
+        else:
+            self._jump()
+            self._tries = -1
+        self._version = self._sim.version
+
+    def _wake_all(self, patience: int) -> None:
+        for p in self._sim.live.values():
+            p.patience = patience
+            if p.asleep:
+                self._sim.wake(p)
+        for host in self._sim.hosts:
+            host.checked = -1
+
+    def _finish_stores(self) -> None:
+        """All stores reach everybody, and nobody sees the past."""
+        sim = self._sim
+        for p in sim.live.values():
+            sim.memory.flush(p)
+        for rank, stream in enumerate(sim.streams):
+            sim.memory.publish_rank(rank)
+            for p in stream.queue[0].left_behind if stream.queue and rank not in sim.dead else ():
+                sim.memory.flush(p)
+        for p in sim.live.values():
+            p.view = p.rank_view = sim.memory.now
+
+    def _jump(self) -> None:
+        sim = self._sim
+        waiting = [p for p in sim.live.values() if p.asleep]
+        deadlines = [p.deadline for p in waiting if p.deadline is not None]
+        deadlines += [sim.now_ns + _SECOND for p in waiting if p.deadline is None and p.reads_clock]
+        deadlines += [host.deadline for host in sim.hosts if host.deadline is not None and host.rank not in sim.dead]
+        if not deadlines or not sim.timeouts:
+            programs = list(sim.live.values())
+            sim.raise_errors(report.waiters(sim, programs))
+            raise Deadlock(report.deadlock(sim, programs, bool(deadlines)))
+        sim.now_ns = max(sim.now_ns, min(deadlines)) + 1
+        self._wake_all(0)

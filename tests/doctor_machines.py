@@ -1,0 +1,88 @@
+"""Made-up machines for the tests of ``tokenyard doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.cli.doctor_engine import Workload
+from tokenyard.cli.doctor_facts import (
+    Driver,
+    Facts,
+    Gpu,
+    HostName,
+    Library,
+    Limits,
+    PciBus,
+    Space,
+    Torch,
+)
+from tokenyard.cli.doctor_findings import RULES, Finding
+
+GIB = 1 << 30
+LAYER = Workload(tokens=4096, hidden=7168, experts=256, topk=8, ranks=4)
+CPU_FACTS = Facts(
+    python="3.12.3",
+    engines=["auto", "collective"],
+    cpus=2,
+    memory=Space(total=8 * GIB, free=6 * GIB),
+    shm=Space(total=4 * GIB, free=4 * GIB),
+    limits=Limits(memlock=8 << 20, open_files=20000),
+    hostname=HostName(name="here"),
+    infiniband=[],
+    pci=PciBus(gpus=0),
+    torch=Torch(version="2.11.0+cpu", backends=["gloo"]),
+    triton="3.6.0",
+    symmetric_memory="",
+    gpus=[],
+    peers=[],
+    preflight=[],
+)
+
+
+def matrix(count: int, value: Any, own: Any, **others: Any) -> list[list[Any]]:
+    """``value`` everywhere, ``own`` on the diagonal, ``others`` (``_0_3="SYS"``) at their place and its mirror."""
+    rows = [[own if a == b else value for b in range(count)] for a in range(count)]
+    for place, other in others.items():
+        a, b = map(int, place.strip("_").split("_"))
+        rows[a][b] = rows[b][a] = other
+    return rows
+
+
+def gpu(index: int, **changes: Any) -> Gpu:
+    known = {
+        "uuid": f"0{index}",
+        "capability": "9.0",
+        "memory_total": 141 * GIB,
+        "memory_free": 140 * GIB,
+        "mig": False,
+    }
+    return Gpu(index=index, name="NVIDIA H200", **(known | changes))
+
+
+NCCL = Library(version="2.28.9", wanted="2.28.9", paths=["/site/nccl/lib/libnccl.so.2"])
+GPU_FACTS = replace(
+    CPU_FACTS,
+    engines=["auto", "collective", "nvlink"],
+    pci=PciBus(gpus=4),
+    driver=Driver(version="580.159.04", cuda="13.0", gpus=[gpu(i) for i in range(4)]),
+    torch=Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"]),
+    nccl=NCCL,
+    gpus=[gpu(i) for i in range(4)],
+    peers=matrix(4, True, True),
+    links=matrix(4, "NV18", "X"),
+    p2p=matrix(4, "OK", "X"),
+)
+
+
+def gpu_facts(**changes: Any) -> Facts:
+    return replace(GPU_FACTS, **changes)
+
+
+NO_GPUS: dict[str, Any] = {"gpus": [], "peers": [], "links": None, "p2p": None}
+PCIE: dict[str, Any] = {"links": matrix(4, "NV18", "X", _0_1="PHB"), "pci": PciBus(gpus=4, iommu=["DMA-FQ"])}
+CPU_BUILD = Torch(version="2.11.0+cpu", backends=["gloo"])
+
+
+def findings(facts: Facts) -> dict[str, Finding]:
+    return {finding.id: finding for rule in RULES for finding in rule(facts)}

@@ -1,0 +1,55 @@
+"""Runs functions of ``nvlink_cases.py`` and its like in processes whose kernels are interpreted: this one may need Triton to compile."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+SOAK = max(1, int(os.environ.get("TOKENYARD_SOAK_SEEDS", "1")))
+"""``make soak`` runs so many times as many seeds."""
+
+Job = tuple[str, tuple[Any, ...]]
+"""``module.function`` and its arguments."""
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import_module("torch").set_num_threads(1)
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    workers = max(1, min(4, os.cpu_count() or 1))
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_interpret)
+
+
+def _call(job: Job) -> tuple[Any, str, float]:
+    """Result, traceback if it raised, seconds."""
+    start = time.monotonic()
+    module, _, name = job[0].rpartition(".")
+    try:
+        return getattr(import_module(module), name)(*job[1]), "", time.monotonic() - start
+    except Exception:
+        return None, traceback.format_exc(), time.monotonic() - start
+
+
+def run_all(function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """``function(*each)`` for all arguments, side by side; results in order.
+
+    Raises:
+        AssertionError: some raised; says which, with the first traceback.
+    """
+    __tracebackhide__ = True
+    done = list(_pool().map(_call, [(function, each) for each in arguments]))
+    failed = [(each, text) for each, (_, text, _) in zip(arguments, done, strict=True) if text]
+    if failed:
+        which = ", ".join(str(each) for each, _ in failed[:20])
+        raise AssertionError(f"{len(failed)} of {len(done)} calls of {function} failed: {which}\n{failed[0][1]}")
+    return [result for result, _, _ in done]

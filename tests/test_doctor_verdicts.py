@@ -1,0 +1,220 @@
+"""``tokenyard doctor``: engine, findings and memory on made-up machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard as ty
+from doctor_machines import (
+    CPU_BUILD,
+    CPU_FACTS,
+    GIB,
+    GPU_FACTS,
+    LAYER,
+    NCCL,
+    NO_GPUS,
+    PCIE,
+    findings,
+    gpu,
+    gpu_facts,
+    matrix,
+)
+from tokenyard.cli.doctor_engine import Workload, likely_engine, need, symmetric_bytes
+from tokenyard.cli.doctor_facts import (
+    Driver,
+    Facts,
+    HostName,
+    Limits,
+    PciBus,
+    Space,
+    Torch,
+    numbers,
+)
+from tokenyard.cli.doctor_findings import of_memory
+from tokenyard.testing import routing
+
+OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
+
+CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"])
+
+# Which engine
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks", "name", "why"),
+    [
+        (CPU_FACTS, None, "collective", "torch sees no GPU: ranks over gloo"),
+        (replace(CPU_FACTS, gpus=None), None, "collective", "could not tell which GPUs torch sees"),
+        (GPU_FACTS, None, "nvlink", "4 GPUs that all reach each other, Triton 3.6.0, symmetric memory"),
+        (GPU_FACTS, 2, "nvlink", "2 GPUs that all reach each other"),
+        (GPU_FACTS, 1, "collective", "over NCCL, one GPU per rank; not nvlink: it takes two GPUs"),
+        (GPU_FACTS, 16, "collective", "16 ranks, but 4 GPUs on this host"),
+        (gpu_facts(gpus=[gpu(0)], peers=[[True]]), None, "collective", "it takes two GPUs"),
+        (gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)), None, "collective",
+         "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"),
+        (gpu_facts(peers=matrix(4, True, True, _0_3=False)), 3, "nvlink", "3 GPUs"),
+        (gpu_facts(peers=[[True, True], [False, True]], gpus=[gpu(0), gpu(1)]), None, "collective", "GPUs 0-1 (1 of 1"),
+        (gpu_facts(peers=None), None, "collective", "could not tell which GPUs reach each other"),
+        (gpu_facts(preflight=["ranks 0 and 1 share one GPU"]), None, "collective", "ranks 0 and 1 share one GPU"),
+        (gpu_facts(triton=None), None, "collective", "Triton is not installed"),
+        (gpu_facts(symmetric_memory="ImportError: no"), None, "collective", "symmetric memory: ImportError: no"),
+        (gpu_facts(symmetric_memory=None), None, "collective", "symmetric memory: could not tell"),
+        (gpu_facts(engines=["auto", "collective"]), None, "collective", "not nvlink: this version does not have it"),
+        (gpu_facts(torch=Torch(version="2", hip="6.4", backends=["gloo", "nccl"])), None, "collective", "ROCm"),
+        (gpu_facts(torch=Torch(version="2", cuda="13.0", backends=["gloo"]), triton=None), None, "collective",
+         "over gloo, through host memory, since torch has no NCCL"),
+    ],
+)  # fmt: skip
+def test_likely_engine(facts: Facts, ranks: int | None, name: str, why: str):
+    engine = likely_engine(facts, ranks)
+    assert engine.name == name
+    assert why in engine.why
+
+
+def test_everything_that_is_missing_is_named():
+    why = likely_engine(gpu_facts(triton=None, peers=matrix(4, False, True))).why
+    assert "6 of 6 pairs" in why and "Triton is not installed" in why
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize("facts", [CPU_FACTS, GPU_FACTS], ids=["cpu", "gpus"])
+def test_nothing_is_wrong_with_a_good_machine(facts: Facts):
+    assert findings(facts) == {}
+
+
+def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
+    silent = Facts(python="3", engines=["auto"], torch=Torch(version="2", backends=["gloo"]))
+    assert findings(silent) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"torch": None, "untold": {"torch": "signal 11"}}, {"torch-silent": ("problem", "signal 11", "mend torch")}),
+        ({"torch": Torch(version="2", cuda="13.0")}, {"no-gloo": ("problem", "without gloo", "install"),
+                                                      "no-nccl": ("warning", "built without it", "NCCL")}),
+        ({"torch": CPU_BUILD, "nccl": None, **NO_GPUS},
+         {"cpu-only-torch": ("problem", "CPU-only build", "serves CUDA up to 13.0")}),
+        ({"driver": OLD, **NO_GPUS},
+         {"old-driver": ("problem", "needs CUDA 13.0, but the driver serves CUDA up to 11.4", "update the driver")}),
+        ({"driver": Driver(version="470"), **NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: driver too old")},
+         {"old-driver": ("problem", "the driver is older", "for CUDA of its age")}),
+        ({**NO_GPUS, "environment": {"CUDA_VISIBLE_DEVICES": ""}},
+         {"gpus-hidden": ("warning", "CUDA_VISIBLE_DEVICES is ''", "unset")}),
+        ({**NO_GPUS, "gpus": None, "untold": {"gpus": "no answer within 60 s"}},
+         {"gpus-silent": ("problem", "no answer within 60 s", "dmesg")}),
+        ({**NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: CUDA error 802")},
+         {"gpus-silent": ("problem", "CUDA error 802", "nvidia-smi")}),
+        ({"driver": None, **NO_GPUS}, {"no-driver": ("warning", "not installed", "--gpus all")}),
+        ({"driver": None, "untold": {"driver": "no answer within 60 s"}},
+         {"nvidia-smi-silent": ("warning", "no answer within 60 s", "dmesg")}),
+        ({"nccl": replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])},
+         {"nccl-mismatch": ("warning", "LD_LIBRARY_PATH", "NCCL 2.28.9 that torch asks for")}),
+        ({"nccl": replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])},
+         {"two-nccls": ("warning", "LD_PRELOAD", "leave one")}),
+        ({"triton": None}, {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
+        ({"triton": "3.9.1"}, {"triton-version": ("warning", "torch brought it", "tokenyard[cuda]")}),
+        ({"symmetric_memory": "ImportError: gone"}, {"no-symmetric-memory": ("warning", "ImportError: gone", "2.9")}),
+        ({"peers": matrix(4, True, True, _0_3=False, _1_2=False), "p2p": matrix(4, "OK", "X", _0_3="TNS", _1_2="OK")},
+         {"no-peer-access": ("warning", "TNS: the topology does not", "ACS off")}),
+        ({"peers": matrix(4, True, True, _0_1=False), **PCIE},
+         {"no-peer-access": ("warning", "an IOMMU translates between them (DMA-FQ)", "iommu=pt"),
+          "uneven-links": ("warning", "wiring", "nvlink -s")}),
+        (PCIE, {"iommu": ("warning", "ACS", "NCCL_P2P_DISABLE=1"), "uneven-links": ("warning", "down", "topo -m")}),
+        ({**PCIE, "pci": PciBus(gpus=4, iommu=["identity"]), "links": matrix(4, "PHB", "X")}, {}),
+        ({"links": matrix(4, "NV18", "X", _1_3="NV17")}, {"uneven-links": ("warning", "links that are down", "nvlink -s")}),
+        ({"gpus": [gpu(i, mig=True) for i in range(4)]}, {"mig": ("warning", "cannot reach", "-mig 0")}),
+        ({"gpus": [gpu(i, mig=True) for i in range(4)], "peers": matrix(4, False, True)},
+         {"mig": ("warning", "cannot reach", "-mig 0"), "no-peer-access": ("warning", "MIG is on", "-mig 0")}),
+        ({"shm": Space(total=64 << 20, free=64 << 20)}, {"small-shm": ("warning", "64 MB", "--shm-size")}),
+        ({"shm": Space(total=4 * GIB, free=1 << 20)}, {"small-shm": ("warning", "NCCL", "--ipc=host")}),
+        ({"infiniband": ["mlx5_0"]}, {"memlock": ("warning", "RDMA", "ulimit -l unlimited")}),
+        ({"infiniband": ["mlx5_0"], "limits": Limits(memlock=-1, open_files=-1)}, {}),
+        ({"limits": Limits(memlock=-1, open_files=256)}, {"open-files": ("warning", "sockets", "ulimit -n")}),
+        ({"hostname": HostName(name="lost", error="Name or service not known")},
+         {"hostname": ("warning", "gloo looks it up", "/etc/hosts")}),
+        ({"hostname": None, "untold": {"hostname": "no answer within 60 s"}},
+         {"hostname": ("warning", "hangs", "GLOO_SOCKET_IFNAME")}),
+        ({"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0"}},
+         {"nccl-variable": ("warning", "slower", "unset")}),
+    ],
+)  # fmt: skip
+def test_findings(changes: dict[str, Any], found: dict[str, tuple[str, str, str]]):
+    told = findings(gpu_facts(**changes))
+    assert told.keys() == found.keys()
+    for name, (severity, cause, remedy) in found.items():
+        assert told[name].severity == severity
+        assert cause in told[name].cause
+        assert remedy in told[name].remedy
+
+
+def test_symptoms_name_what_they_are_about():
+    bad = findings(gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)))["no-peer-access"]
+    assert bad.symptom == "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"
+    two = findings(gpu_facts(nccl=replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])))["two-nccls"]
+    assert two.symptom == "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2"
+    other = findings(gpu_facts(nccl=replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])))["nccl-mismatch"]
+    assert other.symptom == "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9"
+    assert "lost" in findings(replace(CPU_FACTS, hostname=HostName(name="lost", error="?")))["hostname"].symptom
+
+
+def test_versions_as_numbers():
+    assert [numbers(v) for v in ("13.0", "2.11.0+cu130", "3.6.0rc1", "")] == [(13, 0), (2, 11, 0), (3, 6), ()]
+
+
+# Memory
+
+
+def test_memory_of_nvlink_does_not_grow():
+    small = need(replace(LAYER, tokens=64), "nvlink", GPU_FACTS)
+    large = need(LAYER, "nvlink", GPU_FACTS)
+    assert small.even.buffers == large.even.buffers == symmetric_bytes(LAYER) == 129 << 20
+    assert large.free == 140 * GIB
+    assert large.most.rows == 4 * 4096
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert_major"])
+def test_memory_is_what_one_rank_really_takes(layout: Any):
+    work = Workload(tokens=50, hidden=24, experts=6, topk=3, ranks=1, layout=layout)
+    idx, weights = routing("uniform", 0, 1, 50, 3, 6, 0)
+    with ty.ExpertParallel(num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50) as ep:
+        recv = ep.dispatch(torch.zeros(50, 24, dtype=torch.bfloat16), idx, weights, layout=ty.Layout[layout.upper()])
+        out = ep.combine(recv.x, recv.handle)
+        buffers = ep.buffer_bytes
+    parts = [recv.x, recv.topk_idx, recv.topk_weights, recv.row_weights, recv.source, out]
+    real = sum(part.nbytes for part in parts if part is not None)
+    told = need(work, "collective", CPU_FACTS)
+    assert told.even.rows == recv.x.shape[0]
+    assert (told.even.results, told.even.buffers) == (real, buffers)
+    assert told.even == told.most
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert_major"])
+def test_rows_of_even_routing(layout: Any):
+    work = Workload(tokens=2000, hidden=8, experts=10, topk=3, ranks=4, layout=layout)
+    rows = 0
+    for rank in range(4):
+        here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(1)  # rank 0 holds experts 0 to 2
+        rows += int((here > 0).sum() if layout == "flat" else here.sum())
+    told = need(work, "collective", CPU_FACTS)
+    assert told.even.rows == pytest.approx(rows, rel=0.03)
+    assert told.most.rows == (8000 if layout == "flat" else 24000)
+
+
+def test_what_does_not_fit():
+    poor = gpu_facts(gpus=[gpu(0), gpu(1, memory_free=1 << 20), gpu(2), gpu(3)])
+    needs = need(LAYER, "nvlink", poor)
+    assert needs.free == 1 << 20
+    assert [f.severity for f in of_memory(needs, asked=True)] == ["problem"]
+    assert [f.severity for f in of_memory(needs, asked=False)] == ["warning"]
+    assert need(replace(LAYER, ranks=1), "nvlink", poor).free == 140 * GIB
+    assert need(LAYER, "collective", CPU_FACTS).free == 6 * GIB // 4
+    unknown = need(LAYER, "collective", gpu_facts(gpus=[gpu(0, memory_free=None), gpu(1)]))
+    assert unknown.free is None
+    assert not list(of_memory(unknown, asked=True))

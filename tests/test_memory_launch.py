@@ -1,0 +1,105 @@
+"""Compiling kernels without a GPU, and what a launch hands to the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenyard.memory.launch import Processor, resident_programs, wait_until
+
+HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``memory_compile.py`` found, in a process that does not interpret kernels."""
+    pytest.importorskip("triton")
+    script, directory = Path(__file__).with_name("memory_compile.py"), tmp_path_factory.mktemp("driver")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def launched(facts: dict[str, Any]) -> dict[str, Any]:
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler for Triton's launcher")
+    return facts["launched"]
+
+
+@pytest.mark.parametrize("name", ["everybody", "double", "widths", "multiply_add", "count_up"])
+def test_every_argument_is_an_int64(facts: dict[str, Any], name: str) -> None:
+    known = facts[name]
+    assert [kind for kind in known["signature"].values() if kind != "constexpr"] == ["i64"] * known["args"]
+    assert known["params"] == ["u64"] * known["args"]
+
+
+def test_registers_are_bounded_where_asked(facts: dict[str, Any]) -> None:
+    assert facts["everybody"]["maxnreg"] == ["40"]
+    assert facts["free"] == []
+
+
+def test_products_are_rounded_before_sums(facts: dict[str, Any]) -> None:
+    """256 lanes on 128 threads: two multiplications and two additions each, none of them fused."""
+    assert facts["multiplications"] == {"FMUL": 2, "FADD": 2, "FFMA": 0}
+
+
+def test_wrong_constants_and_orders_are_refused(facts: dict[str, Any]) -> None:
+    assert facts["wrong constants"] == "double: constants (['V']) must be ['W']"
+    assert facts["wrong order"] == "constant_in_front: tl.constexpr parameters must come after the others"
+
+
+def test_a_launch_reaches_the_driver_as_it_was_meant(launched: dict[str, Any]) -> None:
+    """Launches, grid, 1, threads, shared bytes, stream of device 3, function, attributes; then the arguments' 64 bits."""
+    assert launched["first"] == [1, 24, 1, 256, 8, 1003, 77, 0, (1 << 47) + 1, 1, 16, (1 << 64) - 5]
+    assert launched["second"] == [2, 1, 1, 256, 8, 1003, 77, 0, 2, 3, 4, 5]
+    assert launched["launches"] == 6
+
+
+def test_one_kernel_serves_all_integers_and_one_each_all_constants(launched: dict[str, Any]) -> None:
+    assert launched["loads"] == 1
+    assert launched["loads of 1 and True"] == 2
+
+
+def test_a_grid_that_does_not_fit_is_refused(launched: dict[str, Any]) -> None:
+    assert launched["too many"] == "grid (101) of double must be at most 100: all programs run together"
+
+
+def test_profilers_hear_of_launches(launched: dict[str, Any]) -> None:
+    assert launched["heard"] == ["double"]
+
+
+@pytest.mark.parametrize(
+    ("num_warps", "registers", "shared", "programs"),
+    [
+        (32, 64, 0, 1),  # 32 x 32 x 64 registers are all there are
+        (32, 65, 0, 0),  # given out by 8: 72
+        (16, 64, 0, 2),
+        (16, 128, 0, 1),
+        (8, 255, 0, 1),
+        (4, 32, 0, 16),  # 2048 threads
+        (1, 16, 0, 32),  # never more programs
+        (4, 32, 100 << 10, 2),
+        (4, 32, 227 << 10, 1),
+        (4, 32, 228 << 10, 0),
+    ],
+)
+def test_programs_per_multiprocessor(num_warps: int, registers: int, shared: int, programs: int) -> None:
+    assert resident_programs(HOPPER, num_warps, registers, shared) == programs
+
+
+def test_waiting_polls_until_ready_or_out_of_time() -> None:
+    polls = iter([False] * 300 + [True])
+    assert wait_until(lambda: next(polls), 60)
+    assert next(polls, None) is None
+    assert not wait_until(lambda: False, 0.02)
+    assert wait_until(lambda: True, 0)

@@ -1,0 +1,389 @@
+"""The simulator's order, clock, deadlocks, deaths, limits and addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from interpreted import need_interpreter
+
+need_interpreter()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from simulator_kernels import TIMEOUT_SECONDS, ring_body  # noqa: E402
+
+from tokenyard.kernels.sync import STATE_WORDS, TIMEOUT_NS, now_ns, wait_at_least, wait_for_all, words  # noqa: E402
+from tokenyard.testing.simulator import (  # noqa: E402
+    AddressError,
+    Deadlock,
+    Livelock,
+    ProgramError,
+    RanksFailed,
+    Simulator,
+    simulate,
+)
+
+
+def zeroed_state(sim: Simulator, seconds: float = TIMEOUT_SECONDS) -> tuple[np.ndarray, np.ndarray]:
+    """A rank's state for the waits of ``sync``, and its status words."""
+    state, status = np.zeros(STATE_WORDS, np.int64), np.zeros(8, np.int64)
+    sim.register(state, name="state")
+    sim.register(status, name="status")
+    state[TIMEOUT_NS.value], state[2] = int(seconds * 10**9), status.ctypes.data
+    return state, status
+
+
+# Order
+
+
+@triton.jit
+def tickets(mem, out):
+    """Programs draw numbers."""
+    tl.store(words(out) + tl.program_id(0), tl.atomic_add(words(mem), 1, sem="relaxed"))
+    tl.store(words(out) + tl.num_programs(0) + tl.program_id(0), tl.load(words(mem)))
+
+
+def draw(seed: int, gap: int = 0) -> tuple[list[int], list[int]]:
+    sim = Simulator(2, seed=seed)
+    other = np.zeros(gap + 1, np.uint8)  # so that memory lies elsewhere
+    mem, outs = sim.allocate(16), [np.zeros(16, np.int64) for _ in range(2)]
+    for rank, out in enumerate(outs):
+        sim.launch(rank, tickets, 8, mem.ctypes.data, out.ctypes.data)
+    sim.run()
+    del other
+    return sim.trace, [*outs[0].tolist(), *outs[1].tolist()]
+
+
+def test_one_seed_is_one_schedule() -> None:
+    runs = [draw(seed) for seed in range(10)]
+    assert runs == [draw(seed, 5000 * seed) for seed in range(10)]
+    assert len({tuple(trace) for trace, _ in runs}) == 10
+    assert len({tuple(out) for _, out in runs}) > 5
+    for _, out in runs:
+        assert sorted(out[:8] + out[16:24]) == list(range(16))
+
+
+def test_one_seed_is_one_schedule_with_host_code() -> None:
+    def trace(seed: int) -> list[int]:
+        found: list[int] = []
+
+        def body(ranks: Any) -> None:
+            ring_body(ranks, n=2, calls=1)
+            found[:] = ranks.sim.trace
+
+        simulate(2, body, seed=seed)
+        return found
+
+    assert [trace(seed) for seed in range(3)] == [trace(seed) for seed in range(3)]
+    assert trace(1) != trace(2)
+
+
+# Waits
+
+
+@triton.jit
+def meet(mem, out):
+    """Each of two programs waits for the other."""
+    me = tl.program_id(0)
+    tl.atomic_add(words(mem) + me, 1, sem="release", scope="gpu")
+    seen = tl.full((), 0, tl.int64)
+    while seen < 1:
+        seen = tl.atomic_add(words(mem) + 1 - me, 0, sem="acquire", scope="gpu")
+    tl.store(words(out) + me, seen)
+
+
+@triton.jit
+def wait_kernel(counters, want, state, out):
+    """Program p waits for counter p."""
+    p = tl.program_id(0)
+    tl.store(words(out) + p, wait_at_least(words(counters) + p, want, state, 7, p + 20, p + 40))
+
+
+@triton.jit
+def work_then_signal(mem, scratch, n):
+    for i in range(n):
+        tl.store(words(scratch) + i, tl.load(words(scratch) + i) + 1)
+    tl.debug_barrier()
+    tl.atomic_add(words(mem) + 2, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def go_round(mem, out):
+    """Poll three counters in turn until the last has changed, and one of them twice per round."""
+    seen = tl.full((), 0, tl.int64)
+    rounds = tl.full((), 0, tl.int64)
+    while seen < 1:
+        tl.atomic_add(words(mem), 0, sem="acquire", scope="sys")
+        tl.load(words(mem) + 1)
+        tl.atomic_add(words(mem), 0, sem="acquire", scope="sys")
+        seen = tl.atomic_add(words(mem) + 2, 0, sem="acquire", scope="sys")
+        rounds += 1
+    tl.store(words(out), rounds)
+
+
+def test_pollers_sleep_until_something_changes() -> None:
+    for seed in range(10):
+        sim = Simulator(2, seed=seed, switch=0.9)
+        mem, scratch, out = sim.allocate(64), np.zeros(200, np.int64), np.zeros(1, np.int64)
+        sim.launch(0, work_then_signal, 1, mem.ctypes.data, scratch.ctypes.data, 200)
+        sim.launch(1, go_round, 1, mem.ctypes.data, out.ctypes.data)
+        sim.run()
+        assert scratch.all() and 1 <= out[0] < 12
+
+
+@triton.jit
+def read_again_and_again(mem, out, n, m):
+    """Nothing changes meanwhile, and nobody else is there."""
+    total = tl.full((), 0, tl.int64)
+    for i in range(n):
+        total += tl.atomic_add(words(mem), 0, sem="acquire", scope="sys")
+        total += tl.load(words(mem) + 1)
+    for i in range(m):
+        total += tl.load(words(mem) + 2 + i % 4)
+    tl.store(words(out), total)
+
+
+def test_reading_the_same_again_is_no_deadlock() -> None:
+    for seed in range(5):
+        sim = Simulator(seed=seed)
+        mem, out = sim.allocate(64), np.zeros(1, np.int64)
+        mem.view(np.int64)[:] = 1
+        sim.launch(0, read_again_and_again, 1, mem.ctypes.data, out.ctypes.data, 5, 60)
+        sim.run()
+        assert out[0] == 10 + 60
+
+
+def test_a_deadlock_names_every_waiter_its_place_and_what_it_saw() -> None:
+    sim = Simulator(2, seed=5)
+    mem, out = sim.allocate(64, "mailbox"), np.zeros(2, np.int64)
+    state, _ = zeroed_state(sim)
+    mem.view(np.int64)[:2] = 3, 4
+    sim.name(mem.ctypes.data + 8, 8, "tail[3, 17]")
+    sim.launch(1, wait_kernel, 2, mem.ctypes.data, 9, state.ctypes.data, out.ctypes.data)
+    with pytest.raises(Deadlock) as caught:
+        sim.run()
+    text = str(caught.value)
+    assert "seed 5" in text and "timeouts=True" in text
+    first, second = sorted(line for line in text.splitlines() if "waits at" in line)
+    assert "rank 1, wait_kernel[0] waits at mailbox + 0x0 saw 3" in first
+    assert "rank 1, wait_kernel[1] waits at tail[3, 17] (mailbox + 0x8) saw 4" in second
+
+
+def test_timeouts_take_simulated_time_only() -> None:
+    for seed in range(5):
+        sim = Simulator(1, seed=seed, timeouts=True)
+        mem, out = sim.allocate(64), np.zeros(2, np.int64)
+        state, status = zeroed_state(sim)
+        mem.view(np.int64)[:2] = 3, 9
+        sim.launch(0, wait_kernel, 2, mem.ctypes.data, 9, state.ctypes.data, out.ctypes.data)
+        sim.run()
+        assert out.tolist() == [3, 9]
+        assert status[:6].tolist() == [1, 7, 20, 40, 9, 3]
+        assert TIMEOUT_SECONDS * 10**9 <= sim.now_ns < TIMEOUT_SECONDS * 10**9 + 10**8
+        assert sim.steps < 1000
+
+
+def test_the_earlier_of_two_timeouts_comes_first() -> None:
+    sim = Simulator(2, timeouts=True)
+    mem, out = sim.allocate(64), np.zeros(2, np.int64)
+    (slow, slow_status), (quick, quick_status) = zeroed_state(sim, 40), zeroed_state(sim, 39.9)
+    sim.launch(0, wait_kernel, 1, mem.ctypes.data, 9, slow.ctypes.data, out.ctypes.data)
+    sim.launch(1, give_and_tell, 1, mem.ctypes.data, quick.ctypes.data, out.ctypes.data)
+    sim.run()
+    assert out.tolist() == [9, 0]
+    assert (slow_status[0], quick_status[0]) == (0, 1)
+
+
+@triton.jit
+def give_and_tell(mem, state, out):
+    """Wait in vain, then satisfy the other rank."""
+    r = tl.arange(0, 2)
+    seen = wait_for_all(words(mem) + 1 + r, tl.full((2,), 5, tl.int64), r < 2, state, 7, r)
+    tl.store(words(out) + 1, tl.max(seen))
+    tl.debug_barrier()
+    tl.atomic_add(words(mem), 9, sem="release", scope="sys")
+
+
+@triton.jit
+def clock(out):
+    before = now_ns()
+    tl.store(words(out), before)
+    tl.store(words(out) + 1, now_ns() - before)
+
+
+def test_the_clock_goes_on() -> None:
+    sim, out = Simulator(), np.zeros(2, np.int64)
+    sim.launch(0, clock, 1, out.ctypes.data)
+    sim.run()
+    assert 0 < out[1] < 1000 and out[0] + out[1] <= sim.now_ns
+
+
+def test_a_program_that_never_ends_is_given_up() -> None:
+    sim = Simulator(max_steps=500)
+    mem = sim.allocate(64)
+    sim.launch(0, write_for_ever, 1, mem.ctypes.data)
+    with pytest.raises(Livelock, match="500"):
+        sim.run()
+
+
+@triton.jit
+def write_for_ever(mem):
+    i = tl.full((), 0, tl.int64)
+    while i >= 0:
+        tl.store(words(mem), i)
+        i += 1
+
+
+# Limits, deaths
+
+
+def test_programs_wait_for_each_other_only_if_all_are_resident() -> None:
+    for resident in (None, 2, 1):
+        sim = Simulator(resident=resident)
+        mem, out = sim.allocate(64), np.zeros(2, np.int64)
+        sim.launch(0, meet, 2, mem.ctypes.data, out.ctypes.data)
+        if resident == 1:
+            with pytest.raises(Deadlock, match=r"1 of its 2 programs have not started, because 1 others? .*resident=1"):
+                sim.run()
+        else:
+            sim.run()
+            assert out.tolist() == [1, 1]
+
+
+def test_others_start_when_a_program_ends() -> None:
+    sim = Simulator(resident=3)
+    mem, out = sim.allocate(64), np.zeros(40, np.int64)
+    sim.launch(0, tickets, 20, mem.ctypes.data, out.ctypes.data)
+    sim.run()
+    assert sorted(out[:20].tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("step", [0, 5, 40])
+def test_a_dead_rank_does_nothing_more(step: int) -> None:
+    sim = Simulator(2, seed=3, kill={1: step})
+    mem, scratch, out = sim.allocate(64), np.zeros(200, np.int64), np.zeros(1, np.int64)
+    sim.launch(0, go_round, 1, mem.ctypes.data, out.ctypes.data)
+    sim.launch(1, work_then_signal, 1, mem.ctypes.data, scratch.ctypes.data, 200)
+    with pytest.raises(Deadlock, match="rank 1 is dead"):
+        sim.run()
+    assert not scratch[step + 1 :].any()
+
+
+def test_survivors_of_a_dead_rank_time_out() -> None:
+    def body(ranks: Any) -> Any:
+        try:
+            return ring_body(ranks, n=4)
+        except AssertionError:
+            return "wrong rows"
+
+    for seed in range(4):
+        results = simulate(3, body, seed=seed, kill={1: 60}, timeouts=True)
+        assert results == ["wrong rows", None, "wrong rows"]
+
+
+# Addresses
+
+
+@triton.jit
+def touch(address, n, STORE: tl.constexpr, DTYPE: tl.constexpr):
+    i = tl.arange(0, 8)
+    cells = address.to(tl.pointer_type(DTYPE)) + i
+    if STORE:
+        tl.store(cells, tl.zeros((8,), DTYPE), mask=i < n)
+    else:
+        tl.load(cells, mask=i < n)
+
+
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "lanes", "message"),
+    [(0, 8, None), (0, 4, None), (32, 5, "past the end of box"), (-8, 1, "before the start of box"), (-8, 8, "box"),
+     (64, 1, "past the end of box"), (4, 1, "not aligned")],
+)  # fmt: skip
+def test_regions_have_ends(offset: int, lanes: int, message: str | None, store: bool) -> None:
+    sim = Simulator(seed=8)
+    box = sim.allocate(64, "box")
+    sim.launch(0, touch, 1, box.ctypes.data + offset, lanes, STORE=store, DTYPE=tl.int64)
+    if message is None:
+        sim.run()
+        return
+    with pytest.raises(AddressError, match=message) as caught:
+        sim.run()
+    assert "rank 0, touch[0]" in str(caught.value) and "seed 8" in str(caught.value)
+
+
+def test_masked_lanes_may_point_anywhere() -> None:
+    sim = Simulator()
+    sim.launch(0, touch, 1, 8, 0, STORE=False, DTYPE=tl.int64)
+    sim.run()
+
+
+def test_no_memory_at_all() -> None:
+    sim = Simulator()
+    sim.launch(0, touch, 1, 4096, 8, STORE=False, DTYPE=tl.int64)
+    with pytest.raises(AddressError, match="no memory of this process"):
+        sim.run()
+
+
+def test_other_ranks_buffers_and_unknown_ones_if_strict() -> None:
+    theirs, unknown = np.zeros(8, np.int64), np.zeros(8, np.int64)
+    for strict in (False, True):
+        sim = Simulator(2, strict=strict)
+        sim.register(theirs, 1, "results of rank 1")
+        sim.launch(1, touch, 1, theirs.ctypes.data, 8, STORE=True, DTYPE=tl.int64)
+        sim.run()
+        sim.launch(0, touch, 1, theirs.ctypes.data, 8, STORE=True, DTYPE=tl.int64)
+        with pytest.raises(AddressError, match="results of rank 1.* belongs to rank 1"):
+            sim.run()
+        sim = Simulator(2, strict=strict)
+        sim.launch(0, touch, 1, unknown.ctypes.data, 8, STORE=True, DTYPE=tl.int64)
+        if strict:
+            with pytest.raises(AddressError, match="no registered memory"):
+                sim.run()
+        else:
+            sim.run()
+
+
+# Failures
+
+
+@triton.jit
+def broken(mem):
+    tl.static_assert(False, "this kernel is broken")
+
+
+def test_an_exception_in_a_kernel_names_the_program() -> None:
+    sim = Simulator(2, seed=6)
+    mem = sim.allocate(64)
+    sim.launch(1, broken, 1, mem.ctypes.data)
+    with pytest.raises(ProgramError, match=r"rank 1, broken\[0\] raised .*this kernel is broken.*seed 6") as caught:
+        sim.run()
+    assert isinstance(caught.value.__cause__, AssertionError)
+
+
+def test_arguments_are_checked() -> None:
+    sim = Simulator()
+    with pytest.raises(ValueError, match="touch takes"):
+        sim.launch(0, touch, 1, 0, STORE=True, DTYPE=tl.int64)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        sim.launch(0, len, 1)
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
+
+
+def test_hardware_can_be_chosen() -> None:
+    assert Simulator(seed=1, early=0.5, skew="rank").hardware[1::3] == (0.5, "rank")
+    assert len({Simulator(seed=seed).hardware for seed in range(20)}) > 10
+
+
+def test_ranks_that_fail_are_named() -> None:
+    def body(ranks: Any) -> None:
+        if ranks.rank:
+            raise KeyError(f"from {ranks.rank}")
+
+    with pytest.raises(RanksFailed, match=r"rank 1: KeyError: .*rank 2: KeyError.*seed 4|rank 2: .*rank 1: .*seed 4") as caught:
+        simulate(3, body, seed=4)
+    assert set(caught.value.errors) == {1, 2}
+    assert isinstance(caught.value.__cause__, KeyError)
