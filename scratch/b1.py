@@ -101,6 +101,31 @@ for sh,todo in shapes:
             pr.enable(); e.dispatch(Payload(x,None),idx,w,flat,None); pr.disable()
         if r==0:
             st_=io.StringIO(); pstats.Stats(pr,stream=st_).sort_stats('tottime').print_stats(28); print(st_.getvalue())
+    if 'H' in todo:
+        def host(f,n=30):
+            ts=[]
+            for _ in range(n):
+                torch.cuda.synchronize(); dist.barrier(); torch.cuda.synchronize()
+                t=time.perf_counter(); f(); ts.append(time.perf_counter()-t)
+            return sorted(ts)[n//2]*1e6
+        out.append(('host cached',host(lambda: e.redispatch(Payload(x,None),plan,flat))))
+        out.append(('host fresh',host(lambda: e.dispatch(Payload(x,None),idx,w,flat,None))))
+        out.append(('host comb',host(lambda: e.combine(p.x,plan,flat))))
+        import tokenyard.engines.nvlink as NV
+        o=e._count; q0=e._plan; W=e._watch; ow=W.wait; T0=[0.,0.,0.,0.]
+        def c2(*a):
+            t=time.perf_counter(); r_=o(*a); T0[0]+=time.perf_counter()-t; return r_
+        def q2(*a):
+            t=time.perf_counter(); r_=q0(*a); T0[1]+=time.perf_counter()-t; return r_
+        def w2(*a):
+            t=time.perf_counter(); r_=ow(*a); T0[2]+=time.perf_counter()-t; return r_
+        m0=e._move
+        def m2(*a):
+            t=time.perf_counter(); r_=m0(*a); T0[3]+=time.perf_counter()-t; return r_
+        e._count=c2; e._plan=q2; W.wait=w2; e._move=m2
+        host(lambda: e.dispatch(Payload(x,None),idx,w,flat,None),30)
+        e._count=o; e._plan=q0; W.wait=ow; e._move=m0
+        log('host parts us: count %.0f plan %.0f wait %.0f move %.0f'%tuple(t/30*1e6 for t in T0))
     if 'e' in todo:
         out.append(('e2e cached',e2e(lambda: e.redispatch(Payload(x,None),plan,flat))))
         out.append(('e2e fresh',e2e(lambda: e.dispatch(Payload(x,None),idx,w,flat,None))))

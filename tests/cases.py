@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
@@ -13,6 +15,8 @@ from tokenyard import reference
 from tokenyard.layout import expert_bounds
 from tokenyard.testing import Ranks, assert_same_bits, payload, routing
 
+SMALL_RINGS = 8 << 20
+"""Bytes of rings that tests give the nvlink engine: enough for a few rows each, so that rings go round."""
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
@@ -83,7 +87,8 @@ class Case:
             "quantize": self.quantize,
         }
 
-    def make(self, ranks: Ranks) -> ty.ExpertParallel:
+    def make(self, ranks: Ranks, **options: object) -> ty.ExpertParallel:
+        skip_without_gpus(ranks)
         return ty.ExpertParallel(
             ranks.group,
             num_experts=self.num_experts,
@@ -92,7 +97,15 @@ class Case:
             max_tokens_per_rank=self.num_tokens,
             engine=ranks.engine,
             device=ranks.device,
+            **{"buffer_bytes": SMALL_RINGS if ranks.engine == "nvlink" else None, **options},
         )
+
+
+def skip_without_gpus(ranks: Ranks) -> None:
+    """Engine nvlink needs a GPU per rank; ranks that share one are threads (``TOKENYARD_TEST_DEVICE=virtual``)."""
+    shared = ranks.device.type == "cuda" and isinstance(ranks.group, dist.ProcessGroup)
+    if ranks.engine == "nvlink" and shared and ranks.world_size > torch.cuda.device_count():
+        pytest.skip(f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: virtual ranks cover this")
 
 
 def to(value: Tensor | ty.Quantized, device: torch.device) -> Tensor | ty.Quantized:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -22,6 +21,8 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case, check_combined, check_received, rows_to_combine
+from nvlink_plants import PLANTS, planted
+from simulated_tensors import OwnTensors
 from tokenyard import reference
 from tokenyard.calls import in_arrival_order
 from tokenyard.config import Config
@@ -36,7 +37,7 @@ from tokenyard.results import received_fields
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import ROUTINGS, poisoned
-from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 
 MOST_STEPS = 400_000
 """A scenario takes some thousands."""
@@ -79,7 +80,9 @@ class Scenario:
     def shape(self) -> Shape:
         whole = Cut(rows=self.rows, block=1024, chunk=self.chunk)
         part = Cut(rows=self.rows, block=32, chunk=self.chunk)  # a row takes several of its blocks
-        return Shape(channels=self.channels, dispatch=whole, send=whole, reduce=part, direct=part, writers=self.channels)
+        return Shape(
+            channels=self.channels, dispatch=whole, send=whole, reduce=part, direct=part, writers=self.channels
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -113,7 +116,9 @@ def spec_of(case: Case) -> Spec:
 def largest_slot(case: Case, num_topk: int) -> int:
     """Bytes of the largest row that any call of a round moves."""
     there = form_of(payload_of(case, 0), case.quantize, meta_words(num_topk, experts=True, weighted=True))
-    back = form_of(Payload(torch.empty(0, case.hidden, dtype=case.expert_rows[0].dtype), None), None, -(-num_topk // 4) * 4)
+    back = form_of(
+        Payload(torch.empty(0, case.hidden, dtype=case.expert_rows[0].dtype), None), None, -(-num_topk // 4) * 4
+    )
     return max(there.slot_bytes, back.slot_bytes)
 
 
@@ -156,8 +161,6 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
         **_draw_payload(random),
     )
     cached = replace(case, **_draw_payload(random, other_than=case.hidden))
-    if any(len(idx) == 0 for idx, _ in case.picks):
-        case, cached = replace(case, quantize=None), replace(cached, quantize=None)
     ways = tuple(random.sample(WAYS[layout], 1 if few else random.choice((1, 1, 1, 2))))
     in_place = layout is FLAT and random.random() < 0.4
     return Round(case, ways, cached, in_place, random.randrange(scenario.world_size) if random.random() < 0.1 else None)
@@ -172,6 +175,37 @@ def _draw_payload(random: Random, other_than: int = 0) -> dict[str, Any]:
     return {"dtype": random.choice((*PLAIN, *QUANTIZED)), "hidden": hidden, "quantize": None}
 
 
+def rehearsal(part: str, seed: int) -> Scenario:
+    """Two ranks whose calls follow each other closely, with rows of other sizes each time.
+
+    ``rings``: fresh, cached and back, through rings of two or four slots. ``views``: the same straight into views.
+    ``plans``: refusals, so that plan follows plan.
+    """
+    random = Random(seed)
+    base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=seed)
+    cached = replace(base, hidden=24, dtype=torch.float32)
+    layout = random.choice((FLAT, MAJOR, PADDED))
+    small = replace(base, num_tokens=9, hidden=8, layout=layout, exact=random.random() < 0.5)
+    refuser = random.choice((0, 1))
+    again = Round(small, ("cached", "bias" if layout is FLAT else "weighted"), replace(cached, layout=layout, exact=small.exact))
+    rounds = {
+        "rings": (Round(base, ("cached", "plain"), cached), again),
+        "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),
+        "plans": (Round(base, (), cached, refuser=refuser), Round(small, (), cached, refuser=1 - refuser)),
+    }
+    return Scenario(
+        world_size=2,
+        num_experts=4,
+        num_topk=2,
+        max_tokens=9,
+        channels=2,
+        chunk=random.choice((1, 2)),
+        rows=1,
+        slots=0,
+        rounds=rounds[part],
+    )
+
+
 # Running
 
 
@@ -179,7 +213,7 @@ class RankRun:
     """One rank's side of a scenario."""
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
-        self.rank, self.sim = ranks.rank, ranks.sim
+        self.rank, self.memory = ranks.rank, ranks.memory
         self.config = scenario.config(ranks.rank, timeout)
         stats = Stats.zeros(ranks.rank, ranks.world_size)
         self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, scenario.buffer_bytes)
@@ -320,24 +354,40 @@ def _terms(case: Case, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def run(scenario: Scenario, seed: int, **options: Any) -> None:
     """All rounds on all ranks, under the schedule of ``seed``."""
-
-    done: set[int] = set()
+    inputs = [tensor for each in scenario.rounds for tensor in inputs_of(each.case) + inputs_of(each.cached)]
 
     def body(ranks: SimulatedRank) -> None:
-        mine = RankRun(ranks, scenario)
-        for each in scenario.rounds:
-            mine.round(each)
-        done.add(ranks.rank)
-        assert ranks.memory.wait_until(lambda: len(done) == ranks.world_size, 100.0)  # peers return credits to the last
-        mine.engine.close()
+        with OwnTensors(ranks, inputs):
+            mine = RankRun(ranks, scenario)
+            for each in scenario.rounds:
+                mine.round(each)
+            mine.engine.close()
 
     with poisoned():
-        simulate(scenario.world_size, body, seed=seed, **{"max_steps": MOST_STEPS, **options})
+        simulate(scenario.world_size, body, seed=seed, **{"max_steps": MOST_STEPS, "strict": True, **options})
+
+
+def inputs_of(case: Case) -> list[Tensor]:
+    """What all ranks bring; also makes all that the oracle knows of the case."""
+    assert len(case.expected) == len(case.expert_rows)
+    picks = [tensor for pair in case.picks for tensor in pair]
+    return picks + [x for rank in range(case.world_size) for x in payload_of(case, rank) if x is not None]
 
 
 def check_seed(world_size: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(world_size, seed), seed)
+
+
+def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
+    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``nvlink_plants.py``), and how; -1 if all pass."""
+    with planted(plant):
+        for seed in seeds:
+            try:
+                run(rehearsal(PLANTS[plant].part, seed), seed, max_steps=50_000)
+            except (SimulationError, AssertionError) as error:
+                return seed, f"{type(error).__name__}: {error}"
+    return -1, "not found"
 
 
 if __name__ == "__main__":

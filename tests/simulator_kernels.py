@@ -1,5 +1,5 @@
-# pyright: basic
-"""Small communication kernels, right ones, each with a number of ways to be wrong (``BUG``), and what runs them in the simulator."""
+# ruff: noqa: N803 (constants of kernels are written in capitals)
+"""Small communication kernels that are right, each with a number of ways to be wrong (``BUG``), and what runs them simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.sync import STATE_WORDS, TIMEOUT_NS, add_release, given_up, load_acquire, now_ns, wait_at_least, words
+from tokenyard.kernels.sync import (
+    STATE_WORDS,
+    TIMEOUT_NS,
+    add_release,
+    given_up,
+    load_acquire,
+    now_ns,
+    wait_at_least,
+    words,
+)
 from tokenyard.testing.simulator import SimulatedRank
 
 TIMEOUT_SECONDS = 30
@@ -97,7 +106,9 @@ def ring_kernel(mine, peer_after, peer_before, state, src, dst, n, base, SLOTS: 
 
 
 @triton.jit
-def halves_kernel(peers, state, src, dst, rank, call, R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, BUG: tl.constexpr):
+def halves_kernel(
+    peers, state, src, dst, rank, call, R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, BUG: tl.constexpr
+):
     """Exchange a row with every peer, through halves of a region that alternate from call to call; one program per peer.
 
     Nobody enters call n + 2 before all have ended n, because its rows of n + 1 come from kernels behind those of n.
@@ -153,7 +164,9 @@ def payload(rank: int, call: int, *shape: int) -> torch.Tensor:
     return torch.arange(1, 1 + torch.Size(shape).numel()).float().view(*shape) + 1000 * rank + 100_000 * call
 
 
-def ring_body(ranks: SimulatedRank, bug: str = "", calls: int = 2, n: int = 5, slots: int = 2, chunk: int = 2, hidden: int = 16) -> Any:
+def ring_body(
+    ranks: SimulatedRank, bug: str = "", calls: int = 2, n: int = 5, slots: int = 2, chunk: int = 2, hidden: int = 16
+) -> Any:
     """Rows round a ring of ranks, in ``calls`` launches. Raises if rows are wrong."""
     place = Place(ranks, 64 + 4 * slots * hidden, {"tail": 0, "head": 1})
     after, before = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
@@ -174,11 +187,15 @@ def halves_body(ranks: SimulatedRank, bug: str = "", calls: int = 4, hidden: int
     """``calls`` exchanges between all ranks. Raises if rows are wrong."""
     size = ranks.world_size
     place = Place(ranks, 64 * size + 8 * size * hidden, {f"arrived[{peer}]": peer for peer in range(size)})
-    launch = ranks.memory.bind(halves_kernel, size, num_warps=4, R=size, RP=triton.next_power_of_2(size), H=hidden, BUG=bug)
+    launch = ranks.memory.bind(
+        halves_kernel, size, num_warps=4, R=size, RP=triton.next_power_of_2(size), H=hidden, BUG=bug
+    )
     kept = []
     for call in range(calls):
         src, dst = payload(ranks.rank, call, size, hidden), torch.full((size, hidden), -1.0)
-        launch(place.region.addresses.data_ptr(), place.state.data_ptr(), src.data_ptr(), dst.data_ptr(), ranks.rank, call)
+        launch(
+            place.region.addresses.data_ptr(), place.state.data_ptr(), src.data_ptr(), dst.data_ptr(), ranks.rank, call
+        )
         kept.append((src, dst))
     ranks.memory.settle()
     for call, (_, dst) in enumerate(kept):

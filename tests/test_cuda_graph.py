@@ -1,4 +1,4 @@
-"""Static shapes over NCCL in a CUDA graph: captured once, replayed with new rows and new routing."""
+"""Static shapes in a CUDA graph: captured once, replayed with new rows and new routing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch
-from test_dispatch_combine import layouts
+from test_dispatch_combine import ENGINES, layouts
 from tokenyard import reference
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
@@ -23,7 +23,7 @@ REPLAYS = 25
 
 
 @layouts
-@distributed_test(world_size=WORLD_SIZES)
+@distributed_test(world_size=WORLD_SIZES, engine=ENGINES)
 def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout) -> None:
     names = ("uniform", "zipf", "dropped", "one_rank", "duplicates", "none", "local")
     cases = [
@@ -59,7 +59,7 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout) ->
         ep.check()
 
 
-@distributed_test(world_size=WORLD_SIZES)
+@distributed_test(world_size=WORLD_SIZES, engine=ENGINES)
 def test_check_names_a_bad_id_of_a_call_without_host_wait(ranks: Ranks) -> None:
     case = Case(ranks.world_size, exact=False)
     with case.make(ranks) as ep:

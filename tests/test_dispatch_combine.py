@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case, check_combined, check_received, dispatch, rows_to_combine
 from tokenyard import reference
 from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
+from tokenyard.testing.decorators import DEVICE_VARIABLE
 
-ENGINES = ("collective",)
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+ENGINES = {"cpu": ("collective",), "cuda": ("collective", "nvlink"), "virtual": ("nvlink",), "simulated": ("nvlink",)}[DEVICE]
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 
@@ -203,13 +207,13 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
 
 @distributed_test(world_size=4, engine=ENGINES)
 def test_random_configurations(ranks: Ranks) -> None:
-    """Fifty configurations drawn from a seed, the same on every rank."""
+    """Configurations drawn from a seed, the same on every rank."""
     random = torch.Generator().manual_seed(2026)
 
     def draw(*choices: object) -> object:
         return choices[int(torch.randint(len(choices), (), generator=random))]
 
-    for seed in range(50):
+    for seed in range(200 if ranks.engine == "nvlink" else 50):
         case = Case(
             ranks.world_size,
             routing=draw(*ROUTINGS),

@@ -1,3 +1,4 @@
+# ruff: noqa: E402, N803, N806 (Triton is imported after the check; constants of kernels are written in capitals)
 """What a program does to memory alone is what it would do in order, whatever the hardware does meanwhile."""
 
 from __future__ import annotations
@@ -7,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from interpreted import need_interpreter
 
 need_interpreter()
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from tokenyard.kernels.sync import words  # noqa: E402
-from tokenyard.testing.simulator import Simulator  # noqa: E402
+from tokenyard.kernels.sync import words
+from tokenyard.testing.simulator import Simulator
 
 SEEDS = range(12)
 WEAKEST: dict[str, Any] = {"early": 0.4, "stale": 0.9, "switch": 0.5}
@@ -181,4 +183,4 @@ def test_columns() -> None:
         sim.launch(0, scattered, 1, mem.ctypes.data, out.ctypes.data, 50, LANES=64)
         sim.run()
         assert out.tolist() == [-1] * 14 + list(range(49, -1, -1))
-        assert mem.view(np.int64)[:: 300][:50].tolist() == list(range(50))
+        assert mem.view(np.int64)[::300][:50].tolist() == list(range(50))

@@ -1,3 +1,4 @@
+# ruff: noqa: E402, N803 (Triton is imported after the check; constants of kernels are written in capitals)
 """The memory model: what may be seen without synchronisation is seen under some seed, what may not is not under any."""
 
 from __future__ import annotations
@@ -6,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from interpreted import need_interpreter
 
 need_interpreter()
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from tokenyard.kernels.sync import words  # noqa: E402
-from tokenyard.testing.simulator import Race, Simulator  # noqa: E402
+from tokenyard.kernels.sync import words
+from tokenyard.testing.simulator import Race, Simulator
 
 SEEDS = range(40)
 LANES = 8
@@ -49,7 +51,9 @@ def read(mem, out, want, BARRIER: tl.constexpr, OP: tl.constexpr, SCOPE: tl.cons
         elif OP == "volatile":
             seen = tl.load(words(mem), volatile=True)
         elif OP == "cas":
-            seen = tl.atomic_cas(words(mem), tl.full((), 9, tl.int64), tl.full((), 9, tl.int64), sem="acquire", scope=SCOPE)
+            seen = tl.atomic_cas(
+                words(mem), tl.full((), 9, tl.int64), tl.full((), 9, tl.int64), sem="acquire", scope=SCOPE
+            )
         elif OP == "vector":
             seen = tl.max(tl.atomic_add(words(mem) + tl.arange(0, 2), 0, sem="acquire", scope=SCOPE))
         else:
@@ -118,8 +122,12 @@ def test_an_acquire_and_a_barrier_see_what_was_released(op: str) -> None:
     assert outcomes(RELEASE, ACQUIRE | {"OP": op}) == {"new"}
 
 
-@pytest.mark.parametrize("change", [{"SEM": "relaxed"}, {"SEM": "acquire"}, {"BARRIER": False}, {"SCOPE": "gpu"}], ids=str)
-def test_without_a_release_of_the_right_kind_stores_may_stay_private_until_the_program_has_ended(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"SEM": "relaxed"}, {"SEM": "acquire"}, {"BARRIER": False}, {"SCOPE": "gpu"}], ids=str
+)
+def test_without_a_release_of_the_right_kind_stores_may_stay_private_until_the_program_has_ended(
+    change: dict[str, Any],
+) -> None:
     """The flag is the writer's last operation: its end must not publish for it. Rows may arrive in parts."""
     assert outcomes(RELEASE | change, ACQUIRE) == {"old", "new", "torn"}
 
@@ -149,7 +157,40 @@ def test_who_has_acquired_publishes_for_others(first: str, then: str, expected: 
         sim = Simulator(2, seed=seed)
         mem, out = sim.allocate(256), np.zeros(LANES, np.int64)
         sim.launch(0, pass_on, 2, mem.ctypes.data, FROM=first, TO=then, LANES=LANES)
-        sim.launch(1, read, 1, mem.ctypes.data, out.ctypes.data, 1, BARRIER=True, OP="acquire", SCOPE="sys", LANES=LANES)
+        sim.launch(
+            1, read, 1, mem.ctypes.data, out.ctypes.data, 1, BARRIER=True, OP="acquire", SCOPE="sys", LANES=LANES
+        )
+        sim.run()
+        found.add(outcome(out))
+    assert found - {"torn"} == expected
+
+
+@triton.jit
+def read_for_another(mem, out, SCOPE: tl.constexpr, TELL: tl.constexpr, LANES: tl.constexpr):
+    """Program 0 waits for another rank and tells program 1, which reads what the other rank has written."""
+    seen = tl.full((), 0, tl.int64)
+    if tl.program_id(0) == 0:
+        while seen < 1:
+            seen = tl.atomic_add(words(mem), 0, sem="acquire", scope=SCOPE)
+        tl.atomic_add(words(mem) + 1, 1, sem=TELL, scope="gpu")
+    else:
+        while seen < 1:
+            seen = tl.atomic_add(words(mem) + 1, 0, sem="acquire", scope="gpu")
+        tl.debug_barrier()
+        tl.store(words(out) + tl.arange(0, LANES), tl.load(words(mem) + 8 + tl.arange(0, LANES)))
+
+
+@pytest.mark.parametrize(
+    ("scope", "tell", "expected"),
+    [("sys", "release", {"new"}), ("gpu", "release", {"old", "new"}), ("sys", "relaxed", {"old", "new"})],
+)
+def test_who_has_acquired_acquires_for_its_rank(scope: str, tell: str, expected: set[str]) -> None:
+    found: set[str] = set()
+    for seed in SEEDS:
+        sim = Simulator(2, seed=seed, stale=0.8)
+        mem, out = sim.allocate(256), np.zeros(LANES, np.int64)
+        sim.launch(0, write, 1, mem.ctypes.data, LANES=LANES, **RELEASE)
+        sim.launch(1, read_for_another, 2, mem.ctypes.data, out.ctypes.data, SCOPE=scope, TELL=tell, LANES=LANES)
         sim.run()
         found.add(outcome(out))
     assert found - {"torn"} == expected
@@ -247,20 +288,22 @@ def race_kernel(mem, out, BARRIER: tl.constexpr):
 
 
 def test_a_barrier_is_needed_between_reads_and_the_release_that_lets_others_overwrite_them() -> None:
-    found = 0
-    for seed in SEEDS:
-        for barrier in (True, False):
-            sim = Simulator(seed=seed, early=0.5)
-            mem, out = sim.allocate(128), np.zeros(8, np.int64)
-            sim.launch(0, race_kernel, 2, mem.ctypes.data, out.ctypes.data, BARRIER=barrier)
-            try:
-                sim.run()
-            except Race as race:
-                assert not barrier
-                assert "race_kernel[0]" in str(race) and "race_kernel[1]" in str(race)
-                found += 1
-            assert not out.any()
+    found = [str(race) for seed in SEEDS if (race := caught(seed, barrier=False))]
     assert found
+    assert all("race_kernel[0]" in text and "race_kernel[1]" in text for text in found)
+    assert not any(caught(seed, barrier=True) for seed in SEEDS)
+
+
+def caught(seed: int, barrier: bool) -> Race | None:
+    sim = Simulator(seed=seed, early=0.5)
+    mem, out = sim.allocate(128), np.zeros(8, np.int64)
+    sim.launch(0, race_kernel, 2, mem.ctypes.data, out.ctypes.data, BARRIER=barrier)
+    try:
+        sim.run()
+    except Race as race:
+        return race
+    assert not out.any()
+    return None
 
 
 def test_planted_writers_and_readers_still_end_when_nothing_is_ever_released() -> None:

@@ -258,7 +258,7 @@ def _row_of_pick(places: list[_Pick | None], topk_idx: Sequence[Tensor]) -> tupl
 
 def _gather(sources: Sequence[Tensor], rows: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Copy ``sources`` (per rank ``[T, W]``) bit for bit to their rows, ``[*shape, W]``; other rows are zeros."""
-    as_bytes = [source.contiguous().view(torch.uint8) for source in sources]
+    as_bytes = [source.clone(memory_format=torch.contiguous_format).view(torch.uint8) for source in sources]
     received = torch.zeros(math.prod(shape), as_bytes[0].shape[1], dtype=torch.uint8)
     for source, row_of_pick in zip(as_bytes, rows, strict=True):
         token, position = (row_of_pick >= 0).nonzero(as_tuple=True)

@@ -114,6 +114,7 @@ _NAMED = {
 
 _NAMES = tuple(f.name for f in fields(Fingerprint))
 _FINGERPRINT = 1
+CALL_AT = _FINGERPRINT + _NAMES.index("call")
 STATUS = _FINGERPRINT + len(_NAMES)
 """This word says whether the rank goes on; two more say where and what a bad id is."""
 _TEXT = STATUS + 4

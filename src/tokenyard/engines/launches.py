@@ -13,6 +13,8 @@ from tokenyard.handle import Spec
 from tokenyard.kernels.combine import combine_kernel
 from tokenyard.kernels.direct import direct_kernel, unpack_kernel
 from tokenyard.kernels.dispatch import dispatch_kernel
+from tokenyard.kernels.greet import greet_kernel
+from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.plan import plan_kernel
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
@@ -63,7 +65,7 @@ class Launches:
                 "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": cut.chunk,
                 "B": 1 if placed or mode is not None else cut.rows_of(block), "BLOCK": block, "PLACED": placed,
                 "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
-                "MODE": 0 if mode is None else mode.value, "DTYPE": kernel_type(dtype),
+                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
         )  # fmt: skip
 
@@ -97,7 +99,7 @@ class Launches:
                 "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
                 "B": cut.rows_of(block), "BLOCK": block, "MODE": 0 if mode is None else mode.value,
-                "DTYPE": kernel_type(dtype),
+                "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
         )  # fmt: skip
 
@@ -110,6 +112,13 @@ class Launches:
                 "R": config.world_size, "C": self._shape.channels, "K": config.num_topk, "KP": top, "MW": words,
                 "B": max(1, MOST_PICKS // top), "WEIGHTED": weighted, "STATIC": static,
             },
+        )  # fmt: skip
+
+    def greet(self) -> Launch:
+        """A call without rows."""
+        return self._bound(
+            ("greet",), greet_kernel, 1, 4, None,
+            lambda: {"R": self._config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins},
         )  # fmt: skip
 
     def _ring(self, form: Form, chunk: int, reduced: int = 0) -> dict[str, Any]:

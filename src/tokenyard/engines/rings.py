@@ -67,7 +67,7 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
     warps = 8 if all_sms else 16
     return Shape(
         channels=channels,
-        dispatch=Cut(rows=1, block=4096, num_warps=8, max_registers=64),
+        dispatch=Cut(rows=1, block=4096, chunk=16, num_warps=8, max_registers=64),
         send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
         reduce=Cut(rows=4, block=1024, chunk=4, num_warps=warps, max_registers=128),
         direct=Cut(
@@ -145,7 +145,9 @@ class Ground:
             )
             self.state = torch.empty_like(state, device=memory.device)
         self.state.copy_(state)
-        self.peers = self.region.addresses.data_ptr()
+        self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
+        self.scratch_at = self.scratch.data_ptr()
+        self.header_in_at, self.header_out_at = self.header_in.data_ptr(), self.header_out.data_ptr()
 
     def slots(self, form: Form, chunk: int, reduced: int = 0) -> int:
         """Rows of ``form`` that one ring holds.

@@ -24,6 +24,9 @@ _BITS = [
     (name, (1 << bits) - 1, sum(list(TAG_FIELDS.values())[:at])) for at, (name, bits) in enumerate(TAG_FIELDS.items())
 ]
 
+REFUSED = -1
+"""The tag of a rank that refuses a call."""
+
 _PHASES = {
     0: ("its part of the plan", "tickets"),
     1: ("its counts", "arrivals[{peer}]"),
@@ -42,6 +45,12 @@ def pack(fingerprint: Fingerprint) -> int:
     return tag
 
 
+def pack_routing(routing: int) -> int:
+    """The routing's part of a tag; others leave it 0."""
+    _, mask, at = _BITS[-1]
+    return (routing & mask) << at
+
+
 def unpack(tag: int) -> dict[str, int]:
     """The fields of a packed fingerprint."""
     values: dict[str, int] = {}
@@ -57,19 +66,21 @@ class Watch:
     def __init__(self, config: Config, ground: Ground) -> None:
         self._config, self._ground = config, ground
         self._status: Any = ground.status.numpy()
-        self._call = "warmup"
+        self._now: tuple[int, int] = (0, 0)
 
-    def tag(self, fingerprint: Fingerprint) -> int:
-        """What kernels compare, of a call that begins now."""
-        self._call = f"{head.OPS[fingerprint.op]} #{fingerprint.call}"
-        return pack(fingerprint)
+    def begin(self, fingerprint: Fingerprint) -> None:
+        """A call begins."""
+        self._now = (fingerprint.op, fingerprint.call)
 
-    def wait(self, ready: Callable[[], bool], fingerprint: Fingerprint) -> None:
+    @property
+    def _call(self) -> str:
+        return f"{head.OPS[self._now[0]]} #{self._now[1]}"
+
+    def wait(self, ready: Callable[[], bool]) -> None:
         """Wait on the host until ``ready()`` or until a kernel gives up, and raise then.
 
         Kernels bound every wait themselves; how long the device is busy before is the caller's affair.
         """
-        self.tag(fingerprint)
         memory, status = self._ground.memory, self._status
         while not memory.wait_until(lambda: bool(ready()) or bool(status[sync.CODE]), self._config.timeout + 1):
             if memory.device.type != "cuda" or torch.cuda.current_stream(memory.device).query():
@@ -96,6 +107,12 @@ class Watch:
             raise self._silent(phase, peer, counter, expected, seen)
         if phase == 1:
             raise PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
+        if seen == REFUSED:
+            raise PeerError(f"rank {peer} refused its side of {self._call}: its own error says why")
+        if expected == REFUSED:
+            raise PeerError(
+                f"this rank refused {self._call} while rank {peer} was in it: make a new ExpertParallel on all ranks"
+            )
         raise self._disagreement(peer, unpack(expected), unpack(seen))
 
     def raise_if_bad_index(self) -> None:

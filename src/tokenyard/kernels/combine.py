@@ -84,7 +84,10 @@ def _send(
                 if REDUCE:
                     k = tl.arange(0, triton.next_power_of_2(K))
                     mask = here[:, None] & (k < K)[None, :]
-                    v = tl.load(reduce.to(tl.pointer_type(tl.float32)) + (a0 + i).to(tl.int64)[:, None] * K + k[None, :], mask=mask)
+                    v = tl.load(
+                        reduce.to(tl.pointer_type(tl.float32)) + (a0 + i).to(tl.int64)[:, None] * K + k[None, :],
+                        mask=mask,
+                    )
                     tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
             add_release(tail, n.to(tl.int64), None)
     tl.store(sent_to(state, s, c, R, C), base + hi - lo)
@@ -142,7 +145,9 @@ def _reduce(
                     else:  # this rank's own rows are taken where they are
                         row = tl.where(d == me, x + (a0 + place).to(tl.int64) * ROW, row)
                     rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
-                    v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
+                    v = tl.load(
+                        rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg"
+                    )
                     if PLACED:
                         v = tl.where(d == me, v_own, v)
                     total = total + v.to(tl.float32)

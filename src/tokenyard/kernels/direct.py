@@ -46,9 +46,8 @@ def _write_words(src, t, here, plan, views, T, at, N: tl.constexpr, BITS: tl.con
 
 @triton.jit
 def _write_cast(x, t, plan, views, T, rows_at, scales_at, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """The same for one token that is cast on the way."""
-    GP: tl.constexpr = triton.next_power_of_2((H + 127) // 128)
     values, scale = cast_values(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, H, GP, MODE)
     for d in tl.static_range(R):
         place = tl.load(place_of(plan, t, T, R, C) + d)
@@ -63,7 +62,7 @@ def _write_cast(x, t, plan, views, T, rows_at, scales_at, H: tl.constexpr, S: tl
 def direct_kernel(
     peers, state, plan, views, x, scales, meta, tag, T, scales_at, meta_at,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
-    S: tl.constexpr, MW: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
+    S: tl.constexpr, MW: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module. Rows begin at 0 of a view, scales and meta at ``scales_at`` and ``meta_at`` bytes."""
     pid = tl.program_id(0)
@@ -81,7 +80,7 @@ def direct_kernel(
                 here = t < T
                 if MODE:
                     for i in range(t0, tl.minimum(t0 + B, T)):
-                        _write_cast(x, i + 0, plan, views, T, 0, scales_at, H, S, R, C, MODE, DTYPE)
+                        _write_cast(x, i + 0, plan, views, T, 0, scales_at, H, S, R, C, MODE, GP, DTYPE)
                 else:
                     _write_words(x, t, here, plan, views, T, 0, N, BITS, R, C, B, BLOCK)
                     if S:
@@ -115,5 +114,21 @@ def unpack_kernel(
         for i0 in range(tl.load(in_bound(plan, s, c, R, C)), hi, B):
             i = i0 + tl.arange(0, B)
             unpack_flat(
-                meta, a0 + i, a0 + i, i < hi, s, first, end, topk_idx, weights, source, slots, gather, K, KP, MW, WEIGHTED, STATIC
+                meta,
+                a0 + i,
+                a0 + i,
+                i < hi,
+                s,
+                first,
+                end,
+                topk_idx,
+                weights,
+                source,
+                slots,
+                gather,
+                K,
+                KP,
+                MW,
+                WEIGHTED,
+                STATIC,
             )

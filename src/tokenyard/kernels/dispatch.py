@@ -39,7 +39,7 @@ TAIL, HEAD = 3, 4
 @triton.jit
 def pack_rows(
     x, scales, meta, token, ring, slot, here, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
-    MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr,
+    MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload (cast on the way if MODE), scales, meta."""
@@ -50,10 +50,8 @@ def pack_rows(
                 t, at = tl.sum(tl.where(one, token, 0)).to(tl.int64), tl.sum(tl.where(one, slot, 0)).to(tl.int64)
                 floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t * H
                 to = tl.multiple_of((ring + at * SLOT).to(tl.pointer_type(tl.float8e4nv)), 16)
-                values, scale = cast_values(floats, H, triton.next_power_of_2((H + 127) // 128), MODE)
-                store_cast(
-                    values, scale, to, ring + at * SLOT + PAY, H, triton.next_power_of_2((H + 127) // 128), MODE, S
-                )
+                values, scale = cast_values(floats, H, GP, MODE)
+                store_cast(values, scale, to, ring + at * SLOT + PAY, H, GP, MODE, S)
     else:
         copy_rows(as_words(x, BITS), token, N, as_words(ring, BITS), slot, SLOT * 8 // BITS, here, N, BLOCK)
         if S:
@@ -91,7 +89,7 @@ def dispatch_kernel(
     N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
     SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr, PADDING: tl.constexpr,
-    MODE: tl.constexpr, DTYPE: tl.constexpr,
+    MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))  # the plan may be unfinished then
@@ -114,7 +112,7 @@ def dispatch_kernel(
                 token = tl.load(order + i, mask=i < hi, other=0)
                 if MODE:
                     pack_rows(
-                        x, scales, meta, token, ring, b, i < hi, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, DTYPE
+                        x, scales, meta, token, ring, b, i < hi, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
                     )
                     tl.debug_barrier()
                     place_rows(
@@ -149,7 +147,7 @@ def dispatch_kernel(
                         token = tl.load(order + i, mask=here, other=0)
                         pack_rows(
                             x, scales, meta, token, ring, (i - lo) % Q, here, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B,
-                            MODE, DTYPE,
+                            MODE, GP, DTYPE,
                         )  # fmt: skip
                     add_release(tail, n.to(tl.int64), None)
             tl.store(sent_to(state, to, c, R, C), base + hi - lo)

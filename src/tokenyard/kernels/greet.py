@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
-from tokenyard.kernels.sync import RANK, add_release, give_up, lacking, wait_for_all, words
+from tokenyard.kernels.sync import RANK, add_release, give_up, given_up, lacking, wait_for_all, words
 
 
 @triton.jit
@@ -57,3 +57,10 @@ def hear_hellos(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.cons
             give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
     tl.debug_barrier()
     tl.store(words(state) + EPOCH, call + 1)
+
+
+@triton.jit
+def greet_kernel(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
+    if not given_up(state):
+        greet(peers, state, tag, R, C, RP)

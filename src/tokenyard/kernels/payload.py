@@ -29,7 +29,9 @@ def as_words(address, BITS: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(src, src_row, FROM: tl.constexpr, dst, dst_row, TO: tl.constexpr, here, N: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows(
+    src, src_row, FROM: tl.constexpr, dst, dst_row, TO: tl.constexpr, here, N: tl.constexpr, BLOCK: tl.constexpr
+):
     """``dst[dst_row[i]] = src[src_row[i]]`` for the rows ``here``; N words each, strides FROM and TO, all rows in flight."""
     for at in range(0, N, BLOCK):
         w = at + tl.arange(0, BLOCK)
@@ -55,6 +57,11 @@ def zero_row(dst, N: tl.constexpr, BLOCK: tl.constexpr):
     for at in range(0, N, BLOCK):
         w = at + tl.arange(0, BLOCK)
         tl.store(dst + w, tl.zeros((BLOCK,), dst.dtype.element_ty), mask=w < N)
+
+
+def groups_of(hidden: int) -> int:
+    """Groups of 128 channels that a cast works on: a power of two, and all bytes of the last packed word."""
+    return triton.next_power_of_2(max(-(-hidden // 128), 4))
 
 
 @triton.jit

@@ -66,7 +66,9 @@ def unpack_placed(
         w = tl.load(m.to(tl.pointer_type(tl.float32)) + 1 + 2 * K + k, mask=kept, other=0.0)
         tl.store(weights.to(tl.pointer_type(tl.float32)) + slot, w, mask=kept)
     token = tl.load(m).to(tl.int64)
-    tl.store(source.to(tl.pointer_type(tl.int64)) + slot, ((source_rank.to(tl.int64) << 32) | token) + (k * 0), mask=kept)
+    tl.store(
+        source.to(tl.pointer_type(tl.int64)) + slot, ((source_rank.to(tl.int64) << 32) | token) + (k * 0), mask=kept
+    )
     return slot
 
 
@@ -92,7 +94,9 @@ def place_rows(
                     )  # fmt: skip
                 else:
                     k = tl.arange(0, KP)
-                    to = tl.load(slots.to(tl.pointer_type(tl.int64)) + b.to(tl.int64) * J + k, mask=k < J, other=-1).to(tl.int32)
+                    to = tl.load(slots.to(tl.pointer_type(tl.int64)) + b.to(tl.int64) * J + k, mask=k < J, other=-1).to(
+                        tl.int32
+                    )
                 copy_row_to(as_words(rows, BITS) + this * ROW, as_words(out, BITS), to, to >= 0, N, BLOCK)
                 if S:
                     copy_row_to(

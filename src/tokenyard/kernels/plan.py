@@ -80,7 +80,7 @@ def _merge(topk_idx, t, k, inside, E, K: tl.constexpr, KP: tl.constexpr, WIDE: t
 
 
 @triton.jit
-def _merged_weights(topk_weights, t, k, first, merged, inside, K: tl.constexpr):
+def _merged_weights(topk_weights, t, k, first, merged, inside, t1, K: tl.constexpr):
     """Weights of merged picks, added in pick order."""
     row = topk_weights.to(tl.pointer_type(tl.float32)) + t[:, None].to(tl.int64) * K
     total = tl.where(merged < 0, 0.0, tl.load(row + k[None, :], mask=inside, other=0.0))
@@ -88,7 +88,7 @@ def _merged_weights(topk_weights, t, k, first, merged, inside, K: tl.constexpr):
         for j in range(1, K):
             here = j + 0
             into = tl.sum(tl.where(k[None, :] == here, first, 0), axis=1)[:, None]
-            weight = tl.load(row + here, mask=(t >= 0)[:, None] & (into < K), other=0.0)
+            weight = tl.load(row + here, mask=(t < t1)[:, None] & (into < K), other=0.0)
             total = tl.where((k[None, :] == into) & (into != here), total + weight, total)
     return total
 
@@ -109,7 +109,7 @@ def _count_tile(
     tl.store(out + k[None, :] + 1, merged, mask=inside)
     tl.store(out + (k * 0)[None, :], row.to(tl.int32) + (k * 0)[None, :], mask=inside & (k == 0)[None, :])
     if WEIGHTED:
-        total = _merged_weights(topk_weights, t, k, first, merged, inside, K)
+        total = _merged_weights(topk_weights, t, k, first, merged, inside, t1, K)
         at_weights = 1 + (2 * K if EXPERTS else K)
         tl.store(out + at_weights + k[None, :], total.to(tl.int32, bitcast=True), mask=inside)
     hit = tl.max((owner_of(merged, E, R)[:, :, None] == r[None, None, :]).to(tl.int32), axis=1)
@@ -233,7 +233,9 @@ def _complete(
     local = first_expert(me + 1, E, R) - first_expert(me, E, R)
     here = e < local
     pairs = tl.load(
-        header_of(mine, half, s, R, C, W)[:, None] + _COUNTS_AT + e[None, :], mask=known[:, None] & here[None, :], other=0
+        header_of(mine, half, s, R, C, W)[:, None] + _COUNTS_AT + e[None, :],
+        mask=known[:, None] & here[None, :],
+        other=0,
     ).to(tl.int32)
     counts = tl.sum(pairs, axis=0)
     tl.store(tokens_per_expert.to(tl.pointer_type(tl.int32)) + e, counts, mask=here)
@@ -301,7 +303,13 @@ def plan_kernel(
     """Grid: C. ``scratch``: int32 ``hist [C, RP + EP]`` and ``before [C + 1, RP + EP]``, then int64 ``marks [C, 2]``."""
     HIST: tl.constexpr = RP + EP
     c = tl.program_id(0)
-    T, E, M, num_rows, alignment = T.to(tl.int32), E.to(tl.int32), M.to(tl.int32), num_rows.to(tl.int32), alignment.to(tl.int32)
+    T, E, M, num_rows, alignment = (
+        T.to(tl.int32),
+        E.to(tl.int32),
+        M.to(tl.int32),
+        num_rows.to(tl.int32),
+        alignment.to(tl.int32),
+    )
     me = tl.load(words(state) + RANK).to(tl.int32)
     hist = scratch.to(tl.pointer_type(tl.int32))
     before_all = hist + C * HIST

@@ -34,7 +34,7 @@ class CooperativeStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = _as_bytes(value)
         self.changes += 1
 
     def get(self, key: str) -> bytes:
@@ -52,12 +52,12 @@ class CooperativeStore(dist.Store):
         self.set(key, str(total))
         return total
 
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set a value if it is ``expected_value`` now ("" also stands for none). The value afterwards."""
-        now = self._values.get(key)
-        if now == expected_value.encode() or (now is None and not expected_value):
+        expected = _as_bytes(expected_value)
+        if self._values.get(key, b"") == expected:
             self.set(key, desired_value)
-        return self._values.get(key, expected_value.encode())
+        return self._values.get(key, expected)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all have values."""
@@ -71,6 +71,10 @@ class CooperativeStore(dist.Store):
     def num_keys(self) -> int:
         """How many have values."""
         return len(self._values)
+
+    # What a PrefixStore calls, from C++
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all have values.
@@ -100,3 +104,7 @@ class CooperativeStore(dist.Store):
         del what
         while not ready() and self._clock() < deadline:
             self._yield()
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)  # a PrefixStore hands on bytes

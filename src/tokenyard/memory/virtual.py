@@ -65,6 +65,7 @@ class VirtualWorld:
         self.num_sms = max(1, multiprocessors(device) // world_size)
         self.kernels = Kernels(device, self.num_sms)
         self._gates: dict[str, Gate] = {}
+        self._closed: dict[int, list[list[Tensor]]] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, str] = {}
 
@@ -76,6 +77,14 @@ class VirtualWorld:
                 for rank, why in self._lost.items():
                     self._gates[name].lose(rank, why)
             return self._gates[name]
+
+    def retire(self, number: int, kept: list[Tensor]) -> None:
+        """Keep what a rank no longer needs of its object ``number`` until every rank says so."""
+        with self._lock:
+            closed = self._closed.setdefault(number, [])
+            closed.append(kept)
+            if len(closed) == self.world_size:
+                del self._closed[number]
 
     def lose(self, rank: int, why: str) -> None:
         """``rank``'s thread has ended."""
@@ -91,7 +100,7 @@ class VirtualGroup:
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.world, self._rank = world, rank
         self.group_name = "virtual"
-        self._opened = 0
+        self.opened = 0
 
     def rank(self) -> int:
         """This thread's rank."""
@@ -113,8 +122,8 @@ class VirtualGroup:
 
     def open_store(self) -> dist.Store:
         """A part of the store for one more object: the n-th one, on every rank."""
-        self._opened += 1
-        return dist.PrefixStore(f"object/{self._opened}", self.world.store)
+        self.opened += 1
+        return dist.PrefixStore(f"object/{self.opened}", self.world.store)
 
     def open_memory(self, timeout: float) -> VirtualMemory:
         """Memory for one more object."""
@@ -122,8 +131,8 @@ class VirtualGroup:
 
     def open_gate(self) -> Gate:
         """A gate for one more object: the n-th one, on every rank."""
-        self._opened += 1
-        return self.world.gate(f"object/{self._opened}")
+        self.opened += 1
+        return self.world.gate(f"object/{self.opened}")
 
 
 class VirtualMemory:
@@ -138,6 +147,7 @@ class VirtualMemory:
         self.rank, self.world_size = group.rank(), group.size()
         self.device, self.num_sms = group.device, group.world.num_sms
         self._timeout = timeout
+        self._world, self._number = group.world, group.opened
         self._gate = group.open_gate()
         self._kernels = group.world.kernels
         self._kept: list[Tensor] = []
@@ -198,16 +208,18 @@ class VirtualMemory:
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
         """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run meanwhile."""
-        return wait_until(ready, timeout, busy=0.0, brisk=1e-3)
+        return wait_until(ready, timeout, brisk=1e-3)
 
     def settle(self) -> None:
         """Nothing: streams order it."""
 
     def close(self) -> None:
-        """Wait for this thread's stream, then free this rank's regions and host words."""
+        """Wait for this thread's stream, then free this rank's regions and host words: when all ranks have closed theirs, as
+        peers may still return credits to them."""
         kept, self._kept = self._kept, []
         if kept:
             torch.cuda.current_stream(self.device).synchronize()
+            self._world.retire(self._number, kept)
 
 
 def run_virtual_ranks(

@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 from tokenyard.testing.job import Job
 from tokenyard.testing.modules import BODY
 from tokenyard.testing.pool import pools
+from tokenyard.testing.virtual import run_in_simulator, run_on_virtual_ranks
 
 DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
-DEVICES = ("cpu", "cuda")
+SEED_VARIABLE = "TOKENYARD_TEST_SEED"
+VIRTUAL, SIMULATED = "virtual", "simulated"
+DEVICES = ("cpu", "cuda", VIRTUAL, SIMULATED)
 
 _RANKS = "ranks"
 _WORLD_SIZE = "_world_size"
@@ -40,7 +43,9 @@ def distributed_test(
     every rank. Ranks in ``may_die`` may exit or be killed without failing the test. After ``timeout`` seconds the ranks
     that still run are ended and their stacks shown.
 
-    ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), the default is ``cpu``.
+    ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), ``virtual`` on threads of this process
+    that share one GPU, ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (both: engine ``nvlink`` only);
+    the default is ``cpu``.
 
     The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if every rank skips.
     """
@@ -60,6 +65,12 @@ def distributed_test(
             picked_engines = (kwargs.pop(_ENGINE),) if _ENGINE in kwargs else engines
             arguments = visible.bind(*args, **kwargs).arguments
             for ranks, name in product(picked_sizes, picked_engines):
+                if _device() == VIRTUAL:
+                    run_on_virtual_ranks(body, name, arguments, ranks, timeout)
+                    continue
+                if _device() == SIMULATED:
+                    run_in_simulator(body, name, arguments, ranks, int(os.environ.get(SEED_VARIABLE, "0")))
+                    continue
                 pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
 
         setattr(test, BODY, body)

@@ -1,6 +1,6 @@
 # pyright: basic
 # (it mends an interpreter that has no types)
-"""Repairs of Triton 3.6's interpreter, made once, when this is imported (``TRITON_INTERPRET=1`` must be set by then).
+"""Repairs of Triton 3.6's interpreter, made once, when this is imported with ``TRITON_INTERPRET=1`` set; otherwise nothing is done.
 
 What was wrong, and is right afterwards:
 
@@ -12,14 +12,13 @@ What was wrong, and is right afterwards:
 - ``tl.histogram`` failed for int64 and overflowed for small integers;
 - masked lanes of atomics returned garbage; ``atomic_xchg`` of floats failed;
 - inline assembly: the strings of :data:`ASSEMBLY` are emulated, with a clock that can be exchanged (:func:`clock`);
-- every call of a device function patched ``triton.language`` anew (:func:`patched_language`), and every tensor had its shape
-  made anew: that took most of the time.
+- every call of a device function patched ``triton.language`` anew (:func:`patched_language`), and much else was made again and
+  again (:mod:`.interpreter_speed`): that took most of the time.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,8 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
+from tokenyard.testing import interpreter_speed
+
 Builder = upstream.InterpreterBuilder
 
 _NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
@@ -43,7 +44,7 @@ _LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
-_state = SimpleNamespace(clock=time.monotonic_ns, patched=False, repaired=False)
+_state = SimpleNamespace(clock=time.monotonic_ns, patched=False)
 
 
 def is_interpreting() -> bool:
@@ -167,6 +168,15 @@ def _histogram(self: Any, data: TensorHandle, bins: int, mask: TensorHandle | No
     return TensorHandle(np.bincount(inside, minlength=bins).astype(np.int32), tl.int32)
 
 
+def _sum(self: Any, source: Any) -> Any:
+    """Of narrow floats: in float32, rounded once."""
+    dtype = source.dtype
+    if dtype not in _NARROW:
+        return _upstream["sum"](self, source)
+    total = np.sum(widen(source.handle.data, dtype), axis=self.axis, keepdims=self.keep_dims)
+    return self.to_tensor(narrow(np.asarray(total), dtype)[()], dtype)
+
+
 # Atomics
 
 
@@ -207,38 +217,6 @@ def _inline_asm(self: Any, text: str, constraints: str, values: Any, types: Any,
     return _Results(handle)
 
 
-# Tensors and their types
-
-
-def _cached_np_dtype() -> Callable[[Any], np.dtype]:
-    original, known = upstream._get_np_dtype, {}
-
-    def np_dtype(dtype: Any) -> np.dtype:
-        name = dtype.scalar.name if not dtype.is_ptr() and not dtype.is_block() else None
-        if name is None:
-            return original(dtype)
-        if name not in known:
-            known[name] = original(dtype)
-        return known[name]
-
-    return np_dtype
-
-
-def _cached_new_tensor() -> Callable[[Any, Any, Any], None]:
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    def new_tensor(self: Any, handle: Any, kind: Any) -> None:
-        block = kind.is_block()
-        dims: Any = tuple(tl.core._unwrap_if_constexpr(dim) for dim in kind.shape) if block else ()
-        if dims not in shapes:
-            shapes[dims] = (tl.core.constexpr(math.prod(dims)), tl.core.tuple([tl.core.constexpr(dim) for dim in dims]))
-        self.handle, self.type = handle, kind
-        self.dtype = kind.scalar
-        self.numel, self.shape = shapes[dims]
-
-    return new_tensor
-
-
 # Loops
 
 
@@ -276,6 +254,11 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 _upstream: dict[str, Any] = {}
 
 
+def upstream_of(name: str) -> Any:
+    """What a repair called ``name`` has replaced."""
+    return _upstream[name]
+
+
 def _replace(owner: Any, name: str, value: Any) -> None:
     if hasattr(owner, name):
         _upstream[name] = getattr(owner, name)
@@ -283,9 +266,6 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _repair() -> None:
-    if _state.repaired:
-        return
-    _state.repaired = True
     for name, method in {
         "cast_impl": _cast,
         "create_fp_to_fp": _fp_to_fp,
@@ -302,12 +282,13 @@ def _repair() -> None:
         "create_inline_asm": _inline_asm,
     }.items():
         _replace(Builder, name, method)
+    _replace(upstream.ReduceOps, "sum", _sum)
     _replace(upstream, "_patch_lang_tensor", _patch_tensor)
-    _replace(upstream, "_get_np_dtype", _cached_np_dtype())
-    _replace(tl.core.tensor, "__init__", _cached_new_tensor())
+    interpreter_speed.install(_replace)
     _replace(upstream, "tensor_range", tensor_range)  # where rewritten kernels find their globals
     _replace(upstream.InterpretedFunction, "__call__", _call_device_function)
     upstream.FunctionRewriter.ast_transformer = _Rewriter()
 
 
-_repair()
+if is_interpreting() and not _upstream:
+    _repair()

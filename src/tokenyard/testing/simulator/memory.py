@@ -99,7 +99,9 @@ class SimulatedMemory:
         self._here.settle()
 
     def close(self) -> None:
-        """No program may touch this rank's regions any more."""
+        """This rank is done with its regions. As with mapped memory, peers may still return credits to them; once all ranks have
+        closed theirs, no program may touch them any more."""
         regions, self._regions = self._regions, []
-        for address in regions:
-            self._here.sim.addresses.close(address)
+        if regions:
+            for address in self._here.world.retired(self._number, regions):
+                self._here.sim.addresses.close(address)

@@ -79,7 +79,7 @@ class Operations:
         acquires, releases, everywhere = order
         p = self._step(addresses, size)
         if releases:
-            self._sim.memory.release(p, everywhere)
+            self._sim.memory.release(p, addresses, everywhere)
         result, changed = self._act(p, addresses, size, read, act)
         if not changed and self._is_fruitless(p, addresses, size, read()):
             self._sleep(p)
@@ -87,7 +87,7 @@ class Operations:
             if not changed:
                 self._is_fruitless(p, addresses, size, read())
         if acquires:
-            self._sim.memory.acquire(p, everywhere)
+            self._sim.memory.acquire(p, addresses, everywhere)
         return result
 
     def check_late_reads(self, p: Program) -> None:

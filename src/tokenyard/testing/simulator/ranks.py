@@ -38,6 +38,7 @@ class World:
         self.store = SimulatedStore(sim)
         self._gathered: dict[Any, dict[int, int]] = {}
         self._regions: dict[Any, list[Tensor]] = {}
+        self._closed: dict[Any, list[list[int]]] = {}
 
     def gathered(self, key: Any) -> dict[int, int]:
         """One number per rank."""
@@ -51,6 +52,12 @@ class World:
                 for rank in range(self.sim.world_size)
             ]
         return self._regions[key]
+
+    def retired(self, key: Any, addresses: list[int]) -> list[int]:
+        """Addresses of regions that a rank has closed: all ranks' once the last has, none before."""
+        closed = self._closed.setdefault(key, [])
+        closed.append(addresses)
+        return [each for part in closed for each in part] if len(closed) == self.sim.world_size else []
 
 
 class SimulatedRank:

@@ -35,6 +35,7 @@ _WINDOW = 4096
 """Writes that the past reaches back."""
 _MOST_RECORDS = 128
 _MOST_BUNDLES = 32
+_MOST_READS = 4096
 
 
 class Pending:
@@ -85,6 +86,9 @@ class WeakMemory:
         self.now = 0
         self._past: dict[int, list[Record]] = {}
         self._bundles: list[list[Bundle]] = [[] for _ in range(world_size)]
+        self._told: dict[
+            tuple[int, int], int
+        ] = {}  # the newest view of the rank's programs that released at an address
 
     # What programs do
 
@@ -103,38 +107,45 @@ class WeakMemory:
         p.reads.clear()
         p.exposed.clear()
 
-    def acquire(self, p: Pending, everywhere: bool) -> None:
+    def acquire(self, p: Pending, addresses: Addresses, everywhere: bool) -> None:
         """Of an atomic, with sys scope (``everywhere``) or gpu scope."""
         p.rank_acquired = self.now
         if everywhere:
             p.acquired = self.now
+        elif self._told:  # what the releasing program had seen is seen now, whoever wrote it
+            told = [self._told.get((p.rank, address), 0) for address in addresses.tolist()]
+            p.acquired = max(p.acquired, *told)
 
-    def release(self, p: Pending, everywhere: bool) -> None:
+    def release(self, p: Pending, addresses: Addresses, everywhere: bool) -> None:
         """Of an atomic, before it is performed."""
         if p.reads:
             p.exposed += [(self.now, where, size) for where, size in p.reads]
             p.reads.clear()
         if everywhere:
-            self._publish_bundles(p.rank, lambda bundle: bundle.writer is p or bundle.number <= p.rank_view)
+            seen = max(p.rank_view, p.rank_acquired)
+            self._publish_bundles(p.rank, lambda bundle: bundle.writer is p or bundle.number <= seen)
             self._write(p.fenced, p)
         else:
             self.bundle(p, p.fenced)
         p.fenced = ByteMap()
         p.fenced_log.clear()
+        for address in addresses.tolist():
+            self._told[p.rank, address] = max(p.view, p.acquired, self._told.get((p.rank, address), 0))
 
-    def load(self, p: Pending, where: list[Span], values: Values, looks_back: bool = True) -> bool:
+    def load(self, p: Pending, where: list[Span], values: Values) -> bool:
         """Turn what real memory holds into what ``p`` loads. True if a newer value exists."""
-        p.reads.append((where, values.itemsize))
+        if len(p.reads) < _MOST_READS:
+            p.reads.append((where, values.itemsize))
         stale = False
-        if looks_back and self.now > p.view and self._rng.random() < self._stale:
+        if self.now > p.view and self._rng.random() < self._stale:
             stale = self._look_back(p, where, values)
         bundles = self._bundles[p.rank]
         if bundles:
-            hides = looks_back and self._rng.random() < self._stale
+            hides = self._rng.random() < self._stale
             for bundle in bundles:
                 if not bundle.stores.touches(where):
                     continue
-                newer: Values = values.copy()
+                newer = np.array(values)
                 bundle.stores.over(where, newer)
                 if bundle.writer is p or bundle.number <= p.rank_view or not hides:
                     values[:] = newer
@@ -235,6 +246,7 @@ class WeakMemory:
     def forget_past(self) -> None:
         """No program runs that could look back."""
         self._past.clear()
+        self._told.clear()
 
     # Inside
 
@@ -278,7 +290,7 @@ class WeakMemory:
         oldest = max(p.view, self.now - _WINDOW)
         target = oldest if self._rng.random() < 0.5 else self._rng.randint(oldest, self.now)
         cut, first = self._rng.random(), self._rng.random()
-        older: Values = values.copy()
+        older = np.array(values)
         for span in where:
             records = self._past.get(span.page)
             if records and records[-1].number > target:

@@ -1,0 +1,80 @@
+"""What all calls of one kind share, worked out once: a launch should cost the host as little as it can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenyard.config import Config
+from tokenyard.engines import header as head
+from tokenyard.engines.header import Fingerprint
+from tokenyard.engines.launches import Launch
+from tokenyard.engines.rings import Form, form_of, meta_words
+from tokenyard.engines.watch import pack
+from tokenyard.handle import Spec
+from tokenyard.rows import Payload
+from tokenyard.types import Layout, Quantize
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Kind:
+    """One kind of dispatch or combine.
+
+    Attributes:
+        weighted: whether weights ride along (fresh dispatch).
+        fingerprint, words, tag: what it tells the others: ``fingerprint.call`` is set anew each time, ``words`` begin its header,
+            ``tag`` lacks the routing.
+        form: of a row on the wire.
+        out_dtype, scale_dtype: of the result.
+        experts: whether the layout has expert blocks.
+        padding: whether blocks end in rows of zeros.
+        holes: whether some result rows have no source (fresh dispatch).
+        width: of ``Plan.slots``.
+        rows, plans: launches, once they were needed.
+    """
+
+    spec: Spec
+    mode: Quantize | None
+    weighted: bool
+    fingerprint: Fingerprint
+    words: Any
+    tag: int
+    form: Form
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    experts: bool
+    padding: bool
+    holes: bool
+    width: int
+    rows: Launch | None = None
+    plans: dict[bool, Launch] = field(default_factory=dict[bool, Launch])
+
+
+def kind_of(
+    op: int, payload: Payload, spec: Spec, mode: Quantize | None, config: Config, *, marked: bool, scaled: bool, in_place: bool
+) -> Kind:  # fmt: skip
+    """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along, ``raw``, weights reduced)."""
+    fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
+    experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
+    padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
+    scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
+    return Kind(
+        spec=spec,
+        mode=mode,
+        weighted=marked and fresh,
+        fingerprint=fingerprint,
+        words=np.array(head.words_of(fingerprint, 0)),
+        tag=pack(fingerprint),
+        form=form_of(payload, mode, meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0),
+        dtype=payload.x.dtype,
+        out_dtype=payload.x.dtype if mode is None else torch.float8_e4m3fn,
+        scale_dtype=torch.int32 if mode is Quantize.FP8_UE8M0 else scale_dtype,
+        experts=experts,
+        padding=padding,
+        holes=not spec.exact or spec.layout is Layout.EXPERT_PADDED or padding,
+        width=min(config.num_topk, config.num_local_experts) if experts else 1,
+    )

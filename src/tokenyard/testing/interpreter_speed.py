@@ -1,0 +1,139 @@
+# pyright: basic
+# (it shortens the ways of an interpreter that has no types)
+"""Shortcuts for Triton 3.6's interpreter: the same results with a third of the Python. Installed by :mod:`.interpreter`.
+
+Most of the time went into making the same shapes, types and wrappers again for every operation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as upstream
+
+_PLAIN = (tl.int32, tl.int64, tl.float32)
+"""Types of which two make the same, whatever the operation."""
+_INTEGERS = (tl.int32, tl.int64)
+_BUILTIN_CODE = tl.core.debug_barrier.__code__
+
+
+class _Shape:
+    """What a block of these dimensions needs again and again."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        self.numel = validate_block_shape(list(dims))
+        self.constexpr_numel = tl.core.constexpr(math.prod(dims))
+        self.of_type = tl.core.tuple(dims)
+        self.of_tensor = tl.core.tuple([tl.core.constexpr(dim) for dim in dims])
+        self.of_type.__dict__["dims"] = self.of_tensor.__dict__["dims"] = dims
+        self.text = str(self.of_type)
+
+
+class _Shapes(dict[tuple[int, ...], _Shape]):
+    def __missing__(self, dims: tuple[int, ...]) -> _Shape:
+        made = self[dims] = _Shape(dims)
+        return made
+
+
+_shapes = _Shapes()
+_SCALAR = _shapes[()]
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    known = shape.__dict__.get("dims") if isinstance(shape, tl.core.tuple) else None
+    return tuple(tl.core._unwrap_shape(shape)) if known is None else known
+
+
+def _new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    dims = _dims(shape)
+    if not dims:
+        raise TypeError("0d block_type is forbidden")
+    known = _shapes[dims]
+    self.element_ty, self.shape, self.numel = element_ty, known.of_type, known.numel
+    self.name = f"<{known.text}, {element_ty}>"
+
+
+def _new_tensor(self: Any, handle: Any, kind: Any) -> None:
+    known = _shapes[_dims(kind.shape)] if kind.is_block() else _SCALAR
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.numel, self.shape = known.constexpr_numel, known.of_tensor
+
+
+def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        return original(self, left, right)
+
+    return broadcast_impl_value
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def binary_op_type_checking_impl(
+        self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(right) is int and _is_plain(left, right):
+            right = self.scalar_constant(right, left.dtype)
+        elif type(left) is int and _is_plain(right, left):
+            left = self.scalar_constant(left, right.dtype)
+        elif not (
+            type(left) is tl.tensor and type(right) is tl.tensor and left.dtype is right.dtype and left.dtype in _PLAIN
+        ):
+            return original(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        return self.broadcast_impl_value(left, right)
+
+    return binary_op_type_checking_impl
+
+
+def _is_plain(tensor: Any, number: int) -> bool:
+    return type(tensor) is tl.tensor and tensor.dtype in _INTEGERS and -(2**31) <= number < 2**31
+
+
+def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    known: dict[str, np.dtype] = {}
+
+    def get_np_dtype(dtype: Any) -> np.dtype:
+        if dtype.is_ptr() or dtype.is_block():
+            return original(dtype)
+        if dtype.name not in known:
+            known[dtype.name] = original(dtype)
+        return known[dtype.name]
+
+    return get_np_dtype
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As upstream's, with one semantic for all and without copies of arguments."""
+    semantic = TritonSemantic(builder)
+    for name, member in inspect.getmembers(package):
+        if tl.core.is_builtin(member):
+            scope.set_attr(package, name, _with_semantic(member, semantic))
+
+
+def _with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
+    wrapped = getattr(member, "__code__", None) is _BUILTIN_CODE  # it would only check that there is a semantic
+    inner = member.__wrapped__ if wrapped else member
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    return call
+
+
+def install(replace: Callable[[Any, str, Any], None]) -> None:
+    """Put the shortcuts in place, by ``replace(owner, name, value)``."""
+    replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
+    replace(upstream, "_patch_builtin", _patch_builtin)
+    replace(tl.core.block_type, "__init__", _new_block_type)
+    replace(tl.core.tensor, "__init__", _new_tensor)
+    replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
+    replace(TritonSemantic, "binary_op_type_checking_impl", _checking(TritonSemantic.binary_op_type_checking_impl))

@@ -1,0 +1,42 @@
+"""A simulated rank as ``ExpertParallel(group=...)`` takes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from tokenyard.testing.simulator.memory import SimulatedMemory
+
+if TYPE_CHECKING:
+    from tokenyard.testing.simulator.ranks import SimulatedRank
+
+
+class SimulatedGroup:
+    """See :class:`tokenyard.memory.base.MemoryGroup`.
+
+    Args:
+        here: the rank, inside its own body.
+    """
+
+    def __init__(self, here: SimulatedRank) -> None:
+        self._here = here
+        self._opened = 0
+
+    def rank(self) -> int:
+        """This rank."""
+        return self._here.rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._here.world_size
+
+    def open_store(self) -> dist.Store:
+        """A part of the store for one more object: the n-th one, on every rank."""
+        self._opened += 1
+        return dist.PrefixStore(f"object/{self._opened}", self._here.store)
+
+    def open_memory(self, timeout: float) -> SimulatedMemory:
+        """Memory for one more object; ``timeout`` is for the ranks to meet in :meth:`SimulatedMemory.allocate`."""
+        del timeout
+        return SimulatedMemory(self._here)

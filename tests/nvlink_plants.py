@@ -1,0 +1,328 @@
+"""Kernels of the nvlink engine with bugs planted in them, made from the text of the real ones.
+
+A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it says, so a plant that no
+longer fits fails by itself. The changed file and copies of the others become a package of their own, which the engine launches
+from instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGE = "tokenyard.kernels"
+KERNELS = Path(__file__).parent.parent / "src" / "tokenyard" / "kernels"
+
+
+class Plant(NamedTuple):
+    """One bug. ``changes``: old and new text; the old one stands ``times`` times in the file."""
+
+    kind: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    times: int = 1
+    part: str = "rings"
+    """Which rehearsal shows it."""
+    within: int = 10
+    """Seeds in which it must be found."""
+
+
+def _moved(line: str, before: str) -> tuple[tuple[str, str], ...]:
+    """``line`` (with its indent) goes to stand before ``before``, indented like that."""
+    indent = before[: len(before) - len(before.lstrip())]
+    return (line + "\n", ""), (before, f"{indent}{line.strip()}\n{before}")
+
+
+PLANTS = {
+    # sync.py: every kernel's flags
+    "no barrier before a release": Plant(
+        "barrier",
+        "sync",
+        (
+            (
+                '    tl.debug_barrier()\n    tl.atomic_add(counter, count, mask=mask, sem="release"',
+                '    tl.atomic_add(counter, count, mask=mask, sem="release"',
+            ),
+        ),
+    ),
+    "release without order": Plant(
+        "release",
+        "sync",
+        (('count, mask=mask, sem="release", scope="sys")', 'count, mask=mask, sem="relaxed", scope="sys")'),),
+    ),
+    "release for this GPU only": Plant(
+        "release",
+        "sync",
+        (('count, mask=mask, sem="release", scope="sys")', 'count, mask=mask, sem="release", scope="gpu")'),),
+    ),
+    "plain load for an acquire": Plant(
+        "acquire",
+        "sync",
+        (('    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")', "    return tl.load(counter)"),),
+    ),
+    "plain loads for acquires": Plant(
+        "acquire",
+        "sync",
+        (
+            (
+                'tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")',
+                "tl.load(counters, mask=mask, other=0)",
+            ),
+        ),
+        times=3,
+    ),
+    "no barrier behind a wait": Plant(
+        "barrier",
+        "sync",
+        (
+            (
+                "            give_up(state, 1, phase, peer, number, want, seen)\n    tl.debug_barrier()\n",
+                "            give_up(state, 1, phase, peer, number, want, seen)\n",
+            ),
+        ),
+    ),
+    "no barrier behind a wait for all": Plant(
+        "barrier",
+        "sync",
+        (
+            (
+                "            seen = tl.minimum(seen, wants - 1)\n    tl.debug_barrier()\n",
+                "            seen = tl.minimum(seen, wants - 1)\n",
+            ),
+        ),
+    ),
+    # dispatch.py
+    "dispatch: flag before data": Plant(
+        "flag before data",
+        "dispatch",
+        _moved(
+            "                    add_release(tail, n.to(tl.int64), None)",
+            "                    for j in range(0, n, B):\n                        i = i0 + j + b\n",
+        ),
+    ),
+    "dispatch: credit before read": Plant(
+        "credit before read",
+        "dispatch",
+        _moved(
+            "                add_release(head, n.to(tl.int64), None)",
+            "                for j in range(0, n, B):\n                    i = taken + j + b\n",
+        ),
+    ),
+    "dispatch: one slot too many": Plant(
+        "credit before read",
+        "dispatch",
+        (("want = base + (i0 - lo) + n - Q\n", "want = base + (i0 - lo) + n - Q - 1\n"),),
+    ),
+    "dispatch: last chunk dropped": Plant(
+        "last chunk", "dispatch", (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),)
+    ),
+    "dispatch: ring not drained": Plant(
+        "reused too early",
+        "dispatch",
+        (
+            (
+                "            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want\n"
+                "            for i0",
+                "            ok = True\n            for i0",
+            ),
+        ),
+    ),
+    "dispatch: rows sent not counted": Plant(
+        "wrong epoch",
+        "dispatch",
+        (("tl.store(sent_to(state, to, c, R, C), base + hi - lo)", "tl.store(sent_to(state, to, c, R, C), base)"),),
+    ),
+    "dispatch: rows taken not counted": Plant(
+        "wrong epoch",
+        "dispatch",
+        (("tl.store(taken_from(state, s, c, R, C), base + total)", "tl.store(taken_from(state, s, c, R, C), base)"),),
+    ),
+    # combine.py
+    "combine: flag before data": Plant(
+        "flag before data",
+        "combine",
+        _moved(
+            "            add_release(tail, n.to(tl.int64), None)",
+            "            for j in range(0, n, B):\n                i, here = i0",
+        ),
+    ),
+    "combine: credit before read": Plant(
+        "credit before read",
+        "combine",
+        _moved(
+            "            add_release(heads, upto - taken, remote & (upto > taken))",
+            "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+        ),
+    ),
+    "combine: one slot too many": Plant(
+        "credit before read",
+        "combine",
+        (("want = base + (i0 - lo) + n - Q\n", "want = base + (i0 - lo) + n - Q - 1\n"),),
+    ),
+    "combine: last chunk dropped": Plant(
+        "last chunk", "combine", (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),)
+    ),
+    "combine: last row not awaited": Plant(
+        "last chunk",
+        "combine",
+        (("tl.max(places - lows[None, :] + 1, axis=0)", "tl.max(places - lows[None, :], axis=0)"),),
+    ),
+    "combine: ring not drained": Plant(
+        "reused too early",
+        "combine",
+        (
+            (
+                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, 4, s, c) >= want\n    b = ",
+                "    ok = True\n    b = ",
+            ),
+        ),
+    ),
+    "combine: rows taken not counted": Plant(
+        "wrong epoch",
+        "combine",
+        (("tl.store(taken_from(state, r, c, R, C), bases + taken,", "tl.store(taken_from(state, r, c, R, C), bases,"),),
+    ),
+    # greet.py
+    "greeting: one half only": Plant(
+        "reused too early",
+        "greet",
+        (
+            ("half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)", "half = 0"),
+            ("tag_of(mine, (call % 2).to(tl.int32), r, R, C)", "tag_of(mine, 0, r, R, C)"),
+        ),
+    ),
+    "greeting: of the last call": Plant(
+        "wrong epoch",
+        "greet",
+        (("want = tl.load(words(state) + EPOCH) + 1 + (r * 0)", "want = tl.load(words(state) + EPOCH) + (r * 0)"),),
+    ),
+    "greeting: before its tag": Plant(
+        "flag before data",
+        "greet",
+        _moved(
+            "    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
+            "    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=r < R)\n",
+        ),
+    ),
+    # plan.py
+    "plan: one half only": Plant(
+        "reused too early", "plan", (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),), part="plans"
+    ),
+    "plan: no barrier before a ticket": Plant(
+        "barrier", "plan", (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),)
+    ),
+    "plan: ticket without order": Plant(
+        "release",
+        "plan",
+        (
+            (
+                'tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")',
+                'tl.atomic_add(words(state) + TICKETS, 1, sem="relaxed", scope="gpu")',
+            ),
+        ),
+    ),
+    "plan: tickets of the last call": Plant(
+        "wrong epoch",
+        "plan",
+        (
+            (
+                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, 0, me, TICKETS) >= (call + 1) * C:",
+                "if wait_at_least(words(state) + TICKETS, call * C, state, 0, me, TICKETS) >= call * C:",
+            ),
+        ),
+    ),
+    "plan: arrivals of the last call": Plant(
+        "wrong epoch", "plan", (("want = (call + 1) * C + (r * 0)", "want = call * C + (r * 0)"),)
+    ),
+    "plan: arrival before the header": Plant(
+        "flag before data",
+        "plan",
+        _moved(
+            "        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
+            "        if c == C - 1:\n            total = before_all",
+        ),
+    ),
+    "plan: nonce before the headers": Plant(
+        "flag before data",
+        "plan",
+        _moved(
+            '    tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")',
+            "    for source in range(R):\n        s = source + 0\n        v = tl.load(header_of(mine, half, s, R, C, W) + w",
+        ),
+    ),
+    # direct.py
+    "direct: views not waited for": Plant(
+        "reused too early",
+        "direct",
+        (("        if wait_for_greetings(peers, state, R, C, RP):", "        if T >= 0:"),),
+        part="views",
+    ),
+    "direct: done before the rows": Plant(
+        "flag before data",
+        "direct",
+        _moved(
+            "            bases = tl.load(words(peers) + r, mask=r < R, other=0)\n"
+            "            add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
+            "            for t0 in range(pid * B, T, P * B):\n",
+        ),
+        part="views",
+    ),
+    "direct: writers of the last call": Plant(
+        "wrong epoch", "direct", (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),), part="views"
+    ),
+}
+"""By name."""
+
+
+def changed(plant: Plant) -> str:
+    """The file's text with the bug in it.
+
+    Raises:
+        AssertionError: the text to replace does not stand there as often as it should.
+    """
+    text = (KERNELS / f"{plant.file}.py").read_text()
+    for old, new in plant.changes:
+        count = text.count(old)
+        assert count == plant.times, f"{plant.file}.py holds {count} times, not {plant.times}:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
+    package = "planted_" + "".join(c if c.isalnum() else "_" for c in name)
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory, package)
+        home.mkdir()
+        for path in KERNELS.glob("*.py"):
+            text = changed(PLANTS[name]) if name and path.stem == PLANTS[name].file else path.read_text()
+            (home / path.name).write_text(text.replace(PACKAGE, package))
+        sys.path.insert(0, directory)
+        try:
+            with _launched_from(package):
+                yield
+        finally:
+            sys.path.remove(directory)
+            for module in [module for module in sys.modules if module.split(".")[0] == package]:
+                del sys.modules[module]
+
+
+@contextmanager
+def _launched_from(package: str) -> Iterator[None]:
+    launches: Any = import_module("tokenyard.engines.launches")
+    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
+    assert len(kernels) >= 5
+    for name, kernel in kernels.items():
+        module = kernel.fn.__module__.replace(PACKAGE, package)
+        setattr(launches, name, getattr(import_module(module), name))
+    try:
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launches, name, kernel)

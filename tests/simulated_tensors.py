@@ -1,0 +1,57 @@
+"""Tensors as memory of a simulated rank: programs may touch those that are alive, and no others.
+
+Without it a program that writes where nothing is, or into a tensor that is gone, corrupts the test's own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tokenyard.testing.simulator import SimulatedRank
+
+
+class OwnTensors(TorchDispatchMode):
+    """Inside, every tensor that torch makes belongs to the rank until nobody holds it. Use it with ``strict=True``.
+
+    Memory is kept until the end, so that a program that comes too late is reported and does no harm.
+    """
+
+    def __init__(self, ranks: SimulatedRank, inputs: Sequence[Tensor] = ()) -> None:
+        """``inputs``: tensors made before, which programs of all ranks may touch."""
+        super().__init__()
+        self._rank, self._sim = ranks.rank, ranks.sim
+        self._alive: dict[int, torch.UntypedStorage] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        for tensor in inputs:
+            self._add(tensor.untyped_storage(), None, f"input {list(tensor.shape)}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.sweep()
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                name = f"{func.overloadpacket.__name__} {list(tensor.shape)} of rank {self._rank}"
+                if self._add(tensor.untyped_storage(), self._rank, name):
+                    self._alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, rank: int | None, name: str) -> bool:
+        """Let programs touch it. False if it is known, or part of what is known."""
+        low, size = storage.data_ptr(), storage.nbytes()
+        if not size or self._sim.addresses.zone(low) is not None:
+            return False
+        self._sim.addresses.add(low, size, rank, name)
+        return True
+
+    def sweep(self) -> None:
+        """Tensors that nobody holds any more are gone."""
+        gone = [low for low, storage in self._alive.items() if torch._C._storage_Use_Count(storage._cdata) == 1]
+        for low in gone:
+            self._kept.append(self._alive.pop(low))
+            self._sim.addresses.close(low)

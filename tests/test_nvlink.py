@@ -1,0 +1,182 @@
+"""Engine nvlink on GPUs: rings that go round, views that end, ranks that die, many calls in a row. See ``make test-gpu``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenyard as ty
+from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus
+from tokenyard import reference
+from tokenyard.testing import ROUTINGS, Ranks, distributed_test
+from tokenyard.testing.decorators import DEVICE_VARIABLE
+
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+    ),
+]
+processes = pytest.mark.skipif(DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu")
+SIZES = {"cuda": (2, 3, 4), "simulated": (2,)}.get(DEVICE, (8,))
+TIMEOUT = 2.0
+
+
+@pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_a_batch_that_the_rings_cannot_hold(ranks: Ranks, layout: ty.Layout) -> None:
+    """16 times more rows than all rings together hold; symmetric memory stays as it was."""
+    case = Case(ranks.world_size, num_tokens=1500, hidden=512, num_experts=16, layout=layout)
+    small = Case(ranks.world_size, num_tokens=1500, hidden=512, num_experts=16)
+    smallest = 16 * (512 * 2 + 256) * ranks.world_size * 64
+    with small.make(ranks, buffer_bytes=smallest // 16 * 16) as ep:
+        before = ep.buffer_bytes
+        check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+        want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
+        check_combined(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle), case, ranks.rank, want.x)
+        assert ep.buffer_bytes == before
+
+
+@distributed_test(world_size=SIZES, engine="nvlink", timeout=300.0)
+def test_a_thousand_calls_in_a_row(ranks: Ranks) -> None:
+    """Sizes, layouts and payloads change from call to call, ranks come late, and nothing of an earlier call shows."""
+    picks = [
+        Case(ranks.world_size, routing=ROUTINGS[seed % len(ROUTINGS)], num_tokens=(1, 40, 7, 120)[seed % 4], hidden=72, seed=seed,
+             layout=list(ty.Layout)[seed % 3], exact=seed % 5 != 4)
+        for seed in range(20)
+    ]  # fmt: skip
+    biggest = Case(ranks.world_size, num_tokens=120, hidden=72)
+    sent = [
+        (case.x[ranks.rank].to(ranks.device), *(t.to(ranks.device) for t in case.picks[ranks.rank])) for case in picks
+    ]
+    expected: list[torch.Tensor] = []
+    with biggest.make(ranks) as ep:
+        for case, (x, idx, weights) in zip(picks, sent, strict=True):
+            recv = ep.dispatch(x, idx, weights, layout=case.layout, exact=case.exact)
+            if case.layout is ty.Layout.FLAT and case.exact:
+                check_received(recv, case, ranks.rank)
+            expected.append(recv.x.clone())
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        random = torch.Generator().manual_seed(ranks.rank)
+        for call in range(1000):
+            at = call % len(picks)
+            x, idx, weights = sent[at]
+            if torch.rand((), generator=random) < 0.02:
+                time.sleep(0.005)
+            recv = ep.dispatch(x, idx, weights, layout=picks[at].layout, exact=picks[at].exact)
+            valid = recv.source.view(recv.x.shape[:-1]) >= 0
+            assert torch.equal(recv.x[valid], expected[at][valid]), call
+            got = ep.combine(torch.where(valid.unsqueeze(-1), recv.x, 0), recv.handle)
+            again = ep.combine(recv.x, recv.handle)
+            assert torch.equal(got, again), call
+        ep.check()
+        torch.cuda.synchronize()
+        del recv, got, again, valid
+        assert torch.cuda.memory_allocated() <= held
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
+    for seed, mode in enumerate((None, ty.Quantize.FP8, ty.Quantize.FP8_UE8M0)):
+        case = Case(ranks.world_size, num_tokens=50, hidden=264, quantize=mode, exact=exact, seed=seed)
+        with case.make(ranks) as ep:
+            recv = dispatch(ranks, ep, case, in_place=True)
+            check_received(recv, case, ranks.rank)
+            x = case.x[ranks.rank].to(ranks.device)
+            again = ep.dispatch(x, handle=recv.handle, quantize=mode, in_place=True)
+            num = case.expected[ranks.rank].x.shape[0]
+            assert torch.equal(again.x[:num].view(torch.uint8).cpu(), case.expected[ranks.rank].x.view(torch.uint8))
+            if ranks.device.type == "cuda":
+                with pytest.raises(RuntimeError, match="this view of symmetric memory ended with cached dispatch #1"):
+                    recv.x.clone()
+            again.x[:1].clone()
+        if ranks.device.type == "cuda":
+            with pytest.raises(RuntimeError, match="its ExpertParallel is closed"):
+                again.x[:1].clone()
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_what_cannot_be_left_in_place(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep:
+        with pytest.raises(ty.NotSupported, match=r"Layout\.FLAT"):
+            dispatch(ranks, ep, case, in_place=True, layout=ty.Layout.EXPERT_MAJOR)
+        x = torch.ones(ranks.world_size * 13, case.hidden, device=ranks.device)
+        idx = torch.zeros(x.shape[0], case.num_topk, dtype=torch.int64, device=ranks.device)
+        with pytest.raises(ValueError, match="room for max_tokens_per_rank=13"):
+            ep.dispatch(x, idx, in_place=True)
+        check_received(dispatch(ranks, ep, case), case, ranks.rank)
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_ranks_in_different_calls_are_told(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    ep = case.make(ranks)
+    recv = dispatch(ranks, ep, case)
+    if ranks.rank == 0:
+        ep.combine(recv.x, recv.handle)
+    else:
+        ep.dispatch(case.x[ranks.rank].to(ranks.device), handle=recv.handle)
+    with pytest.raises(ty.Mismatch, match="ranks disagree on the call"):
+        ep.check()
+    torch.ones(3, device=ranks.device).sum().item()  # the GPU is as usable as before
+    ep.close()
+
+
+@processes
+@pytest.mark.parametrize("moment", ["at once", "between calls"])
+@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="nvlink", may_die=(1,))
+def test_survivors_name_a_killed_rank(ranks: Ranks, moment: str) -> None:
+    skip_without_gpus(ranks)
+    case = Case(ranks.world_size)
+    ep = case.make(ranks, timeout=TIMEOUT)
+    check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+    dist.barrier()
+    torch.cuda.synchronize()
+    if ranks.rank == 1:
+        if moment == "between calls":
+            for _ in range(20):
+                dispatch(ranks, ep, case)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(ty.PeerTimeout, match="rank 1 did not send its counts") as caught:
+        for _ in range(1000):
+            recv = dispatch(ranks, ep, case)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < TIMEOUT + 15
+    assert torch.ones(3, device=ranks.device).sum().item() == 3
+    with pytest.raises(RuntimeError, match="lost a peer"):
+        ep.combine(recv.x, recv.handle)
+    ep.close()
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_a_rank_that_stays_away_from_combine(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    ep = case.make(ranks, timeout=TIMEOUT)
+    recv = dispatch(ranks, ep, case)
+    if ranks.rank:
+        ep.combine(recv.x, recv.handle)
+        with pytest.raises(ty.PeerTimeout, match="rank 0 did not send its"):
+            ep.check()
+    ep.close()
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_num_sms_changes_no_bit(ranks: Ranks) -> None:
+    case = Case(ranks.world_size, num_tokens=60)
+    for num_sms in (2 * ranks.world_size, 20):
+        with case.make(ranks, num_sms=num_sms) as ep:
+            check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+            want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
+            check_combined(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle), case, ranks.rank, want.x)
+    with pytest.raises(ValueError, match=r"num_sms \(1\) must be at least"):
+        case.make(ranks, num_sms=1)
