@@ -27,11 +27,11 @@ from tokenyard import reference
 from tokenyard.calls import in_arrival_order
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
-from tokenyard.engines.header import DISPATCH
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import Cut, Shape, form_of, meta_words
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan, Spec
+from tokenyard.header import DISPATCH
 from tokenyard.layout import merge_weights
 from tokenyard.results import received_fields
 from tokenyard.rows import Payload
@@ -187,7 +187,9 @@ def rehearsal(part: str, seed: int) -> Scenario:
     layout = random.choice((FLAT, MAJOR, PADDED))
     small = replace(base, num_tokens=9, hidden=8, layout=layout, exact=random.random() < 0.5)
     refuser = random.choice((0, 1))
-    again = Round(small, ("cached", "bias" if layout is FLAT else "weighted"), replace(cached, layout=layout, exact=small.exact))
+    again = Round(
+        small, ("cached", "bias" if layout is FLAT else "weighted"), replace(cached, layout=layout, exact=small.exact)
+    )
     rounds = {
         "rings": (Round(base, ("cached", "plain"), cached), again),
         "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),

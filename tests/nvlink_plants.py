@@ -211,7 +211,10 @@ PLANTS = {
     ),
     # plan.py
     "plan: one half only": Plant(
-        "reused too early", "plan", (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),), part="plans"
+        "reused too early",
+        "plan",
+        (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),),
+        part="plans",
     ),
     "plan: no barrier before a ticket": Plant(
         "barrier", "plan", (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),)
@@ -318,10 +321,10 @@ def _launched_from(package: str) -> Iterator[None]:
     launches: Any = import_module("tokenyard.engines.launches")
     kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
     assert len(kernels) >= 5
-    for name, kernel in kernels.items():
-        module = kernel.fn.__module__.replace(PACKAGE, package)
-        setattr(launches, name, getattr(import_module(module), name))
     try:
+        for name, kernel in kernels.items():
+            module = kernel.fn.__module__.replace(PACKAGE, package)
+            setattr(launches, name, getattr(import_module(module), name))
         yield
     finally:
         for name, kernel in kernels.items():

@@ -14,7 +14,9 @@ from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
-ENGINES = {"cpu": ("collective",), "cuda": ("collective", "nvlink"), "virtual": ("nvlink",), "simulated": ("nvlink",)}[DEVICE]
+ENGINES = {"cpu": ("collective",), "cuda": ("collective", "nvlink"), "virtual": ("nvlink",), "simulated": ("nvlink",)}[
+    DEVICE
+]
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import tokenyard as ty
 from hostile import CASE, Inputs, assert_works, check, error_of, make, meet
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
 from tokenyard.engines.collective import DISPATCH
-from tokenyard.engines.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
 from tokenyard.engines.wire import GlooWire, Spans
+from tokenyard.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
 from tokenyard.testing import Ranks, distributed_test
 
 PICKS, EXPERTS, LOCAL = 3, 7, 3

@@ -12,10 +12,10 @@ from torch import Tensor
 from tokenyard import checks
 from tokenyard.calls import Calls, in_arrival_order
 from tokenyard.config import Config
-from tokenyard.engines.header import CACHED, COMBINE, DISPATCH
 from tokenyard.engines.select import ENGINES, Asked, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
+from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.lane import Waitable, When
 from tokenyard.memory.base import MemoryGroup
 from tokenyard.rendezvous import agree, open_store
@@ -133,8 +133,8 @@ class ExpertParallel:
             capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
             quantize: cast plain rows in the send.
             async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
-            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, ``FLAT``, T <= M): no copy. They are good until
-                this object's next dispatch with ``in_place=True``; using them later raises.
+            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, ``FLAT``, T <= M): no copy. They are good
+                until this object's next dispatch with ``in_place=True``; using them later raises.
             after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
 
         Raises:

@@ -15,7 +15,7 @@ class Plan(NamedTuple):
     """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can belong together."""
 
     splits: Tensor  # [2R + L] int64, CPU: rows to each rank, rows from each rank; then tokens per local expert if the host knows
-    route: Tensor  # the engine's own: token of each row sent [S] int64 (collective), or the tables of ``kernels/region.py`` (nvlink)
+    route: Tensor  # the engine's own: token of each row sent [S] int64, or the tables of ``kernels/region.py`` (nvlink)
     returns: Tensor  # [T, J] places in send order of each token's rows, by rank; then -1. [T, 0] if ``route`` has them
     slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
     picks: Tensor  # [Nb, J] the pick behind each slot

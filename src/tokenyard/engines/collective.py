@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
 from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
-from tokenyard.engines.departure import Departure, counts_by_rank, depart, ways_back
-from tokenyard.engines.header import CACHED, COMBINE, DISPATCH, Fingerprint
+from tokenyard.engines.departure import Departure, cast_payload, counts_by_rank, depart, ways_back
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.layout import (
-    host_ints,
-)
-from tokenyard.quant import quantize
+from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
+from tokenyard.layout import host_ints
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
@@ -69,7 +66,7 @@ class CollectiveEngine:
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and weights."""
-        payload = _cast(payload, mode)
+        payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             departure = depart(topk_idx, weights, spec, self.config)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
@@ -107,7 +104,7 @@ class CollectiveEngine:
 
         Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
         """
-        payload = _cast(payload, mode)
+        payload = cast_payload(payload, mode)
         with record_function("tokenyard.redispatch"):
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
@@ -398,10 +395,3 @@ class CollectiveEngine:
         if reduce_weights is not None:
             form.weights(send).copy_(reduce_weights)
         return send
-
-
-def _cast(payload: Payload, mode: Quantize | None) -> Payload:
-    if mode is None:
-        return payload
-    cast = quantize(payload.x, mode)
-    return Payload(cast.data, cast.scales)

@@ -18,7 +18,9 @@ from tokenyard.layout import (
     send_order_static,
     tokens_in_ranks,
 )
-from tokenyard.rows import take_values
+from tokenyard.quant import quantize
+from tokenyard.rows import Payload, take_values
+from tokenyard.types import Quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,11 @@ def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
     expert = expert + torch.arange(config.most_local_experts, device=topk_idx.device)
     held = expert < first_experts(ranks + 1, experts, size).unsqueeze(1)
     return take_values(count_keys(topk_idx, experts), torch.where(held, expert, -1), 0)
+
+
+def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
+    """Plain rows cast to FP8 as ``mode`` says, if it says anything."""
+    if mode is None:
+        return payload
+    cast = quantize(payload.x, mode)
+    return Payload(cast.data, cast.scales)

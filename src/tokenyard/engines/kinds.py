@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
-from tokenyard.engines.header import Fingerprint
 from tokenyard.engines.launches import Launch
 from tokenyard.engines.rings import Form, form_of, meta_words
 from tokenyard.engines.watch import pack
 from tokenyard.handle import Spec
+from tokenyard.header import Fingerprint
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 

@@ -10,12 +10,12 @@ import torch
 from tokenyard.config import Config
 from tokenyard.engines.rings import Form, Ground
 from tokenyard.handle import Spec
-from tokenyard.kernels.combine import combine_kernel
-from tokenyard.kernels.direct import direct_kernel, unpack_kernel
-from tokenyard.kernels.dispatch import dispatch_kernel
-from tokenyard.kernels.greet import greet_kernel
+from tokenyard.kernels.combine import combine_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.direct import direct_kernel, unpack_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.dispatch import dispatch_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.greet import greet_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.payload import groups_of
-from tokenyard.kernels.plan import plan_kernel
+from tokenyard.kernels.plan import plan_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
@@ -130,8 +130,14 @@ class Launches:
         }  # fmt: skip
 
     def _bound(
-        self, key: tuple[Any, ...], kernel: Any, grid: int, warps: int, registers: int | None, constants: Callable[[], dict[str, Any]]
-    ) -> Launch:  # fmt: skip
+        self,
+        key: tuple[Any, ...],
+        kernel: Any,
+        grid: int,
+        warps: int,
+        registers: int | None,
+        constants: Callable[[], dict[str, Any]],
+    ) -> Launch:
         launch = self._kept.get(key)
         if launch is None:
             launch = self._ground.memory.bind(kernel, grid, num_warps=warps, max_registers=registers, **constants())

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
 from tokenyard.engines.arrival import num_result_rows
-from tokenyard.engines.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Ground, Shape, address, as_aligned, form_of
@@ -25,6 +24,7 @@ from tokenyard.engines.tables import Counted, Counts, Tables
 from tokenyard.engines.views import View, parts_of
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
 from tokenyard.kernels import region, sync
 from tokenyard.kernels.payload import padded
 from tokenyard.layout import power_of_two_at_least

@@ -82,7 +82,11 @@ def _nvlink(memory: SymmetricMemory, config: Config, asked: Asked, why: str) -> 
     num_sms = min(asked.num_sms or memory.num_sms, memory.num_sms)
     shape = shape_for(num_sms, config.world_size, all_sms=num_sms == memory.num_sms)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-    return Choice(lambda stats: NvlinkEngine(config, memory, stats, shape, num_bytes), memory.device, f"nvlink: {why}")
+
+    def make(stats: Stats) -> Engine:
+        return NvlinkEngine(config, memory, stats, shape, num_bytes)
+
+    return Choice(make, memory.device, f"nvlink: {why}")
 
 
 def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:
@@ -133,7 +137,10 @@ def _collective(
     group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None
 ) -> Choice:
     def choice(wire: Wire, where: torch.device | None, why: str) -> Choice:
-        return Choice(lambda stats: CollectiveEngine(config, wire, stats), where, f"collective: {why}")
+        def make(stats: Stats) -> Engine:
+            return CollectiveEngine(config, wire, stats)
+
+        return Choice(make, where, f"collective: {why}")
 
     size = config.world_size
     if group is None or store is None:

@@ -54,7 +54,7 @@ class View:
 
         torch has the means in its CUDA builds only. Elsewhere (the simulator) the tensors live on with the next call's rows.
         """
-        forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+        forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # pyright: ignore[reportPrivateUsage]
         for storage in self._given if forbid is not None else ():
             forbid(storage._cdata, why)  # pyright: ignore
         self._given = []

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines import header as head
-from tokenyard.engines.header import Fingerprint
 from tokenyard.engines.rings import Ground
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
+from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
 from tokenyard.kernels.plan import BAD_AT, BAD_VALUE
 

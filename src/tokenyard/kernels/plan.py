@@ -24,11 +24,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.engines import header as head
-from tokenyard.kernels import region
+from tokenyard import header as head
 from tokenyard.kernels.region import (
-    TICKETS, arrival_of, block_of, bounds_of, first_in, first_out, header_of, in_bound, matrix_of, order_of, out_bound,
-    peer_base, place_of, start_of,
+    TICKETS,
+    arrival_of,
+    block_of,
+    bounds_of,
+    first_in,
+    first_out,
+    header_of,
+    in_bound,
+    matrix_of,
+    order_of,
+    out_bound,
+    peer_base,
+    place_of,
+    start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, STATUS, add_release, give_up, lacking, wait_at_least, wait_for_all, words
 

@@ -141,7 +141,7 @@ class SharedMemory:
             self._programs.check()
             return ready()
 
-        return wait_until(ready_or_failed, timeout, busy=0.0, brisk=0.0)
+        return wait_until(ready_or_failed, timeout, brisk=0.0)
 
     def settle(self) -> None:
         """Return when all programs have ended.

@@ -47,8 +47,10 @@ _SCALAR = _shapes[()]
 
 
 def _dims(shape: Any) -> tuple[int, ...]:
-    known = shape.__dict__.get("dims") if isinstance(shape, tl.core.tuple) else None
-    return tuple(tl.core._unwrap_shape(shape)) if known is None else known
+    known: Any = shape.__dict__.get("dims") if isinstance(shape, tl.core.tuple) else None
+    if known is None:
+        known = tuple(tl.core._unwrap_shape(shape))
+    return known
 
 
 def _new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -80,21 +82,28 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
         arithmetic_check: bool = True, div_or_mod: bool = False,
     ) -> Any:  # fmt: skip
-        if type(right) is int and _is_plain(left, right):
+        if arithmetic_check and _are_plain(left, right):
             right = self.scalar_constant(right, left.dtype)
-        elif type(left) is int and _is_plain(right, left):
+        elif arithmetic_check and _are_plain(right, left):
             left = self.scalar_constant(left, right.dtype)
-        elif not (
-            type(left) is tl.tensor and type(right) is tl.tensor and left.dtype is right.dtype and left.dtype in _PLAIN
-        ):
+        elif not _are_alike(left, right):
             return original(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         return self.broadcast_impl_value(left, right)
 
     return binary_op_type_checking_impl
 
 
-def _is_plain(tensor: Any, number: int) -> bool:
-    return type(tensor) is tl.tensor and tensor.dtype in _INTEGERS and -(2**31) <= number < 2**31
+def _are_plain(tensor: Any, number: Any) -> bool:
+    """An integer tensor, and a Python number that takes its type."""
+    if type(number) is not int or type(tensor) is not tl.tensor:
+        return False
+    return tensor.dtype in _INTEGERS and -(2**31) <= number < 2**31
+
+
+def _are_alike(left: Any, right: Any) -> bool:
+    """Tensors of one type that they keep."""
+    both = type(left) is tl.tensor and type(right) is tl.tensor
+    return both and left.dtype is right.dtype and left.dtype in _PLAIN
 
 
 def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,14 @@ class Ranks:
         world_size: number of ranks.
         device: to put tensors on.
         engine: name of the engine under test.
-        group: process group of all ranks, kept from test to test.
+        group: of all ranks: a process group kept from test to test, or one of :class:`tokenyard.memory.base.MemoryGroup`.
     """
 
     rank: int
     world_size: int
     device: torch.device
     engine: str
-    group: dist.ProcessGroup = field(repr=False)
+    group: Any = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ def run_on_virtual_ranks(
     run_virtual_ranks(world_size, rank, "cuda", timeout)
 
 
-def run_in_simulator(body: Callable[..., Any], engine: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
+def run_in_simulator(
+    body: Callable[..., Any], engine: str, arguments: dict[str, Any], world_size: int, seed: int
+) -> None:
     """The same on the CPU, under the schedule of ``seed``; kernels are interpreted."""
     if engine != VIRTUAL_ENGINE:
         raise SkipTest(f"the simulator has engine {VIRTUAL_ENGINE!r} only, not {engine!r}")

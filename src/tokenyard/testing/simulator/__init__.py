@@ -23,8 +23,8 @@ Without host code: ``sim = Simulator(world_size, seed=...)``, ``sim.allocate``, 
 
 What is simulated: weak stores and stale loads (:mod:`.weak`), streams, a clock, deadlocks, dead ranks (``kill={rank: step}``), a
 limit of resident programs, regions with forbidden zones around them. What is not: threads inside a program (a missing barrier
-shows through the memory model), how long things take, and that host code may write memory while kernels run (they see it at
-once, and wake from a wait for it late).
+shows through the memory model, or as a :class:`Race`), how long things take, and that host code may write memory while kernels
+run (they see it at once, and wake late from a wait for it).
 """
 
 from __future__ import annotations
