@@ -195,6 +195,7 @@ PLANTS = {
             ("half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)", "half = 0"),
             ("tag_of(mine, (call % 2).to(tl.int32), r, R, C)", "tag_of(mine, 0, r, R, C)"),
         ),
+        part="greetings",
     ),
     "greeting: of the last call": Plant(
         "wrong epoch",

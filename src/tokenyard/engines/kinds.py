@@ -34,6 +34,7 @@ class Kind:
         holes: whether some result rows have no source (fresh dispatch).
         width: of ``Plan.slots``.
         rows, plans: launches, once they were needed.
+        room: tokens of the last call, and rows that the result of a like one is given before its counts are known.
     """
 
     spec: Spec
@@ -51,6 +52,7 @@ class Kind:
     holes: bool
     width: int
     rows: Launch | None = None
+    room: tuple[int, int] = (-1, 0)
     plans: dict[bool, Launch] = field(default_factory=dict[bool, Launch])
 
 

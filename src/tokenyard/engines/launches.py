@@ -56,14 +56,14 @@ class Launches:
     ) -> Launch:  # fmt: skip
         """``width``: of ``slots``. ``padding``: blocks end in rows of zeros."""
         cut, config = self._shape.dispatch, self._config
-        block = min(power_of_two_at_least(form.words), cut.block)
+        block, chunk = min(power_of_two_at_least(form.words), cut.block), cut.chunk_of(self._ground.slots(form))
         key = ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static)
         return self._bound(
             key, dispatch_kernel, (2 * config.world_size - 1) * self._shape.channels + 1, cut.num_warps, cut.max_registers,
-            lambda: self._ring(form, cut.chunk) | {
+            lambda: self._ring(form) | {
                 "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "J": width, "H": form.hidden,
-                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": cut.chunk,
-                "B": 1 if placed or mode is not None else cut.rows_of(block), "BLOCK": block, "PLACED": placed,
+                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
+                "B": 1 if placed or mode is not None else cut.rows_of(block, chunk), "BLOCK": block, "PLACED": placed,
                 "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
@@ -76,14 +76,15 @@ class Launches:
         """``width``: of ``slots``. ``picks``: columns of reduced weights, 0 without."""
         send, reduce, config = self._shape.send, self._shape.reduce, self._config
         whole, block = (min(power_of_two_at_least(form.hidden), cut.block) for cut in (send, reduce))
-        rows = 1 if placed else reduce.rows_of(block)
+        chunk = send.chunk_of(self._ground.slots(form))
+        rows = 1 if placed else reduce.rows_of(block, chunk)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         return self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
             combine_kernel, config.world_size * self._shape.channels + 1, reduce.num_warps, reduce.max_registers,
-            lambda: self._ring(form, send.chunk, rows) | {
-                "K": picks, "J": width, "H": form.hidden, "CHUNK": send.chunk,
-                "SB": 1 if placed else send.rows_of(whole), "SBLOCK": min(whole, 2048) if placed else whole,
+            lambda: self._ring(form) | {
+                "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
+                "SB": 1 if placed else send.rows_of(whole, chunk), "SBLOCK": min(whole, 2048) if placed else whole,
                 "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted,
                 "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1],
             },
@@ -98,7 +99,7 @@ class Launches:
             lambda: {
                 "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
-                "B": cut.rows_of(block), "BLOCK": block, "MODE": 0 if mode is None else mode.value,
+                "B": cut.rows_of(block, 8), "BLOCK": block, "MODE": 0 if mode is None else mode.value,
                 "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
         )  # fmt: skip
@@ -121,12 +122,12 @@ class Launches:
             lambda: {"R": self._config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins},
         )  # fmt: skip
 
-    def _ring(self, form: Form, chunk: int, reduced: int = 0) -> dict[str, Any]:
+    def _ring(self, form: Form) -> dict[str, Any]:
         ground = self._ground
         return {
             "R": self._config.world_size, "C": self._shape.channels, "RP": ground.rank_bins, "RINGS": ground.rings_at,
             "RING": ground.ring_bytes, "SLOT": form.slot_bytes, "PAY": form.payload_bytes,
-            "Q": ground.slots(form, chunk, reduced),
+            "Q": ground.slots(form),
         }  # fmt: skip
 
     def _bound(

@@ -21,7 +21,7 @@ from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Ground, Shape, address, as_aligned, form_of
 from tokenyard.engines.tables import Counted, Counts, Tables
-from tokenyard.engines.views import View, parts_of
+from tokenyard.engines.views import View
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
@@ -52,15 +52,15 @@ class NvlinkEngine:
         self._ground = Ground(config, memory, shape, buffer_bytes)
         self._launches = Launches(config, self._ground)
         self._watch = Watch(config, self._ground)
-        self._view = View(memory)
+        self._view = View(config, self._ground, self._launches)
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls = 0
         size, width, self._local = config.world_size, self._ground.header_words, config.num_local_experts
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
-        self._headers: Any = self._host[2 : 2 + size * width].reshape(size, width)
-        self._sent: Any = self._host[2 + size * width :].reshape(size, size)[config.rank]
+        self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
+        self._sent: Any = self._host[3 + size * width :].reshape(size, size)[config.rank]
 
     @property
     def buffer_bytes(self) -> int:
@@ -84,9 +84,19 @@ class NvlinkEngine:
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
             kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
             self._watch.raise_if_failed()
-            counted = self._count(topk_idx, weights, kind)
-            counts = self._learn(kind) if spec.exact else None
-            return self._move(payload, counted, counts, kind)
+            room = self._room(kind, topk_idx.shape[0])
+            counted = self._count(topk_idx, weights, kind, room)
+            if not spec.exact:
+                return self._finish(*self._move(payload, counted, kind, self._static_rows(spec)), None, kind)
+            moved = self._move(payload, counted, kind, (room, room)) if room else None
+            counts = self._learn(kind)
+            crowded = bool(self._host[2])  # some rank guessed too little room, and no row has moved
+            if crowded and moved is None:
+                self._memory.gate()  # others came to theirs in vain
+            if crowded or moved is None:
+                num_rows = num_result_rows(spec, self.config, counts.experts, sum(counts.received))
+                moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
+            return self._finish(*moved, counts, kind)
 
     def redispatch(
         self,
@@ -111,7 +121,7 @@ class NvlinkEngine:
             num_rows = plan.gather.shape[0] if placed else arrived
             tag = kind.tag | pack_routing(splits[-1])
             if in_place:
-                out = self._write_view(payload, plan, kind, tag, num_rows, None, None)
+                out = self._view.write(payload, plan, kind, tag, num_rows)
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 out = _result(payload, kind, num_rows, zeros=zeros)
@@ -125,7 +135,7 @@ class NvlinkEngine:
                 kind.rows(
                     self._ground.peers, self._ground.state_at, plan.route.data_ptr(), x.data_ptr(), address(scales), 0,
                     out.x.data_ptr(), address(out.scales), 0, 0, 0, 0, 0, plan.slots.data_ptr(), tag,
-                    plan.first_pick.shape[0], self.config.num_experts, num_rows,
+                    plan.first_pick.shape[0], self.config.num_experts, num_rows, 0,
                 )  # fmt: skip
                 self._memory.settle()
             self._record("cached dispatch", splits, kind)
@@ -248,7 +258,17 @@ class NvlinkEngine:
     def _route_words(self, num_tokens: Any) -> Any:
         return region.plan_words(self.config.world_size, self._ground.shape.channels, num_tokens, self._local)
 
-    def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind) -> Counted:
+    def _room(self, kind: Kind, tokens: int) -> int:
+        """Rows to give the result before its counts are known, so that rows need not wait for the host; 0 to wait."""
+        flat = kind.spec.exact and not kind.experts and not kind.fingerprint.in_place
+        return kind.room[1] if flat and kind.room[0] == tokens else 0
+
+    def _static_rows(self, spec: Spec) -> tuple[int, int]:
+        """Arrival rows and result rows of static shapes."""
+        padded = self.config.padded_rows
+        return padded, num_result_rows(spec, self.config, None, padded)
+
+    def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
         """Launch the plan."""
         config, ground, spec, wide = self.config, self._ground, kind.spec, topk_idx.dtype == torch.int64
         launch = kind.plans.get(wide)
@@ -257,9 +277,9 @@ class NvlinkEngine:
             kind.plans[wide] = launch
         tokens = topk_idx.shape[0]
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
-        most, rows = head.MOST_ROWS, head.MOST_ROWS
+        most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
-            rows = num_result_rows(spec, config, None, config.padded_rows)
+            rows = self._static_rows(spec)[1]
         if not spec.exact or spec.layout is Layout.EXPERT_PADDED:
             most = config.max_tokens_per_rank
         if spec.exact:
@@ -299,75 +319,49 @@ class NvlinkEngine:
     # Rows
 
     def _move(
-        self, payload: Payload, counted: Counted, counts: Counts | None, kind: Kind
+        self, payload: Payload, counted: Counted, kind: Kind, room: tuple[int, int], *, forced: bool = False
     ) -> tuple[Payload, Plan, Arrived]:
-        """Launch the rows of a fresh dispatch."""
+        """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
         config, spec = self.config, kind.spec
-        arrived_rows = config.padded_rows if counts is None else sum(counts.received)
-        num_rows = num_result_rows(spec, config, None if counts is None else counts.experts, arrived_rows)
+        arrived_rows, num_rows = room
         plan = self._tables.plan(kind, counted, arrived_rows, num_rows)
         arrived = self._tables.arrived(kind, counted, num_rows)
-        tag = kind.tag | pack_routing(0 if counts is None else counts.routing)
         if kind.fingerprint.in_place:
-            out = self._write_view(payload, plan, kind, tag, num_rows, counted.meta, arrived)
-        else:
-            out = _result(payload, kind, num_rows, zeros=False)
-            if kind.rows is None:
-                kind.rows = self._launches.dispatch(
-                    kind.form, kind.mode, kind.dtype, kind.width, placed=kind.experts, padding=kind.padding, fresh=True,
-                    weighted=kind.weighted, static=not spec.exact,
-                )  # fmt: skip
-            x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
-            self._memory.gate()
-            kind.rows(
-                self._ground.peers, self._ground.state_at, counted.route.data_ptr(), x.data_ptr(), address(scales),
-                counted.meta.data_ptr(), out.x.data_ptr(), address(out.scales), arrived.topk_idx.data_ptr(),
-                plan.picks.data_ptr(), arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.gather.data_ptr(),
-                plan.slots.data_ptr(), tag, counted.first_pick.shape[0], config.num_experts, num_rows,
+            out = self._view.write(payload, plan, kind, kind.tag, num_rows, counted.meta, arrived)
+            return out, plan, arrived
+        out = _result(payload, kind, num_rows, zeros=False)
+        if kind.rows is None:
+            kind.rows = self._launches.dispatch(
+                kind.form, kind.mode, kind.dtype, kind.width, placed=kind.experts, padding=kind.padding, fresh=True,
+                weighted=kind.weighted, static=not spec.exact,
             )  # fmt: skip
+        x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
+        self._memory.gate()
+        kind.rows(
+            self._ground.peers, self._ground.state_at, counted.route.data_ptr(), x.data_ptr(), address(scales),
+            counted.meta.data_ptr(), out.x.data_ptr(), address(out.scales), arrived.topk_idx.data_ptr(),
+            plan.picks.data_ptr(), arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.gather.data_ptr(),
+            plan.slots.data_ptr(), kind.tag, counted.first_pick.shape[0], config.num_experts, num_rows, int(forced),
+        )  # fmt: skip
+        return out, plan, arrived
+
+    def _finish(
+        self, out: Payload, plan: Plan, arrived: Arrived, counts: Counts | None, kind: Kind
+    ) -> tuple[Payload, Plan, Arrived]:
+        """What is left to do once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
-        splits = [0] * (2 * config.world_size)
+        splits = [0] * (2 * self.config.world_size)
         if counts is not None:
             splits = [*counts.sent, *counts.received, counts.routing, *counts.experts]
             plan = plan._replace(splits=torch.from_numpy(np.array(splits)))  # pyright: ignore[reportUnknownMemberType]
+            if not kind.experts:
+                num_rows = sum(counts.received)
+                for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
+                    if table is not None and table.shape[0] > num_rows:
+                        table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
+                kind.room = (plan.first_pick.shape[0], num_rows + num_rows // 32 + 32)
         self._record("dispatch", splits, kind)
         return out, plan, arrived
-
-    def _write_view(
-        self,
-        payload: Payload,
-        plan: Plan,
-        kind: Kind,
-        tag: int,
-        num_rows: int,
-        meta: Tensor | None,
-        arrived: Arrived | None,
-    ) -> Payload:
-        """Launch rows into the view, and unpack what rode along."""
-        ground, print_, form = self._ground, kind.fingerprint, kind.form
-        parts = parts_of(form, self.config.padded_rows)
-        self._view.expire(
-            f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also in_place"
-        )
-        view = self._view.region(parts.end)
-        launch = self._launches.direct(form, kind.mode, kind.dtype)
-        static = not kind.spec.exact
-        unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
-        out = self._view.payload(num_rows, form, parts, kind.out_dtype, kind.scale_dtype)
-        x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
-        self._memory.gate()
-        launch(
-            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), x.data_ptr(), address(scales),
-            address(meta), tag, plan.first_pick.shape[0], parts.scales, parts.meta,
-        )  # fmt: skip
-        if unpack is not None and arrived is not None:
-            unpack(
-                ground.state_at, plan.route.data_ptr(), view.local.data_ptr() + parts.meta, arrived.topk_idx.data_ptr(),
-                arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.slots.data_ptr(), plan.gather.data_ptr(),
-                self.config.num_experts,
-            )  # fmt: skip
-        self._memory.settle()
-        return out
 
     def _record(self, op: str, splits: list[int], kind: Kind, *, back: bool = False) -> None:
         """Count the call, and its rows where the host knows them."""

@@ -37,9 +37,14 @@ class Cut:
     num_warps: int = 8
     max_registers: int | None = None
 
-    def rows_of(self, block: int) -> int:
-        """Rows in flight if a row has ``block`` words only: short rows go several at a time."""
-        return max(1, min(self.rows * self.block // block, self.chunk))
+    def chunk_of(self, slots: int) -> int:
+        """Rows per release through a ring of ``slots``: two chunks must fit."""
+        return min(self.chunk, slots // 2)
+
+    def rows_of(self, block: int, most: int) -> int:
+        """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only: short rows go several at a time."""
+        rows = max(1, min(self.rows * self.block // block, most))
+        return 1 << (rows.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ class Ground:
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(sync.STATUS_WORDS)
         self.header_in = memory.host_words(self.header_words)
-        self.header_out = memory.host_words(2 + ranks * (self.header_words + ranks))
+        self.header_out = memory.host_words(3 + ranks * (self.header_words + ranks))
         self.rank_bins = power_of_two_at_least(max(ranks, 2))
         self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
         width = self.rank_bins + self.expert_bins
@@ -149,18 +154,17 @@ class Ground:
         self.scratch_at = self.scratch.data_ptr()
         self.header_in_at, self.header_out_at = self.header_in.data_ptr(), self.header_out.data_ptr()
 
-    def slots(self, form: Form, chunk: int, reduced: int = 0) -> int:
+    def slots(self, form: Form) -> int:
         """Rows of ``form`` that one ring holds.
 
         Raises:
-            ValueError: too few for chunks of ``chunk`` rows beside ``reduced`` rows that a reducer holds on to.
+            ValueError: fewer than two.
         """
-        slots, need = self.ring_bytes // form.slot_bytes, chunk + max(chunk, reduced)
-        if slots < need:
-            rings = self.memory.world_size * self.shape.channels
+        slots, rings = self.ring_bytes // form.slot_bytes, self.memory.world_size * self.shape.channels
+        if slots < 2:
             raise ValueError(
                 f"buffer_bytes ({rings * self.ring_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings, "
-                f"but {need} are needed: make ExpertParallel with buffer_bytes of at least {rings * (need * form.slot_bytes + 256)}"
+                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {rings * (2 * form.slot_bytes + 256)}"
             )
         return slots
 

@@ -7,9 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard.engines.rings import Form
+from tokenyard import header as head
+from tokenyard.config import Config
+from tokenyard.engines.kinds import Kind
+from tokenyard.engines.launches import Launches
+from tokenyard.engines.rings import Form, Ground, address, as_aligned
+from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.payload import padded
-from tokenyard.memory.base import Region, SymmetricMemory
+from tokenyard.memory.base import Region
 from tokenyard.rows import Payload
 
 _PART = 256
@@ -34,8 +39,9 @@ def parts_of(form: Form, num_rows: int) -> Parts:
 class View:
     """The view of one object. Tensors over it raise once it is written to again."""
 
-    def __init__(self, memory: SymmetricMemory) -> None:
-        self._memory = memory
+    def __init__(self, config: Config, ground: Ground, launches: Launches) -> None:
+        self._config, self._ground, self._launches = config, ground, launches
+        self._memory = ground.memory
         self._region: Region | None = None
         self._given: list[torch.UntypedStorage] = []
 
@@ -43,7 +49,41 @@ class View:
     def num_bytes(self) -> int:
         return 0 if self._region is None else self._region.local.numel()
 
-    def region(self, num_bytes: int) -> Region:
+    def write(
+        self,
+        payload: Payload,
+        plan: Plan,
+        kind: Kind,
+        tag: int,
+        num_rows: int,
+        meta: Tensor | None = None,
+        arrived: Arrived | None = None,
+    ) -> Payload:
+        """Launch rows into the view, and unpack what rode along (``meta``) to ``arrived``. Ends the life of earlier results."""
+        ground, print_, form = self._ground, kind.fingerprint, kind.form
+        parts = parts_of(form, self._config.padded_rows)
+        self.expire(f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also in_place")
+        view = self._room(parts.end)
+        launch = self._launches.direct(form, kind.mode, kind.dtype)
+        static = not kind.spec.exact
+        unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
+        out = self._payload(num_rows, kind, parts)
+        x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
+        self._memory.gate()
+        launch(
+            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), x.data_ptr(), address(scales),
+            address(meta), tag, plan.first_pick.shape[0], parts.scales, parts.meta,
+        )  # fmt: skip
+        if unpack is not None and arrived is not None:
+            unpack(
+                ground.state_at, plan.route.data_ptr(), view.local.data_ptr() + parts.meta, arrived.topk_idx.data_ptr(),
+                arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.slots.data_ptr(), plan.gather.data_ptr(),
+                self._config.num_experts,
+            )  # fmt: skip
+        self._memory.settle()
+        return out
+
+    def _room(self, num_bytes: int) -> Region:
         """Memory for a view; collective when it has to grow."""
         if self._region is None or self._region.local.numel() < num_bytes:
             self._region = self._memory.allocate(num_bytes)
@@ -59,12 +99,11 @@ class View:
             forbid(storage._cdata, why)  # pyright: ignore
         self._given = []
 
-    def payload(self, num_rows: int, form: Form, parts: Parts, dtype: torch.dtype, scale_dtype: torch.dtype) -> Payload:
+    def _payload(self, num_rows: int, kind: Kind, parts: Parts) -> Payload:
         """Tensors over the rows, and over their scales if they have any."""
-        x = self._over(0, (num_rows, form.hidden), dtype)
-        return Payload(
-            x, self._over(parts.scales, (num_rows, form.scale_words), scale_dtype) if form.scale_words else None
-        )
+        x = self._over(0, (num_rows, kind.form.hidden), kind.out_dtype)
+        words = kind.form.scale_words
+        return Payload(x, self._over(parts.scales, (num_rows, words), kind.scale_dtype) if words else None)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         region = self._region

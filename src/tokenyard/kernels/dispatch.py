@@ -9,6 +9,8 @@ Who publishes what, who may read when:
 
 * The sender stores a chunk of rows into slots of its ring at the destination, then adds their number to ``tails[me, channel]``
   there (release). The receiver waits for the tail to grow (acquire), then reads the slots.
+* A fresh dispatch may be launched before the host knows the counts. It does nothing if the plan says that ranks disagree, or that
+  one lacks room for its rows; all ranks see the same, and launch again (``forced``) with room enough.
 * The receiver adds the number of rows it has read to ``heads[me, channel]`` at the source (release, behind its reads). The
   sender waits (acquire) until a slot's last reader is done before it writes that slot again.
 * A call begins with the ring drained: its sender waits until everything it ever sent was taken. So slots may change their size
@@ -30,6 +32,7 @@ from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
     block_of,
     first_in,
+    go_of,
     head_of,
     in_bound,
     order_of,
@@ -93,7 +96,7 @@ def _zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr,
 
 @triton.jit
 def dispatch_kernel(
-    peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows,
+    peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows, forced,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
     SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +104,10 @@ def dispatch_kernel(
     MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release."""
-    pid = tl.where(given_up(state), -1, tl.program_id(0))  # the plan may be unfinished then
+    pid = tl.program_id(0)
+    if FRESH:  # launched before the host knew the counts
+        pid = tl.where((tl.load(go_of(plan, R, C)) == 0) & (forced == 0), -1, pid)
+    pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
     T, E, num_rows = T.to(tl.int32), E.to(tl.int32), num_rows.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     first, end = first_expert(me, E, R), first_expert(me + 1, E, R)

@@ -32,6 +32,7 @@ from tokenyard.kernels.region import (
     bounds_of,
     first_in,
     first_out,
+    go_of,
     header_of,
     in_bound,
     matrix_of,
@@ -184,7 +185,7 @@ def _experts_before(hist, to, c, E, C: tl.constexpr, CP: tl.constexpr, HIST: tl.
 
 @triton.jit
 def _send_headers(
-    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E,
+    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E, room,
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     WIDE: tl.constexpr, HOST: tl.constexpr,
 ):  # fmt: skip
@@ -217,6 +218,7 @@ def _send_headers(
         v = tl.where(held, tl.load(hist_total + RP + expert, mask=held, other=0).to(tl.int64), v)
         tl.store(header_of(base, half, me, R, C, W) + w, v, mask=w < W)
         tl.store(matrix_of(base, half, me, R, C) + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
+        tl.store(matrix_of(base, half, me, R, C) + R, room.to(tl.int64))
 
 
 @triton.jit
@@ -225,7 +227,10 @@ def _complete(
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: what comes from the others, and where it goes. ``M``: most rows that a rank may announce."""
+    """Program 0: what comes from the others, and where it goes. Returns whether a rank lacks room for its rows.
+
+    ``M``: most rows that a rank may announce.
+    """
     s, c, e, d = tl.arange(0, RP), tl.arange(0, CP), tl.arange(0, LP), tl.arange(0, RP)
     known = s < R
     both = known[:, None] & (c < C)[None, :]
@@ -238,9 +243,12 @@ def _complete(
     tl.store(in_bound(plan, s, C, R, C), rows.to(tl.int32), mask=known)
     tl.store(first_in(plan, s, R, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     table = tl.load(
-        matrix_of(mine, half, s, R, C)[:, None] + d[None, :], mask=(s < me)[:, None] & (d < R)[None, :], other=0
+        matrix_of(mine, half, s, R, C)[:, None] + d[None, :], mask=known[:, None] & (d < R)[None, :], other=0
     )
-    tl.store(first_out(plan, d, R, C), tl.sum(table, axis=0).to(tl.int32), mask=d < R)
+    earlier = tl.where((s < me)[:, None], table, 0)
+    tl.store(first_out(plan, d, R, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    room = tl.load(matrix_of(mine, half, d, R, C) + R, mask=d < R, other=0)
+    crowded = tl.max(((d < R) & (tl.sum(table, axis=0) > room)).to(tl.int32))
     local = first_expert(me + 1, E, R) - first_expert(me, E, R)
     here = e < local
     pairs = tl.load(
@@ -272,16 +280,16 @@ def _complete(
         )
         tl.store(block_of(plan, e, local, T, R, C), start + counts, mask=here)
         tl.store(block_of(plan, e, local, T, R, C) + 1, start + (counts if PADDED else aligned), mask=here)
+    return crowded
 
 
 @triton.jit
 def _tell_host(
-    mine, me, half, header_out, nonce, M, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
+    mine, me, half, header_out, nonce, M, crowded, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
     W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: ``[nonce, doubts, headers [R, W], matrix [R, R]]`` to host memory; the nonce last.
-
-    ``doubts`` is 0 if all headers carry the same call as mine, no refusal, and counts that can be.
+    """Program 0: ``[nonce, doubts, crowded, headers [R, W], matrix [R, R]]`` to host memory; the nonce last. Returns the doubts:
+    0 if all headers carry the same call as mine, no refusal, and counts that can be.
     """
     w, r = tl.arange(0, WP), tl.arange(0, RP)
     own = tl.load(header_of(mine, half, me, R, C, W) + w, mask=w < W, other=0)
@@ -289,9 +297,9 @@ def _tell_host(
     for source in range(R):
         s = source + 0
         v = tl.load(header_of(mine, half, s, R, C, W) + w, mask=w < W, other=0)
-        tl.store(words(header_out) + 2 + s * W + w, v, mask=w < W)
+        tl.store(words(header_out) + 3 + s * W + w, v, mask=w < W)
         row = tl.load(matrix_of(mine, half, s, R, C) + r, mask=r < R, other=0)
-        tl.store(words(header_out) + 2 + R * W + s * R + r, row, mask=r < R)
+        tl.store(words(header_out) + 3 + R * W + s * R + r, row, mask=r < R)
         rows, tokens = tl.sum(tl.where(w == _ROWS_AT, v, 0)), tl.sum(tl.where(w == _TOKENS_AT, v, 0))
         counts = tl.where(w >= _COUNTS_AT, v, 0)
         wrong = ((w <= _STATUS_AT) & (v != own)) | (counts < 0) | (counts > rows)
@@ -299,8 +307,10 @@ def _tell_host(
         bad = (rows < 0) | (rows > tokens) | (rows > M) | (total < rows) | (total > rows * K)
         doubts += tl.sum(wrong.to(tl.int64)) + bad.to(tl.int64)
     tl.store(words(header_out) + 1, doubts)
+    tl.store(words(header_out) + 2, crowded.to(tl.int64))
     tl.debug_barrier()
     tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")
+    return doubts
 
 
 @triton.jit
@@ -365,16 +375,37 @@ def plan_kernel(
             tl.debug_barrier()
             status = words(tl.load(words(state) + STATUS))
             _send_headers(
-                topk_idx, peers, me, total, marks, header_in, status, half, T, E, R, C, CP, RP, W, WP, WIDE, HOST
+                topk_idx,
+                peers,
+                me,
+                total,
+                marks,
+                header_in,
+                status,
+                half,
+                T,
+                E,
+                num_rows,
+                R,
+                C,
+                CP,
+                RP,
+                W,
+                WP,
+                WIDE,
+                HOST,
             )
         add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if c == 0:
             mine = peer_base(peers, me)
             want = (call + 1) * C + (r * 0)
             if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, 1, r), want, r < R) == 0:
-                _complete(
+                crowded = _complete(
                     mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows,
                     alignment, R, C, CP, RP, LP, W, EXPERTS, PADDED,
                 )  # fmt: skip
                 if HOST:
-                    _tell_host(mine, me, half, header_out, nonce, M, K, R, C, RP, W, WP)
+                    doubts = _tell_host(mine, me, half, header_out, nonce, M, crowded, K, R, C, RP, W, WP)
+                    tl.store(go_of(plan, R, C), ((doubts == 0) & (crowded == 0)).to(tl.int32))
+                else:
+                    tl.store(go_of(plan, R, C), 1)

@@ -37,6 +37,5 @@ class SimulatedGroup:
         return dist.PrefixStore(f"object/{self._opened}", self._here.store)
 
     def open_memory(self, timeout: float) -> SimulatedMemory:
-        """Memory for one more object; ``timeout`` is for the ranks to meet in :meth:`SimulatedMemory.allocate`."""
-        del timeout
-        return SimulatedMemory(self._here)
+        """Memory for one more object."""
+        return SimulatedMemory(self._here, timeout)
