@@ -15,8 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenyard
+
 PACKAGE = "tokenyard.kernels"
-KERNELS = Path(__file__).parent.parent / "src" / "tokenyard" / "kernels"
+KERNELS = Path(tokenyard.__file__).parent / "kernels"
 
 
 class Plant(NamedTuple):

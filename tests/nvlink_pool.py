@@ -1,4 +1,4 @@
-"""Runs functions of ``nvlink_cases.py`` and its like in processes whose kernels are interpreted: this one may need Triton to compile."""
+"""Runs functions of test modules in processes whose kernels are interpreted, whatever Triton does in this one."""
 
 from __future__ import annotations
 

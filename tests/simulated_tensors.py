@@ -28,6 +28,9 @@ class OwnTensors(TorchDispatchMode):
         self._rank, self._sim = ranks.rank, ranks.sim
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._kept: list[torch.UntypedStorage] = []
+        settle, wait_until = ranks.memory.settle, ranks.memory.wait_until
+        ranks.memory.settle = lambda: (self.sweep(), settle())[1]
+        ranks.memory.wait_until = lambda *args: (self.sweep(), wait_until(*args))[1]
         for tensor in inputs:
             self._add(tensor.untyped_storage(), None, f"input {list(tensor.shape)}")
 

@@ -43,6 +43,8 @@ class Lane:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+        self._on = -1
         self._started: dict[int, Future[Any]] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, Callable[[], Any]]] = {}
         self._last: Future[Any] | None = None
@@ -51,17 +53,33 @@ class Lane:
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
         with self._alone():
-            stream = None if self._stream is None else torch.cuda.current_stream()
-            if stream is not None and self._stream is not None:
-                stream.wait_stream(self._stream)
+            stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
             def body() -> Any:
-                with torch.cuda.stream(stream), torch.no_grad():
+                with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
                     return call()
 
             if self._last is not None and not self._last.done():
                 return self._submit(body).result()
             return body()
+
+    @contextmanager
+    def _in_turn(self, stream: torch.cuda.Stream | None) -> Generator[None, None, None]:
+        """A call on ``stream`` comes after the one before it, wherever that ran: calls of one object share memory.
+
+        A call that is captured in a CUDA graph runs when the graph does, so its order is the caller's affair.
+        """
+        if stream is None or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        if self._done is not None and self._on != stream.cuda_stream:
+            self._done.wait(stream)
+        try:
+            yield
+        finally:
+            self._done = self._done or torch.cuda.Event()
+            self._done.record(stream)
+            self._on = stream.cuda_stream
 
     @contextmanager
     def _alone(self) -> Generator[None, None, None]:
@@ -115,7 +133,7 @@ class Lane:
         self._issued[ticket] = (done, call)  # the call holds its inputs, which the stream still reads
 
         def body() -> Any:
-            with torch.cuda.stream(stream), torch.no_grad():
+            with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
                 (ready if after is None else after).wait()
                 try:
                     return call()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.console import Console
 
 from tokenyard import launch
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Job, sweep
+from tokenyard.cli.bench_nvlink import Line, Suite, run_suite
+from tokenyard.cli.bench_nvlink_report import write_record
 from tokenyard.cli.bench_report import Row, print_report, write_json
 from tokenyard.cli.bench_run import Plan, run_rank
 from tokenyard.cli.progress import progress
@@ -23,6 +27,9 @@ NVLINK_GBS = 370.0
 
 PIPED_WIDTH = 150
 
+SUITE = Suite()
+SWEEP_OPTIONS = ("tokens", "hidden", "topk", "experts", "skew", "dtype", "layout", "quantize", "json", "plot")
+
 
 def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]:
     """Run on the ranks of the launcher if there is one, else on ``ranks`` processes of our own."""
@@ -32,6 +39,22 @@ def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]
             return launch.spawn(run_rank, ranks, plan, counter, device=device)[0]
         with launch.joined_by_launcher(device) as here:
             return run_rank(here, plan, counter)
+
+
+def _run_suite(suite: Suite, given: Sequence[str], ranks: int, device: str, out: Path, console: Console) -> list[Line]:
+    """Run the preset and write its record; ``given`` are options that it has no use for."""
+    if given:
+        raise typer.BadParameter(f"--suite has sizes of its own: leave out {', '.join(given)}")
+    if launch.under_torchrun():
+        with launch.joined_by_launcher(device) as here:
+            lines = run_suite(here, suite)
+    else:
+        lines = launch.spawn(run_suite, ranks, suite, device=device)[0]
+    if int(os.environ.get("RANK", 0)) == 0:
+        record = write_record(out, lines, suite, device)
+        console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Written: {record}", markup=False, highlight=False, soft_wrap=True)
+    return lines
 
 
 def _words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
@@ -48,6 +71,12 @@ def _numbers(text: str, option: str) -> list[int]:
         if not word.isdecimal() or int(word) < 1:
             raise typer.BadParameter(f"{option} {word!r} must be a whole number of at least 1")
     return [int(word) for word in words]
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Those of the options ``names`` that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [f"--{name}" for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _check_jobs(jobs: list[Job]) -> list[Job]:
@@ -68,9 +97,15 @@ def _report(rows: list[Row], plan: Plan, device: str, console: Console, json: Pa
 
 
 def bench(
+    context: typer.Context,
     ranks: Annotated[int, typer.Option(min=1, help="Local processes; under torchrun its ranks count.")] = 4,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where tensors live.")] = "cpu",
-    engine: Annotated[list[str] | None, typer.Option(help="May be given several times.", show_default="auto")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where tensors live.", show_default="cpu; with --suite cuda")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="May be given several times (with --suite: once).", show_default="auto; with --suite nvlink"),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens per rank. This and the next seven take comma lists.")] = "2048",
     hidden: Annotated[str, typer.Option(help="Channels of a token.")] = "2048",
     topk: Annotated[str, typer.Option(help="Experts per token.")] = "8",
@@ -90,13 +125,34 @@ def bench(
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write every figure and all raw times.")] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the figures as a PNG.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs and of the order of calls.")] = 0,
+    suite: Annotated[
+        Literal["nvlink"] | None, typer.Option(help="Instead of a sweep: all tables and curves of an engine's record.")
+    ] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where --suite writes Markdown, JSON and a PNG.")] = Path(),
 ) -> None:
     """Time dispatch and combine beside plain collectives: same process group, same run, interleaved, checked first.
+
+    ``--suite`` goes with --ranks, --device, --engine, --iterations, --warmup, --link-gbs, --seed and --out only.
 
     The exit code is 1 if any row has no time because its result was wrong or its engine could not do what was asked.
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'tokenyard[plots]'")
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH)
+    where = device or ("cpu" if suite is None else "cuda")
+    rate = NVLINK_GBS if link_gbs is None and where == "cuda" else link_gbs
+    engines = [_words(name, "--engine", ENGINES)[0] for name in engine or ["auto" if suite is None else "nvlink"]]
+    if suite is not None:
+        if len(engines) > 1:
+            raise typer.BadParameter("--suite measures one --engine at a time")
+        if where == "cuda" and not torch.cuda.is_available():
+            raise typer.BadParameter("--suite needs GPUs; --device cpu --engine collective tries it out without")
+        preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
+        lines = _run_suite(preset, _given(context, SWEEP_OPTIONS), ranks, where, out, console)
+        raise typer.Exit(int(any(line.error for line in lines)))
+    if given := _given(context, ["out"]):
+        raise typer.BadParameter(f"{given[0]} goes with --suite; a sweep has --json and --plot")
     jobs = sweep(
         tokens=_numbers(tokens, "--tokens"),
         hidden=_numbers(hidden, "--hidden"),
@@ -107,12 +163,8 @@ def bench(
         layout=_words(layout, "--layout", tuple(LAYOUTS)),
         quantize=_words(quantize, "--quantize", tuple(QUANTIZE)),
     )
-    engines = [_words(name, "--engine", ENGINES)[0] for name in engine or ["auto"]]
-    rate = NVLINK_GBS if link_gbs is None and device == "cuda" else link_gbs
     plan = Plan(_check_jobs(jobs), engines, iterations, warmup, rate, seed)
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH)
-    rows = run_plan(plan, ranks, device, console)
+    rows = run_plan(plan, ranks, where, console)
     if int(os.environ.get("RANK", 0)) == 0:
-        _report(rows, plan, device, console, json, plot)
+        _report(rows, plan, where, console, json, plot)
     raise typer.Exit(int(any(row.error for row in rows)))

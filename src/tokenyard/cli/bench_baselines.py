@@ -26,7 +26,8 @@ KEPT_COPIES = "index_select + a2a + copy (staging kept)"
 
 _untyped: Any = dist
 # torch 2.13 renames these two and warns about the old names.
-_all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
+all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
+"""``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
 _reduce_scatter_sum = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
 
 
@@ -146,10 +147,10 @@ def _gather_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> l
     gathered = rows[0].new_empty(size * rows[0].shape[0], rows[0].shape[1])
     sums = [partial_sums([each.x for each in sent], rank).to(device) for sent in inputs]
     reduced = sums[0].new_empty(job.tokens, job.hidden)
-    name, trips, reduce_scatter = _reduce_scatter(reduced, sums[0])
+    name, trips, reduce_scatter = reduce_scatter_for(reduced, sums[0])
 
     def gather(number: int) -> Tensor:
-        _all_gather(gathered, rows[number])
+        all_gather(gathered, rows[number])
         return gathered
 
     def reduce(number: int) -> Tensor:
@@ -170,7 +171,7 @@ def _gather_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> l
     ]
 
 
-def _reduce_scatter(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
+def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
     """(name, trips over the wire, call) of the best reduce-scatter that the backend has for this dtype. Collective."""
 
     def direct(sums: Tensor) -> Tensor:

@@ -44,6 +44,10 @@ class Case:
     sms: int | None = None
     note: str = ""
 
+    @property
+    def title(self) -> str:
+        return f"{self.phase} by {self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -164,7 +168,7 @@ def engine_cases(
         return ep.combine(rows[number], handles[number], weighted=layout is not ty.Layout.FLAT)
 
     there, back = traffic_there(job, inputs), traffic_back(job, inputs)
-    name, symmetric = f"tokenyard {ep.engine}", 0 if ep.engine == "collective" else None
+    name, symmetric = f"tokenyard {ep.engine}", 0 if ep.engine == "collective" else ep.buffer_bytes
 
     def kept_bytes() -> int:
         return ep.buffer_bytes

@@ -49,7 +49,7 @@ def draw(rows: list[Row], path: Path) -> None:
             shown.sort(key=lambda row: not _is_ours(row.name))
             own = [word for word in kind if word not in shared]
             panel.set_title(", ".join([name, *own]), loc="left", fontsize=11, fontweight="bold", color=INK)
-            _style(panel)
+            style(panel)
             if axis is None:
                 _bars(panel, shown, colours)
             else:
@@ -102,7 +102,8 @@ def _colours(rows: list[Row]) -> dict[str, str]:
     return picked | {label: THEIRS[at % len(THEIRS)] for at, label in enumerate(theirs)}
 
 
-def _style(panel: Any) -> None:
+def style(panel: Any) -> None:
+    """Two spines, small labels."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(colors=INK, labelsize=9)
     panel.set_axisbelow(True)
@@ -152,7 +153,7 @@ def _lines(panel: Any, rows: list[Row], axis: str, colours: dict[str, str]) -> N
     floors = sorted({(_place(row, axis), row.floor_us / scale) for row in rows if row.floor_us})
     if floors:
         panel.plot(*zip(*floors, strict=True), color=INK, linestyle="--", linewidth=1.2, label=FLOOR)
-    _log_axes(panel, sorted({_place(row, axis) for row in rows}))
+    log_axes(panel, sorted({_place(row, axis) for row in rows}))
     panel.set_xlabel(SWEPT[axis], color=INK)
     panel.set_ylabel(unit, color=INK)
 
@@ -165,7 +166,8 @@ def _plain_number(value: float, _: int | None = None) -> str:
     return f"{value:,g}"
 
 
-def _log_axes(panel: Any, places: list[int]) -> None:
+def log_axes(panel: Any, places: list[int]) -> None:
+    """Logarithmic axes; ``places`` are named below, plain numbers beside."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panel.set_xscale("log", base=2)

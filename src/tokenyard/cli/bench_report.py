@@ -196,17 +196,23 @@ def write_json(path: Path, rows: list[Row], plan: Plan, device: str) -> None:
     """Every figure of ``rows`` with its raw times, and what is needed to repeat the run."""
     content = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["tokenyard", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
         "plan": asdict(plan),
-        "rows": [_as_json(row) for row in rows],
+        "rows": [as_json(row) for row in rows],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def command_line() -> str:
+    """How this program was called."""
+    return shlex.join(["tokenyard", *sys.argv[1:]])
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """A row with what follows from it."""
     derived = {
         "wall": None if row.wall is None else asdict(row.wall),
         "device": None if row.device is None else asdict(row.device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -110,20 +110,23 @@ def check(cases: Sequence[Case], job: Job, inputs: list[list[Sent]], device: tor
         on_ranks(0, device)  # the oracle takes ranks unequally long, and engines wait for peers a limited time only
         for at, case in enumerate(cases):
             if not errors[at]:
-                errors[at] = _failure(case, number, expected, device)
+                errors[at] = failure(partial(_attempt, case, number, expected), case.title, number, device)
     return errors
 
 
-def _failure(case: Case, number: int, expected: Expected, device: torch.device) -> str:
-    """What is wrong with one result, on whichever ranks; a rank that knows more says it on stderr."""
+def _attempt(case: Case, number: int, expected: Expected) -> None:
+    case.check(case.run(number), expected)
+
+
+def failure(attempt: Callable[[], None], title: str, number: int, device: torch.device) -> str:
+    """What is wrong with one result, on whichever ranks; a rank that knows more says it on stderr. Collective."""
     what = ""
     try:
-        case.check(case.run(number), expected)
+        attempt()
     except Exception as error:
         what = str(error) or type(error).__name__
         if dist.get_rank():  # what rank 0 knows stands in the report
-            where = f"rank {dist.get_rank()}: {case.phase} by {case.name}, input {number}"
-            print(f"{where}: {what}", file=sys.stderr, flush=True)
+            print(f"rank {dist.get_rank()}: {title}, input {number}: {what}", file=sys.stderr, flush=True)
     wrong = [rank for rank, failed in enumerate(on_ranks(int(bool(what)), device)) if failed]
     if not wrong:
         return ""

@@ -25,9 +25,11 @@ Call = Callable[[int], object]
 """A timed call. Its argument is the number of the input to use; its result is dropped after the clock has stopped."""
 
 _untyped: Any = dist
+_untyped_cuda: Any = torch.cuda
 
 MICROSECONDS = 1e6
 EVENT_MICROSECONDS = 1e3
+CYCLES_PER_MICROSECOND = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Series:
 
     Attributes:
         wall: the Python call until its results are complete on the device.
-        device: between two events on the current stream around the call; None without a GPU.
+        device: between two events on the current stream around the call; None without a GPU. With a head start
+            (:func:`time_interleaved`) this is kernel time.
     """
 
     wall: list[float]
@@ -68,6 +71,24 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self._meet = torch.zeros(1, device=device)
+
+    def time_queued(self, call: Call, number: int, head_start_us: float) -> float:
+        """Microseconds on the GPU of ``call(number)``, whose launches the host has queued before the GPU gets to them.
+
+        The GPU is kept busy meanwhile; then ranks meet on it, and what follows is timed. 0 without a GPU.
+        """
+        if not self.cuda:
+            return 0.0
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.meet()
+        _untyped_cuda._sleep(int(head_start_us * CYCLES_PER_MICROSECOND))
+        _untyped.all_reduce(self._meet)
+        events[0].record()
+        result = call(number)
+        events[1].record()
+        self.synchronize()
+        del result
+        return events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -96,7 +117,14 @@ class _Clock:
 
 
 def time_interleaved(
-    calls: Sequence[Call], *, iterations: int, warmup: int, num_inputs: int, device: torch.device, seed: int = 0
+    calls: Sequence[Call],
+    *,
+    iterations: int,
+    warmup: int,
+    num_inputs: int,
+    device: torch.device,
+    seed: int = 0,
+    head_start_us: float = 0.0,
 ) -> list[Series]:
     """Time ``calls`` side by side on every rank of the default process group. A collective call.
 
@@ -107,6 +135,8 @@ def time_interleaved(
         num_inputs: round ``i`` uses input ``i % num_inputs``.
         device: where the calls work.
         seed: of the order inside the rounds; the same on every rank.
+        head_start_us: if not 0, each round makes each call a second time, for device time alone: the GPU begins with it so
+            much later than the host, so that launching takes no part in it.
 
     Returns:
         One series per call, equal on every rank.
@@ -117,6 +147,8 @@ def time_interleaved(
         shuffled.shuffle(order)
         for case in order:
             wall, on_device = clock.time(calls[case], turn % num_inputs)
+            if head_start_us:
+                on_device = clock.time_queued(calls[case], turn % num_inputs, head_start_us)
             if turn >= 0:
                 times[:, case, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
     wall, on_device = (_lists(part) for part in slowest_rank(times, device))

@@ -194,29 +194,24 @@ class NvlinkEngine:
         fingerprint = Fingerprint(op, self._calls, *[0] * 13)
         self._calls += 1
         self._watch.begin(fingerprint)
-        if op != DISPATCH or not exact:
+        if op != DISPATCH:
             launch = self._launches.greet()
             self._memory.gate()
             launch(self._ground.peers, self._ground.state_at, REFUSED)
             self._memory.settle()
             return True
+        nothing = Payload(torch.empty(0, self.config.hidden, dtype=torch.bfloat16), None)
+        spec = Spec(layout=Layout.FLAT, exact=exact)
+        kind = kind_of(op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False)
         header = head.blank(fingerprint, 1, 0, 0)
         head.refuse(header, reason)
+        kind.words, kind.tag = header[0].numpy(), REFUSED
         nobody = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=self._memory.device)
-        nothing = Payload(torch.empty(0, self.config.hidden, dtype=torch.bfloat16), None)
-        kind = kind_of(
-            op,
-            nothing,
-            Spec(layout=Layout.FLAT, exact=True),
-            None,
-            self.config,
-            marked=False,
-            scaled=False,
-            in_place=False,
-        )
-        kind.words = header[0].numpy()
         with self._memory.tensors():
             held = self._count(nobody, None, kind)
+            if exact:
+                nonce, host = self._calls, self._host
+                self._watch.wait(lambda: host[0] == nonce)  # until then the kernel reads the header
             self._memory.settle()
             del held
         return True
@@ -290,7 +285,7 @@ class NvlinkEngine:
             topk_idx.data_ptr(), address(weights), ground.peers, ground.state_at, ground.scratch_at,
             counted.route.data_ptr(), counted.meta.data_ptr(), counted.first_pick.data_ptr(),
             counted.tokens_per_expert.data_ptr(), counted.offsets.data_ptr(), counted.ranges.data_ptr(),
-            counted.overflow.data_ptr(), ground.header_in_at, ground.header_out_at, self._calls,
+            counted.overflow.data_ptr(), ground.header_in_at, ground.header_out_at, self._calls, kind.tag,
             tokens, config.num_experts, most, rows, spec.expert_alignment,
         )  # fmt: skip
         return counted
@@ -350,16 +345,17 @@ class NvlinkEngine:
     ) -> tuple[Payload, Plan, Arrived]:
         """What is left to do once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
-        splits = [0] * (2 * self.config.world_size)
-        if counts is not None:
+        if counts is None:  # the number of the call tells one routing from another
+            splits = [-1] * (2 * self.config.world_size) + [kind.fingerprint.call]
+        else:
             splits = [*counts.sent, *counts.received, counts.routing, *counts.experts]
-            plan = plan._replace(splits=torch.from_numpy(np.array(splits)))  # pyright: ignore[reportUnknownMemberType]
-            if not kind.experts:
-                num_rows = sum(counts.received)
-                for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
-                    if table is not None and table.shape[0] > num_rows:
-                        table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
-                kind.room = (plan.first_pick.shape[0], num_rows + num_rows // 32 + 32)
+        plan = plan._replace(splits=torch.from_numpy(np.array(splits)))  # pyright: ignore[reportUnknownMemberType]
+        if counts is not None and not kind.experts:
+            num_rows = sum(counts.received)
+            for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
+                if table is not None and table.shape[0] > num_rows:
+                    table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
+            kind.room = (plan.first_pick.shape[0], num_rows + num_rows // 32 + 32)
         self._record("dispatch", splits, kind)
         return out, plan, arrived
 

@@ -16,6 +16,7 @@ from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.wire import GlooWire, GroupWire, Wire
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.memory.base import MemoryGroup, SymmetricMemory
+from tokenyard.memory.launch import multiprocessors
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.preflight import unreachable_pairs
 from tokenyard.stats import Stats
@@ -56,11 +57,13 @@ def choose(
                 "engine 'collective' needs a torch.distributed group; ranks of one process have engine 'nvlink'"
             )
         memory = group.open_memory(config.timeout)
-        return _nvlink(memory, config, asked, f"{config.world_size} ranks in one process, on {memory.device}")
+        return _nvlink(
+            memory, memory.num_sms, config, asked, f"{config.world_size} ranks in one process, on {memory.device}"
+        )
     gpu = _gpu(group, asked.device)
-    obstacle = "" if asked.engine == "collective" else _obstacle(gpu)
+    obstacle, most_sms = "not asked for", 0
     if asked.engine != "collective":
-        obstacle = _common_obstacle(store, config, gpu, obstacle)
+        obstacle, most_sms = _common_obstacle(store, config, gpu, _obstacle(gpu))
     if asked.engine == "nvlink" and obstacle:
         raise NotSupported(f"engine 'nvlink' cannot work here: {obstacle}; engine 'collective' can")
     if asked.engine != "collective" and not obstacle and gpu is not None:
@@ -68,19 +71,19 @@ def choose(
 
         part = None if store is None else dist.PrefixStore("memory", store)
         memory = CudaMemory(group, config.rank, config.world_size, gpu, config.timeout, store=part)
-        return _nvlink(memory, config, asked, f"{config.world_size} GPUs that map each other's memory")
+        return _nvlink(memory, most_sms, config, asked, f"{config.world_size} GPUs that map each other's memory")
     return _collective(group, store, config, asked.device)
 
 
 # nvlink
 
 
-def _nvlink(memory: SymmetricMemory, config: Config, asked: Asked, why: str) -> Choice:
+def _nvlink(memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str) -> Choice:
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 
-    num_sms = min(asked.num_sms or memory.num_sms, memory.num_sms)
-    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == memory.num_sms)
+    num_sms = min(asked.num_sms or most_sms, most_sms)
+    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == most_sms)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
 
     def make(stats: Stats) -> Engine:
@@ -110,24 +113,30 @@ def _obstacle(gpu: torch.device | None) -> str:
     return ""
 
 
-def _common_obstacle(store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str) -> str:
-    """The first obstacle of any rank, or GPUs that cannot reach each other: the same verdict on every rank."""
+def _common_obstacle(
+    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str
+) -> tuple[str, int]:
+    """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest multiprocessors of a rank's GPU.
+
+    The same on every rank.
+    """
+    sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:
-        return obstacle
+        return obstacle, sms
     size = config.world_size
     meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
-    kind = "cpu" if gpu is None else "cuda"
-    texts: list[tuple[str, str]] = [
-        json.loads(text) for text in meeting.exchange("the choice of an engine", json.dumps([kind, obstacle]))
+    mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms])
+    everybody: list[tuple[str, str, int]] = [
+        json.loads(text) for text in meeting.exchange("the choice of an engine", mine)
     ]
-    for peer, (theirs, _) in enumerate(texts):
-        if theirs != texts[0][0]:
-            raise Mismatch(f"ranks disagree on device: rank 0 works on {texts[0][0]}, rank {peer} on {theirs}")
-    if first := next((f"{text} (rank {peer})" for peer, (_, text) in enumerate(texts) if text), ""):
-        return first
-    assert gpu is not None
+    for peer, (kind, _, _) in enumerate(everybody):
+        if kind != everybody[0][0]:
+            raise Mismatch(f"ranks disagree on device: rank 0 works on {everybody[0][0]}, rank {peer} on {kind}")
+    first = next((f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text), "")
+    if first or gpu is None:
+        return first, 0
     pairs = unreachable_pairs(dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout)
-    return "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs)
+    return "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs), min(each[2] for each in everybody)
 
 
 # collective

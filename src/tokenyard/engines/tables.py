@@ -44,7 +44,6 @@ class Tables:
             kind: torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.int32, torch.float32)
         }
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=device)
-        self._unknown = torch.tensor([-1] * (2 * config.world_size) + [0])
 
     def counted(self, kind: Kind, tokens: int, route_words: int) -> Counted:
         """For the plan's launch."""
@@ -81,7 +80,7 @@ class Tables:
         long, static, shape = torch.int64, not kind.spec.exact, (arrived_rows, kind.width)
         placed, none = kind.spec.placed, self._none[torch.int64]
         return Plan(
-            splits=self._unknown,
+            splits=self._none[long],
             route=counted.route,
             returns=self._no_returns,
             slots=self._table(long, -1, static, *shape) if placed else none,

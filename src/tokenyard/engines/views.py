@@ -43,11 +43,12 @@ class View:
         self._config, self._ground, self._launches = config, ground, launches
         self._memory = ground.memory
         self._region: Region | None = None
+        self._regions: list[Region] = []
         self._given: list[torch.UntypedStorage] = []
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._region is None else self._region.local.numel()
+        return sum(region.local.numel() for region in self._regions)
 
     def write(
         self,
@@ -87,6 +88,7 @@ class View:
         """Memory for a view; collective when it has to grow."""
         if self._region is None or self._region.local.numel() < num_bytes:
             self._region = self._memory.allocate(num_bytes)
+            self._regions.append(self._region)  # a CUDA graph may still write to a smaller one
         return self._region
 
     def expire(self, why: str) -> None:

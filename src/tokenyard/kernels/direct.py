@@ -9,7 +9,7 @@ A view is ``[rows | scales | meta]`` from three offsets; meta is read by :func:`
 Who publishes what, who may read when:
 
 * A rank's greeting says that its stream has come to this call, so whatever read its view before has been done: a writer waits
-  for all greetings (acquire) before it writes the first row.
+  for all greetings (acquire), and for all to name the same call, before it writes the first row.
 * A writer stores its rows, then adds 1 to ``dones[me]`` at every rank (release). Program 0 waits until all P writers of every
   rank have done so in this call and all earlier ones (acquire); the kernel ends after it, so later kernels may read the view.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.greet import hear_hellos, say_hello, wait_for_greetings
+from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.payload import as_words, cast_values, store_cast
 from tokenyard.kernels.place import unpack_flat
 from tokenyard.kernels.plan import first_expert
@@ -74,7 +74,7 @@ def direct_kernel(
         mine = peer_base(peers, me)
         if pid == 0:
             say_hello(peers, state, tag, R, C, RP)
-        if wait_for_greetings(peers, state, R, C, RP):
+        if greeted(peers, state, tag, R, C, RP):
             for t0 in range(pid * B, T, P * B):
                 t = t0 + tl.arange(0, B)
                 here = t < T
@@ -93,7 +93,7 @@ def direct_kernel(
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:
             wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, 5, r)
-            hear_hellos(peers, state, tag, R, C, RP)
+            count_call(state)
             tl.store(words(state) + DIRECT_CALLS, calls + 1)
 
 

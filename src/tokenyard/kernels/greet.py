@@ -18,23 +18,25 @@ from tokenyard.kernels.sync import RANK, add_release, give_up, given_up, lacking
 
 
 @triton.jit
-def wait_for_greetings(peers, state, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """Whether all peers have come to this call. Only where the greeter leaves last: it counts the calls."""
+def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Whether all peers have come to this same call. For programs that leave before the call is counted."""
     r = tl.arange(0, RP)
     mine = peer_base(peers, tl.load(words(state) + RANK).to(tl.int32))
-    want = tl.load(words(state) + EPOCH) + 1 + (r * 0)
-    return lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, 2, r), want, r < R) == 0
-
-
-@triton.jit
-def greet(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """Greet, compare tags, and count the call."""
-    say_hello(peers, state, tag, R, C, RP)
-    hear_hellos(peers, state, tag, R, C, RP)
+    call = tl.load(words(state) + EPOCH)
+    want = call + 1 + (r * 0)
+    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, 2, r), want, r < R) == 0
+    if ok:
+        theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=r < R, other=0)
+        peer = tl.max(tl.where((r < R) & (theirs != tag), r, -1))
+        if peer >= 0:
+            give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+            ok = False
+    return ok
 
 
 @triton.jit
 def say_hello(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Tell all peers that this rank has come to the call."""
     me = tl.load(words(state) + RANK).to(tl.int32)
     half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)
     r = tl.arange(0, RP)
@@ -44,19 +46,18 @@ def say_hello(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.conste
 
 
 @triton.jit
-def hear_hellos(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    me = tl.load(words(state) + RANK).to(tl.int32)
-    call = tl.load(words(state) + EPOCH)
-    r = tl.arange(0, RP)
-    mine = peer_base(peers, me)
-    if wait_for_greetings(peers, state, R, C, RP):
-        theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=r < R, other=0)
-        other = (r < R) & (theirs != tag)
-        if tl.max(other.to(tl.int32)) > 0:
-            peer = tl.max(tl.where(other, r, -1))
-            give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+def count_call(state):
+    """The call is over for whoever reads its number."""
     tl.debug_barrier()
-    tl.store(words(state) + EPOCH, call + 1)
+    tl.store(words(state) + EPOCH, tl.load(words(state) + EPOCH) + 1)
+
+
+@triton.jit
+def greet(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Greet, wait for the others, compare tags, and count the call."""
+    say_hello(peers, state, tag, R, C, RP)
+    greeted(peers, state, tag, R, C, RP)
+    count_call(state)
 
 
 @triton.jit

@@ -53,8 +53,9 @@ def unpack_placed(
     rank = tl.load(m + 1 + K + k, mask=mine, other=0)
     start = tl.load(start_of(plan, tl.where(mine, ids - first, 0), source_rank, T, R, C), mask=mine, other=0)
     slot = tl.where(mine & (start + rank < num_rows), start + rank, -1)
-    kept = slot >= 0
-    at = a.to(tl.int64) * J + tl.cumsum(kept.to(tl.int32), 0) - 1
+    nth = tl.cumsum((slot >= 0).to(tl.int32), 0) - 1
+    kept = (slot >= 0) & (nth < J)  # a peer cannot send more
+    at = a.to(tl.int64) * J + nth
     tl.store(slots.to(tl.pointer_type(tl.int64)) + at, slot.to(tl.int64), mask=kept)
     tl.store(picks.to(tl.pointer_type(tl.int64)) + at, k.to(tl.int64), mask=kept)
     count = tl.sum(kept.to(tl.int32))
@@ -69,7 +70,7 @@ def unpack_placed(
     tl.store(
         source.to(tl.pointer_type(tl.int64)) + slot, ((source_rank.to(tl.int64) << 32) | token) + (k * 0), mask=kept
     )
-    return slot
+    return tl.where(kept, slot, -1)
 
 
 @triton.jit

@@ -26,23 +26,20 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import (
-    TICKETS,
-    arrival_of,
-    block_of,
-    bounds_of,
-    first_in,
-    first_out,
-    go_of,
-    header_of,
-    in_bound,
-    matrix_of,
-    order_of,
-    out_bound,
-    peer_base,
-    place_of,
-    start_of,
+    TICKETS, arrival_of, block_of, bounds_of, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
+    out_bound, peer_base, place_of, start_of,
 )  # fmt: skip
-from tokenyard.kernels.sync import RANK, STATUS, add_release, give_up, lacking, wait_at_least, wait_for_all, words
+from tokenyard.kernels.sync import (
+    RANK,
+    STATUS,
+    add_release,
+    give_up,
+    given_up,
+    lacking,
+    wait_at_least,
+    wait_for_all,
+    words,
+)
 
 GRID, COUNTS = 0, 1
 """Phases as the status names them."""
@@ -50,7 +47,7 @@ GRID, COUNTS = 0, 1
 _STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
 )
-_NONE = tl.constexpr(2**62)
+_NONE, _MAGIC = tl.constexpr(2**62), tl.constexpr(head.MAGIC)
 BAD_AT, BAD_VALUE = 6, 7
 """Words of the status where the first pick out of range of calls without a host wait is kept: index + 1, and its value."""
 
@@ -185,9 +182,9 @@ def _experts_before(hist, to, c, E, C: tl.constexpr, CP: tl.constexpr, HIST: tl.
 
 @triton.jit
 def _send_headers(
-    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E, room,
+    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E, room, tag,
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
-    WIDE: tl.constexpr, HOST: tl.constexpr,
+    WIDE: tl.constexpr, HOST: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The last program: one header to each rank, and this rank's row of the matrix to all."""
     c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
@@ -210,6 +207,7 @@ def _send_headers(
             v = tl.where((w == _STATUS_AT) & (bad < _NONE), 2, v)
             v = tl.where((w == _STATUS_AT + 1) & (bad < _NONE), bad, v)
             v = tl.where(w == _STATUS_AT + 2, value, v)
+            v = tl.where((w == _STATUS_AT + 3) & (bad < _NONE), K, v)
         v = tl.where(w == _ROUTING_AT, digest, v)
         v = tl.where(w == _TOKENS_AT, T.to(tl.int64), v)
         v = tl.where(w == _ROWS_AT, total, v)
@@ -219,13 +217,14 @@ def _send_headers(
         tl.store(header_of(base, half, me, R, C, W) + w, v, mask=w < W)
         tl.store(matrix_of(base, half, me, R, C) + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
         tl.store(matrix_of(base, half, me, R, C) + R, room.to(tl.int64))
+        tl.store(matrix_of(base, half, me, R, C) + R + 1, tag)
 
 
 @triton.jit
 def _complete(
-    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment,
+    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
 ):  # fmt: skip
     """Program 0: what comes from the others, and where it goes. Returns whether a rank lacks room for its rows.
 
@@ -238,8 +237,16 @@ def _complete(
     tl.store(in_bound(plan, s, 0, R, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
     rows = tl.load(header_of(mine, half, s, R, C, W) + _ROWS_AT, mask=known, other=0)
     most = tl.max(tl.where(known, rows, 0))
-    if (most > M) | (tl.min(rows) < 0):
-        give_up(state, 2, 1, tl.argmax(rows, 0), 0, M, most)
+    if not HOST:  # otherwise the host decides
+        if (most > M) | (tl.min(rows) < 0):
+            give_up(state, 2, 1, tl.argmax(rows, 0), 0, M, most)
+    tags = tl.load(matrix_of(mine, half, s, R, C) + R + 1, mask=known, other=0)
+    other = known & (tags != tag)
+    if HOST:  # headers tell more, but a rank with static shapes sends none
+        other = other & (tl.load(header_of(mine, half, s, R, C, W), mask=known, other=0) != _MAGIC)
+    peer = tl.max(tl.where(other, s, -1))
+    if peer >= 0:
+        give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
     tl.store(in_bound(plan, s, C, R, C), rows.to(tl.int32), mask=known)
     tl.store(first_in(plan, s, R, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     table = tl.load(
@@ -316,7 +323,7 @@ def _tell_host(
 @triton.jit
 def plan_kernel(
     topk_idx, topk_weights, peers, state, scratch, plan, meta, first_pick, tokens_per_expert, offsets, ranges, overflow,
-    header_in, header_out, nonce, T, E, M, num_rows, alignment,
+    header_in, header_out, nonce, tag, T, E, M, num_rows, alignment,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MW: tl.constexpr, TB: tl.constexpr,
     KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, LP: tl.constexpr, CP: tl.constexpr, WP: tl.constexpr,
     WIDE: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
@@ -324,13 +331,10 @@ def plan_kernel(
     """Grid: C. ``scratch``: int32 ``hist [C, RP + EP]`` and ``before [C + 1, RP + EP]``, then int64 ``marks [C, 2]``."""
     HIST: tl.constexpr = RP + EP
     c = tl.program_id(0)
-    T, E, M, num_rows, alignment = (
-        T.to(tl.int32),
-        E.to(tl.int32),
-        M.to(tl.int32),
-        num_rows.to(tl.int32),
-        alignment.to(tl.int32),
-    )
+    if given_up(state):
+        return  # peers may be in other calls
+    T, E, M = T.to(tl.int32), E.to(tl.int32), M.to(tl.int32)
+    num_rows, alignment = num_rows.to(tl.int32), alignment.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     hist = scratch.to(tl.pointer_type(tl.int32))
     before_all = hist + C * HIST
@@ -346,8 +350,8 @@ def plan_kernel(
     bad, digest = tl.full((), _NONE, tl.int64), tl.full((), 0, tl.int64)
     for tb in range(t0, t1, TB):
         ranks, bad, digest = _count_tile(
-            topk_idx, topk_weights, row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest,
-            R, C, K, KP, RP, EP, TB, MW, WIDE, WEIGHTED, EXPERTS,
+            topk_idx, topk_weights, row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest, R, C, K, KP, RP, EP, TB,
+            MW, WIDE, WEIGHTED, EXPERTS,
         )  # fmt: skip
     tl.store(row + r, ranks)
     tl.store(marks + 2 * c, bad)
@@ -375,34 +379,16 @@ def plan_kernel(
             tl.debug_barrier()
             status = words(tl.load(words(state) + STATUS))
             _send_headers(
-                topk_idx,
-                peers,
-                me,
-                total,
-                marks,
-                header_in,
-                status,
-                half,
-                T,
-                E,
-                num_rows,
-                R,
-                C,
-                CP,
-                RP,
-                W,
-                WP,
-                WIDE,
-                HOST,
-            )
+                topk_idx, peers, me, total, marks, header_in, status, half, T, E, num_rows, tag, R, C, CP, RP, W, WP, WIDE, HOST, K,
+            )  # fmt: skip
         add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if c == 0:
             mine = peer_base(peers, me)
             want = (call + 1) * C + (r * 0)
             if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, 1, r), want, r < R) == 0:
                 crowded = _complete(
-                    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows,
-                    alignment, R, C, CP, RP, LP, W, EXPERTS, PADDED,
+                    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
+                    R, C, CP, RP, LP, W, EXPERTS, PADDED, HOST,
                 )  # fmt: skip
                 if HOST:
                     doubts = _tell_host(mine, me, half, header_out, nonce, M, crowded, K, R, C, RP, W, WP)

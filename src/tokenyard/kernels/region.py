@@ -9,7 +9,7 @@ R ranks, C channels, W words of a header, L local experts, T tokens. The symmetr
     arrivals [R]     written by the peer: its channels that have sent me their counts, in total
     dones    [R]     written by the peer: its programs that have written all their rows of a direct dispatch, in total
     tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
-    matrix   [2, R, R + 1]   written by the peer: how many rows it sends to each rank, and for how many it has room
+    matrix   [2, R, R + 2]   written by the peer: how many rows it sends to each rank, for how many it has room, and its tag
     bounds   [2, R, C]   written by the peer: rows to me in its channels before this one
     headers  [2, R, W]   written by the peer: its header for me
 
@@ -29,7 +29,7 @@ _STATE = tl.constexpr(STATE_WORDS)
 
 def signal_words(ranks: int, channels: int, header_words: int) -> int:
     """Words before the rings, a multiple of 32."""
-    words = 2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 1 + channels + header_words)
+    words = 2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header_words)
     return -(-words // 32) * 32
 
 
@@ -85,17 +85,17 @@ def tag_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def matrix_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
-    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + (half * R + peer) * (R + 1)
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + (half * R + peer) * (R + 2)
 
 
 @triton.jit
 def bounds_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
-    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + 2 * R * (R + 1) + (half * R + peer) * C
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + 2 * R * (R + 2) + (half * R + peer) * C
 
 
 @triton.jit
 def header_of(base, half, peer, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    start = 2 * R * C + 5 * R + 2 * R * (R + 1 + C)
+    start = 2 * R * C + 5 * R + 2 * R * (R + 2 + C)
     return base.to(tl.pointer_type(tl.int64)) + start + (half * R + peer) * W
 
 

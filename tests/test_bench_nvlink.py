@@ -1,0 +1,320 @@
+"""``tokenyard bench --suite nvlink``: its quick truth against the oracle, its sections, its record; over engine ``collective``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+import tokenyard as ty
+from tokenyard import launch, reference
+from tokenyard.cli import bench, bench_nvlink, timing
+from tokenyard.cli.bench_batches import Batch, Truth, share
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
+from tokenyard.cli.bench_nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Line, Suite, run_suite
+from tokenyard.cli.bench_nvlink_cases import BACK, FRESH, KINDS, PLAIN, VIEW
+from tokenyard.cli.bench_nvlink_report import losses, markdown
+from tokenyard.cli.timing import time_interleaved
+from tokenyard.testing import Ranks, distributed_test, payload, routing
+
+TINY = Suite(
+    engine="collective", tokens=12, hidden=256, topk=2, experts=6, sms=(8, 24), curve=(4, 30), buffer_bytes=4096,
+    iterations=2, warmup=1, link_gbs=2.0,
+)  # fmt: skip
+FACTS = {"date": "2026-01-02", "command": "c", "commit": None, "versions": {"torch": "2"}, "devices": ["x"]}
+
+app = typer.Typer()
+app.command()(bench.bench)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["--suite", "nvlink", *arguments])
+
+
+def run_alone(suite: Suite) -> list[Line]:
+    """One rank, in this process, so that a test can put its hands on what is measured."""
+    store = launch.local_store()
+    with launch.joined(0, 1, port=store.port, name="alone") as here:
+        return run_suite(here, suite)
+
+
+# The truth
+
+
+class Everybody:
+    """What three ranks send, what the oracle and what :class:`Truth` make of it."""
+
+    def __init__(self, skew: str) -> None:
+        ranks, tokens, topk, experts, hidden = 3, 20, 3, 7, 264
+        self.x = [payload(rank, tokens, hidden, torch.bfloat16, 1) for rank in range(ranks)]
+        picks = [routing(skew, rank, ranks, tokens, topk, experts, 1) for rank in range(ranks)]
+        self.idx, self.weights = [idx for idx, _ in picks], [weights for _, weights in picks]
+        self.experts = experts
+        stacked = torch.stack(self.idx), torch.stack(self.weights)
+        self.truths = [Truth(Batch(self.x[rank], *stacked, rank, experts), torch.cat(self.x)) for rank in range(ranks)]
+
+    def oracle(self, layout: ty.Layout, mode: ty.Quantize | None) -> list[reference.ReferenceRows]:
+        return reference.dispatch(
+            self.x, self.idx, self.weights, num_experts=self.experts, layout=layout, quantize=mode
+        )
+
+
+def as_received(rows: reference.ReferenceRows, layout: ty.Layout) -> Any:
+    """A copy of the oracle's rows that looks like the library's."""
+    names = ("x", "scales", "source", "topk_idx", "topk_weights", "tokens_per_expert")
+    copies = {name: value if (value := getattr(rows, name)) is None else value.clone() for name in names}
+    return SimpleNamespace(**copies, handle=SimpleNamespace(layout=layout))
+
+
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "dropped"])
+@pytest.mark.parametrize("mode", [None, ty.Quantize.FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("layout", [ty.Layout.FLAT, ty.Layout.EXPERT_MAJOR], ids=["flat", "major"])
+def test_truth_about_rows_is_the_oracles(skew: str, mode: ty.Quantize | None, layout: ty.Layout) -> None:
+    everybody = Everybody(skew)
+    for truth, rows in zip(everybody.truths, everybody.oracle(layout, mode), strict=True):
+        truth.check_rows(as_received(rows, layout))
+        for name in ("x", "source", *(["scales"] if mode else [])):
+            wrong = as_received(rows, layout)
+            getattr(wrong, name).view(torch.uint8).flatten()[-1] ^= 1
+            with pytest.raises(AssertionError, match=f"{name}: 1 of"):
+                truth.check_rows(wrong)
+
+
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "dropped"])
+def test_truth_about_routing_is_the_oracles(skew: str) -> None:
+    everybody = Everybody(skew)
+    for truth, rows in zip(everybody.truths, everybody.oracle(ty.Layout.FLAT, None), strict=True):
+        truth.check_routed(as_received(rows, ty.Layout.FLAT))
+        for name in ("topk_idx", "topk_weights", "tokens_per_expert"):
+            wrong = as_received(rows, ty.Layout.FLAT)
+            getattr(wrong, name).flatten()[0] += 1
+            with pytest.raises(AssertionError, match=f"{name}: 1 of"):
+                truth.check_routed(wrong)
+
+
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "dropped"])
+def test_truth_about_sums_is_the_oracles(skew: str) -> None:
+    everybody = Everybody(skew)
+    received = everybody.oracle(ty.Layout.FLAT, None)
+    rows = [each.x * share(rank) for rank, each in enumerate(received)]
+    combined = reference.combine(rows, received)
+    unshared = reference.combine([each.x for each in received], received)
+    for truth, each, other in zip(everybody.truths, combined, unshared, strict=True):
+        truth.check_combined(each.x)
+        with pytest.raises(AssertionError, match="combined"):
+            truth.check_combined(other.x)
+
+
+# Protocol and sizes
+
+
+@distributed_test(world_size=2)
+def test_head_start_is_for_gpus(ranks: Ranks) -> None:
+    calls: list[int] = []
+    (series,) = time_interleaved(
+        [calls.append], iterations=4, warmup=1, num_inputs=3, device=ranks.device, head_start_us=100.0
+    )
+    each = 2 if ranks.device.type == "cuda" else 1
+    assert calls == [turn % 3 for turn in range(-1, 4) for _ in range(each)]
+    assert len(series.wall) == 4
+    assert len(series.device or [0.0] * 4) == 4
+
+
+def test_gpus_wait_and_meet_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def elapsed_time(self, later: Event) -> float:
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
+    clock = timing._Clock(torch.device("cpu"))
+    clock.cuda = True
+    assert clock.time_queued(done.append, 7, 50.0) == 250.0
+    assert done == ["idle", "meet", "idle", 100_000, "meet", "record", 7, "record", "idle"]
+
+
+def test_overfull_means_so_many_times_more_bytes_than_the_rings_hold() -> None:
+    suite = Suite()
+    tokens = suite.overfull_tokens(4)
+    remote = 2.71 * tokens * suite.hidden * 2
+    assert 16 <= remote / suite.buffer_bytes < 16.2
+    assert suite.roomy_bytes(4) > 4 * tokens * suite.hidden * 2
+    assert TINY.overfull_tokens(1) > 0
+
+
+# Sections
+
+
+class Pretended:
+    """An object of engine ``collective`` that calls itself ``nvlink``, and writes down how it was asked."""
+
+    engine, rank = "nvlink", 0
+
+    def __init__(self, ep: ty.ExpertParallel, calls: list[dict[str, Any]], flip: str) -> None:
+        self.ep, self.calls, self.flip = ep, calls, flip
+        self.buffer_bytes = 1234
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ep.close()
+
+    def dispatch(self, x: Any, *args: Any, in_place: bool = False, **options: Any) -> ty.Received:
+        self.calls.append({"in_place": in_place, "fp8": isinstance(x, ty.Quantized), **options})
+        recv = self.ep.dispatch(x, *args, **options)
+        if self.flip == "in place" and in_place:
+            recv.x.view(torch.uint8).flatten()[3] ^= 1
+        return recv
+
+    def combine(self, *args: Any) -> torch.Tensor:
+        y = self.ep.combine(*args)
+        return y + 1 if self.flip == "combine" else y
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, flip: str = "") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(calls, options of objects made) of the suite from now on."""
+    calls: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
+    make = ty.ExpertParallel
+
+    def instead(*, engine: str, **options: Any) -> Pretended:
+        made.append({"engine": engine, **options})
+        return Pretended(make(engine="collective", **options), calls, flip)
+
+    monkeypatch.setattr(bench_nvlink.ty, "ExpertParallel", instead)
+    return calls, made
+
+
+def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, made = pretend(monkeypatch)
+    lines = run_alone(replace(TINY, engine="nvlink"))
+    assert [line.error for line in lines] == [""] * len(lines)
+    main = {line.kind: line for line in lines if line.section == MAIN and line.ours}
+    assert list(main) == [*KINDS, BACK]
+    assert (main[PLAIN].bar_us, main[BACK].bar_us, main[FRESH].bar_us) == (500, 490, None)
+    assert {line.symmetric_bytes for line in main.values()} == {1234}
+    assert len([line for line in lines if line.section == MAIN and not line.ours]) == 6
+    assert {(call["in_place"], call["fp8"]) for call in calls} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
+    over = [(line.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
+    assert over[:3] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None)]
+    assert over[3:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None)]
+    assert [options["num_sms"] for options in made][-2:] == [8, 24]
+    assert {options["engine"] for options in made} == {"nvlink"}
+    assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [4, 30]
+    rings = [line.rings for line in lines if line.section == BOUNDED]
+    assert rings == [4096] * 2 + [TINY.roomy_bytes(1)] * 2
+    assert [len(line.wall_us) for line in lines if line.section == MAIN] == [4] * len(main) + [4] * 6
+    assert {len(line.wall_us) for line in lines if line.section == BOUNDED} == {2}
+
+
+@pytest.mark.parametrize(("flip", "wrong"), [("in place", {VIEW, "view8"}), ("combine", {BACK})])
+def test_wrong_bits_get_no_time(flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, flip)
+    lines = run_alone(replace(TINY, sections=(MAIN,)))
+    for line in lines:
+        assert bool(line.error) == (line.kind in wrong), line.name
+        assert bool(line.wall_us) != bool(line.error)
+    text = markdown(lines, TINY, FACTS)
+    assert text.count("**no time**") == len(wrong)
+    assert "## No time" in text
+
+
+def test_object_that_cannot_be_made_leaves_the_baselines() -> None:
+    lines = run_alone(replace(TINY, engine="nvlink"))
+    assert [line.section for line in lines if line.error] == [MAIN, "zipf", TOKENS, TOKENS, BOUNDED, BOUNDED, SMS, SMS]
+    assert all("engine 'nvlink' cannot work here" in line.error for line in lines if line.error)
+    assert all(not line.ours for line in lines if not line.error)
+
+
+# The record
+
+
+def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "SUITE", TINY)
+    result = run(
+        "--device", "cpu", "--engine", "collective", "--ranks", "2", "--iterations", "2", "--out", str(tmp_path)
+    )
+    assert result.exit_code == 0, result.output
+    (text,), (content,), (picture,) = (
+        list(tmp_path.glob(f"collective-cpu-*.{kind}")) for kind in ("md", "json", "png")
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert f"![]({picture.name})" in text.read_text()
+    for heading in ("## 12 tokens per rank", "## Over SMs, 12", "## Over tokens per rank", "## Bounded memory, "):
+        assert heading in text.read_text()
+    found = json.loads(content.read_text())
+    assert found["suite"]["engine"] == "collective"
+    assert {row["section"] for row in found["rows"]} == set(SECTIONS)
+    assert all(row["wall"]["min"] > 0 and row["wire_bytes"] > 0 for row in found["rows"])
+    bounded = [row for row in found["rows"] if row["section"] == BOUNDED]
+    assert bounded[0]["wire_bytes"] > 14 * bounded[0]["rings"]
+    assert bounded[2]["wire_bytes"] < bounded[2]["rings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "4", "--json", "x", "--device", "cpu"], "leave out --tokens, --json"),
+        (["--engine", "nvlink", "--engine", "auto"], "--suite measures one --engine at a time"),
+        (["--engine", "warp"], "--engine 'warp' is unknown"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def line(section: str, name: str, device: float, phase: str = CACHED, **options: Any) -> Line:
+    job = TINY.job(options.pop("tokens", 12))
+    times = {"wall_us": [device + 10], "device_us": [device]}
+    return Line(section=section, job=job, name=name, phase=phase, wire_bytes=5120.0, **times, **options)
+
+
+def test_record_says_what_was_missed() -> None:
+    lines = [
+        line(MAIN, "fresh", 61.0, DISPATCH, ours=True, kind=FRESH),
+        line(MAIN, "cached", 20.0, ours=True, kind=PLAIN, bar_us=20.0, floor_us=10.0, symmetric_bytes=3_000_000),
+        line(MAIN, "sum", 31.0, COMBINE, ours=True, kind=BACK, bar_us=30.0),
+        line(SMS, "view", 30.0, ours=True, sms=8, bar_us=29.0),
+        line(BOUNDED, "cached", 25.0, ours=True, kind=PLAIN, rings=1024),
+        line(BOUNDED, "cached", 20.0, ours=True, kind=PLAIN, rings=9999),
+    ]
+    text = markdown(lines, TINY, FACTS)
+    assert "| cached | **20.0** (20.0, 20.0) | **30.0** (30.0, 30.0) | 0 | 50 | 20 (met) | - | 3 |" in text
+    assert "A new routing adds 41.0 us on the GPU's clock, 41.0 us end to end (bar 45)" in text
+    assert "Bars missed: sum 31 (30)." in text
+    assert "Bars missed: view 30 (29)." in text
+    assert "| 5.00 | **25.0** (25.0, 25.0) | 2500.00 | 0.80 |" in text
+
+
+def test_losses_name_the_baseline_and_the_size() -> None:
+    lines = [
+        line(TOKENS, "ours", 10.0, ours=True, tokens=4),
+        line(TOKENS, "ours", 10.0, ours=True, tokens=30),
+        line(TOKENS, "swap", 8.0, DISPATCH, tokens=4),
+        line(TOKENS, "swap", 10.0, DISPATCH, tokens=30),
+        line(TOKENS, "swap back", 1.0, COMBINE, tokens=30),
+    ]
+    assert losses(lines, "device") == ["- 4 tokens: ours (10.0 us) loses to swap (1.25x)"]
+    assert losses(lines, "wall") == ["- 4 tokens: ours (20.0 us) loses to swap (1.11x)"]
+    assert losses(lines[1:2], "device") == ["No call loses to a baseline."]
