@@ -64,7 +64,7 @@ def hosts(begin: float, end: float, text: str) -> list[Bar]:
 def told(at: float) -> list[Arrow]:
     """Counts and nonce, from each GPU to its host."""
     return [
-        Arrow((at, GPU_0), (at + 0.4, HOST_0), SIGNAL, "counts,\nthen nonce"),
+        Arrow((at, GPU_0), (at + 0.4, HOST_0), SIGNAL, "counts, nonce"),
         Arrow((at, GPU_1), (at + 0.4, HOST_1), SIGNAL),
     ]
 
@@ -73,10 +73,10 @@ def rings(begin: float) -> list[Arrow]:
     """Greeting, chunks of rows with their tails, and credits coming back."""
     return [
         *across(begin + 0.2, 0.4, SIGNAL, "hello"),
-        *across(begin + 1.1, 0.4, DATA, "chunk, tail"),
-        *across(begin + 2.0, 0.4, CREDIT, "head"),
-        *across(begin + 2.7, 0.4, DATA),
-        *across(begin + 3.4, 0.4, CREDIT),
+        *across(begin + 1.1, 0.4, DATA, "rows, tail"),
+        *across(begin + 2.1, 0.4, CREDIT, "head"),
+        *across(begin + 2.9, 0.4, DATA),
+        *across(begin + 3.6, 0.4, CREDIT),
     ]
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tokenyard.kernels.sync import RANK, add_release, wait_at_least, words
 
-REGION_BYTES = 4096
+REGION_BYTES = 16384
 PHASE = 7
 """As :func:`everybody` names its wait in the status."""
 

@@ -133,6 +133,7 @@ PLANTS = {
                 "            ok = True\n            for i0",
             ),
         ),
+        within=30,
     ),
     "dispatch: rows sent not counted": Plant(
         "wrong epoch",
@@ -183,6 +184,7 @@ PLANTS = {
                 "    ok = True\n    b = ",
             ),
         ),
+        within=30,
     ),
     "combine: rows taken not counted": Plant(
         "wrong epoch",
@@ -198,11 +200,12 @@ PLANTS = {
             ("tag_of(mine, (call % 2).to(tl.int32), r, R, C)", "tag_of(mine, 0, r, R, C)"),
         ),
         part="greetings",
+        within=30,
     ),
     "greeting: of the last call": Plant(
         "wrong epoch",
         "greet",
-        (("want = tl.load(words(state) + EPOCH) + 1 + (r * 0)", "want = tl.load(words(state) + EPOCH) + (r * 0)"),),
+        (("want = call + 1 + (r * 0)", "want = call + (r * 0)"),),
     ),
     "greeting: before its tag": Plant(
         "flag before data",
@@ -218,6 +221,7 @@ PLANTS = {
         "plan",
         (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),),
         part="plans",
+        within=40,
     ),
     "plan: no barrier before a ticket": Plant(
         "barrier", "plan", (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),)
@@ -261,11 +265,18 @@ PLANTS = {
             "    for source in range(R):\n        s = source + 0\n        v = tl.load(header_of(mine, half, s, R, C, W) + w",
         ),
     ),
+    # rows that fly before the host knows the counts
+    "dispatch: rows fly whatever the plan says": Plant(
+        "guess",
+        "dispatch",
+        (("(tl.load(go_of(plan, R, C)) == 0) & (forced == 0)", "(forced != 0) & (forced == 0)"),),
+        part="guesses",
+    ),
     # direct.py
     "direct: views not waited for": Plant(
         "reused too early",
         "direct",
-        (("        if wait_for_greetings(peers, state, R, C, RP):", "        if T >= 0:"),),
+        (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
         part="views",
     ),
     "direct: done before the rows": Plant(
@@ -285,6 +296,21 @@ PLANTS = {
 """By name."""
 
 
+LIES = {
+    "a row too many": Plant(
+        "lie",
+        "plan",
+        (
+            (
+                "v = tl.where(w == _ROWS_AT, total, v)",
+                "v = tl.where(w == _ROWS_AT, tl.where(me == 1, total + 1, total), v)",
+            ),
+        ),
+    ),
+}
+"""What rank 1 tells the others, by name."""
+
+
 def changed(plant: Plant) -> str:
     """The file's text with the bug in it.
 
@@ -302,12 +328,13 @@ def changed(plant: Plant) -> str:
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
+    plant = (PLANTS | LIES)[name] if name else None
     package = "planted_" + "".join(c if c.isalnum() else "_" for c in name)
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory, package)
         home.mkdir()
         for path in KERNELS.glob("*.py"):
-            text = changed(PLANTS[name]) if name and path.stem == PLANTS[name].file else path.read_text()
+            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
             (home / path.name).write_text(text.replace(PACKAGE, package))
         sys.path.insert(0, directory)
         try:

@@ -28,6 +28,7 @@ from tokenyard import reference
 from tokenyard.calls import in_arrival_order
 from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.rings import form_of, meta_words
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
@@ -217,14 +218,39 @@ def check_seed(world_size: int, seed: int) -> None:
 
 def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
     """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``nvlink_plants.py``), and how; -1 if all pass."""
-    with planted(plant):
-        for seed in seeds:
-            try:
-                part = PLANTS[plant].part
+    part, fits = PLANTS[plant].part, False
+    try:
+        with planted(plant):
+            fits = True
+            for seed in seeds:
                 run(rehearsal(part, seed), seed, max_steps=50_000, skew=SKEWS[part])
-            except (SimulationError, AssertionError) as error:
-                return seed, f"{type(error).__name__}: {error}"
+    except (SimulationError, AssertionError) as error:
+        return seed if fits else -1, f"{type(error).__name__}: {error}"
     return -1, "not found"
+
+
+def passes_unchanged(part: str, seed: int) -> None:
+    """A rehearsal passes with copies of the kernels in which nothing was changed."""
+    with planted(""):
+        run(rehearsal(part, seed), seed, max_steps=50_000, skew=SKEWS[part])
+
+
+def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
+    """The most rows that one ring must take in the first call of a rehearsal, and its slots."""
+    scenario = rehearsal(part, seed)
+    case = scenario.rounds[0].case
+    slots: list[int] = []
+
+    def body(ranks: SimulatedRank) -> None:
+        engine = RankRun(ranks, scenario).engine
+        form = form_of(payload_of(case, 0), None, meta_words(case.num_topk, experts=False, weighted=True))
+        slots.append(engine._ground.slots(form))
+
+    simulate(scenario.world_size, body, seed=seed)
+    first = case.num_experts // 2  # of rank 1
+    rows = (case.picks[0][0] >= first).any(1)
+    share = -(-rows.numel() // scenario.channels)
+    return max(int(part.sum()) for part in rows.split(share)), slots[0]
 
 
 if __name__ == "__main__":

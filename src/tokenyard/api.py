@@ -96,7 +96,7 @@ class ExpertParallel:
         self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
         choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms))
         self._stats = Stats.zeros(self.rank, self.world_size)
-        self._calls = Calls(self.config, choice.make(self._stats))
+        self._calls = Calls(self.config, choice.make(self._stats), choice.device)
         self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
         if self.rank == 0:
             _log.info(self.why)

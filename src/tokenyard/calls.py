@@ -32,9 +32,9 @@ _PLAN = len(Plan._fields)
 class Calls:
     """Makes calls on an engine in program order."""
 
-    def __init__(self, config: Config, engine: Engine) -> None:
+    def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
         self.config, self.engine = config, engine
-        self.lane = Lane(threaded=engine.waits_on_host)
+        self.lane = Lane(threaded=engine.waits_on_host, device=device)
         self.number = ops.enlist(self)
         self.gone = ""
         self._lost: PeerTimeout | None = None

@@ -37,9 +37,12 @@ class When:
 class Lane:
     """Runs calls in program order. Not for two threads at once: that raises."""
 
-    def __init__(self, *, threaded: bool) -> None:
-        """``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread of their own."""
-        self._threaded = threaded
+    def __init__(self, *, threaded: bool, device: torch.device | None = None) -> None:
+        """``device``: that calls work on, if it is always the same.
+
+        ``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread of their own.
+        """
+        self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -53,7 +56,7 @@ class Lane:
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
         with self._alone():
-            stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+            stream = torch.cuda.current_stream(self._device) if self._on_gpu() else None
 
             def body() -> Any:
                 with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
@@ -62,6 +65,9 @@ class Lane:
             if self._last is not None and not self._last.done():
                 return self._submit(body).result()
             return body()
+
+    def _on_gpu(self) -> bool:
+        return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")
 
     @contextmanager
     def _in_turn(self, stream: torch.cuda.Stream | None) -> Generator[None, None, None]:

@@ -147,7 +147,7 @@ def bench(
         if len(engines) > 1:
             raise typer.BadParameter("--suite measures one --engine at a time")
         if where == "cuda" and not torch.cuda.is_available():
-            raise typer.BadParameter("--suite needs GPUs; --device cpu --engine collective tries it out without")
+            raise typer.BadParameter("--suite needs CUDA devices, and torch sees none here")
         preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
         lines = _run_suite(preset, _given(context, SWEEP_OPTIONS), ranks, where, out, console)
         raise typer.Exit(int(any(line.error for line in lines)))

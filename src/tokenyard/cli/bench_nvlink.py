@@ -121,14 +121,14 @@ class _Run:
 
     def library(
         self, stack: ExitStack, section: str, job: Job, batches: list[Batch], *, sms: int | None = None,
-        rings: int | None = None, max_tokens: int | None = None,
+        rings: int | None = None,
     ) -> Library | None:  # fmt: skip
         """An object and its calls. None, and a line that says why, if it cannot be made on every rank. Collective."""
         made: list[Library] = []
 
         def make() -> None:
             num_bytes = rings or self.suite.buffer_bytes
-            ep = stack.enter_context(_object(self.suite, max_tokens or job.tokens, sms, num_bytes, self.device))
+            ep = stack.enter_context(_object(self.suite, job.tokens, sms, num_bytes, self.device))
             made.append(Library(ep, job, batches, sms=sms or _all_sms(self.device), rings=num_bytes))
 
         name = f"ExpertParallel with num_sms={sms}, buffer_bytes={rings or self.suite.buffer_bytes}"

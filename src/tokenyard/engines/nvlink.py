@@ -81,19 +81,24 @@ class NvlinkEngine:
     ) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and weights."""
         with span("tokenyard.dispatch"), self._memory.tensors():
+            if spec.exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "exact=True lets the host learn the counts, which a CUDA graph cannot hold: use exact=False"
+                )
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
+            payload = _aligned(payload)
             kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
             self._watch.raise_if_failed()
             room = self._room(kind, topk_idx.shape[0])
             counted = self._count(topk_idx, weights, kind, room)
             if not spec.exact:
                 return self._finish(*self._move(payload, counted, kind, self._static_rows(spec)), None, kind)
-            moved = self._move(payload, counted, kind, (room, room)) if room else None
+            moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
             counts = self._learn(kind)
             crowded = bool(self._host[2])  # some rank guessed too little room, and no row has moved
-            if crowded and moved is None:
-                self._memory.gate()  # others came to theirs in vain
-            if crowded or moved is None:
+            if moved is not None and not crowded:
+                self._memory.gate()  # every rank comes to two, whether it launches or not
+            else:
                 num_rows = num_result_rows(spec, self.config, counts.experts, sum(counts.received))
                 moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
             return self._finish(*moved, counts, kind)
@@ -113,6 +118,7 @@ class NvlinkEngine:
         Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
         """
         with span("tokenyard.redispatch"), self._memory.tensors():
+            payload = _aligned(payload)
             kind = self._kind(CACHED, payload, spec, mode, marked=raw, in_place=in_place)
             self._watch.raise_if_failed()
             placed = kind.experts and not raw
@@ -130,10 +136,10 @@ class NvlinkEngine:
                         kind.form, mode, kind.dtype, kind.width if placed else 1, placed=placed,
                         padding=placed and kind.padding and not zeros,
                     )  # fmt: skip
-                x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
                 self._memory.gate()
                 kind.rows(
-                    self._ground.peers, self._ground.state_at, plan.route.data_ptr(), x.data_ptr(), address(scales), 0,
+                    self._ground.peers, self._ground.state_at, plan.route.data_ptr(), payload.x.data_ptr(),
+                    address(payload.scales), 0,
                     out.x.data_ptr(), address(out.scales), 0, 0, 0, 0, 0, plan.slots.data_ptr(), tag,
                     plan.first_pick.shape[0], self.config.num_experts, num_rows, 0,
                 )  # fmt: skip
@@ -224,8 +230,9 @@ class NvlinkEngine:
         self._watch.raise_if_bad_index()
 
     def close(self) -> None:
-        self._view.expire("this view of symmetric memory is gone: its ExpertParallel is closed")
+        self._view.close("this view of symmetric memory is gone: its ExpertParallel is closed")
         self._memory.close()
+        del self._ground.region
 
     def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
@@ -330,10 +337,9 @@ class NvlinkEngine:
                 kind.form, kind.mode, kind.dtype, kind.width, placed=kind.experts, padding=kind.padding, fresh=True,
                 weighted=kind.weighted, static=not spec.exact,
             )  # fmt: skip
-        x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
         self._memory.gate()
         kind.rows(
-            self._ground.peers, self._ground.state_at, counted.route.data_ptr(), x.data_ptr(), address(scales),
+            self._ground.peers, self._ground.state_at, counted.route.data_ptr(), payload.x.data_ptr(), address(payload.scales),
             counted.meta.data_ptr(), out.x.data_ptr(), address(out.scales), arrived.topk_idx.data_ptr(),
             plan.picks.data_ptr(), arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.gather.data_ptr(),
             plan.slots.data_ptr(), kind.tag, counted.first_pick.shape[0], config.num_experts, num_rows, int(forced),
@@ -376,6 +382,11 @@ def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payl
     if not form.scale_words:
         return Payload(x, None)
     return Payload(x, make((num_rows, form.scale_words), dtype=kind.scale_dtype, device=device))
+
+
+def _aligned(payload: Payload) -> Payload:
+    """Rows and scales as kernels read them; a copy lives as long as its call."""
+    return Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
 
 
 def span(name: str) -> Any:

@@ -11,7 +11,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Form, Ground, address, as_aligned
+from tokenyard.engines.rings import Form, Ground, address
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.payload import padded
 from tokenyard.memory.base import Region
@@ -50,6 +50,11 @@ class View:
     def num_bytes(self) -> int:
         return sum(region.local.numel() for region in self._regions)
 
+    def close(self, why: str) -> None:
+        """End the life of all tensors given, and let go of the memory."""
+        self.expire(why)
+        self._region, self._regions = None, []
+
     def write(
         self,
         payload: Payload,
@@ -69,11 +74,10 @@ class View:
         static = not kind.spec.exact
         unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
         out = self._payload(num_rows, kind, parts)
-        x, scales = as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
         self._memory.gate()
         launch(
-            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), x.data_ptr(), address(scales),
-            address(meta), tag, plan.first_pick.shape[0], parts.scales, parts.meta,
+            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), payload.x.data_ptr(),
+            address(payload.scales), address(meta), tag, plan.first_pick.shape[0], parts.scales, parts.meta,
         )  # fmt: skip
         if unpack is not None and arrived is not None:
             unpack(

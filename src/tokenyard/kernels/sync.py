@@ -15,6 +15,7 @@ import triton.language as tl
 
 # int64 words at the start of a rank's local state
 RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
+EXPIRED = tl.constexpr(7)
 STATE_WORDS = 16
 """Words reserved for the above."""
 
@@ -73,6 +74,25 @@ def give_up(state, code, phase, peer, counter, expected, seen):
 
 
 @triton.jit
+def still_time(state, deadline):
+    """Whether waits of this rank may go on: none has passed its deadline, and nobody has given up.
+
+    Every thread reads a clock of its own, so one thread's word counts, and all learn of it through memory: threads of a program that
+    left a loop at different times would meet at the wrong barriers.
+    """
+    late = now_ns() >= deadline
+    tl.atomic_max(words(state) + EXPIRED, tl.program_id(0) + 1, mask=late, sem="relaxed", scope="gpu")
+    expired = tl.atomic_add(words(state) + EXPIRED, 0, sem="relaxed", scope="gpu")
+    return (expired == 0) & (not given_up(state))
+
+
+@triton.jit
+def is_late(state):
+    """Whether it was this program's wait that passed its deadline (the last one's, if several did)."""
+    return tl.atomic_add(words(state) + EXPIRED, 0, sem="relaxed", scope="gpu") == tl.program_id(0) + 1
+
+
+@triton.jit
 def wait_at_least(counter, want, state, phase, peer, number):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if that did not happen:
     give up then, touching nothing more.
@@ -85,8 +105,8 @@ def wait_at_least(counter, want, state, phase, peer, number):
         live = True
         while (seen < want) & live:
             seen = load_acquire(counter)
-            live = (now_ns() < deadline) & (not given_up(state))
-        if seen < want:
+            live = still_time(state, deadline)
+        if (seen < want) & is_late(state):
             give_up(state, 1, phase, peer, number, want, seen)
     tl.debug_barrier()
     return seen
@@ -108,13 +128,14 @@ def wait_for_all(counters, wants, mask, state, phase, numbers):
         live = True
         while (short > 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
             short = lacking(tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys"), wants, mask)
-            live = (now_ns() < deadline) & (not given_up(state))
+            live = still_time(state, deadline)
         seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
-        if short > 0:
+        if (short > 0) & is_late(state):
             i = tl.arange(0, seen.shape[0])
             peer = tl.max(tl.where((seen < wants) & mask, i, -1))
             number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
             give_up(state, 1, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
+        if short > 0:
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen

@@ -1,0 +1,247 @@
+"""Failures of engine nvlink on simulated ranks: deaths at any step, ranks in different calls, refusals, lies.
+
+Reached through ``nvlink_pool.py``, as kernels are interpreted here. Every function returns how each rank ended, by rank: the
+exception's type and text, or "" and "" if all its calls were fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+
+from cases import Case
+from nvlink_cases import FLAT, MAJOR, Round, Scenario, payload_of, spec_of
+from nvlink_plants import planted
+from nvlink_ranks import MOST_STEPS, RankRun, inputs_of
+from simulated_tensors import OwnTensors
+from tokenyard.errors import PeerTimeout
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.testing import poisoned
+from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.types import Quantize
+
+Ending = tuple[str, str, int]
+"""Type and text of an exception, and the rank that it names (-1: none)."""
+FINE: Ending = ("", "", -1)
+CULPRIT = 1
+TIMEOUT = 5.0
+
+Body = Callable[[RankRun], None]
+
+
+def play(scenario: Scenario, body: Body, seed: int, **options: Any) -> tuple[list[Ending | None], int]:
+    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took."""
+    inputs = [tensor for each in scenario.rounds for tensor in inputs_of(each.case) + inputs_of(each.cached)]
+    steps: list[int] = []
+
+    def guarded(ranks: SimulatedRank) -> Ending:
+        with OwnTensors(ranks, inputs):
+            try:
+                mine = RankRun(ranks, scenario, TIMEOUT)
+            except PeerTimeout as error:
+                return _ending(error)
+            try:
+                body(mine)
+                return FINE
+            except AssertionError:
+                raise
+            except Exception as error:
+                return _ending(error)
+            finally:
+                mine.engine.close()
+                steps.append(ranks.sim.steps)
+
+    with poisoned():
+        options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
+        return simulate(scenario.world_size, guarded, seed=seed, **options), max(steps, default=0)
+
+
+def _ending(error: Exception) -> Ending:
+    return type(error).__name__, str(error), getattr(error, "rank", -1)
+
+
+# A rank dies
+
+
+def life(world_size: int, part: int) -> Scenario:
+    """Calls of every sort, in two parts."""
+    flat = Case(world_size, num_tokens=4, num_topk=2, num_experts=2 * world_size, hidden=8)
+    major = replace(flat, layout=MAJOR, exact=False, hidden=16)
+    cached = replace(flat, dtype=torch.float32)
+    rounds = [
+        (Round(flat, ("cached", "plain"), cached), Round(replace(flat, seed=1), (), cached)),
+        (Round(major, ("weighted",), replace(major, hidden=8)), Round(flat, ("plain",), cached, in_place=True)),
+    ]
+    return Scenario(
+        world_size=world_size,
+        num_experts=flat.num_experts,
+        num_topk=2,
+        max_tokens=4,
+        channels=1,
+        chunk=1,
+        rows=1,
+        slots=0,
+        rounds=rounds[part],
+    )
+
+
+def live(mine: RankRun, scenario: Scenario) -> None:
+    for each in scenario.rounds:
+        mine.round(each)
+
+
+@cache
+def length(world_size: int, part: int) -> int:
+    """Steps of a life without a death."""
+    scenario = life(world_size, part)
+    endings, steps = play(scenario, lambda mine: live(mine, scenario), 0)
+    assert endings == [FINE] * world_size
+    return steps
+
+
+def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
+    """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
+    random = Random(seed)
+    part, victim = seed % 2, random.randrange(world_size)
+    scenario, steps = life(world_size, part), length(world_size, part)
+    step = random.randrange(steps)
+    endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step})
+    return victim, 1000 * step // steps, endings
+
+
+# Ranks in different calls
+
+DISAGREEMENTS = {
+    "combine among cached dispatches": "the call",
+    "another handle": "the handle",
+    "cached: hidden": "hidden",
+    "cached: dtype": "dtype",
+    "cached: cast": "quantize",
+    "cached: in place": "in_place",
+    "combine: dtype": "dtype",
+    "static: hidden": "hidden",
+    "static: layout": "layout",
+    "exact: hidden": "hidden",
+    "exact: layout": "layout",
+    "exact: dtype": "dtype",
+    "exact among static": "exact",
+}
+"""What the culprit does otherwise, and what the message says ranks disagree on."""
+
+
+def disagreement(name: str, seed: int) -> list[Ending | None]:
+    """The culprit makes another call than the others, who make it again afterwards if counts were exchanged first."""
+    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed)
+    static = replace(case, exact=False)
+    odd = {
+        "hidden": {"hidden": 40},
+        "dtype": {"dtype": torch.float16},
+        "cast": {"quantize": Quantize.FP8},
+        "layout": {"layout": MAJOR},
+    }
+    changes = odd.get(name.split(": ")[-1], {})
+    scenario = replace(life(3, 0), rounds=(Round(case, (), replace(static, hidden=40)),))
+
+    def body(mine: RankRun) -> None:
+        culprit = mine.rank == CULPRIT
+        kind = name.split(":")[0]
+        if kind in ("exact", "static", "exact among static"):
+            usual = case if kind == "exact" else static
+            other = replace(usual, exact=not usual.exact) if kind == "exact among static" else replace(usual, **changes)
+            mine.dispatch(other if culprit else usual)
+            return
+        recv = mine.dispatch(case)
+        second = mine.dispatch(replace(case, seed=seed + 1))
+        rows = torch.zeros(recv.x.shape, dtype=torch.float16 if culprit and "dtype" in name else torch.bfloat16)
+        if kind == "combine among cached dispatches" and not culprit:
+            mine.redispatch(case, recv)
+        elif kind == "cached":
+            mine.redispatch(replace(case, **changes) if culprit else case, recv, in_place=culprit and "place" in name)
+        else:
+            mine.combine(rows, second if culprit and kind == "another handle" else recv)
+
+    return play(scenario, body, seed)[0]
+
+
+def disagreement_and_on(seed: int) -> list[Ending | None]:
+    """After ranks disagreed in an exact dispatch, which moves no rows, the object works."""
+    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed)
+    scenario = replace(life(3, 0), rounds=(Round(case, ("plain",), replace(case, hidden=40)),))
+
+    def body(mine: RankRun) -> None:
+        try:
+            mine.dispatch(replace(case, hidden=40) if mine.rank == CULPRIT else case)
+        except ValueError:
+            live(mine, scenario)
+
+    return play(scenario, body, seed)[0]
+
+
+# Refusals and lies
+
+
+def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
+    """The culprit refuses a call that the others make."""
+    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed)
+    scenario = replace(life(3, 0), rounds=(Round(case, (), replace(case, hidden=16)),))
+
+    def body(mine: RankRun) -> None:
+        recv = None if op == DISPATCH else mine.dispatch(case)
+        if mine.rank == CULPRIT:
+            assert mine.engine.refuse(op, exact, "x is wrong")
+            mine.engine.check()
+        elif recv is None:
+            mine.dispatch(replace(case, exact=exact))
+        elif op == CACHED:
+            mine.redispatch(case, recv)
+        else:
+            assert op == COMBINE
+            mine.combine(torch.zeros_like(recv.x), recv)
+
+    return play(scenario, body, seed)[0]
+
+
+def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
+    """The culprit announces one row more than it has; with static shapes, rows of more tokens than there may be."""
+    case = Case(3, num_tokens=4, num_topk=3, num_experts=3, hidden=8, seed=seed, exact=exact)
+    scenario = replace(life(3, 0), num_experts=3, num_topk=3, rounds=(Round(case, (), case),))
+    everywhere = torch.arange(3).expand(6, 3).contiguous()
+
+    def body(mine: RankRun) -> None:
+        if exact or mine.rank != CULPRIT:
+            mine.dispatch(case)
+            return
+        many = payload_of(replace(case, num_tokens=7, seed=1), CULPRIT)
+        mine.engine.dispatch(many, everywhere, torch.ones(6, 3), spec_of(case), None)
+        mine.engine.check()
+
+    with planted("a row too many" if exact else ""):
+        return play(scenario, body, seed)[0]
+
+
+def bad_index(exact: bool, seed: int) -> list[Ending | None]:
+    """The culprit picks an expert that is not there; all make the call again afterwards, which must work."""
+    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed, exact=exact, layout=FLAT)
+    scenario = replace(life(3, 0), rounds=(Round(case, ("plain",), replace(case, hidden=16)),))
+
+    def body(mine: RankRun) -> None:
+        idx, weights = case.picks[mine.rank]
+        if mine.rank == CULPRIT:
+            idx = idx.clone()
+            idx[1, 0] = 6
+        wrong: Exception | None = None
+        try:
+            mine.engine.dispatch(payload_of(case, mine.rank), idx, weights, spec_of(case), None)
+            mine.engine.check()
+        except (ValueError, RuntimeError) as error:
+            wrong = error
+        live(mine, scenario)
+        if wrong is not None:
+            raise wrong
+
+    return play(scenario, body, seed)[0]

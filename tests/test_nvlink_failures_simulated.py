@@ -1,0 +1,105 @@
+"""Engine nvlink when things go wrong, on simulated ranks with a simulated clock: nobody hangs, and everybody is told why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nvlink_failures import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT
+from nvlink_pool import SOAK, run_all
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+
+DEATHS = {2: 10, 3: 30, 4: 8}
+"""Seeds by world size."""
+SILENT = re.compile(
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "
+    rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
+    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads)\[\d+, \d+\]) to reach \d+, it is \d+\)"
+)
+ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
+def test_a_rank_that_dies_is_named_by_all_others(world_size: int) -> None:
+    seeds = range(DEATHS[world_size] * SOAK)
+    for seed, (victim, when, endings) in zip(
+        seeds, run_all("nvlink_failures.death", [(world_size, seed) for seed in seeds]), strict=True
+    ):
+        where = f"seed {seed}, rank {victim} dies after {when} of 1000"
+        for rank, ending in enumerate(endings):
+            assert (ending is None) <= (rank == victim), where
+            if ending in (None, FINE):
+                continue
+            kind, text, named = ending
+            assert (kind, named) == ("PeerTimeout", victim), f"{where}: rank {rank}: {kind}: {text}"
+            said = SILENT.fullmatch(text)
+            here = (said[2], said[1]) if said else ABSENT.fullmatch(text).groups()
+            assert here == (str(rank), str(victim)), f"{where}: {text}"
+
+
+def test_deaths_are_noticed() -> None:
+    """What the test above relies on: deaths in mid-life leave no survivor with all its results."""
+    seen = run_all("nvlink_failures.death", [(3, seed) for seed in range(8)])
+    early = [endings for _, when, endings in seen if when < 700]
+    assert len(early) > 3
+    for endings in early:
+        assert FINE not in endings
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_in_different_calls_all_raise_mismatch(name: str) -> None:
+    for endings in run_all("nvlink_failures.disagreement", [(name, seed) for seed in range(2)]):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            kind, text, _ = ending
+            assert kind == "Mismatch", f"rank {rank}: {kind}: {text}"
+            assert re.search(rf"ranks disagree on {DISAGREEMENTS[name]}\b", text), text
+
+
+def test_an_object_outlives_a_mismatch_that_moved_no_rows() -> None:
+    for endings in run_all("nvlink_failures.disagreement_and_on", [(seed,) for seed in range(3)]):
+        assert endings == [FINE] * 3
+
+
+@pytest.mark.parametrize(
+    ("op", "exact"), [(DISPATCH, True), (DISPATCH, False), (CACHED, True), (COMBINE, True)], ids=["exact", "static", "cached", "combine"]
+)  # fmt: skip
+def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
+    for endings in run_all("nvlink_failures.refusal", [(op, exact, seed) for seed in range(3)]):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            kind, text, _ = ending
+            if rank == CULPRIT and op == DISPATCH and exact:
+                assert ending == FINE
+            elif rank == CULPRIT:
+                assert (kind, "this rank refused" in text) == ("PeerError", True), text
+            else:
+                assert (kind, f"rank {CULPRIT} refused its side of" in text) == ("PeerError", True), text
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+def test_counts_that_cannot_be(exact: bool) -> None:
+    for endings in run_all("nvlink_failures.impossible_counts", [(exact, seed) for seed in range(3)]):
+        for ending in endings:
+            assert ending is not None
+            kind, text, _ = ending
+            assert kind == "PeerError", text
+            assert re.match(rf"rank {CULPRIT} announced (impossible counts: |6 rows in dispatch #0)", text), text
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+def test_an_expert_that_is_not_there(exact: bool) -> None:
+    """The rank's own ValueError; with exact shapes the others learn of it. All go on."""
+    for endings in run_all("nvlink_failures.bad_index", [(exact, seed) for seed in range(3)]):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            kind, text, _ = ending
+            if rank == CULPRIT:
+                assert kind == "ValueError", text
+                assert text == 'topk_idx[1, 0] is 6, but there are 6 experts (use -1 for "no expert")'
+            elif exact:
+                assert (kind, "refused its side of this call: topk_idx[1, 0] is 6" in text) == ("PeerError", True), text
+            else:
+                assert ending == FINE

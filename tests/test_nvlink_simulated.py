@@ -1,0 +1,26 @@
+"""Engine nvlink on simulated ranks: random scenarios under random schedules and weak memory, bit for bit against the oracle.
+
+One seed is one scenario (sizes, layouts, payloads, calls that follow each other) and one schedule. ``TOKENYARD_SOAK_SEEDS=N``
+(``make soak``) runs N times as many. A seed that fails runs alone with ``python tests/nvlink_ranks.py WORLD_SIZE SEED``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from nvlink_pool import SOAK, run_all
+
+SEEDS = {2: 110, 3: 60, 4: 30, 8: 20, 16: 5}
+"""Seeds by world size."""
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
+    run_all("nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)])
+
+
+def test_rings_go_round() -> None:
+    """What the others rely on: more rows go through a ring than it has slots, so senders wait for credits."""
+    for rows, slots in run_all("nvlink_ranks.rows_and_slots", [("rings", seed) for seed in range(4)]):
+        assert rows > slots
