@@ -95,7 +95,7 @@ class Pretended(Kernels):
 
     loads = 0
 
-    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+    def _load(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
         from triton.backends.nvidia.driver import CudaLauncher
 
         self.loads += 1

@@ -34,9 +34,15 @@ TIMEOUT = 5.0
 Body = Callable[[RankRun], None]
 
 
-def play(scenario: Scenario, body: Body, seed: int, **options: Any) -> tuple[list[Ending | None], int]:
-    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took."""
-    inputs = [tensor for each in scenario.rounds for tensor in inputs_of(each.case) + inputs_of(each.cached)]
+def play(
+    scenario: Scenario, body: Body, seed: int, cases: tuple[Case, ...] = (), **options: Any
+) -> tuple[list[Ending | None], int]:
+    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took.
+
+    ``cases``: those that the body uses besides the scenario's.
+    """
+    cases += tuple(case for each in scenario.rounds for case in (each.case, each.cached))
+    inputs = [tensor for case in cases for tensor in inputs_of(case)]
     steps: list[int] = []
 
     def guarded(ranks: SimulatedRank) -> Ending:
@@ -135,47 +141,48 @@ DISAGREEMENTS = {
 
 
 def disagreement(name: str, seed: int) -> list[Ending | None]:
-    """The culprit makes another call than the others, who make it again afterwards if counts were exchanged first."""
-    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed)
-    static = replace(case, exact=False)
-    odd = {
+    """The culprit makes another call than the others."""
+    where, _, what = name.partition(": ")
+    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed, exact="static" not in where)
+    changes: dict[str, Any] = {
         "hidden": {"hidden": 40},
         "dtype": {"dtype": torch.float16},
         "cast": {"quantize": Quantize.FP8},
         "layout": {"layout": MAJOR},
     }
-    changes = odd.get(name.split(": ")[-1], {})
-    scenario = replace(life(3, 0), rounds=(Round(case, (), replace(static, hidden=40)),))
+    other = replace(case, **changes.get(what, {"exact": not case.exact} if "among static" in where else {}))
+    next_case = replace(case, seed=seed + 1)
+    wide = replace(case, hidden=40)
+    scenario = replace(life(3, 0), rounds=(Round(case, (), wide),))
 
     def body(mine: RankRun) -> None:
         culprit = mine.rank == CULPRIT
-        kind = name.split(":")[0]
-        if kind in ("exact", "static", "exact among static"):
-            usual = case if kind == "exact" else static
-            other = replace(usual, exact=not usual.exact) if kind == "exact among static" else replace(usual, **changes)
-            mine.dispatch(other if culprit else usual)
+        if where in ("exact", "static", "exact among static"):
+            mine.dispatch(other if culprit else case)
             return
-        recv = mine.dispatch(case)
-        second = mine.dispatch(replace(case, seed=seed + 1))
-        rows = torch.zeros(recv.x.shape, dtype=torch.float16 if culprit and "dtype" in name else torch.bfloat16)
-        if kind == "combine among cached dispatches" and not culprit:
+        recv = mine.dispatch(case, in_place=what == "in place")
+        if where == "another handle":
+            second = mine.dispatch(next_case)
+            recv = second if culprit else recv
+        if where == "cached":
+            mine.redispatch(other if culprit else case, recv, in_place=culprit and what == "in place")
+        elif where == "combine among cached dispatches" and not culprit:
             mine.redispatch(case, recv)
-        elif kind == "cached":
-            mine.redispatch(replace(case, **changes) if culprit else case, recv, in_place=culprit and "place" in name)
         else:
-            mine.combine(rows, second if culprit and kind == "another handle" else recv)
+            mine.combine(torch.zeros(recv.x.shape, dtype=(other if culprit else case).dtype), recv)
 
-    return play(scenario, body, seed)[0]
+    return play(scenario, body, seed, (other, next_case))[0]
 
 
 def disagreement_and_on(seed: int) -> list[Ending | None]:
     """After ranks disagreed in an exact dispatch, which moves no rows, the object works."""
     case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed)
-    scenario = replace(life(3, 0), rounds=(Round(case, ("plain",), replace(case, hidden=40)),))
+    wide = replace(case, hidden=40)
+    scenario = replace(life(3, 0), rounds=(Round(case, ("plain",), wide),))
 
     def body(mine: RankRun) -> None:
         try:
-            mine.dispatch(replace(case, hidden=40) if mine.rank == CULPRIT else case)
+            mine.dispatch(wide if mine.rank == CULPRIT else case)
         except ValueError:
             live(mine, scenario)
 
@@ -188,6 +195,7 @@ def disagreement_and_on(seed: int) -> list[Ending | None]:
 def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
     """The culprit refuses a call that the others make."""
     case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed)
+    static = replace(case, exact=False)
     scenario = replace(life(3, 0), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
@@ -196,32 +204,32 @@ def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
             assert mine.engine.refuse(op, exact, "x is wrong")
             mine.engine.check()
         elif recv is None:
-            mine.dispatch(replace(case, exact=exact))
+            mine.dispatch(case if exact else static)
         elif op == CACHED:
             mine.redispatch(case, recv)
         else:
             assert op == COMBINE
             mine.combine(torch.zeros_like(recv.x), recv)
 
-    return play(scenario, body, seed)[0]
+    return play(scenario, body, seed, (static,))[0]
 
 
 def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
     """The culprit announces one row more than it has; with static shapes, rows of more tokens than there may be."""
     case = Case(3, num_tokens=4, num_topk=3, num_experts=3, hidden=8, seed=seed, exact=exact)
     scenario = replace(life(3, 0), num_experts=3, num_topk=3, rounds=(Round(case, (), case),))
-    everywhere = torch.arange(3).expand(6, 3).contiguous()
+    more = replace(case, num_tokens=7, seed=1)
 
     def body(mine: RankRun) -> None:
         if exact or mine.rank != CULPRIT:
             mine.dispatch(case)
             return
-        many = payload_of(replace(case, num_tokens=7, seed=1), CULPRIT)
-        mine.engine.dispatch(many, everywhere, torch.ones(6, 3), spec_of(case), None)
+        everywhere = torch.arange(3).expand(6, 3).contiguous()
+        mine.engine.dispatch(payload_of(more, CULPRIT), everywhere, torch.ones(6, 3), spec_of(case), None)
         mine.engine.check()
 
     with planted("a row too many" if exact else ""):
-        return play(scenario, body, seed)[0]
+        return play(scenario, body, seed, (more,))[0]
 
 
 def bad_index(exact: bool, seed: int) -> list[Ending | None]:

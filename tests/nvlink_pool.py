@@ -36,8 +36,9 @@ def _call(job: Job) -> tuple[Any, str, float]:
     module, _, name = job[0].rpartition(".")
     try:
         return getattr(import_module(module), name)(*job[1]), "", time.monotonic() - start
-    except Exception:
-        return None, traceback.format_exc(), time.monotonic() - start
+    except Exception as error:
+        shortened = traceback.format_exception(error, limit=-8, chain=False)
+        return None, "".join(shortened), time.monotonic() - start
 
 
 def run_all(function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tokenyard.memory.launch import Processor, resident_programs, wait_until
 
@@ -20,6 +21,8 @@ HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``memory_compile.py`` found, in a process that does not interpret kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("launches into a stand-in for the driver, which a machine with GPUs has for real")
     pytest.importorskip("triton")
     script, directory = Path(__file__).with_name("memory_compile.py"), tmp_path_factory.mktemp("driver")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

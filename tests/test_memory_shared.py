@@ -75,7 +75,7 @@ def test_a_rank_that_comes_too_late_is_told_at_once(outcomes: Outcomes) -> None:
 
 def test_sizes_are_checked_on_every_rank(outcomes: Outcomes) -> None:
     for said in ranks(outcomes, "sizes_differ"):
-        assert said == "ValueError: ranks ask for regions of different sizes: rank 0 4096 bytes, rank 1 4112"
+        assert said == "ValueError: ranks ask for regions of different sizes: rank 0 16384 bytes, rank 1 16400"
     assert ranks(outcomes, "sizes_are_odd") == ["ValueError: num_bytes (1000) must be a positive multiple of 16"]
 
 

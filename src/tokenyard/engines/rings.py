@@ -64,15 +64,14 @@ class Shape:
 
 
 def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
-    """The shape for ``num_sms`` multiprocessors: two programs on each if they are all there are, else one, as they spread."""
-    room = 2 * num_sms if all_sms else num_sms
-    if room < 2 * num_ranks:
-        raise ValueError(f"num_sms ({num_sms}) must be at least {2 * num_ranks // (1 + all_sms)} for {num_ranks} ranks")
-    channels = max(1, min(64, (room - 1) // num_ranks))
+    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all there are, else one, as they spread."""
+    if num_sms < (num_ranks if all_sms else 2 * num_ranks):
+        raise ValueError(f"num_sms ({num_sms}) must be at least {2 * num_ranks} for {num_ranks} ranks")
+    channels = min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
     warps = 8 if all_sms else 16
     return Shape(
         channels=channels,
-        dispatch=Cut(rows=1, block=4096, chunk=16, num_warps=8, max_registers=64),
+        dispatch=Cut(rows=1 if all_sms else 2, block=4096, chunk=16, num_warps=warps, max_registers=64),
         send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
         reduce=Cut(rows=4, block=1024, chunk=4, num_warps=warps, max_registers=128),
         direct=Cut(

@@ -21,15 +21,7 @@ import triton.language as tl
 
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.region import (
-    first_in,
-    head_of,
-    in_bound,
-    out_bound,
-    peer_base,
-    place_of,
-    sent_to,
-    tail_of,
-    taken_from,
+    first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words
 

@@ -30,17 +30,7 @@ from tokenyard.kernels.payload import as_words, cast_values, copy_rows, store_ca
 from tokenyard.kernels.place import place_rows
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
-    block_of,
-    first_in,
-    go_of,
-    head_of,
-    in_bound,
-    order_of,
-    out_bound,
-    peer_base,
-    sent_to,
-    tail_of,
-    taken_from,
+    block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, add_release, given_up, wait_at_least, words
 

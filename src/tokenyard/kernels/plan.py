@@ -26,33 +26,12 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import (
-    TICKETS,
-    arrival_of,
-    block_of,
-    bounds_of,
-    first_in,
-    first_out,
-    go_of,
-    header_of,
-    in_bound,
-    matrix_of,
-    order_of,
-    out_bound,
-    peer_base,
-    place_of,
-    start_of,
+    TICKETS, arrival_of, block_of, bounds_of, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
+    out_bound, peer_base, place_of, start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    RANK,
-    STATUS,
-    add_release,
-    give_up,
-    given_up,
-    lacking,
-    wait_at_least,
-    wait_for_all,
-    words,
-)
+    RANK, STATUS, add_release, give_up, given_up, lacking, wait_at_least, wait_for_all, words,
+)  # fmt: skip
 
 GRID, COUNTS = 0, 1
 """Phases as the status names them."""

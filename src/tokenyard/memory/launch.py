@@ -187,14 +187,14 @@ class Kernels:
         key = (id(kernel), num_warps, max_registers, *constants.items(), *map(type, constants.values()))
         with self._lock:
             if key not in self._loaded:
-                with torch.cuda.device(self._index):
-                    self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
+                self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
             return self._loaded[key]
 
     def _load(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
         major, minor = torch.cuda.get_device_capability(self._index)
         compiled = compile_for(kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers)
-        launcher: Any = compiled.run  # loads the module, makes the launcher
+        with torch.cuda.device(self._index):
+            launcher: Any = compiled.run  # loads the module, makes the launcher
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise ValueError(f"{kernel.__name__} needs scratch memory, which launches here do not give")
         processor = processor_of(self._index)
