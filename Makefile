@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build is enough for demo, tests and lint; TORCH= takes the torch that $(PYTHON) already has.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test bench lint test-gpu clean
+.PHONY: demo test bench lint test-gpu test-virtual soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tokenyard demo $(ARGS)
@@ -24,6 +24,16 @@ lint: $(VENV)/.lint
 # On a machine with GPUs, in the environment at hand: the same test bodies over NCCL, and over gloo where ranks outnumber GPUs.
 test-gpu:
 	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
+
+# Many ranks on one GPU: threads of one process, engine nvlink.
+test-virtual:
+	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
+		tests/test_dispatch_combine.py tests/test_nvlink.py $(ARGS)
+
+# SEEDS times as many schedules of the simulator as `make test` runs.
+SEEDS ?= 10
+soak: $(VENV)/.ready
+	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/test_nvlink_simulated.py tests/test_nvlink_failures_simulated.py $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

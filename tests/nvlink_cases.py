@@ -115,7 +115,7 @@ def draw(world_size: int, seed: int) -> Scenario:
         world_size=world_size,
         num_experts=experts,
         num_topk=random.choice((1, 2, 3, 4)),
-        max_tokens=random.choice((3, 4) if few else (4, 6, 9)),
+        max_tokens=random.choice((2, 3) if few else (3, 5, 9)),
         channels=1 if few else random.choice({2: (1, 2, 2, 3), 3: (1, 2), 4: (1, 1, 2)}[world_size]),
         chunk=random.choice((1, 1, 2)),
         rows=random.choice((1, 1, 2)),
@@ -204,3 +204,29 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
 SKEWS = {"rings": "program", "views": "rank", "greetings": "program", "plans": "rank", "guesses": "rank"}
 """Which hardware shows most in a rehearsal."""
+
+
+# Failures (``nvlink_failures.py``)
+
+Ending = tuple[str, str, int]
+"""Type and text of an exception, and the rank that it names (-1: none)."""
+FINE: Ending = ("", "", -1)
+CULPRIT = 1
+TIMEOUT = 5.0
+
+DISAGREEMENTS = {
+    "combine among cached dispatches": "the call",
+    "another handle": "the handle",
+    "cached: hidden": "hidden",
+    "cached: dtype": "dtype",
+    "cached: cast": "quantize",
+    "cached: in place": "in_place",
+    "combine: dtype": "dtype",
+    "static: hidden": "hidden",
+    "static: layout": "layout",
+    "exact: hidden": "hidden",
+    "exact: layout": "layout",
+    "exact: dtype": "dtype",
+    "exact among static": "exact",
+}
+"""What the culprit does otherwise, and what the message says ranks disagree on."""

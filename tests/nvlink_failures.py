@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cases import Case
-from nvlink_cases import FLAT, MAJOR, Round, Scenario, payload_of, spec_of
+from nvlink_cases import CULPRIT, FINE, FLAT, MAJOR, TIMEOUT, Ending, Round, Scenario, payload_of, spec_of
 from nvlink_plants import planted
 from nvlink_ranks import MOST_STEPS, RankRun, inputs_of
 from simulated_tensors import OwnTensors
@@ -24,12 +24,6 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.testing import poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.types import Quantize
-
-Ending = tuple[str, str, int]
-"""Type and text of an exception, and the rank that it names (-1: none)."""
-FINE: Ending = ("", "", -1)
-CULPRIT = 1
-TIMEOUT = 5.0
 
 Body = Callable[[RankRun], None]
 
@@ -121,23 +115,6 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
 
 
 # Ranks in different calls
-
-DISAGREEMENTS = {
-    "combine among cached dispatches": "the call",
-    "another handle": "the handle",
-    "cached: hidden": "hidden",
-    "cached: dtype": "dtype",
-    "cached: cast": "quantize",
-    "cached: in place": "in_place",
-    "combine: dtype": "dtype",
-    "static: hidden": "hidden",
-    "static: layout": "layout",
-    "exact: hidden": "hidden",
-    "exact: layout": "layout",
-    "exact: dtype": "dtype",
-    "exact among static": "exact",
-}
-"""What the culprit does otherwise, and what the message says ranks disagree on."""
 
 
 def disagreement(name: str, seed: int) -> list[Ending | None]:

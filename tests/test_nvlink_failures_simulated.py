@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from nvlink_failures import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
+from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
 from nvlink_pool import SOAK, run_all
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
-DEATHS = {2: 10, 3: 30, 4: 8}
+DEATHS = {2: 8, 3: 24, 4: 6}
 """Seeds by world size."""
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "

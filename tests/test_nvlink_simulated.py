@@ -10,7 +10,7 @@ import pytest
 
 from nvlink_pool import SOAK, run_all
 
-SEEDS = {2: 110, 3: 60, 4: 30, 8: 20, 16: 5}
+SEEDS = {2: 130, 3: 50, 4: 20, 8: 20, 16: 5}
 """Seeds by world size."""
 
 

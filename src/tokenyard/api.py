@@ -80,9 +80,8 @@ class ExpertParallel:
         refusal: ValueError | None = None
         where: torch.device | None = None
         try:
-            checks.check_sizes(
-                {**sizes, **{name: value for name, value in optional.items() if value is not None}}, timeout
-            )
+            checks.check_sizes(sizes, timeout)
+            checks.check_optional(optional)
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
             where = None if device is None else _indexed(device)

@@ -16,6 +16,9 @@ from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_
 LARGEST = 2**31 - 1
 """Of the whole numbers that an option may be: rows are counted in int32."""
 
+MOST_BYTES = 2**47
+"""Of what an option may count: a GPU's address space."""
+
 LONGEST = 1e9
 """Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""
 
@@ -27,6 +30,15 @@ def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
             raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {LARGEST})")
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= LONGEST:
         raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+
+
+def check_optional(sizes: dict[str, Any]) -> None:
+    """Sizes that have a default: whole numbers of at least 1, or None. Bytes may be many."""
+    for name, value in sizes.items():
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_BYTES
+        ):
+            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {MOST_BYTES}), or None")
 
 
 def check_after(after: Any) -> None:

@@ -57,14 +57,15 @@ class Lane:
         """Make a call in its turn and return its result."""
         with self._alone():
             stream = torch.cuda.current_stream(self._device) if self._on_gpu() else None
+            if self._last is None or self._last.done():
+                with torch.no_grad(), self._in_turn(stream):
+                    return call()
 
             def body() -> Any:
                 with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
                     return call()
 
-            if self._last is not None and not self._last.done():
-                return self._submit(body).result()
-            return body()
+            return self._submit(body).result()
 
     def _on_gpu(self) -> bool:
         return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")

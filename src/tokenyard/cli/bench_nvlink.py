@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job, floor_us
-from tokenyard.cli.bench_nvlink_cases import BACK, FRESH, KINDS, PLAIN, VIEW, Library, Probe, collectives
+from tokenyard.cli.bench_nvlink_cases import BACK, BARS_RANKS, FRESH, KINDS, PLAIN, VIEW, Library, Probe, collectives
 from tokenyard.cli.bench_report import Row
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.timing import Series, time_interleaved
@@ -215,7 +215,7 @@ def _sms(run: _Run) -> None:
         probes: list[Probe] = []
         for sms in run.suite.sms:
             if ours := run.library(stack, SMS, job, batches, sms=sms):
-                bars = {VIEW: SMS_BARS_US.get(sms)}
+                bars = {VIEW: SMS_BARS_US.get(sms) if dist.get_world_size() == BARS_RANKS else None}
                 probes += [replace(each, bar_us=bars.get(each.kind)) for each in ours.probes([VIEW, PLAIN, BACK])]
         run.measure(SMS, job, batches, probes)
 

@@ -76,6 +76,8 @@ KINDS = {
 }
 COMBINE_NAME, COMBINE_BAR_US = "combine BF16", 490.0
 NEW_ROUTING_BAR_US = 45.0
+BARS_RANKS = 4
+"""Bars are for the wire traffic of this many ranks; fewer move less."""
 """What a new routing may add."""
 
 
@@ -100,7 +102,8 @@ class Library:
         """Of ``kinds`` (:data:`KINDS` and :data:`BACK`), those that the engine can do. Collective."""
         able = [kind for kind in kinds if kind == BACK or not KINDS[kind].in_place or self._ep.engine == "nvlink"]
         probes = [self._combine() if kind == BACK else self._dispatch(kind) for kind in able]
-        return probes if bars else [replace(probe, bar_us=None) for probe in probes]
+        judged = bars and self._ep.world_size == BARS_RANKS
+        return probes if judged else [replace(probe, bar_us=None) for probe in probes]
 
     def _picks(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return batch.topk_idx[self._ep.rank], batch.topk_weights[self._ep.rank]

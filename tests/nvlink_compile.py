@@ -1,0 +1,240 @@
+"""The kernels that engine nvlink launches, compiled for sm_90, and what their machine code is made of, as JSON.
+
+A program of its own: kernels must not be interpreted here. The engine itself says which kernels with which constants: it runs on
+memory that writes down what is launched and launches nothing. ``python nvlink_compile.py all`` compiles every variant (some
+minutes), without ``all`` those of :data:`MAIN`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nvlink_plants import planted
+from tokenyard.config import Config
+from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
+from tokenyard.handle import Spec
+from tokenyard.header import COMBINE
+from tokenyard.memory.base import Region
+from tokenyard.memory.launch import Processor, compile_for, gpu_target, parameters, resident_programs
+from tokenyard.quant import quantize
+from tokenyard.rows import Payload
+from tokenyard.stats import Stats
+from tokenyard.types import Layout, Quantize
+
+RANKS, SMS = 4, 132
+HIDDEN, TOP, EXPERTS = 7168, 8, 256
+TOKENS = 16  # no code depends on it
+HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+MAIN = (
+    r"FLAT exact (?!.*(POW2|float32|cached FP8|in place FP8_)).*@132",
+    r"EXPERT_MAJOR exact (plan|fresh bf16|fresh fp8|cached bf16|back|back weighted) @132",
+    r"EXPERT_PADDED static fresh FP8 @132",
+    r"(int32 ids, no weights|refusal) @132",
+    r"FLAT exact (fresh bf16|fresh in place bf16|back) @(24|8)",
+    r"EXPERT_MAJOR exact back @24",
+)
+"""Variants that are worth their seconds in every run."""
+
+Launch = dict[str, Any]
+"""label, kernel, grid, warps, max_registers, constants."""
+
+
+class Recorder:
+    """Memory of rank 0 on which nothing runs."""
+
+    rank, world_size, num_sms, device = 0, RANKS, SMS, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.label = ""
+        self.launches: dict[str, Launch] = {}
+        self._kept: list[Tensor] = []
+
+    def allocate(self, num_bytes: int) -> Region:
+        return Region(torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64))
+
+    def host_words(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64)
+
+    def tensors(self) -> Any:
+        return nullcontext()
+
+    def bind(
+        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+    ) -> Callable[..., None]:
+        launch = {
+            "kernel": kernel,
+            "grid": grid,
+            "warps": num_warps,
+            "max_registers": max_registers,
+            "constants": constants,
+        }
+        self.launches[f"{kernel.__name__} {self.label}"] = launch
+        names = parameters(kernel).args
+
+        def launched(*args: int) -> None:
+            given = dict(zip(names, args, strict=True))
+            if given.get("nonce"):  # the plan tells the host that nobody sends anything
+                ctypes.c_int64.from_address(given["header_out"]).value = given["nonce"]
+
+        return launched
+
+    def gate(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
+        return ready()
+
+    def close(self) -> None: ...
+
+
+def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
+    """All kinds of launches with ``num_sms`` multiprocessors; ``few``: the main ones."""
+    memory = Recorder()
+    config = Config(
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        num_topk=TOP,
+        max_tokens_per_rank=TOKENS,
+        rank=0,
+        world_size=RANKS,
+        timeout=5.0,
+    )
+    shape = shape_for(num_sms, RANKS, all_sms=num_sms == SMS)
+    engine = NvlinkEngine(config, memory, Stats.zeros(0, RANKS), shape, DEFAULT_BUFFER_BYTES)
+    plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
+    cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
+    fp8 = Payload(cast.data, cast.scales)
+    idx, weights = torch.zeros(TOKENS, TOP, dtype=torch.int64), torch.zeros(TOKENS, TOP)
+    modes = () if few else tuple(Quantize)
+
+    def label(*words: object) -> None:
+        memory.label = " ".join(str(word) for word in words)
+
+    for layout in Layout:
+        for exact in (True,) if few else (True, False):
+            spec = Spec(
+                layout=layout, exact=exact, expert_alignment=128 if layout is Layout.EXPERT_MAJOR and not few else 1
+            )
+            name = f"{layout.name} {'exact' if exact else 'static'}"
+            for payload, what, mode in (
+                (plain, "bf16", None), (fp8, "fp8", None), *((plain, mode.name, mode) for mode in modes),
+            ):  # fmt: skip
+                label(name, "fresh", what)
+                _, plan, _ = engine.dispatch(payload, idx, weights, spec, mode)
+                label(name, "cached", what)
+                engine.redispatch(payload, plan, spec, mode=mode)
+                if layout is Layout.FLAT and exact:
+                    label(name, "fresh in place", what)
+                    _, plan, _ = engine.dispatch(payload, idx, weights, spec, mode, in_place=True)
+                    label(name, "cached in place", what)
+                    engine.redispatch(payload, plan, spec, mode=mode, in_place=True)
+            rows = torch.empty(1, HIDDEN, dtype=torch.bfloat16)
+            label(name, "back")
+            engine.combine(rows, plan, spec)
+            if few:
+                continue
+            label(name, "back float32")
+            engine.combine(rows.float(), plan, spec)
+            label(name, "back with two biases")
+            engine.combine(rows, plan, spec, bias=(plain.x, plain.x.float()))
+            if layout is Layout.FLAT:
+                label(name, "back reducing weights")
+                engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+            else:
+                label(name, "back weighted")
+                engine.combine(rows, plan, spec, weights=torch.empty(1))
+    if not few:
+        label("int32 ids, no weights")
+        engine.dispatch(plain, idx.int(), None, Spec(layout=Layout.FLAT, exact=True), None)
+        label("refusal")
+        engine.refuse(COMBINE, True, "")
+    return memory.launches
+
+
+def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
+    """Launches with 132, 24 and 8 multiprocessors; and a dispatch with a bug, to see that it shows."""
+    for num_sms in (SMS, 24, 8):
+        for name, launch in record(num_sms, few=num_sms != SMS).items():
+            if everything or any(re.search(pattern, f"{name} @{num_sms}") for pattern in MAIN):
+                yield f"{name} @{num_sms}", launch
+    with planted("no barrier before a release"):
+        yield "planted", record(8, few=True)["dispatch_kernel FLAT exact fresh bf16"]
+
+
+def facts_of(number: int) -> dict[str, Any]:
+    """Compile the launch of this number and look at its code."""
+    _, launch = LAUNCHES[number]
+    compiled = compile_for(
+        launch["kernel"], launch["constants"], launch["warps"], gpu_target(90), launch["max_registers"]
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+        sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1])
+    fit = resident_programs(HOPPER, launch["warps"], registers, compiled.metadata.shared)
+    return {"registers": registers, "grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
+
+
+def code_facts(ptx: str, sass: str) -> dict[str, Any]:
+    """Instructions that matter, counted."""
+    return {
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "loads 128": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
+        "stores 128": len(re.findall(r"\bSTG\.E[.\w]*\.128", sass)),
+        "acquires": len(re.findall(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire", ptx)),
+        "strong loads": len(re.findall(r"\bLDG\.E[.\w]*STRONG\.SYS", sass)),
+        "releases": len(re.findall(r"\.sys\.release\.", ptx)),
+        "releases without barrier": unfenced(ptx),
+        "fences": len(re.findall(r"\bMEMBAR[.\w]*\.SYS", sass)),
+        "invalidations": len(re.findall(r"\bCCTL\.IVALL", sass)),
+        "fused": len(re.findall(r"\bFFMA", sass)),
+    }
+
+
+def unfenced(ptx: str) -> int:
+    """Releases to the whole system that follow a store without a barrier of the program in between, as the text goes."""
+    count, barrier = 0, True
+    for line in ptx.splitlines():
+        if "bar.sync" in line:
+            barrier = True
+        elif re.search(r"\bst\.global", line):
+            barrier = False
+        elif ".sys.release." in line and not barrier:
+            count += 1
+    return count
+
+
+LAUNCHES: list[tuple[str, Launch]] = []
+
+if __name__ == "__main__":
+    LAUNCHES += variants("all" in sys.argv)
+    # the largest take longest
+    order = sorted(
+        range(len(LAUNCHES)), key=lambda at: "combine" not in LAUNCHES[at][0] and "plan" not in LAUNCHES[at][0]
+    )
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        found = dict(zip(order, pool.map(facts_of, order), strict=True))
+    json.dump({name: found[at] for at, (name, _) in enumerate(LAUNCHES)}, sys.stdout)

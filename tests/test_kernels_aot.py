@@ -1,0 +1,108 @@
+"""Kernels of engine nvlink as sm_90 machine code: wide accesses, fences, no fused sums, programs that fit together.
+
+Compiled ahead of time, without a GPU, with the constants that the engine uses for rows of 7168 channels on 4 ranks. ``make soak``
+(``TOKENYARD_SOAK_SEEDS``) compiles every variant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvlink_pool import SOAK
+
+Facts = dict[str, dict[str, Any]]
+
+SPILLS = {
+    "direct_kernel FLAT exact fresh in place bf16 @132": 2,
+    "plan_kernel EXPERT": 100,  # compares all picks of a tile with each other
+    "FP8": 40,  # a row that is cast is held in registers
+    "combine_kernel FLAT exact back float32 @132": 10,
+    "dispatch_kernel EXPERT_MAJOR exact fresh fp8 @132": 4,
+    "dispatch_kernel EXPERT_MAJOR static fresh fp8 @132": 4,
+}
+"""Most local loads and stores where there may be some, by words of the name. All others have none."""
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("nvlink_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), *(["all"] if SOAK > 1 else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def real(facts: Facts) -> Facts:
+    """Without the planted one."""
+    return {name: each for name, each in facts.items() if name != "planted"}
+
+
+def wrong(facts: Facts, is_fine: Callable[[str, dict[str, Any]], bool]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, each) for name, each in facts.items() if not is_fine(name, each)]
+
+
+def test_all_programs_of_a_launch_fit_on_the_device(real: Facts) -> None:
+    """They wait for each other, so all must be resident."""
+    assert not wrong(real, lambda _, each: 0 < each["grid"] <= each["most"])
+
+
+def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
+    moving = {
+        name: each
+        for name, each in real.items()
+        if name.startswith(("dispatch_kernel", "direct_kernel", "combine_kernel FLAT"))
+    }
+    assert len(moving) > 10
+    assert not wrong(moving, lambda _, each: each["loads 128"] >= 3 and each["stores 128"] >= 4)
+
+
+def test_every_wait_acquires(real: Facts) -> None:
+    """A load (or, for several counters, an atomic) with system scope, after which no old line of the cache is believed."""
+    waiting = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
+    assert len(waiting) == len(real) - sum(name.startswith("unpack_kernel") for name in real)
+    assert not wrong(waiting, lambda _, each: each["acquires"] > 0 and each["invalidations"] >= each["acquires"])
+    rings = {name: each for name, each in real.items() if name.startswith(("dispatch_kernel", "combine_kernel"))}
+    assert not wrong(rings, lambda _, each: each["strong loads"] > 0)
+
+
+def test_every_release_has_its_barrier_and_its_fence(real: Facts) -> None:
+    releasing = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
+    assert not wrong(releasing, lambda _, each: each["releases"] > 0 and each["releases without barrier"] == 0)
+    assert not wrong(releasing, lambda _, each: each["fences"] >= each["releases"])
+
+
+def test_a_missing_barrier_would_show(facts: Facts) -> None:
+    assert facts["planted"]["releases without barrier"] > 0
+
+
+def test_products_are_rounded_before_sums(real: Facts) -> None:
+    """Sums have the same bits as torch's. (A cast divides, which takes fused steps.)"""
+    sums = {name: each for name, each in real.items() if "FP8" not in name}
+    assert any("weighted" in name for name in sums)
+    assert not wrong(sums, lambda _, each: each["fused"] == 0)
+
+
+def test_registers_suffice(real: Facts) -> None:
+    """Nothing is spilled to local memory, but for what :data:`SPILLS` lists."""
+
+    def allowed(name: str) -> int:
+        return next((most for words, most in SPILLS.items() if words in name), 0)
+
+    assert not wrong(real, lambda name, each: each["spills"] <= allowed(name))
+    main = (
+        "dispatch_kernel FLAT exact fresh bf16",
+        "dispatch_kernel FLAT exact cached fp8",
+        "combine_kernel FLAT exact back @",
+    )
+    assert all(any(name.startswith(words) and not allowed(name) for name in real) for words in main)
