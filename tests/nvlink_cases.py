@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -58,7 +59,7 @@ class Scenario:
             channels=self.channels, dispatch=whole, send=whole, reduce=part, direct=part, writers=self.channels
         )
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Rings that hold few rows of the largest form and wrap around again and again."""
         slot = max(largest_slot(case, self.num_topk) for each in self.rounds for case in (each.case, each.cached))

@@ -17,8 +17,7 @@ import torch
 from cases import Case
 from nvlink_cases import CULPRIT, FINE, FLAT, MAJOR, TIMEOUT, Ending, Round, Scenario, payload_of, spec_of
 from nvlink_plants import planted
-from nvlink_ranks import MOST_STEPS, RankRun, inputs_of
-from simulated_tensors import OwnTensors
+from nvlink_ranks import MOST_STEPS, RankRun
 from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.testing import poisoned
@@ -28,33 +27,25 @@ from tokenyard.types import Quantize
 Body = Callable[[RankRun], None]
 
 
-def play(
-    scenario: Scenario, body: Body, seed: int, cases: tuple[Case, ...] = (), **options: Any
-) -> tuple[list[Ending | None], int]:
-    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took.
-
-    ``cases``: those that the body uses besides the scenario's.
-    """
-    cases += tuple(case for each in scenario.rounds for case in (each.case, each.cached))
-    inputs = [tensor for case in cases for tensor in inputs_of(case)]
+def play(scenario: Scenario, body: Body, seed: int, **options: Any) -> tuple[list[Ending | None], int]:
+    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took."""
     steps: list[int] = []
 
     def guarded(ranks: SimulatedRank) -> Ending:
-        with OwnTensors(ranks, inputs):
-            try:
-                mine = RankRun(ranks, scenario, TIMEOUT)
-            except PeerTimeout as error:
-                return _ending(error)
-            try:
-                body(mine)
-                return FINE
-            except AssertionError:
-                raise
-            except Exception as error:
-                return _ending(error)
-            finally:
-                mine.engine.close()
-                steps.append(ranks.sim.steps)
+        try:
+            mine = RankRun(ranks, scenario, TIMEOUT)
+        except PeerTimeout as error:
+            return _ending(error)
+        try:
+            body(mine)
+            return FINE
+        except AssertionError:
+            raise
+        except Exception as error:
+            return _ending(error)
+        finally:
+            mine.engine.close()
+            steps.append(ranks.sim.steps)
 
     with poisoned():
         options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
@@ -148,7 +139,7 @@ def disagreement(name: str, seed: int) -> list[Ending | None]:
         else:
             mine.combine(torch.zeros(recv.x.shape, dtype=(other if culprit else case).dtype), recv)
 
-    return play(scenario, body, seed, (other, next_case))[0]
+    return play(scenario, body, seed)[0]
 
 
 def disagreement_and_on(seed: int) -> list[Ending | None]:
@@ -178,8 +169,7 @@ def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
     def body(mine: RankRun) -> None:
         recv = None if op == DISPATCH else mine.dispatch(case)
         if mine.rank == CULPRIT:
-            assert mine.engine.refuse(op, exact, "x is wrong")
-            mine.engine.check()
+            assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
         elif recv is None:
             mine.dispatch(case if exact else static)
         elif op == CACHED:
@@ -188,7 +178,7 @@ def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
             assert op == COMBINE
             mine.combine(torch.zeros_like(recv.x), recv)
 
-    return play(scenario, body, seed, (static,))[0]
+    return play(scenario, body, seed)[0]
 
 
 def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
@@ -202,11 +192,10 @@ def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
             mine.dispatch(case)
             return
         everywhere = torch.arange(3).expand(6, 3).contiguous()
-        mine.engine.dispatch(payload_of(more, CULPRIT), everywhere, torch.ones(6, 3), spec_of(case), None)
-        mine.engine.check()
+        mine.call(mine.engine.dispatch, payload_of(more, CULPRIT), everywhere, torch.ones(6, 3), spec_of(case), None)
 
     with planted("a row too many" if exact else ""):
-        return play(scenario, body, seed, (more,))[0]
+        return play(scenario, body, seed)[0]
 
 
 def bad_index(exact: bool, seed: int) -> list[Ending | None]:
@@ -221,8 +210,7 @@ def bad_index(exact: bool, seed: int) -> list[Ending | None]:
             idx[1, 0] = 6
         wrong: Exception | None = None
         try:
-            mine.engine.dispatch(payload_of(case, mine.rank), idx, weights, spec_of(case), None)
-            mine.engine.check()
+            mine.call(mine.engine.dispatch, payload_of(case, mine.rank), idx, weights, spec_of(case), None)
         except (ValueError, RuntimeError) as error:
             wrong = error
         live(mine, scenario)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 if __name__ == "__main__":
@@ -43,21 +44,66 @@ MOST_STEPS = 400_000
 """A scenario takes some thousands."""
 
 
+@lru_cache(maxsize=64)
+def known(case: Case) -> Case:
+    """The first of equal cases: the oracle is asked once for all ranks."""
+    return case
+
+
+@lru_cache(maxsize=64)
+def combined(case: Case, way: str) -> list[reference.ReferenceCombined]:
+    """What the oracle combines, one way of :data:`nvlink_cases.WAYS`."""
+    expected: dict[str, Any] = {}
+    if way in ("bias", "two biases"):
+        terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
+        expected["bias"] = [term if len(term) > 1 else term[0] for term in terms]
+    elif way == "reduce":
+        expected["reduce_weights"] = reduced_of(case)
+    elif way != "plain":
+        expected["weighted"] = True
+        if way == "weighted by the owner":
+            expected["topk_weights"] = [2 * weights for _, weights in case.picks]
+    return reference.combine(case.expert_rows, case.expected, **expected)
+
+
+def terms_of(case: Case, rank: int, way: str) -> tuple[Tensor, ...]:
+    """One bias in the dtype of the rows, or another one in float32 too."""
+    random = torch.Generator().manual_seed(rank)
+    shape = len(case.picks[rank][0]), case.hidden
+    first = torch.randn(*shape, generator=random).to(case.expert_rows[rank].dtype)
+    return (first,) if way == "bias" else (first, torch.randn(*shape, generator=random))
+
+
+def reduced_of(case: Case) -> list[Tensor]:
+    """Weights to reduce, of all ranks."""
+    return [row.topk_weights + 0.5 for row in case.expected]
+
+
 class RankRun:
-    """One rank's side of a scenario."""
+    """One rank's side of a scenario. Calls of the engine run on tensors that belong to the rank; all else is the test's."""
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
-        self.rank, self.memory = ranks.rank, ranks.memory
+        self.rank, self.own = ranks.rank, OwnTensors(ranks)
         self.config = scenario.config(ranks.rank, timeout)
-        stats = Stats.zeros(ranks.rank, ranks.world_size)
-        self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, scenario.buffer_bytes)
+        stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
+        with self.own:
+            self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, num_bytes)
+
+    def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call the engine, then see that nothing went wrong on the device."""
+        self.own.adopt(args, options)
+        with self.own:
+            result = method(*args, **options)
+            self.engine.check()
+        return result
 
     def round(self, each: Round) -> None:
         """All calls of a round, checked."""
+        case = known(each.case)
         for refuser in each.refusers:
-            self.refuse(each.case, refuser)
-        recv = self.dispatch(each.case, each.in_place)
-        check_received(recv, each.case, self.rank)
+            self.refuse(case, refuser)
+        recv = self.dispatch(case, each.in_place)
+        check_received(recv, case, self.rank)
         self._guess_closely(recv)
         for way in each.ways:
             self.follow(recv, each, way)
@@ -65,9 +111,8 @@ class RankRun:
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]
         payload, spec = payload_of(case, self.rank), spec_of(case)
-        rows, plan, arrived = self.engine.dispatch(payload, idx, weights, spec, case.quantize, in_place=in_place)
-        self.engine.check()
-        return self._received(case, rows, plan, arrived)
+        found = self.call(self.engine.dispatch, payload, idx, weights, spec, case.quantize, in_place=in_place)
+        return self._received(case, *found)
 
     def _guess_closely(self, recv: ty.Received) -> None:
         """Let the next call of this kind guess just as many rows as came: small batches would never exceed the usual guess."""
@@ -77,9 +122,8 @@ class RankRun:
 
     def redispatch(self, case: Case, recv: ty.Received, in_place: bool = False) -> ty.Received:
         plan, arrived = recv.handle.plan, recv.handle.arrived
-        payload = payload_of(case, self.rank)
-        rows = self.engine.redispatch(payload, plan, spec_of(case), mode=case.quantize, in_place=in_place)
-        self.engine.check()
+        payload, spec = payload_of(case, self.rank), spec_of(case)
+        rows = self.call(self.engine.redispatch, payload, plan, spec, mode=case.quantize, in_place=in_place)
         return self._received(case, rows, plan, arrived)
 
     def _received(self, case: Case, rows: Payload, plan: Plan, arrived: Arrived) -> ty.Received:
@@ -100,115 +144,82 @@ class RankRun:
         return recv
 
     def combine(self, rows: Tensor, recv: ty.Received, **options: Any) -> tuple[Tensor, Tensor | None]:
-        combined = self.engine.combine(rows, recv.handle.plan, recv.handle.spec, **options)
-        self.engine.check()
-        return combined
+        return self.call(self.engine.combine, rows, recv.handle.plan, recv.handle.spec, **options)
 
     def refuse(self, case: Case, refuser: int) -> None:
         """One rank refuses an exact dispatch: everybody learns it, and the object goes on."""
         if self.rank == refuser:
-            assert self.engine.refuse(DISPATCH, True, "x is wrong")
+            assert self.call(self.engine.refuse, DISPATCH, True, "x is wrong")
             return
         with pytest.raises(PeerError, match=f"rank {refuser} refused its side of this call: x is wrong"):
-            self.dispatch(replace(case, layout=FLAT, exact=True, expert_alignment=1))
+            self.dispatch(known(replace(case, layout=FLAT, exact=True, expert_alignment=1)))
 
     def follow(self, recv: ty.Received, each: Round, way: str) -> None:
         """One call along the routing of ``recv``."""
-        case, rank = each.case, self.rank
+        case, rank = known(each.case), self.rank
         if way == "cached":
-            again = self.redispatch(each.cached, recv, each.in_place)
-            check_received(again, each.cached, rank)
+            again = self.redispatch(known(each.cached), recv, each.in_place)
+            check_received(again, known(each.cached), rank)
             unused = (again.source < 0).flatten()
             assert each.in_place or not again.x.flatten(0, -2)[unused].float().any(), "rows without a source are zeros"
         elif way == "raw":
             self._raw(recv, case)
-        elif way == "reduce":
-            self._reduce(recv, case)
         else:
             self._combine(recv, case, way)
 
     def _combine(self, recv: ty.Received, case: Case, way: str) -> None:
-        rows, own = rows_to_combine(recv, case, self.rank).flatten(0, -2), [weights for _, weights in case.picks]
-        given: dict[str, Any] = {}
-        expected: dict[str, Any] = {}
+        want, rows = combined(case, way)[self.rank], rows_to_combine(recv, case, self.rank).flatten(0, -2)
+        given: dict[str, Any] = {"out": torch.empty_like(want.x) if case.seed % 2 else None}
         if way in ("bias", "two biases"):
-            terms = [_terms(case, r, rows.dtype)[: 1 + (way == "two biases")] for r in range(case.world_size)]
-            given["bias"], expected["bias"] = terms[self.rank], [term if len(term) > 1 else term[0] for term in terms]
+            given["bias"] = terms_of(case, self.rank, way)
+        elif way == "reduce":
+            mine = torch.full(recv.topk_weights.shape, float("nan"))
+            reduced = reduced_of(case)[self.rank]
+            mine[: len(reduced)] = reduced
+            given["reduce_weights"] = in_arrival_order(mine, recv.handle)
         elif way == "weighted":
-            given["weights"], expected["weighted"] = recv.handle.arrived.weights, True
+            given["weights"] = recv.handle.arrived.weights
         elif way == "weighted by the owner":
-            doubled = [2 * weights for weights in own]
-            given["weights"] = self._weights_of_rows(doubled[self.rank], recv)
-            expected |= {"weighted": True, "topk_weights": doubled}
-        want = reference.combine(case.expert_rows, case.expected, **expected)[self.rank]
-        out = torch.empty_like(want.x) if case.seed % 2 else None
-        got, _ = self.combine(rows, recv, out=out, **given)
-        assert out is None or got is out
+            given["weights"] = self._weights_of_rows(2 * case.picks[self.rank][1], recv)
+        got, weights = self.combine(rows, recv, **given)
+        assert given["out"] is None or got is given["out"]
         check_combined(got, case, self.rank, want.x, way)
+        assert (weights is None) == (want.topk_weights is None)
+        if weights is not None:
+            check_combined(weights, case, self.rank, want.topk_weights, "reduced weights")
 
     def _weights_of_rows(self, weights: Tensor, recv: ty.Received) -> Tensor:
         """Weights given at the owner, brought to the rows."""
         plan = recv.handle.plan
         merged = Payload(merge_weights(weights, plan.first_pick), None)
-        there = self.engine.redispatch(merged, plan, recv.handle.spec, raw=True)
+        there = self.call(self.engine.redispatch, merged, plan, recv.handle.spec, raw=True)
         return weights_of_rows(there.x, plan.slots, plan.picks, recv.handle.num_rows)
-
-    def _reduce(self, recv: ty.Received, case: Case) -> None:
-        reduce = [row.topk_weights + 0.5 for row in case.expected]
-        want = reference.combine(case.expert_rows, case.expected, reduce_weights=reduce)[self.rank]
-        mine = torch.full(recv.topk_weights.shape, float("nan"))
-        mine[: len(reduce[self.rank])] = reduce[self.rank]
-        rows = rows_to_combine(recv, case, self.rank)
-        got = self.combine(rows, recv, reduce_weights=in_arrival_order(mine, recv.handle))
-        check_combined(got[0], case, self.rank, want.x, "beside reduced weights")
-        check_combined(got[1], case, self.rank, want.topk_weights, "reduced weights")
 
     def _raw(self, recv: ty.Received, case: Case) -> None:
         """Rows in arrival order, as gradients travel: there, and back."""
         plan, spec = recv.handle.plan, spec_of(case)
-        flat = replace(case, layout=FLAT, expert_alignment=1, quantize=None)
-        want = flat.expected[self.rank]
-        num = want.x.shape[0]
-        there = self.engine.redispatch(payload_of(case, self.rank), plan, spec, raw=True)
-        check_combined_rows(there.x[:num], want.x, self.rank)
-        assert not there.x[num:].float().any(), "rows without a source are zeros"
-        rows = torch.full((there.x.shape[0], case.hidden), float("nan"), dtype=flat.expert_rows[self.rank].dtype)
-        rows[:num] = flat.expert_rows[self.rank]
-        back, _ = self.engine.combine(rows, plan, spec, raw=True)
-        self.engine.check()
-        check_combined(back, case, self.rank, reference.combine(flat.expert_rows, flat.expected)[self.rank].x, "raw")
-
-
-def check_combined_rows(got: Tensor, want: Tensor, rank: int) -> None:
-    assert_same_bits(got, want, what="raw rows", rank=rank)
-
-
-def _terms(case: Case, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(rank)
-    shape = case.tokens_of(rank) if case.routing != "empty_ranks" or rank % 2 == 0 else 0, case.hidden
-    return torch.randn(*shape, generator=random).to(dtype), torch.randn(*shape, generator=random)
+        flat = known(replace(case, layout=FLAT, expert_alignment=1, quantize=None))
+        want, rows = flat.expected[self.rank].x, flat.expert_rows[self.rank]
+        there = self.call(self.engine.redispatch, payload_of(case, self.rank), plan, spec, raw=True).x
+        assert_same_bits(there[: len(want)], want, what="raw rows", rank=self.rank)
+        assert not there[len(want) :].float().any(), "rows without a source are zeros"
+        back = torch.full((there.shape[0], case.hidden), float("nan"), dtype=rows.dtype)
+        back[: len(rows)] = rows
+        got, _ = self.call(self.engine.combine, back, plan, spec, raw=True)
+        check_combined(got, case, self.rank, combined(flat, "plain")[self.rank].x, "raw")
 
 
 def run(scenario: Scenario, seed: int, **options: Any) -> None:
     """All rounds on all ranks, under the schedule of ``seed``."""
-    inputs = [tensor for each in scenario.rounds for tensor in inputs_of(each.case) + inputs_of(each.cached)]
 
     def body(ranks: SimulatedRank) -> None:
-        with OwnTensors(ranks, inputs):
-            mine = RankRun(ranks, scenario)
-            for each in scenario.rounds:
-                mine.round(each)
-            mine.engine.close()
+        mine = RankRun(ranks, scenario)
+        for each in scenario.rounds:
+            mine.round(each)
+        mine.engine.close()
 
     with poisoned():
         simulate(scenario.world_size, body, seed=seed, **{"max_steps": MOST_STEPS, "strict": True, **options})
-
-
-def inputs_of(case: Case) -> list[Tensor]:
-    """What all ranks bring; also makes all that the oracle knows of the case."""
-    assert len(case.expected) == len(case.expert_rows)
-    picks = [tensor for pair in case.picks for tensor in pair]
-    return picks + [x for rank in range(case.world_size) for x in payload_of(case, rank) if x is not None]
 
 
 def check_seed(world_size: int, seed: int) -> None:

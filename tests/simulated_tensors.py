@@ -5,7 +5,6 @@ Without it a program that writes where nothing is, or into a tensor that is gone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ class OwnTensors(TorchDispatchMode):
     Memory is kept until the end, so that a program that comes too late is reported and does no harm.
     """
 
-    def __init__(self, ranks: SimulatedRank, inputs: Sequence[Tensor] = ()) -> None:
-        """``inputs``: tensors made before, which programs of all ranks may touch."""
+    def __init__(self, ranks: SimulatedRank) -> None:
         super().__init__()
         self._rank, self._sim = ranks.rank, ranks.sim
         self._alive: dict[int, torch.UntypedStorage] = {}
@@ -31,25 +29,29 @@ class OwnTensors(TorchDispatchMode):
         settle, wait_until = ranks.memory.settle, ranks.memory.wait_until
         ranks.memory.settle = lambda: (self.sweep(), settle())[1]
         ranks.memory.wait_until = lambda *args: (self.sweep(), wait_until(*args))[1]
-        for tensor in inputs:
-            self._add(tensor.untyped_storage(), None, f"input {list(tensor.shape)}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.sweep()
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                name = f"{func.overloadpacket.__name__} {list(tensor.shape)} of rank {self._rank}"
-                if self._add(tensor.untyped_storage(), self._rank, name):
-                    self._alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            if isinstance(tensor, Tensor) and self._add(tensor, f"{func.overloadpacket.__name__} {list(tensor.shape)}"):
+                storage = tensor.untyped_storage()
+                self._alive[storage.data_ptr()] = storage
         return out
 
-    def _add(self, storage: torch.UntypedStorage, rank: int | None, name: str) -> bool:
-        """Let programs touch it. False if it is known, or part of what is known."""
+    def adopt(self, *values: Any) -> None:
+        """Tensors that were made outside belong to the rank from now on."""
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and self._add(tensor, f"argument {list(tensor.shape)}"):
+                self._kept.append(tensor.untyped_storage())
+
+    def _add(self, tensor: Tensor, name: str) -> bool:
+        """Let the rank's programs touch it. False if it is known, or part of what is known."""
+        storage = tensor.untyped_storage()
         low, size = storage.data_ptr(), storage.nbytes()
         if not size or self._sim.addresses.zone(low) is not None:
             return False
-        self._sim.addresses.add(low, size, rank, name)
+        self._sim.addresses.add(low, size, self._rank, f"{name} of rank {self._rank}")
         return True
 
     def sweep(self) -> None:

@@ -39,7 +39,7 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
             assert told == (str(rank), str(ending[2])), where
             named_at_once.append(ending[2] == victim)
             assert _end_of_blame(rank, endings) == victim, where
-    assert sum(named_at_once) >= 0.9 * len(named_at_once) > 0
+    assert sum(named_at_once) > 0.75 * len(named_at_once) > 0
 
 
 def _end_of_blame(rank: int, endings: list[Ending | None]) -> int:
