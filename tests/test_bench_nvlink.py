@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import tokenyard as ty
 from tokenyard import launch, reference
-from tokenyard.cli import bench, bench_nvlink, timing
+from tokenyard.cli import bench, bench_nvlink, bench_nvlink_cases, timing
 from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
 from tokenyard.cli.bench_nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Line, Suite, run_suite
@@ -203,7 +203,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, flip: str = "") -> tuple[list[dict[
     return calls, made
 
 
+def test_bars_are_for_four_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    lines = run_alone(replace(TINY, engine="nvlink"))
+    assert {line.bar_us for line in lines} == {None}
+
+
 def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_nvlink, "BARS_RANKS", 1)
+    monkeypatch.setattr(bench_nvlink_cases, "BARS_RANKS", 1)
     calls, made = pretend(monkeypatch)
     lines = run_alone(replace(TINY, engine="nvlink"))
     assert [line.error for line in lines] == [""] * len(lines)

@@ -102,7 +102,7 @@ class Library:
         """Of ``kinds`` (:data:`KINDS` and :data:`BACK`), those that the engine can do. Collective."""
         able = [kind for kind in kinds if kind == BACK or not KINDS[kind].in_place or self._ep.engine == "nvlink"]
         probes = [self._combine() if kind == BACK else self._dispatch(kind) for kind in able]
-        judged = bars and self._ep.world_size == BARS_RANKS
+        judged = bars and dist.get_world_size() == BARS_RANKS
         return probes if judged else [replace(probe, bar_us=None) for probe in probes]
 
     def _picks(self, batch: Batch) -> tuple[Tensor, Tensor]:
