@@ -12,6 +12,11 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
+import pytest
+
+without_devices = pytest.mark.skipif(
+    os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu", reason="needs no device: make test runs it"
+)
 SOAK = max(1, int(os.environ.get("TOKENYARD_SOAK_SEEDS", "1")))
 """``make soak`` runs so many times as many seeds."""
 

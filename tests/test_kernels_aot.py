@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from nvlink_pool import SOAK
+from nvlink_pool import SOAK, without_devices
+
+pytestmark = without_devices
 
 Facts = dict[str, dict[str, Any]]
 

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
-from nvlink_pool import SOAK, run_all
+from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard.header import CACHED, COMBINE, DISPATCH
+
+pytestmark = without_devices
 
 DEATHS = {2: 8, 3: 24, 4: 6}
 """Seeds by world size."""

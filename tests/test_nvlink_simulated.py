@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from nvlink_pool import SOAK, run_all
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
 
 SEEDS = {2: 130, 3: 50, 4: 20, 8: 20, 16: 5}
 """Seeds by world size."""
