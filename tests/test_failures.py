@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 import tokenyard as ty
 from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, meet
 from tokenyard import api
+from tokenyard.engines.wire import GlooWire
 from tokenyard.testing import Ranks, distributed_test
 
 CULPRIT = 1
@@ -121,6 +123,25 @@ def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     point = "middle of the rows"
     plot = Plot(ranks, point, lambda: os._exit(9))
     check_survivor(error_of(plot.play), point)
+    check_over(plot.ep)
+
+
+@distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
+def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
+    """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still blames rank 1."""
+    point = "middle of the rows"
+    plot = Plot(ranks, point, lambda: os._exit(9))
+    if ranks.rank == 0:
+        post = GlooWire._post
+
+        def post_all_but_rows(wire: GlooWire, verb: str, messages: Any, tag: int, what: str) -> Any:
+            return [] if verb == "send" and ", rows" in what else post(wire, verb, messages, tag, what)
+
+        with mock.patch.object(GlooWire, "_post", post_all_but_rows):
+            error = error_of(plot.play)
+    else:
+        error = error_of(plot.play)
+    check_survivor(error, point)
     check_over(plot.ep)
 
 

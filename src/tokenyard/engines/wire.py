@@ -23,6 +23,7 @@ from tokenyard.errors import PeerLost, PeerTimeout
 from tokenyard.rendezvous import give_up
 
 _HEADER_TAG, _ROWS_TAG = 1, 2
+_GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +168,22 @@ class GlooWire:
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise self._lost(peer, what, error) from error
+            self._report(f"rank {peer} sent nothing to rank {self.rank}", peer)  # first: gloo has cut every connection
             answered = [p for p, _ in incoming[:at]] + [p for p, late in incoming[at + 1 :] if _has_come(late)]
             raise self._silent(peer, what, answered) from error
 
     def _silent(self, peer: int, what: str, answered: list[int]) -> PeerTimeout:
         others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
-        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
-        self._report(text, peer)
-        return PeerTimeout(text, peer)
+        report, culprit = self._blamed_by(peer)
+        because = f"; it had reported: {report}" if report else ""
+        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}{because}"
+        self._report(text, culprit)
+        return PeerTimeout(text, culprit)
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> PeerLost:
-        report, culprit = self._reported_by(peer)
+        report, culprit = self._blamed_by(peer)
         because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because} [{str(error)[:80]}]"
-        culprit = peer if culprit in (-1, self.rank) else culprit
         self._report(text, culprit)
         return PeerLost(text, culprit)
 
@@ -188,6 +191,21 @@ class GlooWire:
         assert self._store is not None
         with suppress(RuntimeError):
             self._store.set(f"failure/{self.rank}", f"{culprit} {text}")
+
+    def _blamed_by(self, peer: int) -> tuple[str, int]:
+        """What ``peer`` said of its end ("" if nothing), and whom to blame: the last of those who blame one another.
+
+        A peer that gives up at this very moment is given ``_GRACE`` seconds to say so.
+        """
+        assert self._store is not None
+        with suppress(RuntimeError):
+            self._store.wait([f"failure/{peer}"], timedelta(seconds=min(_GRACE, self.timeout)))
+        report, culprit = self._reported_by(peer)
+        blamed = [self.rank, peer]
+        while culprit not in (-1, *blamed):
+            blamed.append(culprit)
+            culprit = self._reported_by(culprit)[1]
+        return report, blamed[-1]
 
     def _reported_by(self, peer: int) -> tuple[str, int]:
         """What ``peer`` said of its end, and whom it blamed (-1: nothing, nobody)."""
