@@ -117,18 +117,18 @@ def launched_facts(directory: Path) -> dict[str, Any]:
     pretended = Pretended(torch.device("cuda", 3), 10)
     large = (1 << 47) + 1
     facts: dict[str, Any] = {}
-    pretended.launch(kernels.everybody, 24, (large, 1, 16, -5), 8, None, {"R": 4, "W": 16})
+    pretended.bind(kernels.everybody, 24, 8, None, {"R": 4, "W": 16})(*(large, 1, 16, -5))
     facts["first"] = list(seen)[:12]
-    pretended.launch(kernels.everybody, 1, (2, 3, 4, 5), 8, None, {"R": 4, "W": 16})
+    pretended.bind(kernels.everybody, 1, 8, None, {"R": 4, "W": 16})(*(2, 3, 4, 5))
     facts["second"] = list(seen)[:12]
     facts["loads"] = pretended.loads
     for constants in ({"W": 1}, {"W": True}, {"W": 1}):
-        pretended.launch(kernels.double, 1, (1, 2, 3), 4, None, constants)
+        pretended.bind(kernels.double, 1, 4, None, constants)(*(1, 2, 3))
     facts["loads of 1 and True"] = pretended.loads - facts["loads"]
-    facts["too many"] = refusal(pretended.launch, kernels.double, 101, (1, 2, 3), 4, None, {"W": 1})
+    facts["too many"] = refusal(pretended.bind, kernels.double, 101, 4, None, {"W": 1})
     heard: list[Any] = []
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: heard.append(metadata.get()["name"]))
-    pretended.launch(kernels.double, 1, (1, 2, 3), 4, None, {"W": 1})
+    pretended.bind(kernels.double, 1, 4, None, {"W": 1})(*(1, 2, 3))
     facts["heard"] = heard
     facts["launches"] = seen[0]
     return facts

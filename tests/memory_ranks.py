@@ -20,6 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import torch.distributed as dist
 
+from memory_calls import launch
 from memory_kernels import REGION_BYTES, count_up, double, everybody, fail, widths
 from tokenyard.kernels.sync import COUNTER, EXPECTED, GIVEN_UP, PEER, PHASE, RANK, SEEN, STATUS, TIMEOUT_NS
 from tokenyard.launch import LOOPBACK, local_store
@@ -56,8 +57,8 @@ def programs_wait_for_each_other(memory: SharedMemory) -> object:
     out = memory.empty(5, W, dtype=torch.int64)
     for epoch in (1, 2, 3):
         arguments = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr(), epoch)
-        memory.launch(everybody, 2, *arguments, num_warps=4, R=R, W=W)
-    memory.launch(double, 1, out.data_ptr(), W - 1, 3, num_warps=4, W=W)
+        launch(memory, everybody, 2, *arguments, num_warps=4, R=R, W=W)
+    launch(memory, double, 1, out.data_ptr(), W - 1, 3, num_warps=4, W=W)
     came = memory.wait_until(lambda: int(out[4, 0]) > 0, 10)
     memory.settle()
     return [clean, came, out.tolist(), status.tolist()[0], int(state[GIVEN_UP.value])]
@@ -66,7 +67,7 @@ def programs_wait_for_each_other(memory: SharedMemory) -> object:
 @scenario(1)
 def integers_are_int64(memory: SharedMemory) -> object:
     out = memory.empty(2, dtype=torch.int64)
-    memory.launch(widths, 1, out.data_ptr(), 1, 1 << 50, num_warps=4)
+    launch(memory, widths, 1, out.data_ptr(), 1, 1 << 50, num_warps=4)
     memory.settle()
     return out.tolist()
 
@@ -74,7 +75,7 @@ def integers_are_int64(memory: SharedMemory) -> object:
 @scenario(2)
 def atomics_are_atomic(memory: SharedMemory) -> object:
     region = memory.allocate(16)
-    memory.launch(count_up, 2, int(region.addresses[0]), 200, num_warps=4, W=16)
+    launch(memory, count_up, 2, int(region.addresses[0]), 200, num_warps=4, W=16)
     memory.settle()
     memory._meeting.exchange("the end")
     return int(region.local.view(torch.int64)[0])
@@ -87,7 +88,9 @@ def a_rank_dies_before_its_launch(memory: SharedMemory) -> object:
     out = memory.empty(4, 4, dtype=torch.int64)
     if memory.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    memory.launch(everybody, 2, region.addresses.data_ptr(), state.data_ptr(), out.data_ptr(), 1, num_warps=4, R=3, W=4)
+    launch(
+        memory, everybody, 2, region.addresses.data_ptr(), state.data_ptr(), out.data_ptr(), 1, num_warps=4, R=3, W=4
+    )
     memory.settle()
     found = status.tolist()
     return [
@@ -155,14 +158,14 @@ def memory_is_short(memory: SharedMemory) -> object:
 
 @scenario(1)
 def a_program_is_killed(memory: SharedMemory) -> object:
-    memory.launch(fail, 3, 8, 2, num_warps=4)
+    launch(memory, fail, 3, 8, 2, num_warps=4)
     memory.settle()
     return "settled"
 
 
 @scenario(1)
 def a_program_raises(memory: SharedMemory) -> object:
-    memory.launch(fail, 1, 8, -1, num_warps=4)
+    launch(memory, fail, 1, 8, -1, num_warps=4)
     memory.wait_until(lambda: False, 20)
     return "waited"
 
@@ -170,7 +173,7 @@ def a_program_raises(memory: SharedMemory) -> object:
 @scenario(1)
 def tensors_outlive_the_object(memory: SharedMemory) -> object:
     region = memory.allocate(64)
-    memory.launch(double, 1, int(region.addresses[0]), 4, 0, num_warps=4, W=4)
+    launch(memory, double, 1, int(region.addresses[0]), 4, 0, num_warps=4, W=4)
     memory.close()
     memory.close()
     return [int(region.local.sum()), list(memory.empty(0, 3, dtype=torch.int8).shape)]

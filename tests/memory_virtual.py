@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memory_calls import launch
 from memory_kernels import REGION_BYTES, everybody, multiply_add
 from tokenyard.kernels.sync import PEER, RANK, SEEN, STATUS, TIMEOUT_NS
 from tokenyard.memory.threads import ThreadsFailed
@@ -43,12 +44,12 @@ class Exchange:
         state[STATUS.value] = self.status.data_ptr()
         self.state = state.to(self.memory.device)
         self.out = torch.zeros(EPOCHS + 1, LANES, dtype=torch.int64, device=self.memory.device)
-        self.memory.prepare(everybody, 4, R=group.size(), W=LANES)
+        self.memory.bind(everybody, 1, num_warps=4, R=group.size(), W=LANES)
         torch.cuda.current_stream().synchronize()
 
     def launch(self, epoch: int) -> None:
         where = (self.region.addresses.data_ptr(), self.state.data_ptr(), self.out.data_ptr())
-        self.memory.launch(everybody, 2, *where, epoch, num_warps=4, R=self.memory.world_size, W=LANES)
+        launch(self.memory, everybody, 2, *where, epoch, num_warps=4, R=self.memory.world_size, W=LANES)
 
 
 @scenario(1, 3, 8, 16)
@@ -121,7 +122,7 @@ def backwards_pass_the_gate(group: VirtualGroup) -> Any:
 def ranks_have_streams_of_their_own(group: VirtualGroup) -> Any:
     memory = VirtualMemory(group, timeout=10.0)
     a, b, c, out = torch.full((4, 256), 3.0, device=group.device)
-    memory.launch(multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
+    launch(memory, multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
     return [torch.cuda.current_stream().cuda_stream, out.unique().tolist()]
 
 

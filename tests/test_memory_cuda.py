@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from memory_calls import launch
 from tokenyard.memory.cuda import CudaMemory
 from tokenyard.memory.preflight import unreachable_pairs
 from tokenyard.rendezvous import open_store
@@ -66,7 +67,7 @@ def test_flags_and_numbers_reach_everybody(ranks: Ranks) -> None:
             out = torch.zeros(EPOCHS + 1, LANES, dtype=torch.int64, device=ranks.device)
             for epoch in range(1, EPOCHS + 1):
                 where = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr())
-                memory.launch(everybody, 2, *where, epoch, num_warps=4, R=ranks.world_size, W=LANES)
+                launch(memory, everybody, 2, *where, epoch, num_warps=4, R=ranks.world_size, W=LANES)
             torch.cuda.synchronize()
             assert status.tolist() == [0] * 8
             assert out.tolist() == [[0] * LANES, *(sums(ranks.world_size, e, LANES) for e in range(1, EPOCHS + 1))]
@@ -85,8 +86,8 @@ def test_a_silent_rank_is_named(ranks: Ranks) -> None:
         out = torch.zeros(2, LANES, dtype=torch.int64, device=ranks.device)
         if ranks.rank != silent:
             where = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr())
-            memory.launch(everybody, 2, *where, 1, num_warps=4, R=ranks.world_size, W=LANES)
-            assert memory.wait_until(lambda: int(status[CODE]) == TIMED_OUT, 30)
+            launch(memory, everybody, 2, *where, 1, num_warps=4, R=ranks.world_size, W=LANES)
+            assert memory.wait_until(lambda: int(status[CODE]) == TIMED_OUT.value, 30)
             assert [int(status[word]) for word in (PHASE, PEER, EXPECTED, SEEN)] == [WAITING, silent, 1, 0]
         torch.cuda.synchronize()
         dist.barrier()
@@ -99,7 +100,7 @@ def test_integers_are_int64_and_host_words_are_seen(ranks: Ranks) -> None:
     with memory_of(ranks) as memory:
         words = memory.host_words(2)
         assert words.tolist() == [0, 0]
-        memory.launch(widths, 1, words.data_ptr(), 1, 1 << 50, num_warps=1)
+        launch(memory, widths, 1, words.data_ptr(), 1, 1 << 50, num_warps=1)
         assert memory.wait_until(lambda: int(words[1]) != 0, 30)
         torch.cuda.synchronize()
         assert words.tolist() == [64, (1 << 40) + (1 << 50)]
@@ -112,11 +113,11 @@ def test_a_launch_in_a_graph(ranks: Ranks) -> None:
 
     with memory_of(ranks) as memory:
         out = torch.zeros(4, LANES, dtype=torch.int64, device=ranks.device)
-        memory.prepare(double, 4, W=LANES)
+        memory.bind(double, 1, num_warps=4, W=LANES)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for row in range(3):
-                memory.launch(double, 1, out.data_ptr(), LANES, row, num_warps=4, W=LANES)
+                launch(memory, double, 1, out.data_ptr(), LANES, row, num_warps=4, W=LANES)
         assert not out.any()  # captured, not run
         for first in (1, 5):
             out[0] = first
@@ -131,7 +132,7 @@ def test_sums_have_torchs_bits(ranks: Ranks) -> None:
 
     with memory_of(ranks) as memory:
         a, b, c, out = torch.randn(4, 256, device=ranks.device)
-        memory.launch(multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
+        launch(memory, multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
         product = a * b
         assert torch.equal(out, product + c)
         assert not torch.equal(out, torch.addcmul(c.double(), a.double(), b.double()).float())  # fused would be this
@@ -143,18 +144,18 @@ def test_launches_follow_the_current_stream_whatever_the_current_device(ranks: R
 
     with memory_of(ranks) as memory:
         out = torch.ones(2, LANES, dtype=torch.int64, device=ranks.device)
-        memory.prepare(double, 4, W=LANES)
+        memory.bind(double, 1, num_warps=4, W=LANES)
         stream = torch.cuda.Stream(ranks.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
-            memory.launch(double, 1, out.data_ptr(), LANES, 0, num_warps=4, W=LANES)
+            launch(memory, double, 1, out.data_ptr(), LANES, 0, num_warps=4, W=LANES)
             assert not stream.query()  # behind the sleep
         stream.synchronize()
         assert out[1].tolist() == [2] * LANES
         out[1] = 0
         with torch.cuda.device(torch.cuda.device_count() - 1):
-            memory.launch(double, 1, out.data_ptr(), LANES // 2, 0, num_warps=4, W=LANES)
+            launch(memory, double, 1, out.data_ptr(), LANES // 2, 0, num_warps=4, W=LANES)
         torch.cuda.synchronize(ranks.device)
         assert out[1].tolist() == [2] * (LANES // 2) + [0] * (LANES // 2)
 
@@ -167,8 +168,8 @@ def test_a_grid_beyond_the_gpu_is_refused(ranks: Ranks) -> None:
         out = torch.ones(2, LANES, dtype=torch.int64, device=ranks.device)
         most = memory.num_sms * 32
         with pytest.raises(ValueError, match=r"must be at most"):
-            memory.launch(double, most + 1, out.data_ptr(), LANES, 0, num_warps=4, W=LANES)
-        memory.launch(double, memory.num_sms, out.data_ptr(), LANES, 0, num_warps=32, W=LANES)
+            launch(memory, double, most + 1, out.data_ptr(), LANES, 0, num_warps=4, W=LANES)
+        launch(memory, double, memory.num_sms, out.data_ptr(), LANES, 0, num_warps=32, W=LANES)
         torch.cuda.synchronize()
         assert out[1].tolist() == [2] * LANES
 

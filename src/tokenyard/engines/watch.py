@@ -27,13 +27,13 @@ _BITS = [
 REFUSED = -1
 """The tag of a rank that refuses a call."""
 
-_PHASES = {
-    0: ("its part of the plan", "tickets"),
-    1: ("its counts", "arrivals[{peer}]"),
-    2: ("its greeting", "hellos[{peer}]"),
-    3: ("its rows", "tails[{peer}, {counter}]"),
-    4: ("room for rows", "heads[{peer}, {counter}]"),
-    5: ("the end of its rows", "dones[{peer}]"),
+_PHASES: dict[int, tuple[str, str]] = {
+    sync.ON_PLAN.value: ("its part of the plan", "tickets"),
+    sync.ON_COUNTS.value: ("its counts", "arrivals[{peer}]"),
+    sync.ON_GREETING.value: ("its greeting", "hellos[{peer}]"),
+    sync.ON_ROWS.value: ("its rows", "tails[{peer}, {counter}]"),
+    sync.ON_ROOM.value: ("room for rows", "heads[{peer}, {counter}]"),
+    sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
 }
 
 
@@ -103,9 +103,9 @@ class Watch:
         phase, peer, counter, expected, seen = (
             int(self._status[at]) for at in (sync.PHASE, sync.PEER, sync.COUNTER, sync.EXPECTED, sync.SEEN)
         )
-        if code == sync.TIMED_OUT:
+        if code == sync.TIMED_OUT.value:
             raise self._silent(phase, peer, counter, expected, seen)
-        if phase == 1:
+        if phase == sync.ON_COUNTS.value:
             raise PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
         if seen == REFUSED:
             raise PeerError(f"rank {peer} refused its side of {self._call}: its own error says why")

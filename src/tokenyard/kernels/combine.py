@@ -23,7 +23,9 @@ from tokenyard.kernels.greet import greet
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.sync import RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words
+from tokenyard.kernels.sync import (
+    ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
+)  # fmt: skip
 
 
 @triton.jit
@@ -64,13 +66,13 @@ def _send(
     tail = tail_of(there, me, c, R, C)
     base = tl.load(sent_to(state, s, c, R, C))
     want = base
-    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, 4, s, c) >= want
+    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
     b = tl.arange(0, B)
     for i0 in range(lo, hi, CHUNK):
         n = tl.minimum(CHUNK, hi - i0)
         if ok:
             want = base + (i0 - lo) + n - Q
-            ok = wait_at_least(head_of(mine, s, c, R, C), want, state, 4, s, c) >= want
+            ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
         if ok:
             for j in range(0, n, B):
                 i, here = i0 + j + b, j + b < n
@@ -123,7 +125,7 @@ def _reduce(
         upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
         upto = tl.where(remote, upto, 0)
         if ok & (tl.max((upto > seen).to(tl.int32)) > 0):
-            tails = wait_for_all(tail_of(mine, r, c, R, C), bases + upto, remote, state, 3, c + (r * 0))
+            tails = wait_for_all(tail_of(mine, r, c, R, C), bases + upto, remote, state, ON_ROWS, c + (r * 0))
             ok = lacking(tails, bases + upto, remote) == 0
             seen = tails - bases
         if ok:

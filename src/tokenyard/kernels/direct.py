@@ -26,7 +26,7 @@ from tokenyard.kernels.payload import as_words, cast_values, store_cast
 from tokenyard.kernels.place import unpack_flat
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import DIRECT_CALLS, done_of, first_in, first_out, in_bound, peer_base, place_of
-from tokenyard.kernels.sync import RANK, add_release, given_up, wait_for_all, words
+from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for_all, words
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def direct_kernel(
             bases = tl.load(words(peers) + r, mask=r < R, other=0)
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:
-            wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, 5, r)
+            wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, ON_END, r)
             count_call(state)
             tl.store(words(state) + DIRECT_CALLS, calls + 1)
 

@@ -32,10 +32,7 @@ from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
     block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.sync import RANK, add_release, given_up, wait_at_least, words
-
-TAIL, HEAD = 3, 4
-"""Phases as the status names them."""
+from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
 
 
 @triton.jit
@@ -139,12 +136,12 @@ def dispatch_kernel(
             tail = tail_of(peer_base(peers, to), me, c, R, C)
             base = tl.load(sent_to(state, to, c, R, C))
             want = base
-            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want
+            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
             for i0 in range(lo, hi, CHUNK):
                 n = tl.minimum(CHUNK, hi - i0)
                 if ok:
                     want = base + (i0 - lo) + n - Q
-                    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want
+                    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
                 if ok:
                     for j in range(0, n, B):
                         i = i0 + j + b
@@ -169,7 +166,7 @@ def dispatch_kernel(
         ok = True
         while (taken < total) & ok:
             want = base + taken + 1
-            seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, 3, s, c)
+            seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, ON_ROWS, s, c)
             ok = seen >= want
             if ok:
                 n = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, CHUNK)

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
-from tokenyard.kernels.sync import RANK, add_release, give_up, given_up, lacking, wait_for_all, words
+from tokenyard.kernels.sync import (
+    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, wait_for_all, words,
+)  # fmt: skip
 
 
 @triton.jit
@@ -24,12 +26,12 @@ def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexp
     mine = peer_base(peers, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, 2, r), want, r < R) == 0
+    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, ON_GREETING, r), want, r < R) == 0
     if ok:
         theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=r < R, other=0)
         peer = tl.max(tl.where((r < R) & (theirs != tag), r, -1))
         if peer >= 0:
-            give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+            give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
             ok = False
     return ok
 

@@ -30,11 +30,9 @@ from tokenyard.kernels.region import (
     out_bound, peer_base, place_of, start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    RANK, STATUS, add_release, give_up, given_up, lacking, wait_at_least, wait_for_all, words,
+    DISAGREED, ON_COUNTS, ON_GREETING, ON_PLAN, RANK, STATUS, add_release, give_up, given_up, lacking, wait_at_least,
+    wait_for_all, words,
 )  # fmt: skip
-
-GRID, COUNTS = 0, 1
-"""Phases as the status names them."""
 
 _STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
@@ -231,14 +229,14 @@ def _complete(
     most = tl.max(tl.where(known, rows, 0))
     if not HOST:  # otherwise the host decides
         if (most > M) | (tl.min(rows) < 0):
-            give_up(state, 2, 1, tl.argmax(rows, 0), 0, M, most)
+            give_up(state, DISAGREED, ON_COUNTS, tl.argmax(rows, 0), 0, M, most)
     tags = tl.load(matrix_of(mine, half, s, R, C) + R + 1, mask=known, other=0)
     other = known & (tags != tag)
     if HOST:  # headers tell more, but a rank with static shapes sends none
         other = other & (tl.load(header_of(mine, half, s, R, C, W), mask=known, other=0) != _MAGIC)
     peer = tl.max(tl.where(other, s, -1))
     if peer >= 0:
-        give_up(state, 2, 2, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
+        give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
     tl.store(in_bound(plan, s, C, R, C), rows.to(tl.int32), mask=known)
     tl.store(first_in(plan, s, R, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     table = tl.load(
@@ -352,7 +350,7 @@ def plan_kernel(
     ticket = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")
     call = ticket // C
     half = (call % 2).to(tl.int32)
-    if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, 0, me, TICKETS) >= (call + 1) * C:
+    if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, TICKETS) >= (call + 1) * C:
         before = _sum_before(hist, c, r, r < R, C, CP, HIST)
         tl.store(out_bound(plan, r, c, R, C), before, mask=r < R)
         bases = tl.load(words(peers) + r, mask=r < R, other=0)
@@ -377,7 +375,7 @@ def plan_kernel(
         if c == 0:
             mine = peer_base(peers, me)
             want = (call + 1) * C + (r * 0)
-            if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, 1, r), want, r < R) == 0:
+            if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, ON_COUNTS, r), want, r < R) == 0:
                 crowded = _complete(
                     mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
                     R, C, CP, RP, LP, W, EXPERTS, PADDED, HOST,

@@ -55,46 +55,55 @@ def peer_base(peers, rank):
 
 @triton.jit
 def tail_of(base, source, channel, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``source``: rows it has put into my ring (source, channel), in total. ``base`` is my region."""
     return base.to(tl.pointer_type(tl.int64)) + source * C + channel
 
 
 @triton.jit
 def head_of(base, destination, channel, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``destination``: rows that it has taken out of its ring (me, channel), in total."""
     return base.to(tl.pointer_type(tl.int64)) + R * C + destination * C + channel
 
 
 @triton.jit
 def hello_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: data calls it has entered."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + peer
 
 
 @triton.jit
 def arrival_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: its channels that have sent me their counts, in total."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + R + peer
 
 
 @triton.jit
 def done_of(base, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: its programs that have written all their rows of a direct dispatch, in total."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 2 * R + peer
 
 
 @triton.jit
 def tag_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: what its current data call is."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 3 * R + half * R + peer
 
 
 @triton.jit
 def matrix_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: rows it sends to each rank, rows it has room for, its tag. ``[R + 2]``."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + (half * R + peer) * (R + 2)
 
 
 @triton.jit
 def bounds_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
+    """Written by ``peer``: rows to me in its channels before each one. ``[C]``."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 5 * R + 2 * R * (R + 2) + (half * R + peer) * C
 
 
 @triton.jit
 def header_of(base, half, peer, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Written by ``peer``: its header for me. ``[W]``."""
     start = 2 * R * C + 5 * R + 2 * R * (R + 2 + C)
     return base.to(tl.pointer_type(tl.int64)) + start + (half * R + peer) * W
 
@@ -146,6 +155,7 @@ def go_of(plan, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _head(R: tl.constexpr, C: tl.constexpr):
+    """int32 words before a plan's tables of tokens."""
     return ((2 * R * (C + 1) + 2 * R + 1 + 31) // 32) * 32
 
 

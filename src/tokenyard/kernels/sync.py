@@ -22,7 +22,10 @@ STATE_WORDS = 16
 # int64 words of the status, in host memory
 CODE, PHASE, PEER, COUNTER, EXPECTED, SEEN = range(6)
 STATUS_WORDS = 8
-TIMED_OUT, DISAGREED = 1, 2
+TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
+
+# what a wait is on, as the status names its phase
+ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase) for phase in range(6))
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def wait_at_least(counter, want, state, phase, peer, number):
             seen = load_acquire(counter)
             live = still_time(state, deadline)
         if (seen < want) & is_late(state):
-            give_up(state, 1, phase, peer, number, want, seen)
+            give_up(state, TIMED_OUT, phase, peer, number, want, seen)
     tl.debug_barrier()
     return seen
 
@@ -134,7 +137,7 @@ def wait_for_all(counters, wants, mask, state, phase, numbers):
             i = tl.arange(0, seen.shape[0])
             peer = tl.max(tl.where((seen < wants) & mask, i, -1))
             number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
-            give_up(state, 1, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
+            give_up(state, TIMED_OUT, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
         if short > 0:
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()

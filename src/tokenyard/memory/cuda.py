@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.base import Region
+from tokenyard.memory.device import DeviceMemory
 from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.rendezvous import open_store
 
 
-class CudaMemory:
+class CudaMemory(DeviceMemory):
     """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not collective.
 
     Regions live until :meth:`close`. Launches go to the current stream of ``device``.
@@ -43,14 +43,12 @@ class CudaMemory:
         store: dist.Store | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.device = device
         self.num_sms: int = num_sms or multiprocessors(device)
+        super().__init__(device, Kernels(device, self.num_sms))
         self._group = group
         if store is None:
             store = dist.HashStore() if group is None else open_store(group, rank)
         self._meeting = Meeting(store, rank, world_size, timeout)
-        self._kernels = Kernels(device, self.num_sms)
-        self._kept: list[Any] = []
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
@@ -85,42 +83,12 @@ class CudaMemory:
         self._kept += [local, handle, views]
         return local, pointers
 
-    def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same ``data_ptr()``."""
-        with torch.cuda.device(self.device):
-            words = torch.zeros(count, dtype=torch.int64, pin_memory=True)
-        self._kept.append(words)
-        return words
-
-    def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which torch makes tensors that kernels of this rank may write to: nothing to do on a GPU."""
-        return nullcontext()
-
-    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
-        """Compile and load ``kernel`` without launching it. A must before a launch is captured in a CUDA graph."""
-        self._kernels.prepare(kernel, num_warps, max_registers, constants)
-
-    def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
-    ) -> Callable[..., None]:
-        """See :class:`SymmetricMemory`."""
-        return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
-
-    def launch(
-        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
-    ) -> None:
-        """Queue ``grid`` programs on the current stream. See :class:`SymmetricMemory`."""
-        self._kernels.launch(kernel, grid, args, num_warps, max_registers, constants)
-
     def gate(self) -> None:
         """Nothing: ranks are processes, and no launch of one blocks another's."""
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
         """Poll until ``ready()``; False after ``timeout`` seconds."""
         return wait_until(ready, timeout)
-
-    def settle(self) -> None:
-        """Nothing: streams order it."""
 
     def close(self) -> None:
         """Wait for this rank's GPU, then free its regions and host words."""

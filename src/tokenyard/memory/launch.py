@@ -144,7 +144,7 @@ class Kernels:
         Raises:
             ValueError: not all programs would run together: those that do could wait for ever for those that do not.
         """
-        loaded = self.prepare(kernel, num_warps, max_registers, constants)
+        loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if grid > loaded.most:
             raise ValueError(
                 f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs run together"
@@ -159,18 +159,6 @@ class Kernels:
 
         return launch
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: int,
-        args: tuple[int, ...],
-        num_warps: int,
-        max_registers: int | None,
-        constants: dict[str, Any],
-    ) -> None:
-        """:meth:`bind` and launch."""
-        self.bind(kernel, grid, num_warps, max_registers, constants)(*args)
-
     def _call(self, loaded: Loaded, grid: int, args: tuple[int, ...]) -> None:
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if enter.calls or leave.calls:  # a profiler listens
@@ -182,8 +170,8 @@ class Kernels:
             loaded.packed, details, enter, leave, *args, *loaded.constants,
         )  # fmt: skip
 
-    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
-        """Compile and load without launching. May wait for everything that runs on the device."""
+    def _prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+        """Compile and load, once. May wait for everything that runs on the device."""
         key = (id(kernel), num_warps, max_registers, *constants.items(), *map(type, constants.values()))
         with self._lock:
             if key not in self._loaded:

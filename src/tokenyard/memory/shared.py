@@ -15,7 +15,6 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,24 +107,18 @@ class SharedMemory:
         self._kept.append(words)
         return words
 
-    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
-        """Nothing: there is nothing to compile."""
-
     def bind(
         self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
     ) -> Callable[..., None]:
-        """See :class:`SymmetricMemory`."""
-        return partial(self.launch, kernel, grid, num_warps=num_warps, max_registers=max_registers, **constants)
+        """See :class:`SymmetricMemory`. There is nothing to compile.
 
-    def launch(
-        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
-    ) -> None:
-        """Start ``grid`` programs behind this rank's earlier launches. See :class:`SymmetricMemory`.
-
-        Raises:
-            RuntimeError: an earlier program failed; names it.
+        The result raises RuntimeError if an earlier program failed, and names it.
         """
-        self._programs.launch(kernel, grid, args, constants)
+
+        def launch(*args: int) -> None:
+            self._programs.launch(kernel, grid, args, constants)
+
+        return launch
 
     def gate(self) -> None:
         """Nothing: ranks are processes."""

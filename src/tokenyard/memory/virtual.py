@@ -5,8 +5,8 @@ kernels that run, and a kernel that runs may wait for a peer whose thread cannot
 while a peer's kernel waits for its own:
 
 - :func:`virtual_environment` makes CUDA load its own kernels at start and gives every stream a hardware queue;
-- before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels prepared
-  (:meth:`VirtualMemory.prepare`); after it, it only launches;
+- before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels loaded
+  (:meth:`VirtualMemory.bind`); after it, it only launches;
 - :meth:`VirtualMemory.allocate` lets no rank go before all have their memory.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.base import Region
+from tokenyard.memory.device import DeviceMemory
 from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.threads import Gate, run_threads
@@ -135,7 +135,7 @@ class VirtualGroup:
         return self.world.gate(f"object/{self.opened}")
 
 
-class VirtualMemory:
+class VirtualMemory(DeviceMemory):
     """Symmetric memory of one virtual rank: every rank's part is a tensor of this process.
 
     Args:
@@ -145,12 +145,11 @@ class VirtualMemory:
 
     def __init__(self, group: VirtualGroup, timeout: float) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        self.device, self.num_sms = group.device, group.world.num_sms
+        super().__init__(group.device, group.world.kernels)
+        self.num_sms = group.world.num_sms
         self._timeout = timeout
         self._world, self._number = group.world, group.opened
         self._gate = group.open_gate()
-        self._kernels = group.world.kernels
-        self._kept: list[Tensor] = []
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
@@ -172,32 +171,6 @@ class VirtualMemory:
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         return self._gate.meet(self.rank, what, self._timeout, value)
 
-    def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` in pinned memory. Ask before the gate: it may wait for kernels that run."""
-        words = torch.zeros(count, dtype=torch.int64, pin_memory=True)
-        self._kept.append(words)
-        return words
-
-    def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which torch makes tensors that kernels of this rank may write to: nothing to do on a GPU."""
-        return nullcontext()
-
-    def prepare(self, kernel: Any, num_warps: int, max_registers: int | None = None, **constants: Any) -> None:
-        """Compile and load ``kernel`` without launching it; the ranks share what is loaded."""
-        self._kernels.prepare(kernel, num_warps, max_registers, constants)
-
-    def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
-    ) -> Callable[..., None]:
-        """See :class:`SymmetricMemory`."""
-        return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
-
-    def launch(
-        self, kernel: Any, grid: int, *args: int, num_warps: int, max_registers: int | None = None, **constants: Any
-    ) -> None:
-        """Queue ``grid`` programs on this thread's current stream. See :class:`SymmetricMemory`."""
-        self._kernels.launch(kernel, grid, args, num_warps, max_registers, constants)
-
     def gate(self) -> None:
         """Wait until every rank has come here.
 
@@ -209,9 +182,6 @@ class VirtualMemory:
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
         """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run meanwhile."""
         return wait_until(ready, timeout, brisk=1e-3)
-
-    def settle(self) -> None:
-        """Nothing: streams order it."""
 
     def close(self) -> None:
         """Wait for this thread's stream, then free this rank's regions and host words: when all ranks have closed theirs, as
