@@ -7,10 +7,10 @@ tensors have that stream either way). A synchronous call comes after every call 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,7 @@ class Lane:
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
-        self._on = -1
+        self._where = -1
         self._started: dict[int, Future[Any]] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, Callable[[], Any]]] = {}
         self._last: Future[Any] | None = None
@@ -55,49 +55,44 @@ class Lane:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Make a call in its turn and return its result."""
-        with self._alone():
+        self._enter()
+        try:
             stream = torch.cuda.current_stream(self._device) if self._on_gpu() else None
             if self._last is None or self._last.done():
-                with torch.no_grad(), self._in_turn(stream):
-                    return call()
+                return self._in_turn(call, stream)
+            return self._submit(partial(self._on, call, stream)).result()
+        finally:
+            self._lock.release()
 
-            def body() -> Any:
-                with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
-                    return call()
-
-            return self._submit(body).result()
+    def _on(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
+        with torch.cuda.stream(stream):
+            return self._in_turn(call, stream)
 
     def _on_gpu(self) -> bool:
         return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")
 
-    @contextmanager
-    def _in_turn(self, stream: torch.cuda.Stream | None) -> Generator[None, None, None]:
+    def _in_turn(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
         """A call on ``stream`` comes after the one before it, wherever that ran: calls of one object share memory.
 
         A call that is captured in a CUDA graph runs when the graph does, so its order is the caller's affair.
         """
         if stream is None or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        if self._done is not None and self._on != stream.cuda_stream:
+            return _without_grad(call)
+        if self._done is not None and self._where != stream.cuda_stream:
             self._done.wait(stream)
         try:
-            yield
+            return _without_grad(call)
         finally:
             self._done = self._done or torch.cuda.Event()
             self._done.record(stream)
-            self._on = stream.cuda_stream
+            self._where = stream.cuda_stream
 
-    @contextmanager
-    def _alone(self) -> Generator[None, None, None]:
+    def _enter(self) -> None:
+        """Take the lock, which is the caller's to release."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this ExpertParallel is in use by another thread: one object serves one thread at a time"
             )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
         """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it now, by :meth:`run`.
@@ -109,8 +104,11 @@ class Lane:
             if when.after is not None:
                 when.after.wait()
             return NO_TICKET
-        with self._alone():
+        self._enter()
+        try:
             return self._start(call, device, when.after)
+        finally:
+            self._lock.release()
 
     def _start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
         if len(self._started) >= MAX_OUTSTANDING:
@@ -139,13 +137,16 @@ class Lane:
         ready.record()
         self._issued[ticket] = (done, call)  # the call holds its inputs, which the stream still reads
 
+        def behind() -> Any:
+            (ready if after is None else after).wait()
+            try:
+                return call()
+            finally:
+                done.record()
+
         def body() -> Any:
-            with torch.cuda.stream(stream), torch.no_grad(), self._in_turn(stream):
-                (ready if after is None else after).wait()
-                try:
-                    return call()
-                finally:
-                    done.record()
+            with torch.cuda.stream(stream):
+                return self._in_turn(behind, stream)
 
         return body
 
@@ -176,10 +177,16 @@ def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], An
     def body() -> Any:
         if after is not None:
             after.wait()
-        with torch.no_grad():
-            return call()
+        return _without_grad(call)
 
     return body
+
+
+def _without_grad(call: Callable[[], Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return call()
+    with torch.no_grad():
+        return call()
 
 
 def _made(body: Callable[[], Any]) -> Future[Any]:

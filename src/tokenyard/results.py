@@ -40,8 +40,7 @@ class _Later:
         except Exception as error:
             self._finish = partial(_raise, error)
             raise
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self.__dict__.update(fields)
 
     def hook(self) -> None:
         """Finish the receive of a call made with ``return_hook=True``; the same as :meth:`wait`."""
@@ -122,19 +121,23 @@ class Combined(_Later):
 
 def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
     """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``."""
+
+    def shaped(table: Tensor) -> Tensor:
+        return table if len(rows_shape) == 1 else table.view(*rows_shape, *table.shape[1:])
+
     arrived, layout = handle.arrived, handle.layout
     flat = layout is Layout.FLAT
     weights = arrived.weights if handle.has_weights else None
     return {
-        "x": x.view(*rows_shape, x.shape[-1]),
-        "scales": None if scales is None else scales.view(*rows_shape, scales.shape[-1]),
+        "x": shaped(x),
+        "scales": None if scales is None else shaped(scales),
         "topk_idx": arrived.topk_idx.to(handle.index_dtype) if flat else None,
         "topk_weights": weights if flat else None,
-        "row_weights": weights.view(rows_shape) if weights is not None and not flat else None,
+        "row_weights": shaped(weights) if weights is not None and not flat else None,
         "tokens_per_expert": arrived.tokens_per_expert,
         "expert_offsets": arrived.expert_offsets if layout is Layout.EXPERT_MAJOR else None,
         "source_ranges": arrived.source_ranges if layout is Layout.EXPERT_PADDED else None,
-        "source": arrived.source.view(rows_shape),
+        "source": shaped(arrived.source),
         "overflow": arrived.overflow if handle.spec.capacity is not None else None,
         "handle": handle,
     }

@@ -56,6 +56,7 @@ class NvlinkEngine:
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls = 0
+        self._no_wait = [float("nan")] * config.world_size
         size, width, self._local = config.world_size, self._ground.header_words, config.num_local_experts
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
@@ -99,7 +100,7 @@ class NvlinkEngine:
             if moved is not None and not crowded:
                 self._memory.gate()  # every rank comes to two, whether it launches or not
             else:
-                num_rows = num_result_rows(spec, self.config, counts.experts, sum(counts.received))
+                num_rows = num_result_rows(spec, self.config, counts.experts.tolist(), sum(counts.received))
                 moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
             return self._finish(*moved, counts, kind)
 
@@ -314,7 +315,7 @@ class NvlinkEngine:
         return Counts(
             sent=self._sent.tolist(),
             received=self._headers[:, head.NUM_ROWS].tolist(),
-            experts=self._headers[:, head.COUNTS : head.COUNTS + self._local].sum(0).tolist(),
+            experts=self._headers[:, head.COUNTS : head.COUNTS + self._local].sum(0),
             routing=head.mixed(self._headers[:, head.ROUTING].tolist()),
         )
 
@@ -352,10 +353,12 @@ class NvlinkEngine:
         """What is left to do once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
         if counts is None:  # the number of the call tells one routing from another
-            splits = [-1] * (2 * self.config.world_size) + [kind.fingerprint.call]
+            splits = [-1] * (2 * self.config.world_size)
+            known = np.array([*splits, kind.fingerprint.call])
         else:
-            splits = [*counts.sent, *counts.received, counts.routing, *counts.experts]
-        plan = plan._replace(splits=torch.from_numpy(np.array(splits)))  # pyright: ignore[reportUnknownMemberType]
+            splits = counts.sent + counts.received
+            known = np.concatenate(([*splits, counts.routing], counts.experts))
+        plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
         if counts is not None and not kind.experts:
             num_rows = sum(counts.received)
             for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
@@ -372,7 +375,7 @@ class NvlinkEngine:
         out, into = known[:size], known[size : 2 * size]
         if back:
             out, into = into, out
-        self.stats.record(op, out, into, kind.form.slot_bytes, [float("nan")] * size)
+        self.stats.record(op, out, into, kind.form.slot_bytes, self._no_wait)
 
 
 def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Counts(NamedTuple):
 
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
-    experts: list[int]  # rows of each local expert
+    experts: Any  # rows of each local expert: a numpy array of int64
     routing: int  # digest of all ranks' routing
 
 

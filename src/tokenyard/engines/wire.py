@@ -81,14 +81,18 @@ class GlooWire:
             self._mesh = self._connect(store)
 
     def _connect(self, store: dist.Store) -> Any:
+        """The mesh, once every rank has it: whoever is lost later is lost in a call, by name."""
         wait = timedelta(seconds=self.timeout)
         store.set(f"here/{self.rank}", "")
         try:
             mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), self.rank, self.world_size, wait)
+            store.set(f"connected/{self.rank}", "")
+            store.wait([f"connected/{peer}" for peer in self._peers], wait)
             return mesh
         except RuntimeError as error:
             give_up(store, self.rank)
-            missing = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
+            absent = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
+            missing = absent or [peer for peer in self._peers if not store.check([f"connected/{peer}"])]
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
                 f"rank {self.rank} waited {self.timeout} s in ExpertParallel(...) to connect with rank(s) {names} "
