@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from nvlink_plants import planted
 from tokenyard.config import Config
+from tokenyard.engines.blame import Blame
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.handle import Spec
@@ -120,7 +122,8 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         timeout=5.0,
     )
     shape = shape_for(num_sms, RANKS, all_sms=num_sms == SMS)
-    engine = NvlinkEngine(config, memory, Stats.zeros(0, RANKS), shape, DEFAULT_BUFFER_BYTES)
+    blame = Blame(dist.HashStore(), 0, 1.0)
+    engine = NvlinkEngine(config, memory, Stats.zeros(0, RANKS), shape, DEFAULT_BUFFER_BYTES, blame)
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
     fp8 = Payload(cast.data, cast.scales)

@@ -28,6 +28,7 @@ from simulated_tensors import OwnTensors
 from tokenyard import reference
 from tokenyard.calls import in_arrival_order
 from tokenyard.engines.arrival import weights_of_rows
+from tokenyard.engines.blame import Blame
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import form_of, meta_words
 from tokenyard.errors import PeerError
@@ -87,7 +88,8 @@ class RankRun:
         self.config = scenario.config(ranks.rank, timeout)
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
-            self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, num_bytes)
+            blame = Blame(ranks.store, self.rank, timeout)
+            self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, num_bytes, blame)
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the engine, then see that nothing went wrong on the device."""

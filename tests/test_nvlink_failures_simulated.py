@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
+from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
@@ -17,7 +17,7 @@ DEATHS = {2: 8, 3: 24, 4: 6}
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads)\[\d+, \d+\]) to reach \d+, it is \d+\)"
+    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads)\[\d+, \d+\]) to reach \d+, it is \d+\)(; it had reported: .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
 
@@ -25,9 +25,9 @@ ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_a_rank_that_dies_is_named(world_size: int) -> None:
-    """By all others, or by the one whom they name: who gives up on the dead rank is silent too from then on."""
+    """By all others: who waits for one that gave up itself learns from its report whom that one waited for."""
     seeds = range(DEATHS[world_size] * SOAK)
-    named_at_once: list[bool] = []
+    reports = 0
     deaths = run_all("nvlink_failures.death", [(world_size, seed) for seed in seeds])
     for seed, (victim, when, endings) in zip(seeds, deaths, strict=True):
         where = f"seed {seed}, rank {victim} dies after {when} of 1000: {endings}"
@@ -36,22 +36,13 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
             if ending is None or ending == FINE:
                 continue
             assert ending[0] == "PeerTimeout", where
+            assert ending[2] == victim, where
             said = SILENT.fullmatch(ending[1])
-            told = (said[2], said[1]) if said else ABSENT.fullmatch(ending[1]).groups()
-            assert told == (str(rank), str(ending[2])), where
-            named_at_once.append(ending[2] == victim)
-            assert _end_of_blame(rank, endings) == victim, where
-    assert sum(named_at_once) > 0.75 * len(named_at_once) > 0
-
-
-def _end_of_blame(rank: int, endings: list[Ending | None]) -> int:
-    """Whom ``rank`` names, whom that one names, and so on."""
-    for _ in endings:
-        ending = endings[rank]
-        if ending is None or ending[2] < 0:
-            return rank
-        rank = ending[2]
-    return -1
+            told = (said[2], said[1], said[3]) if said else (*ABSENT.fullmatch(ending[1]).groups(), None)
+            assert told[0] == str(rank), where
+            assert told[1] == str(victim) or f"rank {victim} did not send" in told[2], where
+            reports += told[2] is not None
+    assert reports > 0 or world_size < 3 or len(seeds) < 20  # rare
 
 
 def test_deaths_are_noticed() -> None:

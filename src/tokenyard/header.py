@@ -130,9 +130,9 @@ _NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
 
 def blank(fingerprint: Fingerprint, num_ranks: int, num_counts: int, num_tokens: int) -> Tensor:
     """Headers for all ranks with no rows announced: int64 ``[R, words]`` on the CPU."""
-    header = torch.zeros(num_ranks, COUNTS + num_counts, dtype=torch.int64)
+    header = torch.zeros(num_ranks, COUNTS + num_counts, dtype=torch.int64, device="cpu")
     header[:, 0] = MAGIC
-    header[:, _FINGERPRINT:STATUS] = torch.tensor(astuple(fingerprint))
+    header[:, _FINGERPRINT:STATUS] = torch.tensor(astuple(fingerprint), device="cpu")
     header[:, NUM_TOKENS] = num_tokens
     return header
 

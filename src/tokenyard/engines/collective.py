@@ -250,7 +250,8 @@ class CollectiveEngine:
         if topk_idx.numel() == 0:
             return
         if self._bad_index is None:
-            self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
+            with torch.inference_mode(False):
+                self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
         flat = topk_idx.reshape(-1)
         bad = (flat < -1) | (flat >= self.config.num_experts)
         at = bad.to(torch.uint8).argmax().view(1)
@@ -302,7 +303,8 @@ class CollectiveEngine:
         held = self._staging.get(name)
         if held is None or held.numel() < need:
             self._staging.pop(name, None)
-            held = self._staging[name] = torch.empty(need, dtype=torch.uint8)
+            with torch.inference_mode(False):  # kept for calls outside of it too
+                held = self._staging[name] = torch.empty(need, dtype=torch.uint8, device="cpu")
         return held[:need].view(num_rows, form.row_bytes)
 
     def _exchange(self, send: Tensor, recv: Tensor, spans: Spans, op: str) -> Callable[[], None]:
@@ -337,7 +339,7 @@ class CollectiveEngine:
         num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
         payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
-        splits = torch.tensor([*spans.send_counts, *spans.recv_counts, routing])
+        splits = torch.tensor([*spans.send_counts, *spans.recv_counts, routing], device="cpu")
         plan = Plan(
             splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
             route=departure.token,

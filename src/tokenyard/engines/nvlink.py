@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.arrival import num_result_rows
+from tokenyard.engines.blame import Blame
 from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Ground, Shape, address, as_aligned, form_of
@@ -46,12 +47,14 @@ class NvlinkEngine:
     waits_on_host = False
     returns_width = 0
 
-    def __init__(self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Shape, buffer_bytes: int) -> None:
+    def __init__(
+        self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Shape, buffer_bytes: int, blame: Blame
+    ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
         self._ground = Ground(config, memory, shape, buffer_bytes)
         self._launches = Launches(config, self._ground)
-        self._watch = Watch(config, self._ground)
+        self._watch = Watch(config, self._ground, blame)
         self._view = View(config, self._ground, self._launches)
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
@@ -207,7 +210,7 @@ class NvlinkEngine:
             launch(self._ground.peers, self._ground.state_at, REFUSED)
             self._memory.settle()
             return True
-        nothing = Payload(torch.empty(0, self.config.hidden, dtype=torch.bfloat16), None)
+        nothing = Payload(torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu"), None)
         spec = Spec(layout=Layout.FLAT, exact=exact)
         kind = kind_of(op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False)
         header = head.blank(fingerprint, 1, 0, 0)

@@ -141,8 +141,8 @@ class Ground:
         self.rank_bins = power_of_two_at_least(max(ranks, 2))
         self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
         width = self.rank_bins + self.expert_bins
-        state = torch.zeros(region.state_words(ranks, channels), dtype=torch.int64)
-        state[:3] = torch.tensor([config.rank, int(config.timeout * 1e9), self.status.data_ptr()])
+        state = torch.zeros(region.state_words(ranks, channels), dtype=torch.int64, device="cpu")
+        state[:3] = torch.tensor([config.rank, int(config.timeout * 1e9), self.status.data_ptr()], device="cpu")
         with memory.tensors():
             self.scratch = torch.zeros(
                 (2 * channels + 1) * width + 4 * channels, dtype=torch.int32, device=memory.device

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
+from tokenyard.engines.blame import Blame
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.wire import GlooWire, GroupWire, Wire
 from tokenyard.errors import Mismatch, NotSupported
@@ -58,7 +59,12 @@ def choose(
             )
         memory = group.open_memory(config.timeout)
         return _nvlink(
-            memory, memory.num_sms, config, asked, f"{config.world_size} ranks in one process, on {memory.device}"
+            memory,
+            store,
+            memory.num_sms,
+            config,
+            asked,
+            f"{config.world_size} ranks in one process, on {memory.device}",
         )
     gpu = _gpu(group, asked.device)
     obstacle, most_sms = "not asked for", 0
@@ -71,14 +77,17 @@ def choose(
 
         part = None if store is None else dist.PrefixStore("memory", store)
         memory = CudaMemory(group, config.rank, config.world_size, gpu, config.timeout, store=part)
-        return _nvlink(memory, most_sms, config, asked, f"{config.world_size} GPUs that map each other's memory")
+        why = f"{config.world_size} GPUs that map each other's memory"
+        return _nvlink(memory, store, most_sms, config, asked, why)
     return _collective(group, store, config, asked.device)
 
 
 # nvlink
 
 
-def _nvlink(memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str) -> Choice:
+def _nvlink(
+    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+) -> Choice:
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 
@@ -86,8 +95,10 @@ def _nvlink(memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked
     shape = shape_for(num_sms, config.world_size, all_sms=num_sms == most_sms)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
 
+    blame = Blame(store or dist.HashStore(), config.rank, config.timeout)
+
     def make(stats: Stats) -> Engine:
-        return NvlinkEngine(config, memory, stats, shape, num_bytes)
+        return NvlinkEngine(config, memory, stats, shape, num_bytes, blame)
 
     return Choice(make, memory.device, f"nvlink: {why}")
 

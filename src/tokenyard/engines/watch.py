@@ -9,6 +9,7 @@ import torch
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.blame import Blame
 from tokenyard.engines.rings import Ground
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
 from tokenyard.header import Fingerprint
@@ -63,8 +64,9 @@ def unpack(tag: int) -> dict[str, int]:
 class Watch:
     """Reads the status words of one rank. A failure stays: the object is of no more use then."""
 
-    def __init__(self, config: Config, ground: Ground) -> None:
-        self._config, self._ground = config, ground
+    def __init__(self, config: Config, ground: Ground, blame: Blame) -> None:
+        self._config, self._ground, self._blame = config, ground, blame
+        self._failure: Exception | None = None
         self._status: Any = ground.status.numpy()
         self._now: tuple[int, int] = (0, 0)
 
@@ -97,23 +99,28 @@ class Watch:
         Raises:
             PeerTimeout: a rank was silent. Mismatch: ranks are in different calls. PeerError: a rank announced too much.
         """
-        code = int(self._status[sync.CODE])
-        if code == 0:
+        if not self._status[sync.CODE]:
             return
+        if self._failure is None:
+            self._failure = self._explained()
+        raise self._failure
+
+    def _explained(self) -> Exception:
+        code = int(self._status[sync.CODE])
         phase, peer, counter, expected, seen = (
             int(self._status[at]) for at in (sync.PHASE, sync.PEER, sync.COUNTER, sync.EXPECTED, sync.SEEN)
         )
         if code == sync.TIMED_OUT.value:
-            raise self._silent(phase, peer, counter, expected, seen)
+            return self._silent(phase, peer, counter, expected, seen)
         if phase == sync.ON_COUNTS.value:
-            raise PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
+            return PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
         if seen == REFUSED:
-            raise PeerError(f"rank {peer} refused its side of {self._call}: its own error says why")
+            return PeerError(f"rank {peer} refused its side of {self._call}: its own error says why")
         if expected == REFUSED:
-            raise PeerError(
+            return PeerError(
                 f"this rank refused {self._call} while rank {peer} was in it: make a new ExpertParallel on all ranks"
             )
-        raise self._disagreement(peer, unpack(expected), unpack(seen))
+        return self._disagreement(peer, unpack(expected), unpack(seen))
 
     def raise_if_bad_index(self) -> None:
         """Raise if a static dispatch was given ids out of range, and forget it."""
@@ -125,11 +132,13 @@ class Watch:
     def _silent(self, phase: int, peer: int, counter: int, expected: int, seen: int) -> PeerTimeout:
         what, name = _PHASES[phase]
         name = name.format(peer=peer, counter=counter)
-        return PeerTimeout(
+        text = (
             f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
-            f"({self._call}, waiting for {name} to reach {expected}, it is {seen})",
-            peer,
+            f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
+        self._blame.report(text, peer)
+        report, culprit = self._blame.behind(peer)
+        return PeerTimeout(f"{text}; it had reported: {report}" if report else text, culprit)
 
     def _disagreement(self, peer: int, mine: dict[str, int], theirs: dict[str, int]) -> Mismatch:
         me = self._config.rank

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.engines.blame import Blame
 from tokenyard.errors import PeerLost, PeerTimeout
 from tokenyard.rendezvous import give_up
 
 _HEADER_TAG, _ROWS_TAG = 1, 2
-_GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,9 @@ class GlooWire:
     def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
-        self._store = store
         self._mesh: Any = None
         if store is not None:
+            self._blame = Blame(store, rank, timeout)
             self._mesh = self._connect(store)
 
     def _connect(self, store: dist.Store) -> Any:
@@ -123,7 +122,7 @@ class GlooWire:
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8 ``[rows, bytes]``)."""
         here = send.cpu() if send.is_cuda else send
-        there = torch.empty(recv.shape, dtype=recv.dtype, pin_memory=True) if recv.is_cuda else recv
+        there = torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True) if recv.is_cuda else recv
         recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers]
         sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers]
         finish = self._move(_nonempty(recvs), _nonempty(sends), _ROWS_TAG, f"{what}, rows")
@@ -172,53 +171,26 @@ class GlooWire:
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise self._lost(peer, what, error) from error
-            self._report(f"rank {peer} sent nothing to rank {self.rank}", peer)  # first: gloo has cut every connection
+            self._blame.report(
+                f"rank {peer} sent nothing to rank {self.rank}", peer
+            )  # first: gloo has cut every connection
             answered = [p for p, _ in incoming[:at]] + [p for p, late in incoming[at + 1 :] if _has_come(late)]
             raise self._silent(peer, what, answered) from error
 
     def _silent(self, peer: int, what: str, answered: list[int]) -> PeerTimeout:
         others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
-        report, culprit = self._blamed_by(peer)
+        report, culprit = self._blame.behind(peer)
         because = f"; it had reported: {report}" if report else ""
         text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}{because}"
-        self._report(text, culprit)
+        self._blame.report(text, culprit)
         return PeerTimeout(text, culprit)
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> PeerLost:
-        report, culprit = self._blamed_by(peer)
+        report, culprit = self._blame.behind(peer)
         because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because} [{str(error)[:80]}]"
-        self._report(text, culprit)
+        self._blame.report(text, culprit)
         return PeerLost(text, culprit)
-
-    def _report(self, text: str, culprit: int) -> None:
-        assert self._store is not None
-        with suppress(RuntimeError):
-            self._store.set(f"failure/{self.rank}", f"{culprit} {text}")
-
-    def _blamed_by(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end ("" if nothing), and whom to blame: the last of those who blame one another.
-
-        A peer that gives up at this very moment is given ``_GRACE`` seconds to say so.
-        """
-        assert self._store is not None
-        with suppress(RuntimeError):
-            self._store.wait([f"failure/{peer}"], timedelta(seconds=min(_GRACE, self.timeout)))
-        report, culprit = self._reported_by(peer)
-        blamed = [self.rank, peer]
-        while culprit not in (-1, *blamed):
-            blamed.append(culprit)
-            culprit = self._reported_by(culprit)[1]
-        return report, blamed[-1]
-
-    def _reported_by(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end, and whom it blamed (-1: nothing, nobody)."""
-        assert self._store is not None
-        with suppress(RuntimeError):
-            if self._store.check([f"failure/{peer}"]):
-                culprit, text = self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
-                return text, int(culprit)
-        return "", -1
 
     def close(self) -> None:
         self._mesh = None

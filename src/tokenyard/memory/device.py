@@ -31,7 +31,7 @@ class DeviceMemory:
         Ask before the gate: it may wait for kernels that run.
         """
         with torch.cuda.device(self.device):
-            words = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+            words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
         self._kept.append(words)
         return words
 
