@@ -24,7 +24,6 @@ Facts = dict[str, dict[str, Any]]
 
 SPILLS = {
     "direct_kernel FLAT exact fresh in place bf16 @132": 2,
-    "plan_kernel EXPERT": 100,  # compares all picks of a tile with each other
     "FP8": 40,  # a row that is cast is held in registers
     "combine_kernel FLAT exact back float32 @132": 10,
     "dispatch_kernel EXPERT_MAJOR exact fresh fp8 @132": 4,

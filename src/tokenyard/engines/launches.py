@@ -20,8 +20,8 @@ from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
 
-MOST_COMPARED, MOST_PICKS = 16384, 256
-"""Pairs of picks of a token, and picks, that a program of the plan compares at once."""
+MOST_COMPARED, MOST_PICKS, MOST_PLACED = 16384, 256, 64
+"""Pairs of picks of a token, and picks, that a program of the plan compares at once; picks if it compares all with each other."""
 
 Launch = Callable[..., None]
 
@@ -42,7 +42,8 @@ class Launches:
             plan_kernel, self._shape.channels, 8, None,
             lambda: {
                 "R": config.world_size, "C": self._shape.channels, "K": config.num_topk, "W": ground.header_words,
-                "MW": words, "TB": max(1, min(32, MOST_COMPARED // top**2, MOST_PICKS // top)), "KP": top,
+                "MW": words, "KP": top,
+                "TB": max(1, min(32, MOST_COMPARED // top**2, (MOST_PLACED if experts else MOST_PICKS) // top)),
                 "RP": ground.rank_bins, "EP": ground.expert_bins,
                 "LP": power_of_two_at_least(config.most_local_experts),
                 "CP": power_of_two_at_least(self._shape.channels), "WP": power_of_two_at_least(ground.header_words),
