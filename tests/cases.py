@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard import reference
+from tokenyard.config import MOST_MATRIX_RANKS
 from tokenyard.layout import expert_bounds
 from tokenyard.testing import Ranks, assert_same_bits, payload, routing
 
@@ -146,6 +147,18 @@ def check_received(recv: ty.Received, case: Case, rank: int) -> None:
         check("expert_offsets", recv.expert_offsets, want.expert_offsets)
     if case.exact:
         assert recv.tokens_per_expert_list == want.tokens_per_expert.tolist()
+    check_matrix(recv, case)
+
+
+def check_matrix(recv: ty.Received, case: Case) -> None:
+    """Rows from each rank to each, where the host knows them."""
+    matrix = recv.handle.rows_between(case.world_size)
+    if not case.exact or case.world_size > MOST_MATRIX_RANKS:
+        assert matrix is None
+        return
+    arrived = [each.source[each.source >= 0].unique() >> 32 for each in case.expected]
+    columns = [torch.bincount(sources, minlength=case.world_size) for sources in arrived]
+    assert torch.equal(matrix, torch.stack(columns, dim=1))
 
 
 def check_tail(recv: ty.Received, case: Case, num: int) -> None:

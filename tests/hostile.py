@@ -52,6 +52,11 @@ def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
     return ty.ExpertParallel(gloo(ranks) if group is None else group, **options)
 
 
+def make_patient(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
+    """The same for tests in which nobody is silent: a busy machine must not look like it."""
+    return make(ranks, **{"timeout": 20.0, **changes})
+
+
 @cache
 def _case(world_size: int, seed: int) -> tuple[Case, list[Tensor]]:
     case = Case(world_size, seed=seed)

@@ -83,8 +83,8 @@ PLANTS = {
         "sync",
         (
             (
-                "            give_up(state, 1, phase, peer, number, want, seen)\n    tl.debug_barrier()\n",
-                "            give_up(state, 1, phase, peer, number, want, seen)\n",
+                "            give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n    tl.debug_barrier()\n",
+                "            give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n",
             ),
         ),
     ),
@@ -128,7 +128,7 @@ PLANTS = {
         "dispatch",
         (
             (
-                "            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, 4, to, c) >= want\n"
+                "            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want\n"
                 "            for i0",
                 "            ok = True\n            for i0",
             ),
@@ -180,7 +180,7 @@ PLANTS = {
         "combine",
         (
             (
-                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, 4, s, c) >= want\n    b = ",
+                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want\n    b = ",
                 "    ok = True\n    b = ",
             ),
         ),
@@ -241,8 +241,8 @@ PLANTS = {
         "plan",
         (
             (
-                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, 0, me, TICKETS) >= (call + 1) * C:",
-                "if wait_at_least(words(state) + TICKETS, call * C, state, 0, me, TICKETS) >= call * C:",
+                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, TICKETS) >= (call + 1) * C:",
+                "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) >= call * C:",
             ),
         ),
     ),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tokenyard.layout import expert_bounds
 
+MOST_MATRIX_RANKS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -32,6 +34,11 @@ class Config:
     def most_local_experts(self) -> int:
         """Experts of the rank that holds most."""
         return -(-self.num_experts // self.world_size)
+
+    @property
+    def matrix_ranks(self) -> int:
+        """R if every rank is to learn how many rows every rank sends to every rank, else 0: it would grow with R * R."""
+        return self.world_size if self.world_size <= MOST_MATRIX_RANKS else 0
 
     @property
     def padded_rows(self) -> int:

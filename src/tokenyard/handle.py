@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.config import MOST_MATRIX_RANKS
 from tokenyard.types import Layout
 
 
 class Plan(NamedTuple):
     """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can belong together."""
 
-    splits: Tensor  # [2R + L] int64, CPU: rows to each rank, rows from each rank; then tokens per local expert if the host knows
+    splits: Tensor  # int64, CPU: rows to each rank [R], from each rank [R], a number for the routing; if the host knows (exact
+    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``), tokens per local expert [L]
     route: Tensor  # the engine's own: token of each row sent [S] int64, or the tables of ``kernels/region.py`` (nvlink)
     returns: Tensor  # [T, J] places in send order of each token's rows, by rank; then -1. [T, 0] if ``route`` has them
     slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
@@ -74,3 +76,12 @@ class Handle:
     @property
     def layout(self) -> Layout:
         return self.spec.layout
+
+    def rows_between(self, num_ranks: int) -> Tensor | None:
+        """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.
+
+        None where the host does not know: static shapes, or more ranks than ``MOST_MATRIX_RANKS``.
+        """
+        if not self.spec.exact or num_ranks > MOST_MATRIX_RANKS:
+            return None
+        return self.plan.splits[2 * num_ranks + 1 :][: num_ranks**2].view(num_ranks, num_ranks)

@@ -122,7 +122,8 @@ ROUTING = _TEXT + TEXT_WORDS
 """Digest of the sender's routing. All of them together tell one routing from another, on every rank alike."""
 NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
 COUNTS = NUM_ROWS + 1
-"""From this word on: rows for each of the receiver's experts."""
+"""From this word on: rows for each of the receiver's experts, as many words as the rank with most has experts; then, where the wire
+carries them (``Config.matrix_ranks``), rows to each rank."""
 
 OK, REFUSED, BAD_INDEX = 0, 1, 2
 _NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
@@ -251,9 +252,11 @@ def shown(name: str, value: int) -> object:
 
 
 def _check_counts(peer: int, row: list[int], config: Config, max_rows: int) -> None:
-    num_tokens, num_rows, counts = row[NUM_TOKENS], row[NUM_ROWS], row[COUNTS:]
+    num_tokens, num_rows, end = row[NUM_TOKENS], row[NUM_ROWS], COUNTS + config.most_local_experts
+    counts, sent = row[COUNTS:end], row[end:]
     possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(0 <= count <= num_rows for count in counts)
     possible = possible and num_rows <= max_rows and not any(counts[config.num_local_experts :])
+    possible = possible and all(0 <= rows <= num_tokens for rows in sent)
     if not possible or not num_rows <= sum(counts) <= num_rows * config.num_topk:
         raise PeerError(
             f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}"

@@ -34,6 +34,7 @@ class CollectiveEngine:
     def __init__(self, config: Config, wire: Wire, stats: Stats) -> None:
         self.config, self.stats = config, stats
         self._wire = wire
+        self._num_counts = config.most_local_experts + config.matrix_ranks
         self._calls = 0
         self._bad_index: Tensor | None = None
         self._staging: dict[str, Tensor] = {}
@@ -87,8 +88,7 @@ class CollectiveEngine:
             returns = ways_back(departure, spec, self.config)
             rows()
         with record_function("tokenyard.dispatch.place"):
-            routing = 0 if everybody is None else head.routing_of(everybody)
-            return self._arrive(form, recv, spans, pairs, departure, returns, routing, spec)
+            return self._arrive(form, recv, spans, pairs, departure, returns, everybody, spec)
 
     def redispatch(
         self,
@@ -163,7 +163,7 @@ class CollectiveEngine:
             return False
         fingerprint = Fingerprint(op, self._calls, *[0] * 13)
         self._calls += 1
-        header = head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, 0)
+        header = head.blank(fingerprint, self.config.world_size, self._num_counts, 0)
         head.refuse(header, reason)
         self._wire.swap(header, f"{head.OPS[op]} #{fingerprint.call}")()
         return True
@@ -209,9 +209,7 @@ class CollectiveEngine:
         """Where headers are cheap, agree on the call before any row moves; the function returned waits for the verdict."""
         if not self._has_headers(fingerprint.op, False):
             return lambda: None
-        return self._swap(
-            head.blank(fingerprint, self.config.world_size, self.config.most_local_experts, num_tokens), fingerprint
-        )
+        return self._swap(head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens), fingerprint)
 
     def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
         finish = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
@@ -236,13 +234,12 @@ class CollectiveEngine:
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)
             return lambda: None
-        header = head.blank(fingerprint, config.world_size, self.config.most_local_experts, topk_idx.shape[0]).to(
-            topk_idx.device
-        )
+        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(topk_idx.device)
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
         header[:, head.ROUTING] = head.digest(departure.topk_idx)
-        header[:, head.COUNTS :] = counts_by_rank(departure.topk_idx, config)
+        sent = departure.counts[: config.matrix_ranks].expand(config.world_size, -1)
+        header[:, head.COUNTS :] = torch.cat([counts_by_rank(departure.topk_idx, config), sent], dim=1)
         return self._swap(header, fingerprint)
 
     def _remember_bad_index(self, topk_idx: Tensor) -> None:
@@ -325,7 +322,7 @@ class CollectiveEngine:
         pairs: Tensor | None,
         departure: Departure,
         returns: Tensor,
-        routing: int,
+        headers: Tensor | None,
         spec: Spec,
     ) -> tuple[Payload, Plan, Arrived]:
         config, device = self.config, recv.device
@@ -339,9 +336,12 @@ class CollectiveEngine:
         num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
         payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
-        splits = torch.tensor([*spans.send_counts, *spans.recv_counts, routing], device="cpu")
+        routing = 0 if headers is None else head.routing_of(headers)
+        splits = [torch.tensor([*spans.send_counts, *spans.recv_counts, routing], device="cpu")]
+        if spec.exact and headers is not None and counts is not None:
+            splits += [headers[:, head.COUNTS + config.most_local_experts :].reshape(-1), counts]
         plan = Plan(
-            splits=torch.cat([splits, counts]) if spec.exact and counts is not None else splits,
+            splits=torch.cat(splits),
             route=departure.token,
             returns=returns,
             slots=place.slots,

@@ -58,13 +58,13 @@ class NvlinkEngine:
         self._view = View(config, self._ground, self._launches)
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
-        self._calls = 0
-        self._no_wait = [float("nan")] * config.world_size
+        self._calls, self._no_wait = 0, [float("nan")] * config.world_size
         size, width, self._local = config.world_size, self._ground.header_words, config.num_local_experts
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
-        self._sent: Any = self._host[3 + size * width :].reshape(size, size)[config.rank]
+        self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each rank to each
+        self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
 
     @property
     def buffer_bytes(self) -> int:
@@ -316,7 +316,7 @@ class NvlinkEngine:
             self._memory.settle()  # the plan's programs write to tensors that the caller lets go
             raise
         return Counts(
-            sent=self._sent.tolist(),
+            sent=self._rows[self.config.rank].tolist(),
             received=self._headers[:, head.NUM_ROWS].tolist(),
             experts=self._headers[:, head.COUNTS : head.COUNTS + self._local].sum(0),
             routing=head.mixed(self._headers[:, head.ROUTING].tolist()),
@@ -360,7 +360,7 @@ class NvlinkEngine:
             known = np.array([*splits, kind.fingerprint.call])
         else:
             splits = counts.sent + counts.received
-            known = np.concatenate(([*splits, counts.routing], counts.experts))
+            known = np.concatenate(([*splits, counts.routing], self._matrix, counts.experts))
         plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
         if counts is not None and not kind.experts:
             num_rows = sum(counts.received)

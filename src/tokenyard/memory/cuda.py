@@ -12,9 +12,12 @@ from torch import Tensor
 
 from tokenyard.memory.base import Region
 from tokenyard.memory.device import DeviceMemory
-from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
+from tokenyard.memory.launch import kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.rendezvous import open_store
+
+_HELD: list[Any] = []
+"""What was closed while a CUDA graph was captured, for as long as the process lives."""
 
 
 class CudaMemory(DeviceMemory):
@@ -44,7 +47,7 @@ class CudaMemory(DeviceMemory):
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.num_sms: int = num_sms or multiprocessors(device)
-        super().__init__(device, Kernels(device, self.num_sms))
+        super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group = group
         if store is None:
             store = dist.HashStore() if group is None else open_store(group, rank)
@@ -93,5 +96,7 @@ class CudaMemory(DeviceMemory):
     def close(self) -> None:
         """Wait for this rank's GPU, then free its regions and host words."""
         kept, self._kept = self._kept, []
-        if kept:
+        if kept and torch.cuda.is_current_stream_capturing():
+            _HELD.append(kept)  # collected as garbage, say: to wait would end the capture
+        elif kept:
             torch.cuda.synchronize(self.device)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -195,6 +196,12 @@ class Kernels:
             residents * self._num_sms,
             (kernel, compiled),
         )
+
+
+@cache
+def kernels_of(index: int, num_sms: int) -> Kernels:
+    """Of CUDA device ``index``, for all objects of this process: a second object loads nothing, also while a graph is captured."""
+    return Kernels(torch.device("cuda", index), num_sms)
 
 
 def processor_of(index: int) -> Processor:
