@@ -32,8 +32,9 @@ test-virtual:
 
 # SEEDS times as many schedules of the simulator as `make test` runs.
 SEEDS ?= 10
+SIMULATED := $(addprefix tests/test_,nvlink_simulated.py nvlink_failures_simulated.py low_latency_simulated.py low_latency_failures.py)
 soak: $(VENV)/.ready
-	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/test_nvlink_simulated.py tests/test_nvlink_failures_simulated.py $(ARGS)
+	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q $(SIMULATED) $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

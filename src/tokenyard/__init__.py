@@ -1,6 +1,7 @@
 """tokenyard: expert-parallel MoE dispatch and combine in pure Python."""
 
 from tokenyard.api import ExpertParallel
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerLost, PeerTimeout
 from tokenyard.handle import Handle
 from tokenyard.layout import expert_bounds
@@ -10,6 +11,7 @@ from tokenyard.types import Layout, Quantize, Quantized
 from tokenyard.version import __version__
 
 __all__ = [
+    "CallOptions",
     "Combined",
     "ExpertParallel",
     "Handle",

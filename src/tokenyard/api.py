@@ -12,11 +12,12 @@ from torch import Tensor
 from tokenyard import checks
 from tokenyard.calls import Calls, in_arrival_order
 from tokenyard.config import Config
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.select import ENGINES, Asked, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.lane import Waitable, When
+from tokenyard.lane import Waitable
 from tokenyard.memory.base import MemoryGroup
 from tokenyard.rendezvous import agree, open_store
 from tokenyard.results import Combined, Received
@@ -39,7 +40,8 @@ class ExpertParallel:
         hidden: H, channels of a token.
         num_topk: K, picks per token.
         max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
-        engine: "auto", "collective" or "nvlink" (GPUs that map each other's memory). "auto" takes nvlink where it can work.
+        engine: "auto", "collective", "nvlink" (GPUs that map each other's memory) or "low_latency" (the same, static expert layouts
+            for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink), whatever the batch. Default: 128 MiB.
         num_sms: multiprocessors that kernels may fill (nvlink). Default: all.
         timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
@@ -95,7 +97,8 @@ class ExpertParallel:
         self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
         choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms))
         self._stats = Stats.zeros(self.rank, self.world_size)
-        self._calls = Calls(self.config, choice.make(self._stats), choice.device)
+        with torch.inference_mode(False):  # it may outlive the block that it is made in
+            self._calls = Calls(self.config, choice.make(self._stats), choice.device)
         self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
         if self.rank == 0:
             _log.info(self.why)
@@ -118,6 +121,7 @@ class ExpertParallel:
         async_op: bool = False,
         after: Waitable | None = None,
         return_hook: bool = False,
+        options: CallOptions | None = None,
     ) -> Received:
         """Send every token once to each rank that holds one of its experts (``docs/semantics.md``, Dispatch).
 
@@ -131,7 +135,9 @@ class ExpertParallel:
             expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
             capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
             quantize: cast plain rows in the send.
-            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
+            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes. Engine low_latency makes one launch
+                that sends now and one that receives in the hook, both in the current stream.
+            options: of engine low_latency.
             in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, ``FLAT``, T <= M): no copy. They are good
                 until this object's next dispatch with ``in_place=True``; using them later raises.
             after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
@@ -142,9 +148,9 @@ class ExpertParallel:
             NotSupported: this engine cannot do it.
         """
         self._calls.check_open()
-        when, known = When(async_op or return_hook, after), None
+        known = None
         try:
-            checks.check_after(after)
+            when = self._calls.when(async_op, return_hook, after, options)
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
             if handle is not None:
@@ -159,6 +165,9 @@ class ExpertParallel:
             if in_place:
                 shown = spec if known is None else known.spec
                 checks.check_in_place(self.engine, shown, payload, topk_weights, self.config)
+            self._calls.check_dispatch(
+                payload, spec, quantize, cached=known is not None, in_place=in_place, options=options
+            )
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact is not False, error) from None
         if known is not None:
@@ -180,6 +189,7 @@ class ExpertParallel:
         async_op: Literal[False] = False,
         after: Waitable | None = None,
         return_hook: Literal[False] = False,
+        options: CallOptions | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -196,6 +206,7 @@ class ExpertParallel:
         async_op: bool = False,
         after: Waitable | None = None,
         return_hook: bool = False,
+        options: CallOptions | None = None,
     ) -> Tensor | Combined: ...
 
     def combine(
@@ -211,6 +222,7 @@ class ExpertParallel:
         async_op: bool = False,
         after: Waitable | None = None,
         return_hook: bool = False,
+        options: CallOptions | None = None,
     ) -> Tensor | Combined:
         """Sum the rows of each token, back at its owner (``docs/semantics.md``, Combine).
 
@@ -222,25 +234,26 @@ class ExpertParallel:
             reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
             bias: ``[T, H]``, or two of them, added last.
             out: ``[T, H]`` to write into; not differentiable.
+            options: of engine low_latency.
 
         Returns:
             ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or ``return_hook`` was given.
         """
         self._calls.check_open()
         try:
-            checks.check_after(after)
+            when = self._calls.when(async_op, return_hook, after, options)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
             checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
-        except ValueError as error:
+            self._calls.check_combine(rows, options)
+        except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
         weights = None
         if weighted:
             weights = known.arrived.weights if at_owner is None else self._calls.fetch_weights(at_owner, known)
         reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
-        when = When(async_op or return_hook, after)
         combined = self._calls.combine(
             rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when
         )
@@ -252,7 +265,9 @@ class ExpertParallel:
         """Collective: set up connections and compile kernels, so that the first real call does not pay for them."""
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
-        recv = self.dispatch(x, torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device))
+        picks = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device)
+        exact = self._calls.low is None
+        recv = self.dispatch(x, picks, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact)
         self.combine(recv.x, recv.handle)
 
     # One rank at a time
@@ -283,14 +298,22 @@ class ExpertParallel:
 
     @property
     def active_ranks(self) -> list[bool]:
-        """Which ranks take part: all, with these engines."""
-        return [True] * self.world_size
+        """Which ranks take part: all, unless the engine is low_latency. Waits for the device."""
+        low = self._calls.low
+        return [True] * self.world_size if low is None else low.active_ranks()
+
+    @property
+    def active_mask(self) -> Tensor:
+        """The same as int32 ``[R]`` on the device, 0 for ranks left out (engine low_latency): kernels read and write it."""
+        return self._calls.need_low("has no mask").active
 
     def mask(self, rank: int) -> None:
-        """Leave a dead rank out. Not with these engines."""
-        raise NotSupported(f"engine {self.engine!r} cannot go on without rank {rank}; the low-latency engine can")
+        """Leave a rank out from the next call on (engine low_latency). Queued in the current stream, so CUDA graphs hold it."""
+        self._calls.need_low(f"cannot go on without rank {rank}").mask(rank)
 
-    unmask = mask
+    def unmask(self, rank: int) -> None:
+        """Let a rank in again, whose object has made as many calls as this one: see ``docs/low_latency.md``."""
+        self._calls.need_low(f"cannot go on without rank {rank}").mask(rank, active=True)
 
     def close(self) -> None:
         """Finish outstanding calls and let go of connections and buffers. Closing again does nothing."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tokenyard import ops
+from tokenyard import checks, ops
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
-from tokenyard.engines.base import Engine
+from tokenyard.engines.base import Engine, LowLatency
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
-from tokenyard.lane import NO_TICKET, Lane, When
+from tokenyard.lane import NO_TICKET, Lane, Waitable, When
 from tokenyard.layout import merge_weights
 from tokenyard.results import Combined, Received, received_fields
 from tokenyard.rows import Payload, take_values
@@ -35,6 +37,7 @@ class Calls:
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
         self.config, self.engine = config, engine
         self.lane = Lane(threaded=engine.waits_on_host, device=device)
+        self.low = engine if isinstance(engine, LowLatency) else None  # asked once: it looks at every attribute
         self.number = ops.enlist(self)
         self.gone = ""
         self._lost: PeerTimeout | None = None
@@ -59,6 +62,40 @@ class Calls:
             self.gone = "is closed"
             self.lane.close()
             self.engine.close()
+
+    # What only the engine for decoding has
+
+    def need_low(self, lack: str) -> LowLatency:
+        """The engine for decoding.
+
+        Raises:
+            NotSupported: it is another, which has this ``lack``.
+        """
+        if self.low is None:
+            raise NotSupported(f"engine {self.engine.name!r} {lack}; engine 'low_latency' can")
+        return self.low
+
+    def when(self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None) -> When:
+        """When and how a call is to be made."""
+        checks.check_after(after)
+        if options is not None:
+            self.need_low("takes no options of a call")
+        if self.low is None:
+            return When(async_op or return_hook, after)
+        if async_op and return_hook:
+            raise ValueError("async_op and return_hook exclude each other with engine 'low_latency': give one of them")
+        extras: dict[str, Any] = {} if options is None else {"options": options}
+        return When(async_op or return_hook, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
+
+    def check_dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None, **more: Any) -> None:
+        """Raise if the engine for decoding cannot make a dispatch; others decide themselves."""
+        if self.low is not None:
+            self.low.check_dispatch(payload, spec, mode, **more)
+
+    def check_combine(self, rows: Tensor, options: CallOptions | None) -> None:
+        """The same for a combine."""
+        if self.low is not None:
+            self.low.check_combine(rows, options)
 
     # Called by the operators
 
@@ -136,11 +173,8 @@ class Calls:
         """A fresh dispatch of checked arguments. ``in_place`` ones are not tracked."""
         tracked = not in_place and _tracks(payload.x, weights)
         still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
-        ticket = self.lane.begin(
-            self._watched(lambda: self.engine.dispatch(still, topk_idx, fixed, spec, mode, in_place=in_place)),
-            payload.x.device,
-            when,
-        )
+        call = partial(self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place)
+        ticket = self._begin(call, payload.x.device, when)
 
         def finish() -> dict[str, Any]:
             if tracked:
@@ -159,7 +193,9 @@ class Calls:
                 moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
             else:
                 moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place)
-            received, plan, arrived = moved
+            return fields(*moved)
+
+        def fields(received: Payload, plan: Plan, arrived: Arrived) -> dict[str, Any]:
             handle = Handle(
                 owner=self.number,
                 spec=spec,
@@ -172,7 +208,10 @@ class Calls:
             )
             return self._fields(payload, received, handle)
 
-        return self._received(finish, when, ticket)
+        received = self._received(finish, when, ticket)
+        if when.in_two and not tracked:
+            received.ahead = Received(partial(fields, *self.lane.held(ticket).ahead()))
+        return received
 
     def redispatch(
         self, payload: Payload, mode: Quantize | None, handle: Handle, when: When, in_place: bool = False
@@ -214,10 +253,8 @@ class Calls:
         tracked = _tracks(rows, weights, reduce_weights, *bias)
         options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
         still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
-        ticket = self.lane.begin(
-            self._watched(lambda: self.engine.combine(rows.detach(), plan, spec, out=out, **still)),
-            rows.device,
-            when,
+        ticket = self._begin(
+            partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still), rows.device, when
         )
 
         def finish() -> dict[str, Any]:
@@ -243,7 +280,12 @@ class Calls:
         return combined
 
     def fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
-        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable."""
+        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.
+
+        An engine for decoding brings them itself.
+        """
+        if self.low is not None:
+            return topk_weights
         plan = handle.plan
         merged = merge_weights(topk_weights, plan.first_pick)
         if _tracks(topk_weights):
@@ -252,6 +294,18 @@ class Calls:
         else:
             there = self.run_redispatch(Payload(merged, None), plan, handle.spec, True, NO_TICKET).x
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
+
+    def _begin(self, call: Callable[..., Any], device: torch.device, when: When) -> int:
+        """Start a call and return its ticket; ``NO_TICKET`` if it is to be made at once, without extras."""
+        if not when.extras:
+            return self.lane.begin(self._watched(call), device, when)
+        call = partial(call, **when.extras)
+        if when.later and not when.in_two:
+            return self.lane.begin(self._watched(call), device, when)
+        if when.after is not None:
+            when.after.wait()
+        made = self.lane.run(self._watched(call))
+        return self.lane.hold(made if when.in_two else lambda: made)
 
     def _received(self, finish: Callable[[], dict[str, Any]], when: When, ticket: int) -> Received:
         received = Received(finish)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,12 +25,16 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class When:
-    """Whether the caller waits for a call now or later, and what the call waits for first."""
+class When(NamedTuple):
+    """Whether the caller waits for a call now or later, and what the call waits for first.
+
+    ``in_two``: make its first half now, in the caller's stream, and the second when it is waited for. ``extras``: for the engine.
+    """
 
     later: bool
     after: Waitable | None
+    in_two: bool = False
+    extras: dict[str, Any] | None = None
 
 
 class Lane:
@@ -49,7 +52,8 @@ class Lane:
         self._done: torch.cuda.Event | None = None
         self._where = -1
         self._started: dict[int, Future[Any]] = {}
-        self._issued: dict[int, tuple[torch.cuda.Event, Callable[[], Any]]] = {}
+        self._issued: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream, Callable[[], Any]]] = {}
+        self._halves: dict[int, Callable[[], Any]] = {}
         self._last: Future[Any] | None = None
         self._tickets = 0
 
@@ -121,6 +125,16 @@ class Lane:
         self._started[ticket] = self._submit(body) if self._threaded else _made(body)
         return ticket
 
+    def hold(self, rest: Callable[[], Any]) -> int:
+        """A ticket for a call of which ``rest`` is still to be made, by :meth:`take`."""
+        self._tickets += 1
+        self._halves[self._tickets] = rest
+        return self._tickets
+
+    def held(self, ticket: int) -> Any:
+        """What :meth:`hold` was given."""
+        return self._halves[ticket]
+
     def _submit(self, body: Callable[[], Any]) -> Future[Any]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenyard")
@@ -133,31 +147,36 @@ class Lane:
         """``call`` on the communication stream, behind what the current stream holds now (or behind ``after``)."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        stream, ready, done = self._stream, torch.cuda.Event(), torch.cuda.Event()
-        ready.record()
-        self._issued[ticket] = (done, call)  # the call holds its inputs, which the stream still reads
-
-        def behind() -> Any:
-            (ready if after is None else after).wait()
-            try:
-                return call()
-            finally:
-                done.record()
+        stream, here = self._stream, torch.cuda.current_stream(device)
+        ready, done = torch.cuda.Event(), torch.cuda.Event()
+        ready.record(here)
+        self._issued[ticket] = (done, here, call)  # the call holds its inputs, which the stream still reads
 
         def body() -> Any:
             with torch.cuda.stream(stream):
-                return self._in_turn(behind, stream)
+                (
+                    ready if after is None else after
+                ).wait()  # first: in a capture it is what makes this stream part of it
+                try:
+                    return self._in_turn(call, stream)
+                finally:
+                    done.record()
 
         return body
 
     def take(self, ticket: int) -> Any:
         """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
+        if ticket in self._halves:
+            return self.run(self._halves.pop(ticket))
         future = self._started.pop(ticket)
         issued = self._issued.pop(ticket, None)
         result = future.result()
         if issued is not None:
-            issued[0].wait()
-            _keep_for(result, torch.cuda.current_stream())
+            done, begun_on, _ = issued
+            here = torch.cuda.current_stream(begun_on.device)
+            done.wait(here)
+            done.wait(begun_on)  # inputs go back to this one
+            _keep_for(result, here)
         return result
 
     def drop(self, ticket: int) -> None:
@@ -165,7 +184,8 @@ class Lane:
         self._started.pop(ticket, None)
         issued = self._issued.pop(ticket, None)
         if issued is not None:
-            issued[0].wait()
+            done, begun_on, _ = issued
+            done.wait(begun_on)
 
     def close(self) -> None:
         """Finish what was started."""

@@ -70,8 +70,10 @@ class Received(_Later):
         source: int64 per row, ``source_rank << 32 | source_token``, -1 on padding.
         overflow: ``[1]`` int32, rows dropped for want of ``capacity``; None without ``capacity``.
         handle: for combine, backward and cached dispatches.
+        ahead: with ``return_hook=True`` on engine low_latency: all of these at once, tensors that :meth:`hook` is still to fill.
     """
 
+    ahead: Received
     x: Tensor
     scales: Tensor | None
     topk_idx: Tensor | None

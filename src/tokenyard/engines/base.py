@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from tokenyard.config import Config
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
@@ -95,4 +96,33 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of everything held."""
+        ...
+
+
+@runtime_checkable
+class LowLatency(Protocol):
+    """What an engine for decoding has besides.
+
+    Its ``dispatch`` and ``combine`` also take ``options`` and ``in_two`` (return a function that makes the receiving launch), and
+    ``combine`` takes weights ``[T, K]`` of the tokens' owners.
+    """
+
+    active: Tensor
+
+    def active_ranks(self) -> list[bool]:
+        """Which ranks take part."""
+        ...
+
+    def mask(self, rank: int, active: bool = False) -> None:
+        """Leave a rank out, or let it in again."""
+        ...
+
+    def check_dispatch(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool, options: CallOptions | None
+    ) -> None:  # fmt: skip
+        """Raise if a dispatch cannot be made."""
+        ...
+
+    def check_combine(self, rows: Tensor, options: CallOptions | None) -> None:
+        """Raise if a combine cannot be made."""
         ...

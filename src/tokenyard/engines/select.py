@@ -22,7 +22,8 @@ from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.preflight import unreachable_pairs
 from tokenyard.stats import Stats
 
-ENGINES = ("auto", "collective", "nvlink")
+ENGINES = ("auto", "collective", "nvlink", "low_latency")
+_ON_KERNELS = ("nvlink", "low_latency")
 TRITON = "3.6"
 
 
@@ -55,10 +56,10 @@ def choose(
     if isinstance(group, MemoryGroup):
         if asked.engine == "collective":
             raise NotSupported(
-                "engine 'collective' needs a torch.distributed group; ranks of one process have engine 'nvlink'"
+                "engine 'collective' needs a torch.distributed group; ranks of one process have engines 'nvlink' and 'low_latency'"
             )
         memory = group.open_memory(config.timeout)
-        return _nvlink(
+        return _on_kernels(
             memory,
             store,
             memory.num_sms,
@@ -70,19 +71,39 @@ def choose(
     obstacle, most_sms = "not asked for", 0
     if asked.engine != "collective":
         obstacle, most_sms = _common_obstacle(store, config, gpu, _obstacle(gpu))
-    if asked.engine == "nvlink" and obstacle:
-        raise NotSupported(f"engine 'nvlink' cannot work here: {obstacle}; engine 'collective' can")
+    if asked.engine in _ON_KERNELS and obstacle:
+        raise NotSupported(f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can")
     if asked.engine != "collective" and not obstacle and gpu is not None:
         from tokenyard.memory.cuda import CudaMemory
 
         part = None if store is None else dist.PrefixStore("memory", store)
         memory = CudaMemory(group, config.rank, config.world_size, gpu, config.timeout, store=part)
         why = f"{config.world_size} GPUs that map each other's memory"
-        return _nvlink(memory, store, most_sms, config, asked, why)
+        return _on_kernels(memory, store, most_sms, config, asked, why)
     return _collective(group, store, config, asked.device)
 
 
-# nvlink
+# Engines with one-sided kernels
+
+
+def _on_kernels(
+    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+) -> Choice:
+    if asked.engine == "low_latency":
+        return _low_latency(memory, most_sms, config, asked, why)
+    return _nvlink(memory, store, most_sms, config, asked, why)
+
+
+def _low_latency(memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str) -> Choice:
+    from tokenyard.engines.low_latency import LowLatencyEngine
+    from tokenyard.engines.low_latency_ground import shape_for
+
+    shape = shape_for(min(asked.num_sms or most_sms, most_sms), config.world_size)
+
+    def make(stats: Stats) -> Engine:
+        return LowLatencyEngine(config, memory, stats, shape, asked.buffer_bytes)
+
+    return Choice(make, memory.device, f"low_latency: {why}")
 
 
 def _nvlink(

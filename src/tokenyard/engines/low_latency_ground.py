@@ -1,0 +1,122 @@
+"""Sizes and memory of the low-latency engine: slots, local state, the mask, and the words that kernels and host share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenyard.config import Config
+from tokenyard.engines.rings import Form, form_of
+from tokenyard.kernels import low_region as region
+from tokenyard.layout import power_of_two_at_least
+from tokenyard.memory.base import SymmetricMemory
+from tokenyard.rows import Payload
+from tokenyard.types import Quantize
+
+MOST_TOKENS = 1 << 20
+"""``max_tokens_per_rank`` at most: counts travel in ``COUNT_BITS`` bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How work is cut; equal on all ranks.
+
+    Attributes:
+        programs: of every launch, all resident together; at least one per rank.
+        num_warps: of each.
+        max_registers: per thread.
+        words: 4-byte words of a row that a dispatch has in flight at once.
+        part, whole: channels that a combine has in flight, where rows are summed by token and where by rank.
+        picks: rows of one token that are summed side by side.
+    """
+
+    programs: int
+    num_warps: int = 8
+    max_registers: int | None = 128
+    words: int = 4096
+    part: int = 2048
+    whole: int = 8192
+    picks: int = 8
+
+
+def shape_for(num_sms: int, num_ranks: int) -> Shape:
+    """Two programs of 8 warps on each multiprocessor.
+
+    Raises:
+        ValueError: too few multiprocessors.
+    """
+    if 2 * num_sms < num_ranks:
+        raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
+    return Shape(programs=2 * num_sms)
+
+
+def meta_words(num_topk: int) -> int:
+    """int32 words that ride with a row: ids, ranks of picks, weights."""
+    return -(-3 * num_topk // 4) * 4
+
+
+def _default_slot(config: Config) -> int:
+    """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
+    plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
+    forms = (form_of(plain, mode, meta_words(config.num_topk)) for mode in (None, Quantize.FP8))
+    return -(-max(form.slot_bytes for form in forms) // 128) * 128
+
+
+class Ground:
+    """What an object keeps between calls. Making one is collective.
+
+    Args:
+        buffer_bytes: symmetric memory of this rank; None: what rows of 2 bytes per channel need.
+
+    Raises:
+        ValueError: ``buffer_bytes`` is too small, or ``max_tokens_per_rank`` too large.
+    """
+
+    def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int | None) -> None:
+        self.config, self.memory, self.shape = config, memory, shape
+        ranks, tokens, experts = config.world_size, config.max_tokens_per_rank, config.most_local_experts
+        if tokens > MOST_TOKENS:
+            raise ValueError(f"max_tokens_per_rank ({tokens}) must be at most {MOST_TOKENS} with engine 'low_latency'")
+        self.slots_at = region.slots_at(ranks, tokens, config.num_topk, experts)
+        self.num_slots = 2 * ranks * tokens
+        least = _default_slot(config)
+        self.slot_bytes = (
+            least if buffer_bytes is None else (buffer_bytes - self.slots_at) // self.num_slots // 128 * 128
+        )
+        if self.slot_bytes < least:
+            raise ValueError(
+                f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for {tokens} tokens on each of {ranks} "
+                f"ranks with hidden={config.hidden}: make it larger, or leave it out"
+            )
+        self.num_bytes = self.bytes_for(self.slot_bytes)
+        self.region = memory.allocate(self.num_bytes)
+        self.status = memory.host_words(8)
+        state = torch.zeros(region.state_words(ranks, shape.programs, experts), dtype=torch.int64, device="cpu")
+        state[0], state[2] = config.rank, self.status.data_ptr()
+        with memory.tensors():
+            self.state = torch.empty_like(state, device=memory.device)
+            self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
+        self.active.fill_(1)
+        self.state.copy_(state)  # waits for both
+        self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
+        self.active_at = self.active.data_ptr()
+        self.rank_bins = power_of_two_at_least(max(ranks, 2))
+        self.expert_bins = power_of_two_at_least(max(experts, 2))
+
+    def bytes_for(self, slot_bytes: int) -> int:
+        """Symmetric memory of a rank with slots of this size."""
+        return self.slots_at + self.num_slots * slot_bytes
+
+    def check_fits(self, form: Form, what: str) -> None:
+        """Raise if a row does not fit into a slot.
+
+        Raises:
+            ValueError: names the size, and the ``buffer_bytes`` that it would take.
+        """
+        if form.slot_bytes > self.slot_bytes:
+            needed = self.bytes_for(-(-form.slot_bytes // 128) * 128)
+            raise ValueError(
+                f"{what} of {form.slot_bytes} bytes do not fit into slots of {self.slot_bytes} bytes: make ExpertParallel with "
+                f"buffer_bytes of at least {needed}"
+            )

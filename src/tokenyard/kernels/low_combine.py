@@ -1,0 +1,188 @@
+# pyright: basic
+"""Low-latency combine: the experts' rows of one token are summed where they are, one row goes back per (token, rank), owners add by rank.
+
+Grid P in every launch. Parts SEND and RECEIVE are one launch, or two. Example: token 2 of rank 1 went to ranks 0 and 1: rank 0 writes its
+sum to slot (0, 2) of rank 1, rank 1 its own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
+
+Who publishes what, who may read when:
+
+1. A program per peer stores a note there, ``call`` and a tag: this rank has come to the call. It tells its call itself.
+2. With weights of the owner: a program per token stores them at all its ranks, each word with its call, so they need no order either.
+3. A program per (owner, token) that has rows here sums them, stores the sum into slot (me, token) of the owner, and sets its flag there
+   to ``2 * call + 1`` (release).
+4. A program per own token waits for the flags of the ranks that the token went to (acquire), then reads the slots. The last program waits
+   for the notes of all ranks, so that a launch ends only when all have come to the call.
+
+Why a slot may be reused: as in ``kernels/low_dispatch.py``; calls of both kinds are numbered together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_dispatch import merged_weights
+from tokenyard.kernels.low_region import (
+    RANK, epoch_of, flag_of, note, note_of, slot_of, weight_of,
+)  # fmt: skip
+from tokenyard.kernels.low_wait import flags_of, in_same_call, leave_out, tell, wait_flags, wait_notes, wait_weights
+from tokenyard.kernels.plan import owner_of
+from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.sync import words
+
+
+@triton.jit
+def _bring_weights(
+    peers, active, route, first_pick, owner_weights, call, half, me, t, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, LC: tl.constexpr,
+):  # fmt: skip
+    """Step 2 for token ``t``."""
+    k, r = tl.arange(0, KP), tl.arange(0, RP)
+    at = t.to(tl.int64) * K + k
+    ids = tl.load(route.to(tl.pointer_type(tl.int32)) + at, mask=k < K, other=-1)
+    first = tl.load(words(first_pick) + at, mask=k < K, other=0).to(tl.int32)
+    weights = merged_weights(owner_weights, t, ids, tl.where(k < K, first, k), K, KP)
+    word = ((call & 0x7FFFFFFF) << 32) | (weights.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
+    goes = (goes > 0) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+    bases = tl.load(words(peers) + r, mask=goes, other=0)
+    to = weight_of(bases, half, me, t, R, M, K, LC)[:, None] + k[None, :]
+    everywhere = word[None, :] + (r * 0).to(tl.int64)[:, None]
+    tl.atomic_xchg(to, everywhere, mask=goes[:, None] & (k < K)[None, :], sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _send_sum(
+    peers, state, active, x, slots, weights, call, half, me, s, t, timeout,
+    R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LC: tl.constexpr,
+    SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Step 3 for token ``t`` of rank ``s``. WEIGHTED: 0 no, 1 by ``weights [rows]``, 2 by the owner's."""
+    k = tl.arange(0, KP)
+    table = slots.to(tl.pointer_type(tl.int32)) + (s * M + t).to(tl.int64) * K
+    place = tl.load(table + k, mask=k < K, other=-1)
+    ok = tl.max(place) >= 0
+    if (tl.max(place) < 0) & (tl.min(place) == -2):  # dropped for want of capacity: the owner waits
+        tell(flag_of(peer_base(peers, s), half, me, t, R, M, LC), 2 * call, s >= 0)
+    weight = place * 0.0
+    if WEIGHTED == 2:
+        if ok:
+            at = weight_of(peer_base(peers, me), half, s, t, R, M, K, LC) + k
+            ok, weight = wait_weights(at, k < K, peers, active, s, state, call, timeout, R, P, M, K, LC)
+    if WEIGHTED == 1:
+        weight = tl.load(weights.to(tl.pointer_type(tl.float32)) + place, mask=place >= 0, other=0.0)
+    if ok:
+        base = peer_base(peers, s)
+        rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
+        to = slot_of(base, half, me, t, R, M, K, LC, SLOT).to(tl.pointer_type(DTYPE))
+        for w0 in range(0, H, BLOCK):
+            w = w0 + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for k0 in range(0, K, GROUP):
+                for i in tl.static_range(GROUP):  # side by side
+                    at = tl.sum(tl.where(k == k0 + i, place + 1, 0)) - 1
+                    here = at >= 0
+                    v = tl.load(
+                        rows + at.to(tl.int64) * H + w, mask=here & (w < H), other=0.0, cache_modifier=".cg"
+                    ).to(tl.float32)
+                    if WEIGHTED:
+                        v = v * tl.sum(tl.where(k == k0 + i, weight, 0.0))
+                    total = total + tl.where(here, v, 0.0)
+            tl.store(tl.multiple_of(to, 16) + w, total.to(DTYPE), mask=w < H)
+        tl.debug_barrier()
+        tl.atomic_max(flag_of(base, half, me, t, R, M, LC), 2 * call + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _add_rows(
+    peers, state, active, route, bias0, bias1, out, call, half, me, t, timeout,
+    R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+):  # fmt: skip
+    """Step 4 for my token ``t``."""
+    k, r = tl.arange(0, KP), tl.arange(0, RP)
+    mine = peer_base(peers, me)
+    ids = tl.load(route.to(tl.pointer_type(tl.int32)) + t.to(tl.int64) * K + k, mask=k < K, other=-1)
+    owner = owner_of(ids, E, R)
+    goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
+    here = goes & (tl.load(flags_of(active) + r, mask=goes, other=0) != 0)
+    seen = wait_flags(
+        flag_of(mine, half, r, t, R, M, LC), 2 * call, here, peers, active, r, state, call, timeout, R, P, M, K, LC
+    )
+    got = (here & (seen == 2 * call + 1)).to(tl.int32)
+    for w0 in range(0, H, BLOCK):
+        w = w0 + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for d in tl.static_range(R):
+            there = tl.sum(tl.where(r == d, got, 0)) > 0
+            row = slot_of(mine, half, d, t, R, M, K, LC, SLOT).to(tl.pointer_type(DTYPE))
+            v = tl.load(tl.multiple_of(row, 16) + w, mask=there & (w < H), other=0.0, cache_modifier=".cg").to(
+                tl.float32
+            )
+            total = total + tl.where(there, v, 0.0)
+        at = t.to(tl.int64) * H + w
+        if BIAS0 is not None:
+            total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=w < H, other=0.0).to(tl.float32)
+        if BIAS1 is not None:
+            total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=w < H, other=0.0).to(tl.float32)
+        tl.store(tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16) + at, total.to(DTYPE), mask=w < H)
+
+
+@triton.jit
+def _lead(
+    peers, state, active, waits, tag, call, half, me, timeout, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Wait until all ranks have come to the call."""
+    r = tl.arange(0, RP)
+    here = (r < R) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+    tags = note_of(peer_base(peers, me), half, r, LC, R, LC)
+    _, last, there = wait_notes(
+        tags[:, None], here[:, None], tags, peers, call, here, active, r, waits, state,
+        timeout, R, P, M, K, LC, TIMED,
+    )  # fmt: skip
+    leave_out(active, r, here & (in_same_call(state, last, there, tag, r) == 0))
+
+
+@triton.jit
+def low_combine_kernel(
+    peers, state, active, x, slots, weights, route, first_pick, bias0, bias1, out, waits, timeout, tag, T,
+    R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    TIMED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+):  # fmt: skip
+    """See the module. ``weights``: ``[rows]`` or the owner's ``[T, K]``. A sender has BLOCK channels in flight, a receiver WHOLE."""
+    pid = tl.program_id(0)
+    T = T.to(tl.int32)
+    call = tl.load(epoch_of(state, pid)) + 1
+    half = (call % 2).to(tl.int32)
+    me = tl.load(words(state) + RANK).to(tl.int32)
+    if SEND:
+        to = (me + P - 1 - pid) % R
+        if (pid >= P - R) & (tl.load(flags_of(active) + to) != 0):
+            tell(note_of(peer_base(peers, to), half, me, LC, R, LC), note(call, tag), to >= 0)
+        if WEIGHTED == 2:
+            for token in range(pid, T, P):
+                _bring_weights(
+                    peers, active, route, first_pick, weights, call, half, me, token + 0, R, RP, M, K, KP, E, LC
+                )
+        for u in range(pid, R * M, P):
+            s = (u // M + me) % R
+            if tl.load(flags_of(active) + s) != 0:
+                _send_sum(
+                    peers, state, active, x, slots, weights, call, half, me, s, u % M, timeout,
+                    R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED,
+                )  # fmt: skip
+    if RECEIVE:
+        if pid == P - 1:
+            _lead(peers, state, active, waits, tag, call, half, me, timeout, R, RP, P, M, K, LC, TIMED)
+        for token in range(pid, T, P):
+            _add_rows(
+                peers, state, active, route, bias0, bias1, out, call, half, me, token + 0, timeout,
+                R, RP, P, M, K, KP, E, LC, SLOT, H, WHOLE, DTYPE, BIAS0, BIAS1,
+            )  # fmt: skip
+        tl.debug_barrier()
+        tl.store(epoch_of(state, pid), call)

@@ -1,0 +1,215 @@
+# pyright: basic
+"""Waits of the low-latency engine. A wait that fails does not end the call: it marks the silent rank, and the call goes on without it.
+
+``active`` is int32 ``[R]`` on the device: 0 for ranks that are left out. A rank is silent if a word of it does not come within ``timeout``
+(ns). Whoever waits for half of that gives a sign of life (``pulses``), as it is late itself now: ranks with a pulse of this call or the
+last get three times as long. So who waits for a dead rank is not taken for dead by those who wait for it.
+
+Every thread reads a clock of its own, so thread 0's word counts, and all learn of it through memory (``late_of``, which only grows: by
+one for each of three deadlines that a wait comes past): threads that left a loop at different times would meet at the wrong barriers.
+As a look costs several atomics, a program polls SPINS times between two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_region import OTHER_RANK, READY, RANK, STATUS, call_in, late_of, pulse_of, value_in
+from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.sync import load_acquire, now_ns, words
+
+SPINS = tl.constexpr(16)
+_OTHER_RANK = tl.constexpr(OTHER_RANK)
+
+
+@triton.jit
+def flags_of(active):
+    return active.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def tell(word, value, mask):
+    """Write words that tell their call themselves, so that nothing else needs to be seen first. An atomic, as it reaches peers soon
+    and whole; and words only grow, so a rank that is long left out cannot turn them back."""
+    tl.atomic_max(word, value, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def is_active(active, rank):
+    """Whether ``rank`` is not left out, as of now."""
+    return tl.atomic_add(flags_of(active) + rank, 0, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
+def leave_out(active, rank, mask):
+    """Mark a rank (or some of a small tensor of ranks) as silent."""
+    tl.atomic_xchg(flags_of(active) + rank, rank * 0, mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _is_past(word, stamp, deadline):
+    """Whether a deadline of this program's wait is over."""
+    late = now_ns() >= deadline
+    tl.atomic_max(word, stamp, mask=late, sem="relaxed", scope="gpu")
+    return tl.atomic_add(word, 0, sem="relaxed", scope="gpu") >= stamp
+
+
+@triton.jit
+def stamp_of(state, P: tl.constexpr):
+    """Where the stamps of one more wait begin."""
+    return tl.atomic_add(late_of(state, tl.program_id(0), P), 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def judge(
+    lack, ranks, peers, active, state, call, stamp, begin, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    K: tl.constexpr, LC: tl.constexpr,
+):  # fmt: skip
+    """Leave out those of ``ranks`` (one, or a small tensor of them) that ``lack`` something and have had their time."""
+    word = late_of(state, tl.program_id(0), P)
+    if _is_past(word, stamp + 1, begin + timeout // 2):
+        me = tl.load(words(state) + RANK).to(tl.int32)
+        for peer in range(R):
+            if is_active(active, peer + 0):
+                tell(pulse_of(peer_base(peers, peer + 0), me, R, M, K, LC), call, call > 0)
+        if _is_past(word, stamp + 2, begin + timeout):
+            pulse = tl.load(pulse_of(peer_base(peers, me), ranks, R, M, K, LC), mask=lack, other=0, volatile=True)
+            silent = lack & (pulse < call - 1)
+            if _is_past(word, stamp + 3, begin + 3 * timeout):
+                silent = lack
+            leave_out(active, ranks, silent)
+
+
+@triton.jit
+def wait_ready(state, call):
+    """Wait until this rank's leader has made the table of this dispatch: its own wait has an end."""
+    ready = tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")
+    while ready < call:
+        ready = tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def wait_flag(
+    flag, want, peers, active, rank, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    LC: tl.constexpr,
+):  # fmt: skip
+    """Wait until ``rank`` has set a flag to at least ``want`` (acquire) and return it; less comes back if ``rank`` is left out."""
+    seen = load_acquire(flag)
+    if seen < want:
+        begin, stamp = now_ns(), stamp_of(state, P)
+        live = True
+        while live:
+            n = 0
+            while (seen < want) & (n < SPINS):
+                seen = load_acquire(flag)
+                n += 1
+            live = (seen < want) & is_active(active, rank)
+            if live:
+                judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+    tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def wait_flags(
+    flags, want, mask, peers, active, ranks, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    K: tl.constexpr, LC: tl.constexpr,
+):  # fmt: skip
+    """The same for a small tensor of flags, of which ``i`` belongs to rank ``ranks[i]``."""
+    seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+    short = tl.sum(((seen < want) & mask).to(tl.int32))
+    if short > 0:
+        begin, stamp = now_ns(), stamp_of(state, P)
+        live = True
+        while live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+            n = 0
+            while (short > 0) & (n < SPINS):
+                polled = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+                short = tl.sum(((polled < want) & mask).to(tl.int32))
+                n += 1
+            here = mask & (tl.load(flags_of(active) + ranks, mask=mask, other=0, volatile=True) != 0)
+            lack = here & (tl.atomic_add(flags, 0, mask=here, sem="acquire", scope="sys") < want)
+            live = tl.sum(lack.to(tl.int32)) > 0
+            if live:
+                judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+        seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def wait_notes(
+    notes, inside, tags, peers, call, here, active, ranks, waits, state, timeout,
+    R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Wait for notes ``[RP, B]`` (``inside``) and tags ``[RP]`` of the ranks ``here``; returns both, and which ranks' are there.
+
+    Words tell their call themselves, so what is loaded is good by itself and nothing is acquired. ``waits``: int64 ``[R]``, to which
+    ns waited are added, if TIMED.
+    """
+    begin, stamp = now_ns(), stamp_of(state, P)
+    waited = (ranks * 0).to(tl.int64) - 1
+    counts = tl.load(notes, mask=inside, other=0, volatile=True)
+    last = tl.load(tags, mask=here, other=0, volatile=True)
+    there = ranks < 0
+    live = True
+    while live:
+        n = 0
+        short = 1
+        while (short > 0) & (n < SPINS):
+            counts = tl.load(notes, mask=inside, other=0, volatile=True)
+            last = tl.load(tags, mask=here, other=0, volatile=True)
+            least = tl.min(tl.where(inside, call_in(counts), call), axis=1)
+            there = here & (least >= call) & (call_in(last) >= call)
+            if TIMED:
+                waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
+            short = tl.sum((here & (there == 0)).to(tl.int32))
+            n += 1
+        lack = here & (there == 0)
+        lack = lack & (tl.load(flags_of(active) + ranks, mask=lack, other=0, volatile=True) != 0)
+        live = tl.sum(lack.to(tl.int32)) > 0
+        if live:
+            judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+    if TIMED:
+        to = waits.to(tl.pointer_type(tl.int64)) + ranks
+        waited = tl.where(waited < 0, now_ns() - begin, waited)
+        tl.store(to, tl.load(to, mask=here, other=0) + waited, mask=here)
+    tl.debug_barrier()
+    return counts, last, there
+
+
+@triton.jit
+def in_same_call(state, tags, there, tag, ranks):
+    """Which of the ranks ``there`` mean the same call as this one; tells the host of one that does not. (0: it brings nothing.)"""
+    other = there & (value_in(tags) != tag) & (value_in(tags) != 0)
+    stranger = tl.max(tl.where(other, ranks, -1))
+    if stranger >= 0:
+        tl.store(words(tl.load(words(state) + STATUS)) + _OTHER_RANK, stranger.to(tl.int64) + 1)
+    return there & (other == 0)
+
+
+@triton.jit
+def wait_weights(
+    at, inside, peers, active, rank, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    LC: tl.constexpr,
+):  # fmt: skip
+    """Wait for weights that ``rank`` brings, words ``[KP]`` that tell their call themselves: whether all are there, and the weights."""
+    sign = call & 0x7FFFFFFF
+    word = tl.load(at, mask=inside, other=0, volatile=True)
+    short = tl.sum((((word >> 32) != sign) & inside).to(tl.int32))
+    if short > 0:
+        begin, stamp = now_ns(), stamp_of(state, P)
+        live = True
+        while live:
+            n = 0
+            while (short > 0) & (n < SPINS):
+                word = tl.load(at, mask=inside, other=0, volatile=True)
+                short = tl.sum((((word >> 32) != sign) & inside).to(tl.int32))
+                n += 1
+            live = (short > 0) & is_active(active, rank)
+            if live:
+                judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+    tl.debug_barrier()
+    return short == 0, word.to(tl.int32).to(tl.float32, bitcast=True)

@@ -1,0 +1,119 @@
+"""Scenarios for the low-latency engine: calls of one object, drawn from a seed. ``low_latency_ranks.py`` runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+
+import tokenyard as ty
+from cases import PLAIN, QUANTIZED, Case
+from tokenyard.config import Config
+from tokenyard.engines.low_latency_ground import Shape
+from tokenyard.testing import ROUTINGS
+
+_, MAJOR, PADDED = ty.Layout
+WAYS = ("plain", "weighted", "weighted by the owner", "bias", "two biases")
+"""What may follow a dispatch."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One dispatch and the combines that follow, each in one launch or ``in_two``."""
+
+    case: Case
+    ways: tuple[str, ...]
+    in_two: bool = False
+    weighted: bool = True
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Calls of one object."""
+
+    world_size: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    hidden: int
+    programs: int
+    rounds: tuple[Round, ...]
+    words: int = 64
+    picks: int = 2
+
+    @property
+    def shape(self) -> Shape:
+        """Rows take several steps, and programs several rows."""
+        return Shape(programs=self.programs, words=self.words, part=32, whole=64, picks=self.picks)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Room for rows of float32."""
+        tokens = 2 * self.world_size * self.max_tokens
+        slot = 4 * self.hidden + 16 * self.num_topk + 512
+        return tokens * slot + 64 * tokens * (self.num_topk + 2) + 64 * self.world_size * (self.num_experts + 2)
+
+    def config(self, rank: int, timeout: float = 5.0) -> Config:
+        return Config(
+            num_experts=self.num_experts, hidden=self.hidden, num_topk=self.num_topk, max_tokens_per_rank=self.max_tokens,
+            rank=rank, world_size=self.world_size, timeout=timeout,
+        )  # fmt: skip
+
+
+def draw(world_size: int, seed: int) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(seed)
+    few = world_size > 4
+    scenario = Scenario(
+        world_size=world_size,
+        num_experts=random.choice((world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)),
+        num_topk=random.choice((1, 2, 3, 4)),
+        max_tokens=random.choice((1, 2, 3) if few else (2, 3, 5)),
+        hidden=random.choice((8, 16, 24, 40, 132, 17)),
+        programs=world_size + random.choice((0, 1, 3)),
+        words=random.choice((8, 64)),
+        rounds=(),
+    )
+    rounds = [_round(scenario, random, 4 * seed + i) for i in range(1 if few else random.choice((1, 2, 3)))]
+    return replace(scenario, rounds=tuple(rounds))
+
+
+def _round(scenario: Scenario, random: Random, seed: int) -> Round:
+    layout = random.choice((MAJOR, PADDED))
+    dtype, mode = _payload(random)
+    case = Case(
+        scenario.world_size,
+        routing=random.choice(ROUTINGS),
+        num_tokens=scenario.max_tokens,
+        num_topk=scenario.num_topk,
+        num_experts=scenario.num_experts,
+        hidden=scenario.hidden,
+        dtype=dtype,
+        layout=layout,
+        exact=False,
+        expert_alignment=random.choice((1, 1, 2, 4)) if layout is MAJOR else 1,
+        quantize=mode,
+        seed=seed,
+    )
+    ways = tuple(random.sample(WAYS, random.choice((1, 1, 2))))
+    return Round(case, ways, random.random() < 0.3)
+
+
+def _payload(random: Random) -> tuple[torch.dtype, Any]:
+    mode = random.choice((None, None, None, *ty.Quantize))
+    return random.choice(PLAIN if mode is not None else (*PLAIN, *QUANTIZED)), mode
+
+
+def rehearsal(seed: int) -> Scenario:
+    """Two ranks whose calls follow each other closely, with other picks and weights each time."""
+    case = Case(2, num_tokens=3, num_topk=2, num_experts=4, hidden=40, layout=PADDED, exact=False, seed=16 * seed)
+    names = ("uniform", "local", "one_expert", "uniform", "dropped", "uniform")
+    owner = "weighted by the owner"
+    ways = (("plain",), (owner,), ("plain", "plain", "weighted"), (owner, owner), ("weighted",), ("plain",))
+    rounds = tuple(
+        Round(replace(case, routing=name, seed=case.seed + i), each)
+        for i, (name, each) in enumerate(zip(names, ways, strict=True))
+    )
+    return Scenario(world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds)

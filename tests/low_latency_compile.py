@@ -1,0 +1,85 @@
+"""The kernels that engine low_latency launches, compiled for sm_90, and what their machine code is made of, as JSON.
+
+A program of its own, like ``nvlink_compile.py``, which looks at the code: kernels must not be interpreted here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+import nvlink_compile
+from low_latency_plants import planted
+from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
+from tokenyard.config import Config
+from tokenyard.engines.low_latency import LowLatencyEngine
+from tokenyard.engines.low_latency_ground import shape_for
+from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.handle import Spec
+from tokenyard.memory.base import Region
+from tokenyard.rows import Payload
+from tokenyard.stats import Stats
+from tokenyard.types import Layout, Quantize
+
+TOKENS = 128
+
+
+class Small(Recorder):
+    """Without the memory."""
+
+    def allocate(self, num_bytes: int) -> Region:
+        self.num_bytes = num_bytes
+        return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64))
+
+
+def record() -> tuple[dict[str, Launch], int]:
+    """All kinds of launches, and the bytes of symmetric memory."""
+    memory = Small()
+    memory.label = "refuse"
+    config = Config(
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=RANKS, timeout=5.0
+    )  # fmt: skip
+    engine = LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS), None)
+    x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
+    weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)
+    timed = CallOptions(waits=waits)
+    padded = Spec(layout=Layout.EXPERT_PADDED, exact=False)
+    major = Spec(layout=Layout.EXPERT_MAJOR, exact=False, expert_alignment=128, capacity=256)
+
+    def run(label: str, call: Any, *args: Any, **options: Any) -> Any:
+        memory.label = label
+        return call(*args, **options)
+
+    for mode in (None, *Quantize):
+        run(f"{mode and mode.name}", engine.dispatch, Payload(x, None), idx, weights, major, mode)
+    options = CallOptions(waits=waits, loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int64))
+    run("options", engine.dispatch, Payload(x, None), idx, weights, major, Quantize.FP8, options=options)
+    hook = run("hook send", engine.dispatch, Payload(x, None), idx.int(), None, major, Quantize.FP8, in_two=True)
+    _, plan, _ = run("hook receive", hook)
+    rows, by_rows = x.expand(1, HIDDEN), torch.zeros(1)
+    run("plain", engine.combine, rows, plan, padded)
+    run("float16, two biases", engine.combine, rows.half(), plan, padded, bias=(x, x.float()))
+    run("weighted", engine.combine, rows, plan, padded, weights=by_rows, options=timed)
+    run("weighted by the owner", engine.combine, rows, plan, padded, weights=weights)
+    hook = run("hook send", engine.combine, rows, plan, padded, weights=weights, in_two=True)
+    run("hook receive", hook)
+    return memory.launches, memory.num_bytes
+
+
+if __name__ == "__main__":
+    launches, num_bytes = record()
+    nvlink_compile.LAUNCHES += launches.items()
+    with planted("combine: no barrier before the flag"):
+        nvlink_compile.LAUNCHES.append(("planted", record()[0]["low_combine_kernel plain"]))
+    numbers = range(len(nvlink_compile.LAUNCHES))
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        facts = dict(
+            zip((name for name, _ in nvlink_compile.LAUNCHES), pool.map(nvlink_compile.facts_of, numbers), strict=True)
+        )
+    json.dump({"bytes": num_bytes, "facts": facts}, sys.stdout)

@@ -1,0 +1,275 @@
+"""Ranks that die, are late, or are left out, on simulated ranks with engine low_latency. Reached through ``nvlink_pool.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenyard as ty
+from cases import Case
+from low_latency_cases import PADDED, Scenario
+from low_latency_ranks import MOST_STEPS, RankRun
+from tokenyard import reference
+from tokenyard.errors import Mismatch, PeerTimeout
+from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing.simulator import SimulatedRank, simulate
+
+TIMEOUT = 5.0
+WAYS = ("plain", "weighted", "weighted by the owner")
+CALLS = 4
+"""Dispatches of a life, a combine behind each."""
+
+
+def life(world_size: int, seed: int) -> Scenario:
+    """What the object is made for; :func:`case_of` says what it does."""
+    return Scenario(
+        world_size=world_size, num_experts=2 * world_size + seed % 2, num_topk=3, max_tokens=3, hidden=8, programs=world_size + 1,
+        rounds=(),
+    )  # fmt: skip
+
+
+def case_of(scenario: Scenario, seed: int, call: int) -> Case:
+    return Case(
+        scenario.world_size, num_tokens=scenario.max_tokens, num_topk=scenario.num_topk, num_experts=scenario.num_experts,
+        hidden=scenario.hidden, layout=PADDED, exact=False, seed=CALLS * seed + call,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part(Case):
+    """A case in which only some ranks bring tokens."""
+
+    present: tuple[int, ...] = ()
+
+    def tokens_of(self, rank: int) -> int:
+        return super().tokens_of(rank) if rank in self.present else 0
+
+
+@lru_cache(maxsize=512)
+def part_of(case: Case, present: tuple[int, ...]) -> Part:
+    fields = {name: getattr(case, name) for name in Case.__dataclass_fields__}
+    return Part(**fields, present=present)
+
+
+def row_of(case: Case, rank: int, expert: int, source: int) -> int:
+    """Row of the full case's expert block that holds ``source``."""
+    return int((case.expected[rank].source[expert] == source).nonzero()[0, 0])
+
+
+def check_rows(recv: ty.Received, case: Case, rank: int, before: Sequence[bool], after: Sequence[bool]) -> None:
+    """All rows of ranks that were there all the time, none of ranks that were not, some of those that fell silent."""
+    want = case.expected[rank]
+    for expert in range(want.source.shape[0]):
+        got = [source for source in recv.source[expert].tolist() if source >= 0]
+        full = [source for source in want.source[expert].tolist() if source >= 0]
+        assert got == [source for source in full if source in got], "rows in order, none twice"
+        for source in full:
+            assert after[source >> 32] <= (source in got) <= before[source >> 32], (rank, expert, source)
+        for source in got:
+            here = int((recv.source[expert] == source).nonzero()[0, 0])
+            there = row_of(case, rank, expert, source)
+            assert_same_bits(recv.x[expert, here], want.x[expert, there], what="x", rank=rank)
+            assert recv.row_weights[expert, here] == want.row_weights[expert, there]
+            begin, count = recv.source_ranges[expert, source >> 32].tolist()
+            assert begin <= here < begin + count
+        unknown = recv.source[expert] < 0
+        assert not recv.row_weights[expert][unknown].any()
+
+
+def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
+    """What experts make of the rows that came; NaN elsewhere."""
+    out = torch.full((*recv.source.shape, case.hidden), float("nan"), dtype=case.expert_rows[rank].dtype)
+    for expert in range(recv.source.shape[0]):
+        for place, source in enumerate(recv.source[expert].tolist()):
+            if source >= 0:
+                out[expert, place] = case.expert_rows[rank][expert, row_of(case, rank, expert, source)]
+    return out
+
+
+@lru_cache(maxsize=512)
+def sums_of(case: Case, way: str, present: tuple[int, ...]) -> list[reference.ReferenceCombined]:
+    """The oracle's sums if the experts of ``present`` bring rows: the others' are zeros, which add nothing."""
+    rows = [part if rank in present else torch.zeros_like(part) for rank, part in enumerate(case.expert_rows)]
+    options: dict[str, Any] = {} if way == "plain" else {"weighted": True}
+    if way == "weighted by the owner":
+        options["topk_weights"] = [2 * weights for _, weights in case.picks]
+    return reference.combine(rows, case.expected, **options)
+
+
+def check_sums(got: Tensor, case: Case, way: str, rank: int, before: Sequence[bool], after: Sequence[bool]) -> None:
+    """Each token's sum is that with or without the ranks that fell silent."""
+    sure = tuple(r for r, here in enumerate(after) if here)
+    maybe = tuple(r for r, here in enumerate(before) if here)
+    least, most = (sums_of(case, way, present)[rank].x for present in (sure, maybe))
+    assert len(maybe) - len(sure) <= 1
+    for token in range(got.shape[0]):
+        bits = got[token].view(torch.int16)
+        fits = [torch.equal(bits, each[token].view(torch.int16)) for each in (least, most)]
+        assert any(fits), f"rank {rank}: token {token} is {got[token]}, not {least[token]} nor {most[token]}"
+
+
+def sum_up(mine: RankRun, recv: ty.Received, case: Case, way: str, in_two: bool) -> Tensor:
+    given: dict[str, Any] = {}
+    if way == "weighted":
+        given["weights"] = recv.handle.arrived.weights
+    elif way == "weighted by the owner":
+        given["weights"] = 2 * case.picks[mine.rank][1]
+    rows = rows_for(recv, case, mine.rank).flatten(0, -2)
+    return mine.call(in_two, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given)[0]
+
+
+def live(mine: RankRun, scenario: Scenario, seed: int, calls: range = range(CALLS)) -> None:
+    """All calls, each checked against what this rank knows of who is there."""
+    for call in calls:
+        case, way, in_two = case_of(scenario, seed, call), WAYS[(call + seed) % 3], (call + seed) % 4 == 3
+        before = mine.engine.active_ranks()
+        recv = mine.dispatch(case, in_two)
+        middle = mine.engine.active_ranks()
+        check_rows(recv, case, mine.rank, before, middle)
+        got = sum_up(mine, recv, case, way, in_two)
+        check_sums(got, case, way, mine.rank, before, mine.engine.active_ranks())
+
+
+Ending = tuple[str, list[bool]]
+"""What went wrong, and which ranks take part at the end."""
+
+
+def play(
+    scenario: Scenario, body: Callable[[RankRun], None], seed: int, **options: Any
+) -> tuple[list[Ending | None], int]:
+    """Run ``body`` on every rank. How each ended (None: it died), and the steps that it took."""
+    steps: list[int] = []
+
+    def guarded(ranks: SimulatedRank) -> Ending:
+        try:
+            mine = RankRun(ranks, scenario, TIMEOUT)
+        except PeerTimeout as error:
+            return f"absent {error.rank}", []
+        body(mine)
+        steps.append(ranks.sim.steps)
+        return "", mine.engine.active_ranks()
+
+    with poisoned():
+        options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
+        return simulate(scenario.world_size, guarded, seed=seed, **options), max(steps, default=0)
+
+
+@cache
+def length(world_size: int, seed: int) -> int:
+    """Steps of a life without a death."""
+    scenario = life(world_size, seed)
+    endings, steps = play(scenario, lambda mine: live(mine, scenario, seed), seed)
+    assert endings == [("", [True] * world_size)] * world_size
+    return steps
+
+
+def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
+    """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
+    random = Random(seed)
+    victim, scenario, steps = random.randrange(world_size), life(world_size, seed), length(world_size, seed)
+    step = random.randrange(steps)
+    endings, _ = play(scenario, lambda mine: live(mine, scenario, seed), seed, kill={victim: step})
+    return victim, 1000 * step // steps, endings
+
+
+def meet(mine: RankRun, name: str) -> None:
+    """All ranks' hosts come here."""
+    here = mine.ranks.world.gathered(("meet", name))
+    here[mine.rank] = 1
+    mine.ranks.sim.happened()
+    mine.ranks.wait_until(lambda: len(here) == mine.ranks.world_size, 1000 * TIMEOUT, f"waits for all at {name}")
+
+
+def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
+    """A rank is left out by hand, the others go on, and it comes back."""
+    scenario, victim = life(world_size, seed), seed % world_size
+
+    def body(mine: RankRun) -> None:
+        live(mine, scenario, seed, range(1))
+        others = [r for r in range(world_size) if r != mine.rank and (mine.rank == victim or r == victim)]
+        with mine.own:
+            for rank in others:
+                mine.engine.mask(rank)
+        live(mine, scenario, seed, range(1, 3))
+        meet(mine, "back")
+        with mine.own:
+            for rank in others:
+                mine.engine.mask(rank, active=True)
+        meet(mine, "go on")
+        live(mine, scenario, seed, range(3, 5))
+        assert all(mine.engine.active_ranks())
+
+    return play(scenario, body, seed, timeouts=False)[0]
+
+
+def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
+    """A rank is silent for longer than the timeout, comes too late, makes its calls alone, and joins again."""
+    scenario, victim = life(world_size, seed), seed % world_size
+
+    def body(mine: RankRun) -> None:
+        live(mine, scenario, seed, range(1))
+        if mine.rank == victim:
+            mine.ranks.wait_until(lambda: False, 10 * TIMEOUT, "is late")
+        case = case_of(scenario, seed, 1)
+        for _ in range(2):
+            mine.dispatch(case)
+        assert mine.rank == victim or not mine.engine.active_ranks()[victim]
+        meet(mine, "back")
+        with mine.own:
+            for rank in range(world_size):
+                if rank != mine.rank:
+                    mine.engine.mask(rank, active=True)
+        meet(mine, "go on")
+        live(mine, scenario, seed, range(2, 4))
+
+    return play(scenario, body, seed)[0]
+
+
+def refusal(world_size: int, seed: int) -> list[Ending | None]:
+    """A rank refuses a dispatch, then a combine: the others miss its tokens or its rows, and nobody is left out."""
+    scenario, refuser = life(world_size, seed), seed % world_size
+    others = tuple(rank for rank in range(world_size) if rank != refuser)
+
+    def body(mine: RankRun) -> None:
+        case, way = case_of(scenario, seed, 0), WAYS[seed % 3]
+        if mine.rank == refuser:
+            with mine.own:
+                assert mine.engine.refuse(DISPATCH, False, "x is wrong")
+        else:
+            recv = mine.dispatch(case)
+            there = [rank != refuser for rank in range(world_size)]
+            check_rows(recv, case, mine.rank, there, there)
+        recv = mine.dispatch(case)
+        check_rows(recv, case, mine.rank, [True] * world_size, [True] * world_size)
+        if mine.rank == refuser:
+            with mine.own:
+                assert mine.engine.refuse(COMBINE, False, "x is wrong")
+        else:
+            got = sum_up(mine, recv, case, way, False)
+            assert_same_bits(
+                got, sums_of(case, way, others)[mine.rank].x, what="sums without the refuser", rank=mine.rank
+            )
+        live(mine, scenario, seed, range(1, 3))
+        assert all(mine.engine.active_ranks())
+
+    return play(scenario, body, seed, timeouts=False)[0]
+
+
+def disagreement(seed: int) -> list[Ending | None]:
+    """A rank dispatches another dtype: whoever sees it says so, and they go on apart."""
+    scenario, culprit = life(3, seed), seed % 3
+
+    def body(mine: RankRun) -> None:
+        case = case_of(scenario, seed, 0)
+        with suppress(Mismatch):  # a rank that was left out before it told the others only sees that they are silent
+            mine.dispatch(replace(case, dtype=torch.float16) if mine.rank == culprit else case)
+
+    return play(scenario, body, seed)[0]

@@ -1,0 +1,141 @@
+"""Kernels of the low-latency engine with bugs planted in them, made from the text of the real ones as in ``nvlink_plants.py``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nvlink_plants import KERNELS, PACKAGE, Plant, changed
+
+_ROW_FLAG = '    tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")\n'
+_ROW_FLAGS = "    flags = flag_of(bases, half, me, t, R, M, LC)\n" + _ROW_FLAG
+_SUM_FLAG = '        tl.atomic_max(flag_of(base, half, me, t, R, M, LC), 2 * call + 1, sem="release", scope="sys")\n'
+_READY = 'tl.atomic_xchg(words(state) + READY, call, sem="release", scope="gpu")'
+_READY_SEEN = 'tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")'
+_HALF = "    half = (call % 2).to(tl.int32)\n"
+_ONE_HALF = "    half = (call % 1).to(tl.int32)\n"
+_SEND = "    for i in tl.static_range(R):\n        d = (me + i) % R\n"
+_SUM = "        for w0 in range(0, H, BLOCK):\n            w = w0 + tl.arange(0, BLOCK)\n            total"
+
+
+_BARRIER = "    tl.debug_barrier()\n"
+_SEEN = "    return seen\n\n\n@triton.jit\ndef "
+_COUNTED = "        tl.store(epoch_of(state, pid), call)\n"
+
+
+def _plant(kind: str, file: str, *changes: tuple[str, str], times: int = 1, within: int = 10) -> Plant:
+    return Plant(kind, f"low_{file}" if file != "sync" else file, changes, times, within=within)
+
+
+def _without(kind: str, file: str, text: str, before: str = "", behind: str = "") -> Plant:
+    """``text`` between ``before`` and ``behind`` is missing."""
+    return _plant(kind, file, (before + text + behind, before + behind))
+
+
+def _instead(kind: str, file: str, text: str, old: str, new: str, times: int = 1) -> Plant:
+    """``new`` for ``old`` in ``text``."""
+    return _plant(kind, file, (text, text.replace(old, new)), times=times)
+
+
+PLANTS = {
+    # What is published
+    "dispatch: no barrier before the flag": _without("barrier", "dispatch", _BARRIER, behind="    flags ="),
+    "dispatch: flag without order": _instead("release", "dispatch", _ROW_FLAG, "release", "relaxed"),
+    "dispatch: flag for this GPU only": _instead("release", "dispatch", _ROW_FLAG, '"sys"', '"gpu"'),
+    "dispatch: flag before the row": _plant(
+        "flag before data", "dispatch", (_ROW_FLAGS, ""), (_SEND, _ROW_FLAGS + _SEND)
+    ),
+    "combine: no barrier before the flag": _without("barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAG),
+    "combine: flag without order": _instead("release", "combine", _SUM_FLAG, "release", "relaxed"),
+    "combine: flag for this GPU only": _instead("release", "combine", _SUM_FLAG, '"sys"', '"gpu"'),
+    "combine: flag before the sum": _plant("flag before data", "combine", (_SUM_FLAG, ""), (_SUM, _SUM_FLAG + _SUM)),
+    "table: no barrier before READY": _without("barrier", "dispatch", _BARRIER, behind="    " + _READY),
+    "table: READY without order": _instead("release", "dispatch", _READY, "release", "relaxed"),
+    "table: READY before the table": _plant(
+        "flag before data",
+        "dispatch",
+        (_BARRIER + "    " + _READY + "\n", ""),
+        ("    pairs = tl.where(present", _BARRIER + "    " + _READY + "\n    pairs = tl.where(present"),
+    ),
+    # What is waited for
+    "plain load for an acquire": _plant(
+        "acquire",
+        "sync",
+        ('    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")', "    return tl.load(counter)"),
+    ),
+    "plain loads for acquires": _plant(
+        "acquire",
+        "wait",
+        ('tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")', "tl.load(flags, mask=mask, other=0)"),
+        times=3,
+    ),
+    "READY seen without order": _instead("acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2),
+    "no barrier behind a flag": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_flags"),
+    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_notes"),
+    "no barrier behind READY": _without("barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("),
+    # Which call it is
+    "dispatch: flags of the last but one": _instead(
+        "wrong epoch", "dispatch", "        want = 2 * call\n", "call", "call - 4"
+    ),
+    "combine: flags of the last but one": _plant(
+        "wrong epoch",
+        "combine",
+        ("r, t, R, M, LC), 2 * call, here", "r, t, R, M, LC), 2 * call - 4, here"),
+        ("seen == 2 * call + 1", "seen >= 2 * call - 3"),
+    ),
+    "notes of the last but one": _plant(
+        "wrong epoch", "wait", ("(least >= call) & (call_in(last) >= call)", "(least >= call - 2)")
+    ),
+    "weights of the last but one": _plant("wrong epoch", "wait", ("((word >> 32) != sign)", "(word < 0)"), times=2),
+    "calls not counted in combine": _instead("wrong epoch", "combine", _COUNTED, "call)", "call - 1)"),
+    # When a slot is written again
+    "dispatch: one half only": _plant("reused too early", "dispatch", (_HALF, _ONE_HALF)),
+    "combine: one half only": _plant("reused too early", "combine", (_HALF, _ONE_HALF), within=40),
+    "combine: peers not waited for": _plant(
+        "reused too early", "combine", ("        if pid == P - 1:\n", "        if pid == P:\n"), within=40
+    ),
+    # What is sent at all
+    "dispatch: last token dropped": _instead("last token", "dispatch", "for token in range(pid, T, P)", "T", "T - 1"),
+    "combine: last slot dropped": _instead("last token", "combine", "for u in range(pid, R * M, P)", "M", "M - 1"),
+}
+"""By name."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies without one."""
+    plant = PLANTS[name] if name else None
+    package = "low_planted_" + "".join(c if c.isalnum() else "_" for c in name)
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory, package)
+        home.mkdir()
+        for path in KERNELS.glob("*.py"):
+            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
+            (home / path.name).write_text(text.replace(PACKAGE, package))
+        sys.path.insert(0, directory)
+        try:
+            with _launched_from(package):
+                yield
+        finally:
+            sys.path.remove(directory)
+            for module in [module for module in sys.modules if module.split(".")[0] == package]:
+                del sys.modules[module]
+
+
+@contextmanager
+def _launched_from(package: str) -> Iterator[None]:
+    launches: Any = import_module("tokenyard.engines.low_latency_launches")
+    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
+    assert len(kernels) == 3
+    try:
+        for name, kernel in kernels.items():
+            setattr(launches, name, getattr(import_module(kernel.fn.__module__.replace(PACKAGE, package)), name))
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launches, name, kernel)

@@ -1,0 +1,59 @@
+"""Engine low_latency through ``ExpertParallel``, on simulated ranks: bodies shared with other engines, hooks, refusals, mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenyard as ty
+from nvlink_pool import run_all, without_devices
+from tokenyard.testing import ROUTINGS
+
+pytestmark = without_devices
+
+LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
+SIZES = [
+    {"hidden": 1},
+    {"hidden": 7, "dtype": torch.float32},
+    {"hidden": 33, "dtype": torch.int8},
+    {"hidden": 256, "num_tokens": 9},
+    {"num_topk": 12, "num_experts": 20, "num_tokens": 3},
+    {"num_topk": 6, "num_experts": 2},
+    {"num_experts": 1, "num_topk": 2},
+    {"num_experts": 7},
+    {"num_experts": 30},
+    {"num_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.lower())
+def test_matches_the_oracle(layout: ty.Layout) -> None:
+    calls = [
+        (size, at, {"layout": layout, "routing": name})
+        for at, name in enumerate(ROUTINGS)
+        for size in (1, 3)[at % 2 :][:1]
+    ]
+    run_all("low_latency_api.shared_body", calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.lower())
+def test_any_size(layout: ty.Layout) -> None:
+    run_all(
+        "low_latency_api.shared_body",
+        [(2 + (at > 6), at, {"layout": layout, **sizes}) for at, sizes in enumerate(SIZES)],
+    )
+
+
+def test_quantised_in_the_send() -> None:
+    calls = [(2, 0, {"hidden": 300, "quantize": mode, "layout": layout}) for mode in ty.Quantize for layout in LAYOUTS]
+    run_all("low_latency_api.shared_body", calls)
+
+
+def test_blocks_are_aligned() -> None:
+    options = [{"layout": LAYOUTS[0], "expert_alignment": alignment, "num_experts": 11} for alignment in (2, 16)]
+    run_all("low_latency_api.shared_body", [(2, 0, each) for each in options])
+
+
+@pytest.mark.parametrize("what", ["hooks", "capacity", "refusals"])
+def test_calls(what: str) -> None:
+    run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])

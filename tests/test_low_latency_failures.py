@@ -1,0 +1,52 @@
+"""Engine low_latency when ranks die, are late, refuse, or are left out: every call completes, and says what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
+
+DEATHS = {2: 6, 3: 5, 4: 2}
+"""Seeds by world size."""
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
+def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
+    """Each of their results is checked as it comes: rows and sums of the living are all there, of the dead some or none."""
+    seeds = range(DEATHS[world_size] * SOAK)
+    marked: list[bool] = []
+    deaths = run_all("low_latency_failures.death", [(world_size, seed) for seed in seeds])
+    for seed, (victim, when, endings) in zip(seeds, deaths, strict=True):
+        where = f"seed {seed}, rank {victim} dies after {when} of 1000: {endings}"
+        for rank, ending in enumerate(endings):
+            if ending is None:
+                assert rank == victim, where
+            elif ending[0]:
+                assert ending[0] == f"absent {victim}", where  # it died before the object was made
+            else:
+                assert all(here for peer, here in enumerate(ending[1]) if peer != victim), (
+                    f"the living are not marked: {where}"
+                )
+                marked.append(not ending[1][victim])
+                assert marked[-1] or when > 700, where
+    assert sum(marked) > 0.7 * len(marked) > 0
+
+
+@pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
+def test_ranks_come_back(story: str) -> None:
+    for endings in run_all(f"low_latency_failures.{story}", [(size, seed) for size in (2, 3) for seed in range(2)]):
+        assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
+
+
+def test_ranks_in_different_calls_go_on_apart() -> None:
+    for seed, endings in enumerate(run_all("low_latency_failures.disagreement", [(seed,) for seed in range(3)])):
+        culprit = seed % 3
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            assert ending[1] == [peer == rank or (peer != culprit and rank != culprit) for peer in range(3)], (
+                rank,
+                endings,
+            )
