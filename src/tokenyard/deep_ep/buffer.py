@@ -1,0 +1,362 @@
+"""DeepEP's ``Buffer`` on native objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.api import ExpertParallel
+from tokenyard.deep_ep import low_latency, names, normal
+from tokenyard.deep_ep.config import Config, combine_config, dispatch_config
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
+from tokenyard.deep_ep.natives import Natives, Sizes
+from tokenyard.deep_ep.runtime import Runtime
+from tokenyard.deep_ep.streams import Streams
+from tokenyard.errors import NotSupported
+
+
+class Buffer:
+    """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors alike.
+
+    Making one talks to nobody and takes no memory. The first call of each kind makes a native object, which is collective, as
+    the call is. ``docs/deep_ep.md`` says name by name what is the same as in DeepEP, what is better and what is missing.
+
+    Args:
+        group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
+        num_nvl_bytes: if given, an upper bound for the rings of each native object, down to 32 MiB; more than 128 MiB are not
+            used. Echoed, as the other arguments are: ``num_rdma_bytes``, ``num_qps_per_rank`` and what is allowed or used
+            of NVLink, MNNVL and fabric change nothing.
+        low_latency_mode: either mode works on any buffer.
+        explicitly_destroy: echoed. :meth:`destroy` lets go of connections and memory at once; otherwise they go when neither the
+            buffer nor a handle of it is left.
+        enable_shrink: allow masks.
+        comm: (mpi4py) not supported.
+
+    Raises:
+        ValueError: neither group nor comm. NotSupported: ``comm`` alone.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        **fork: Any,
+    ) -> None:
+        names.check_fork("Buffer", fork, names.CONSTRUCTOR)
+        if group is None:
+            if comm is None:
+                raise ValueError("Either 'group' or 'comm' must be provided.")
+            raise NotSupported(
+                "comm= (mpi4py) is not supported: call torch.distributed.init_process_group() and pass group="
+            )
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink, self.nvshmem_qp_depth = enable_shrink, 1024
+        self._streams = Streams()
+        self._scratch: dict[bool, Tensor] = {}
+        self._natives = Natives(group, self.rank, self.group_size, num_nvl_bytes, enable_shrink)
+        self.runtime: Runtime | None = Runtime(self.rank, self.group_size, self._streams)
+
+    def destroy(self) -> None:
+        """Finish outstanding calls and let go of connections and memory. Again does nothing."""
+        self._natives.close()
+        self.runtime = None
+
+    # Facts
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: nothing is missing here that DeepEP compiles for SM90 only."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take the multiprocessors they need."""
+        if new_num_sms % 2:
+            raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A config for any number of ranks."""
+        return dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """A config for any number of ranks."""
+        return combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current stream as it is now."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> Any:
+        """The stream of asynchronous calls."""
+        return self._streams.comm()
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Memory of this rank to read and write: ``size`` elements (default: all that follow) from element ``offset`` of
+        ``num_nvl_bytes`` (``num_rdma_bytes``) bytes, taken when first asked for. No engine uses it."""
+        held = self._scratch.get(use_rdma_buffer)
+        if held is None:
+            num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            held = self._scratch[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        elements = held[: held.numel() // dtype.itemsize * dtype.itemsize].view(dtype)[offset:]
+        return elements if size is None else elements[: size.numel()].view(size)
+
+    # Normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Where the tokens of this rank go, from ``topk_idx [T, K]`` (int64 or int32, -1 = none). Asks nobody.
+
+        Returns:
+            Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per expert (int32 ``[E]``); which ranks
+            each token goes to (bool ``[T, R]``); the event.
+        """
+
+        def call() -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+            return normal.layout(topk_idx, num_experts, self.group_size)
+
+        result, event = self._streams.run(call, topk_idx.device, previous_event, async_finish, topk_idx)
+        return *result, event
+
+    def dispatch(
+        self,
+        x: Any,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+        """Send each token once to every rank that holds one of its experts. Collective.
+
+        Args:
+            x: ``[T, H]`` bf16, fp16 or fp32, or a pair of FP8 data ``[T, H]`` and float32 or int32 scales ``[T, S]``.
+            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts.
+            num_tokens_per_expert: ``[E]``; its length says how many experts there are.
+            is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``; else the layout is worked out again.
+            topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none), and float weights that ride along.
+            expert_alignment: round the counts in the list up to a multiple.
+            num_worst_tokens: static shapes: so many rows come back, and no list. At least R times the tokens of any rank.
+            config, allocate_on_comm_stream: change nothing.
+            previous_event: what the call waits for. async_finish: run on the communication stream.
+
+        Returns:
+            Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere) in the dtype of ``topk_idx``; weights
+            ``[N, K]`` float32; rows of each local expert; the handle; the event (``event.event`` is None unless
+            ``async_finish``). The middle four are None with ``handle``.
+        """
+        device = normal.data_of(x).device
+        if handle is None:
+            routing = normal.Routing(topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+            num_sms = Buffer.num_sms if config is None else config.num_sms
+
+            def call() -> normal.Dispatched:
+                return normal.dispatch(self._natives, x, routing, expert_alignment, num_worst_tokens, num_sms)
+
+            result, event = self._streams.run(
+                call, device, previous_event, async_finish, x, topk_idx, topk_weights, is_token_in_rank
+            )
+            return *result, event
+        known = normal.check_cached(handle, topk_idx, topk_weights)
+
+        def again() -> Any:
+            return normal.redispatch(x, known)
+
+        rows, event = self._streams.run(again, device, previous_event, async_finish, x, handle=known)
+        return rows, None, None, None, None, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: NormalHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum the rows of each token, back at its owner, without weights. Collective.
+
+        Args:
+            x: ``[N, H]`` bf16, fp16 or fp32, in the order of the dispatch.
+            handle: of that dispatch; good for any number of calls, in any order.
+            topk_weights: ``[N, K]`` float32, summed to ``[T, K]`` beside.
+            bias: ``[T, H]``, or two of them, added last.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``x``; ``[T, K]`` or None; the event.
+        """
+        known = normal.check_handle(handle)
+
+        def call() -> tuple[Tensor, Tensor | None]:
+            return normal.combine(x, known, topk_weights, bias)
+
+        result, event = self._streams.run(
+            call, x.device, previous_event, async_finish, x, topk_weights, bias, handle=known
+        )
+        return *result, event
+
+    internode_dispatch = dispatch
+    internode_combine = combine
+
+    # Low-latency mode
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16 rows and up to 16 picks."""
+        return low_latency.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing: the two modes share no memory."""
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | bool | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **fork: Any,
+    ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, low_latency.Hook | None]:
+        """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph can hold it. Collective.
+
+        Args:
+            x: ``[T, H]`` bf16 (or fp16, fp32), T at most ``num_max_dispatch_tokens_per_rank`` (M), which all ranks agree on.
+            topk_idx: ``[T, K]`` global expert ids, -1 = none.
+            cumulative_local_expert_recv_stats: int32 ``[L]``, counts are added. (A bool is ``use_fp8``, as in old versions.)
+            dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R, R]`` (this rank's row), waits are added in nanoseconds.
+            use_fp8: cast to FP8 E4M3 with a float32 scale per 128 channels; ``round_scale``: powers of two; ``use_ue8m0``: those as
+                bytes, four to an int32.
+
+        Returns:
+            ``[L, R * M, H]`` or that with scales ``[L, R * M, ceil(H / 128)]`` (int32: ``ceil(H / 512)``), column-major; rows by
+            source rank, then token, unspecified past the count. Counts int32 ``[L]``. The handle. The event (None inside unless
+            ``async_finish``). A hook that makes the rows good, if ``return_recv_hook``.
+        """
+        stats = cumulative_local_expert_recv_stats
+        if isinstance(stats, bool):
+            use_fp8, stats = stats, None
+        names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
+        names.check_one_way(async_finish, return_recv_hook)
+        waits, mode = dispatch_wait_recv_cost_stats, low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
+
+        def call() -> tuple[Any, Tensor, LowLatencyHandle, low_latency.Hook | None]:
+            sizes = Sizes(x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.device)
+            ep = self._natives.low_latency(sizes)
+            return low_latency.dispatch(ep, x, topk_idx, mode, stats, waits, return_recv_hook)
+
+        result, event = self._streams.run(call, x.device, None, async_finish, x, topk_idx, stats, waits)
+        rows, counts, handle, hook = result
+        return rows, counts, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        **fork: Any,
+    ) -> tuple[Tensor, EventOverlap, low_latency.Hook | None]:
+        """Sum each token's rows times their weights, back at its owner. Collective.
+
+        Args:
+            x: ``[L, R * M, H]`` in the order of the dispatch.
+            topk_idx: those of the dispatch, which the handle knows.
+            topk_weights: ``[T, K]`` float.
+            use_logfmt: changes nothing: rows travel in their own dtype, which is more exact.
+            zero_copy: read what :meth:`get_next_low_latency_combine_buffer` gave out instead of ``x``.
+            out: ``[T, H]`` to write into.
+            combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
+
+        Returns:
+            ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
+        """
+        names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
+        names.check_one_way(async_finish, return_recv_hook)
+        known, waits = low_latency.check_handle(handle), combine_wait_recv_cost_stats
+
+        def call() -> tuple[Tensor, low_latency.Hook | None]:
+            return low_latency.combine(x, known, topk_weights, zero_copy, out, waits, return_recv_hook)
+
+        reads = (x, known.next_buffer if zero_copy else None, topk_weights, out, waits)
+        result, event = self._streams.run(call, x.device, None, async_finish, *reads, handle=known)
+        combined, hook = result
+        return combined, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M, H]``."""
+        return low_latency.next_buffer(low_latency.check_handle(handle))
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a dead rank out (``mask=True``), or take it back.
+
+        Raises:
+            NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``.
+        """
+        low_latency.update_mask(self._shrinking(), rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32 ``[R]``)."""
+        low_latency.query_mask(self._shrinking(), mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all ranks back."""
+        for rank in set(range(self.group_size)) - {self.rank}:
+            low_latency.update_mask(self._shrinking(), rank, False)
+
+    def _shrinking(self) -> list[ExpertParallel]:
+        if not self.enable_shrink:
+            raise ValueError("Shrink mode must be enabled: make Buffer with enable_shrink=True")
+        return self._natives.all_low_latency()

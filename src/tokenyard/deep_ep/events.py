@@ -1,0 +1,51 @@
+"""DeepEP's events: points in a CUDA stream that another stream waits for. Without CUDA everything has already happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class EventHandle:
+    """The current CUDA stream as it is now; nothing if this process does not use CUDA."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait; waiting twice is harmless."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class EventOverlap:
+    """An event to wait for, or none; ``with event:`` waits at the end of the block.
+
+    Attributes:
+        event: an :class:`EventHandle`, or None if there is nothing to wait for.
+        extra_tensors: kept alive as long as this object.
+    """
+
+    __slots__ = ("__weakref__", "event", "extra_tensors")
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event, which must be there (as in DeepEP)."""
+        assert self.event is not None, "this call was not asynchronous, so there is no event to wait for"
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()

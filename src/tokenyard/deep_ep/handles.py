@@ -1,0 +1,251 @@
+"""DeepEP's handle tuples around the native handle. Items are worked out when somebody reads them: reading asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, SupportsIndex, TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.api import ExpertParallel
+from tokenyard.handle import Handle
+from tokenyard.layout import count_keys, tokens_in_ranks
+
+RANKS_PER_NODE = 8
+"""As DeepEP counts them."""
+
+_TOKEN = (1 << 32) - 1
+
+
+def num_nodes(num_ranks: int) -> int:
+    """Nodes that ``num_ranks`` ranks fill."""
+    return -(-num_ranks // RANKS_PER_NODE)
+
+
+def per_node(in_ranks: Tensor) -> Tensor:
+    """Which nodes each token goes to, from ``in_ranks [T, R]``: bool ``[T, nodes]``."""
+    ranks = in_ranks.shape[1]
+    whole = torch.nn.functional.pad(in_ranks, (0, num_nodes(ranks) * RANKS_PER_NODE - ranks))
+    return whole.view(-1, num_nodes(ranks), RANKS_PER_NODE).any(2)
+
+
+_Lazy = TypeVar("_Lazy", bound="LazyTuple")
+
+
+class LazyTuple(tuple[Any, ...]):
+    """A tuple whose items are made when they are read, and kept.
+
+    Attributes:
+        ep, native: the object that dispatched, and its handle.
+        on_comm: whether that ran on the buffer's communication stream.
+    """
+
+    makers: ClassVar[tuple[Callable[[Any], Any], ...]]
+    ep: ExpertParallel
+    native: Handle
+    on_comm: bool
+    _items: dict[int, Any]
+
+    @classmethod
+    def _start(cls: type[_Lazy], ep: ExpertParallel, native: Handle) -> _Lazy:
+        """To C code that reads tuples without asking them, a tuple of as many items."""
+        handle = tuple.__new__(cls, (None,) * len(cls.makers))
+        handle.ep, handle.native, handle.on_comm, handle._items = ep, native, False, {}
+        return handle
+
+    def __getitem__(self, at: SupportsIndex | slice) -> Any:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        place = range(len(self.makers))[at]
+        if place not in self._items:
+            self._items[place] = self.makers[place](self)
+        return self._items[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self.makers)))
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class NormalHandle(LazyTuple):
+    """Handle of a normal dispatch on up to 8 ranks: 6 items.
+
+    ``(rank_prefix_matrix [R, R], channel_prefix_matrix [R, C], recv_channel_prefix_matrix [R, C], recv_src_idx [N],
+    is_token_in_rank [T, R], send_head [T, R])``, int32 and bool. C is half of the multiprocessors that the call was allowed; all
+    rows count as sent through the first channel. With static shapes only this rank's column of ``rank_prefix_matrix`` is known,
+    the others are -1.
+
+    Attributes:
+        num_rows: rows of the dispatched result.
+    """
+
+    num_rows: int
+    _in_ranks: Tensor | None
+    _topk_idx: Tensor | None
+    _channels: int
+
+    @classmethod
+    def of(
+        cls,
+        ep: ExpertParallel,
+        native: Handle,
+        num_rows: int,
+        in_ranks: Tensor | None,
+        topk_idx: Tensor | None,
+        num_sms: int,
+    ) -> NormalHandle:
+        """``in_ranks`` or ``topk_idx`` says where tokens go."""
+        handle = cls._start(ep, native)
+        handle.num_rows, handle._in_ranks, handle._topk_idx = num_rows, in_ranks, topk_idx
+        handle._channels = max(num_sms // 2, 1)
+        return handle
+
+    def is_token_in_rank(self) -> Tensor:
+        if self._in_ranks is None:
+            assert self._topk_idx is not None
+            self._in_ranks = tokens_in_ranks(self._topk_idx, self.ep.config.num_experts, self.ep.world_size)
+        return self._in_ranks
+
+    def received(self) -> Tensor:
+        """Rows from each rank: int64 ``[R]``."""
+        size, source = self.ep.world_size, self.native.arrived.source
+        if not self.native.spec.exact:
+            return count_keys(source >> 32, size)
+        return self.native.plan.splits[size : 2 * size].to(source.device)
+
+    def recv_rank_prefix_sum(self) -> Tensor:
+        """Rows from the ranks up to each: int32 ``[R]``."""
+        return self.received().cumsum(0).to(torch.int32)
+
+    def rank_prefix_matrix(self) -> Tensor:
+        size, device = self.ep.world_size, self.native.arrived.source.device
+        between = self.native.rows_between(size)
+        if between is not None:
+            return between.cumsum(0).to(device, torch.int32)
+        matrix = torch.full((size, size), -1, dtype=torch.int32, device=device)
+        matrix[:, self.ep.rank] = self.recv_rank_prefix_sum()
+        return matrix
+
+    def channel_prefix_matrix(self) -> Tensor:
+        """Rows to each rank in the channels up to each."""
+        return self._in_first_channel(self.is_token_in_rank())
+
+    def recv_channel_prefix_matrix(self) -> Tensor:
+        """Rows from each rank in the channels before each."""
+        return self._before_channels(self.received())
+
+    def recv_src_idx(self) -> Tensor:
+        return (self.native.arrived.source[: self.num_rows] & _TOKEN).to(torch.int32)
+
+    def send_head(self) -> Tensor:
+        """Place of each token among those that go to the same rank, -1 if it does not go there."""
+        return _places(self.is_token_in_rank())
+
+    # More than one node
+
+    def rdma_channel_prefix_matrix(self) -> Tensor:
+        return self._in_first_channel(per_node(self.is_token_in_rank()))
+
+    def recv_src_meta(self) -> Tensor:
+        """Source rank and token of each row: int32 ``[N, 2]``."""
+        source = self.native.arrived.source[: self.num_rows]
+        return torch.stack([source >> 32, source & _TOKEN], dim=1).to(torch.int32)
+
+    def send_rdma_head(self) -> Tensor:
+        return _places(per_node(self.is_token_in_rank()))
+
+    def _in_first_channel(self, goes: Tensor) -> Tensor:
+        return goes.sum(0, dtype=torch.int32).unsqueeze(1).repeat(1, self._channels)
+
+    def _before_channels(self, counts: Tensor) -> Tensor:
+        before = counts.to(torch.int32).unsqueeze(1).repeat(1, self._channels)
+        before[:, 0] = 0
+        return before
+
+    makers = (
+        rank_prefix_matrix,
+        channel_prefix_matrix,
+        recv_channel_prefix_matrix,
+        recv_src_idx,
+        is_token_in_rank,
+        send_head,
+    )
+
+
+def _nothing(handle: LazyTuple) -> None:
+    """Items about rows that a rank forwards for others: here nobody forwards."""
+
+
+class InternodeHandle(NormalHandle):
+    """Handle of a normal dispatch on more than 8 ranks: 10 items, of which ``recv_rdma_*`` and ``send_nvl_head`` are None.
+
+    ``(is_token_in_rank, rdma_channel_prefix_matrix, gbl_channel_prefix_matrix, recv_rdma_channel_prefix_matrix,
+    recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix, recv_gbl_rank_prefix_sum, recv_src_meta, send_rdma_head,
+    send_nvl_head)``.
+    """
+
+    makers = (
+        NormalHandle.is_token_in_rank,
+        NormalHandle.rdma_channel_prefix_matrix,
+        NormalHandle.channel_prefix_matrix,
+        _nothing,
+        _nothing,
+        NormalHandle.recv_channel_prefix_matrix,
+        NormalHandle.recv_rank_prefix_sum,
+        NormalHandle.recv_src_meta,
+        NormalHandle.send_rdma_head,
+        _nothing,
+    )
+
+
+def kind_for(num_ranks: int) -> type[NormalHandle]:
+    """The handle that DeepEP would return."""
+    return NormalHandle if num_ranks <= RANKS_PER_NODE else InternodeHandle
+
+
+def _places(goes: Tensor) -> Tensor:
+    return torch.where(goes, goes.cumsum(0) - 1, -1).to(torch.int32)
+
+
+class LowLatencyHandle(LazyTuple):
+    """Handle of a low-latency dispatch: 5 items.
+
+    ``(packed_recv_src_info int32 [L, R * M], packed_recv_layout_range int64 [L, R], M, hidden, num_experts)``: source token of
+    each row (-1 on padding), and ``begin << 32 | count`` of each source rank's rows.
+
+    Attributes:
+        next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.
+    """
+
+    next_buffer: Tensor | None
+
+    @classmethod
+    def of(cls, ep: ExpertParallel, native: Handle) -> LowLatencyHandle:
+        handle = cls._start(ep, native)
+        handle.next_buffer = None
+        return handle
+
+    def packed_recv_src_info(self) -> Tensor:
+        config = self.ep.config
+        shape = config.num_local_experts, config.padded_rows
+        return (self.native.arrived.source & _TOKEN).to(torch.int32).view(shape)
+
+    def packed_recv_layout_range(self) -> Tensor:
+        ranges = self.native.arrived.source_ranges.long()
+        return ranges[..., 0] << 32 | ranges[..., 1]
+
+    def _max_tokens(self) -> int:
+        return self.ep.config.max_tokens_per_rank
+
+    def _hidden(self) -> int:
+        return self.ep.config.hidden
+
+    def _num_experts(self) -> int:
+        return self.ep.config.num_experts
+
+    makers = (packed_recv_src_info, packed_recv_layout_range, _max_tokens, _hidden, _num_experts)

@@ -1,0 +1,122 @@
+"""The native objects behind one ``Buffer``: made at the first call that tells their sizes, and kept."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tokenyard.api import ExpertParallel
+from tokenyard.deep_ep.config import RING_BYTES
+from tokenyard.errors import NotSupported
+
+ENGINE_VARIABLE = "TOKENYARD_DEEP_EP_ENGINE"
+"""Names the engine of normal mode (default "auto"); the same on every rank."""
+
+LOW_LATENCY_VARIABLE = "TOKENYARD_DEEP_EP_LOW_LATENCY_ENGINE"
+"""Names the engine of low-latency mode. Default: "auto", or with masks ``low_latency`` where that can work."""
+
+TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
+"""Seconds that a silent rank is waited for (default: as long as DeepEP waits)."""
+
+DEFAULT_TIMEOUT = 100.0
+FEWEST_RING_BYTES = 32 << 20
+
+LOW_LATENCY = "low_latency"
+"""The engine for decoding."""
+
+LOW_LATENCY_OBJECTS = 2
+"""Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows two."""
+
+
+class Sizes(NamedTuple):
+    """What a native object is made with; the same on every rank, also on one without tokens."""
+
+    hidden: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    device: torch.device
+
+
+class Turns(NamedTuple):
+    """Objects of low-latency mode, and whose turn it is."""
+
+    objects: list[ExpertParallel]
+    turns: Iterator[ExpertParallel]
+
+
+class Natives:
+    """The objects by :class:`Sizes`. Making one is collective, as the call that asks for it is."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, world_size: int, num_nvl_bytes: int, masks: bool = False
+    ) -> None:
+        self.rank, self.world_size, self._masks = rank, world_size, masks
+        self._group = group
+        self._ring_bytes = min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
+        self._normal: dict[Sizes, ExpertParallel] = {}
+        self._low: dict[Sizes, Turns] = {}
+        self._closed = False
+
+    def normal(self, sizes: Sizes) -> ExpertParallel:
+        """The object of normal mode."""
+        made = self._normal.get(sizes)
+        if made is None:
+            engine = os.environ.get(ENGINE_VARIABLE, "auto")
+            made = self._normal[sizes] = self._make(sizes, engine, self._ring_bytes)
+        return made
+
+    def low_latency(self, sizes: Sizes) -> ExpertParallel:
+        """The object of low-latency mode whose turn it is."""
+        made = self._low.get(sizes)
+        if made is None:
+            objects = self._make_low_latency(sizes)
+            made = self._low[sizes] = Turns(objects, cycle(objects))
+        return next(made.turns)
+
+    def all_low_latency(self) -> list[ExpertParallel]:
+        """Every object of low-latency mode."""
+        return [each for made in self._low.values() for each in made.objects]
+
+    def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
+        engine = os.environ.get(LOW_LATENCY_VARIABLE, LOW_LATENCY if self._masks else "auto")
+        try:
+            first = self._make(sizes, engine, None)
+        except NotSupported:  # on every rank alike; the engine that serves instead says so
+            if LOW_LATENCY_VARIABLE in os.environ:
+                raise
+            first = self._make(sizes, "auto", None)
+        more = LOW_LATENCY_OBJECTS - 1 if first.engine == LOW_LATENCY else 0
+        return [first, *(self._make(sizes, engine, None) for _ in range(more))]
+
+    def _make(self, sizes: Sizes, engine: str, buffer_bytes: int | None) -> ExpertParallel:
+        if self._closed:
+            raise RuntimeError("this Buffer was destroyed: make a new one")
+        made = ExpertParallel(
+            self._group,
+            hidden=sizes.hidden,
+            num_experts=sizes.num_experts,
+            num_topk=sizes.num_topk,
+            max_tokens_per_rank=sizes.max_tokens,
+            engine=engine,
+            timeout=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)),
+            buffer_bytes=buffer_bytes,
+            device=sizes.device,
+        )
+        # handles outlive their buffer, as in DeepEP
+        weakref.finalize(made, made._calls.close).atexit = False  # pyright: ignore[reportPrivateUsage]
+        return made
+
+    def close(self) -> None:
+        """Let go of all of them. Closing again does nothing."""
+        self._closed = True
+        for made in (*self._normal.values(), *self.all_low_latency()):
+            made.close()
+        self._normal.clear()
+        self._low.clear()

@@ -1,0 +1,127 @@
+"""DeepEP's calls over the kernels of engines ``nvlink`` and ``low_latency``, interpreted, on ranks that take turns.
+
+``python tests/deep_ep_simulated.py 3`` runs the schedule of seed 3.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from deep_ep_world import World, from_fp8
+from tokenyard import deep_ep
+from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.testing.simulator.group import SimulatedGroup
+
+MOST = 8
+
+
+def normal(buffer: Any, world: World) -> None:
+    rank = buffer.rank
+    per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_ranks, "num_tokens_per_expert": per_expert}
+    picks = {"topk_idx": world.idx[rank], "topk_weights": world.weights[rank]}
+    recv_x, idx, weights, counts, handle, _ = buffer.dispatch(world.x[rank], **layout, **picks)
+    assert torch.equal(recv_x, world.take(rank, world.x)) and counts == world.counts(rank)
+    assert handle.ep.engine == "nvlink"
+    assert torch.equal(idx, world.local_idx(rank)) and torch.equal(weights, world.local_weights(rank))
+    assert handle[0].t().tolist() == [world.prefix(peer) for peer in range(world.size)]
+    assert torch.equal(buffer.dispatch(world.x[rank], handle)[0], recv_x)
+    out, out_weights, _ = buffer.combine(world.work(rank, recv_x), handle, weights)
+    assert torch.equal(out.float(), world.combined(rank))
+    assert torch.equal(out_weights, torch.where(world.idx[rank] < 0, 0.0, world.weights[rank]))
+    worst = buffer.dispatch(world.x[rank], **layout, **picks, num_worst_tokens=world.size * MOST + 1)
+    assert len(worst[0]) == world.size * MOST + 1 and torch.equal(worst[0][: len(idx)], recv_x) and worst[3] == []
+    assert torch.equal(worst[1][: len(idx)], idx) and bool((worst[1][len(idx) :] == -1).all())
+    assert worst[4][0][:, rank].tolist() == world.prefix(rank)
+    assert torch.equal(buffer.combine(worst[0], worst[4])[0], buffer.combine(recv_x, handle)[0])
+    bare = buffer.dispatch(world.x[rank], **layout)
+    assert torch.equal(bare[0], recv_x) and bare[3] == counts
+
+
+def low_latency(buffer: Any, world: World) -> None:
+    """Two batches outstanding at once, each behind a hook; tensors are there before it and filled by it."""
+    rank = buffer.rank
+    idx, weights = world.idx[rank], world.weights[rank]
+    counts = torch.zeros(len(world.experts_of(rank)), dtype=torch.int32)
+    waits = torch.zeros(world.size, dtype=torch.int64)
+    sent = [
+        buffer.low_latency_dispatch(
+            scale * world.x[rank],
+            idx,
+            MOST,
+            world.num_experts,
+            counts,
+            waits,
+            use_fp8=fp8,
+            round_scale=fp8,
+            return_recv_hook=True,
+        )
+        for scale, fp8 in ((1, True), (2, False))
+    ]
+    first, second = (handle.ep for _, _, handle, _, _ in sent)
+    assert first.engine == second.engine == "low_latency" and first is not second
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, world.hidden, world.size, world.num_experts)
+    assert first.buffer_bytes + second.buffer_bytes <= hint
+    for rows, *_ in sent:
+        (rows[0] if isinstance(rows, tuple) else rows).view(torch.uint8).zero_()
+    combined = []
+    for scale, (rows, got, handle, event, hook) in enumerate(sent, start=1):
+        assert event.event is None
+        hook()
+        plain = from_fp8(*rows) if isinstance(rows, tuple) else rows
+        for expert, want in enumerate(world.expert_rows(rank)):
+            assert int(got[expert]) == len(want)
+            assert all(torch.equal(plain[expert, at], scale * world.x[s][t]) for at, (s, t) in enumerate(want))
+            assert handle[0][expert, : len(want)].tolist() == [token for _, token in want]
+        if isinstance(rows, tuple):
+            assert rows[1].transpose(1, 2).is_contiguous()
+        out = torch.empty_like(world.x[rank]) if scale == 1 else None
+        combined.append(
+            buffer.low_latency_combine(
+                plain, idx, weights, handle, out=out, return_recv_hook=True, combine_wait_recv_cost_stats=waits
+            )
+        )
+        assert out is None or combined[-1][0] is out
+    assert counts.tolist() == [2 * len(want) for want in world.expert_rows(rank)]
+    for scale, (out, _, hook) in enumerate(combined, start=1):
+        hook()
+        assert torch.allclose(out.float(), scale * world.weighted(rank), rtol=0.02, atol=0.03)
+    rows, _, handle, _, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, world.num_experts, use_fp8=False)
+    out, _, none = buffer.low_latency_combine(rows, idx, weights, handle)
+    assert hook is None is none and torch.allclose(out.float(), world.weighted(rank), rtol=0.02, atol=0.03)
+    status = torch.ones(world.size, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * world.size
+    buffer.low_latency_update_mask_buffer((rank + 1) % world.size, True)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [int(peer == (rank + 1) % world.size) for peer in range(world.size)]
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * world.size
+
+
+def check(seed: int) -> None:
+    """Both modes on two ranks, one of them nearly or quite empty."""
+
+    def body(here: SimulatedRank) -> None:
+        group: Any = SimulatedGroup(here)
+        buffer = deep_ep.Buffer(group, enable_shrink=True)
+        for tokens in ("only last", "few"):
+            world = World(2, tokens, 5, 2, 128, seed)
+            with torch.inference_mode(tokens == "only last"):  # what is made inside must serve outside
+                normal(buffer, world)
+                low_latency(buffer, world)
+        buffer.destroy()
+
+    simulate(2, body, seed=seed)
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))

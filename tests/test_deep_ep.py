@@ -1,0 +1,290 @@
+"""``tokenyard.deep_ep`` in normal mode: what DeepEP documents, at any number of ranks, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deep_ep_calls import fresh
+from deep_ep_world import TOKENS, World, calc_diff, from_fp8, to_fp8
+from tokenyard import deep_ep
+from tokenyard.deep_ep import normal
+from tokenyard.deep_ep.handles import InternodeHandle, NormalHandle, kind_for
+from tokenyard.deep_ep.runtime import Runtime
+from tokenyard.deep_ep.streams import Streams
+from tokenyard.testing import Ranks, distributed_test
+
+
+@distributed_test(world_size=(1, 2, 3, 4))
+def test_round_trip(ranks: Ranks) -> None:
+    """Fresh dispatch, cached dispatch, combine; uneven and empty ranks; experts that do not divide by ranks; one buffer."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group, int(1e9))
+    for tokens in TOKENS:
+        for num_experts in (12, 13):
+            world = World.of(ranks, tokens, num_experts)
+            recv_x, idx, weights, counts, handle, event = fresh(buffer, world)
+            assert event.event is None
+            assert torch.equal(recv_x, world.take(rank, world.x))
+            assert idx.dtype == torch.int64 and torch.equal(idx, world.local_idx(rank))
+            assert weights.dtype == torch.float32 and torch.equal(weights, world.local_weights(rank))
+            assert counts == world.counts(rank)
+            again = buffer.dispatch(world.x[rank], handle)
+            assert torch.equal(again[0], recv_x) and again[1:5] == (None,) * 4 and again[5].event is None
+            out, out_weights, event = buffer.combine(world.work(rank, recv_x), handle, topk_weights=weights)
+            assert torch.equal(out.float(), world.combined(rank)) and out.dtype == torch.bfloat16
+            assert torch.equal(out_weights, torch.where(world.idx[rank] < 0, 0.0, world.weights[rank]))
+            assert buffer.combine(recv_x, handle)[1] is None and event.event is None
+    buffer.destroy()
+
+
+@distributed_test(world_size=(2, 3))
+def test_layout(ranks: Ranks) -> None:
+    buffer = deep_ep.Buffer(ranks.group)
+    for tokens in TOKENS:
+        world = World.of(ranks, tokens, 13 if tokens == "uneven" else 12)
+        for idx in (world.idx[ranks.rank], world.idx[ranks.rank].int()):
+            per_rank, per_node, per_expert, in_ranks, event = buffer.get_dispatch_layout(
+                idx, world.num_experts, buffer.capture(), True, True
+            )
+            assert torch.equal(in_ranks, world.in_ranks(ranks.rank)) and per_node is None and event.event is not None
+            assert torch.equal(per_rank, in_ranks.sum(0).int()) and per_rank.dtype == torch.int32
+            assert per_expert.tolist() == [int((idx == e).sum()) for e in range(world.num_experts)]
+
+
+@distributed_test(world_size=(2, 3))
+def test_fp8_pairs(ranks: Ranks) -> None:
+    """Data and scales of any strides and of both dtypes come as they were sent, contiguous."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks, hidden=512)
+    pairs = [to_fp8(x) for x in world.x]
+    data = world.take(rank, [pair[0].view(torch.uint8) for pair in pairs]).view(torch.float8_e4m3fn)
+    for dtype in (torch.float32, torch.int32):
+        all_scales = [pair[1].view(dtype) for pair in pairs]
+        mine = all_scales[rank]
+        for strided in (mine, mine.t().contiguous().t(), mine.repeat_interleave(2, 1)[:, ::2]):
+            assert torch.equal(strided, mine)
+            recv, *_, handle, _ = fresh(buffer, world, x=(pairs[rank][0], strided))
+            assert isinstance(recv, tuple) and recv[1].is_contiguous() and recv[1].dtype == dtype
+            assert torch.equal(recv[0].view(torch.uint8), data.view(torch.uint8))
+            assert torch.equal(recv[1], world.take(rank, all_scales))
+            again = buffer.dispatch(x=(pairs[rank][0], strided), handle=handle)[0]
+            assert torch.equal(again[0].view(torch.uint8), data.view(torch.uint8)) and torch.equal(again[1], recv[1])
+
+
+@distributed_test(world_size=(2, 3))
+def test_worst_case_rows(ranks: Ranks) -> None:
+    """``num_worst_tokens`` gives the same rows, bit for bit, then ids of -1; also where it does not divide by the ranks."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    for tokens in TOKENS:
+        world = World.of(ranks, tokens)
+        most = max(len(idx) for idx in world.idx)
+        exact, idx, weights, _, handle, _ = fresh(buffer, world)
+        num_rows = len(exact)
+        for worst in (most * ranks.world_size, most * ranks.world_size + 1):
+            recv_x, recv_idx, recv_weights, counts, static, _ = fresh(buffer, world, num_worst_tokens=worst)
+            assert len(recv_x) == len(recv_idx) == len(recv_weights) == worst and counts == []
+            assert torch.equal(recv_x[:num_rows], exact) and torch.equal(recv_idx[:num_rows], idx)
+            assert torch.equal(recv_weights[:num_rows], weights) and bool((recv_idx[num_rows:] == -1).all())
+            assert static[0][:, rank].tolist() == world.prefix(rank) and len(static[3]) == worst
+            assert static[0][:, rank - 1].tolist() == [-1] * ranks.world_size
+            rows = torch.full_like(recv_x, float("nan"))
+            rows[:num_rows] = world.work(rank, exact)
+            out, out_weights, _ = buffer.combine(rows, static, topk_weights=recv_weights)
+            want = buffer.combine(rows[:num_rows], handle, topk_weights=weights)
+            assert torch.equal(out, want[0]) and torch.equal(out_weights, want[1])
+            assert torch.equal(buffer.dispatch(world.x[rank], handle=static)[0][:num_rows], exact)
+
+
+@distributed_test(world_size=(2, 4))
+def test_without_top_k(ranks: Ranks) -> None:
+    """Layout tensors alone: the same rows and counts, no ids; the handle serves cached dispatches and combine."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    for tokens in TOKENS:
+        world = World.of(ranks, tokens, 13)
+        recv_x, _, weights, counts, handle, _ = fresh(buffer, world, topk_weights=None)
+        assert weights is None
+        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+        bare = buffer.dispatch(
+            world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert, expert_alignment=4
+        )
+        assert torch.equal(bare[0], recv_x) and bare[1] is None and bare[2] is None
+        assert bare[3] == [-(-count // 4) * 4 for count in world.counts(rank)] and counts == world.counts(rank)
+        assert torch.equal(bare[4][0], handle[0]) and bare[4][4] is in_ranks
+        assert torch.equal(buffer.dispatch(world.x[rank], handle=bare[4])[0], recv_x)
+        assert torch.equal(buffer.combine(recv_x, bare[4])[0], buffer.combine(recv_x, handle)[0])
+
+
+@distributed_test(world_size=(2, 3))
+def test_handle_tuple(ranks: Ranks) -> None:
+    """Six items as DeepEP documents them; all rows count as sent through the first channel."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    for tokens in TOKENS:
+        world = World.of(ranks, tokens)
+        handle = fresh(buffer, world, config=deep_ep.Config(8, 6, 256))[4]
+        assert isinstance(handle, tuple) and len(handle) == 6
+        matrix, channels, recv_channels, source, in_ranks, head = handle
+        assert matrix.t().tolist() == [world.prefix(peer) for peer in range(ranks.world_size)]
+        assert source.tolist() == [token for _, token in world.rows[rank]]
+        assert torch.equal(in_ranks, world.in_ranks(rank))
+        assert channels.tolist() == [[int(count)] * 4 for count in in_ranks.sum(0)]
+        sent = [
+            world.prefix(rank)[peer] - (world.prefix(rank)[peer - 1] if peer else 0) for peer in range(ranks.world_size)
+        ]
+        assert recv_channels.tolist() == [[0, count, count, count] for count in sent]
+        for peer in range(ranks.world_size):
+            going = head[in_ranks[:, peer], peer]
+            assert going.tolist() == list(range(len(going))) and bool((head[~in_ranks[:, peer], peer] == -1).all())
+        assert all(item.dtype == torch.int32 for item in (matrix, channels, recv_channels, source, head))
+        assert handle[0] is matrix and handle[-6] is matrix and handle[1:3] == (channels, recv_channels)
+        assert handle == handle and {handle: 1}[handle] == 1
+        with pytest.raises(IndexError):
+            handle[6]
+
+
+def test_more_than_eight_ranks() -> None:
+    """From 9 ranks on DeepEP counts nodes of 8."""
+    world = World(9, "even", 18)
+    for rank in (0, 8):
+        in_ranks = world.in_ranks(rank)
+        per_rank, per_node, _, got = normal.layout(world.idx[rank], 18, 9)
+        assert torch.equal(got, in_ranks) and per_rank.tolist() == in_ranks.sum(0).tolist()
+        assert per_node is not None and per_node.dtype == torch.int32
+        assert per_node.tolist() == [int(in_ranks[:, :8].any(1).sum()), int(in_ranks[:, 8:].any(1).sum())]
+        runtime = Runtime(rank, 9, Streams())
+        assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank(), runtime.get_root_rdma_rank(True)) == (
+            2,
+            rank // 8,
+            0,
+        )
+    assert kind_for(8) is NormalHandle and kind_for(9) is InternodeHandle
+
+
+@distributed_test(world_size=2)
+def test_internode_handle_tuple(ranks: Ranks) -> None:
+    """Ten items, made here from a dispatch between two ranks; what only forwarding ranks have is None."""
+    world, rank = World.of(ranks), ranks.rank
+    in_ranks, known = world.in_ranks(rank), fresh(deep_ep.Buffer(ranks.group), world)[4]
+    handle = InternodeHandle.of(known.ep, known.native, len(world.rows[rank]), in_ranks, None, 8)
+    assert len(handle) == len(list(handle)) == 10 and handle[0] is in_ranks
+    assert handle[-4].tolist() == world.prefix(rank) and handle[-3].tolist() == [list(row) for row in world.rows[rank]]
+    assert handle[1].tolist() == [[int(in_ranks.any(1).sum())] * 4]
+    assert handle[2].tolist() == [[int(count)] * 4 for count in in_ranks.sum(0)]
+    assert handle[5][:, 1].tolist() == [world.prefix(rank)[0], world.prefix(rank)[1] - world.prefix(rank)[0]]
+    assert handle[8][in_ranks.any(1), 0].tolist() == list(range(int(in_ranks.any(1).sum())))
+    assert [handle[at] for at in (3, 4, 9)] == [None] * 3
+
+
+@distributed_test(world_size=(2, 4))
+def test_close_to_exact_arithmetic(ranks: Ranks) -> None:
+    """DeepEP's own measure and bounds, on random numbers; the same call twice gives the same bits."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks, "even", 32, 8, 1024, whole=False, dropped=0.0)
+    times = world.in_ranks(rank).sum(1, keepdim=True)
+    for x in (world.x[rank], to_fp8(world.x[rank])):
+        recv, _, weights, _, handle, _ = fresh(buffer, world, x=x)
+        rows = recv if isinstance(recv, Tensor) else from_fp8(*recv)
+        want = world.x[rank] if isinstance(x, Tensor) else from_fp8(*x)
+        out, out_weights, _ = buffer.combine(rows, handle, weights)
+        assert calc_diff(out.float() / times, want) < 5e-6
+        assert calc_diff(out_weights, world.weights[rank]) < 1e-9
+        second = fresh(buffer, world, x=x)[0]
+        pairs = zip(recv, second, strict=True) if isinstance(recv, tuple) else [(recv, second)]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        assert torch.equal(out, buffer.combine(rows, handle)[0])
+
+
+@distributed_test(world_size=2)
+def test_dtypes_bias_and_alignment(ranks: Ranks) -> None:
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks)
+    bias = [torch.full_like(world.x[rank], value) for value in (1.0, 2.0)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = [each.to(dtype) for each in world.x]
+        recv_x, idx, _, counts, handle, _ = fresh(
+            buffer, world, x=x[rank], topk_idx=world.idx[rank].int(), expert_alignment=8
+        )
+        assert torch.equal(recv_x, world.take(rank, x)) and idx.dtype == torch.int32
+        assert counts == [-(-count // 8) * 8 for count in world.counts(rank)]
+        rows, want = world.work(rank, recv_x), world.combined(rank)
+        one, two = (bias[0].to(dtype), tuple(each.to(dtype) for each in bias))
+        assert torch.equal(buffer.combine(rows, handle, bias=one)[0].float(), want + 1)
+        assert torch.equal(buffer.combine(rows, handle, None, two)[0], (want + 3).to(dtype))
+
+
+@distributed_test(world_size=2)
+def test_events(ranks: Ranks) -> None:
+    """An event if and only if the call is asynchronous; any event may come before; nothing needs CUDA."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks)
+    before = [
+        None,
+        deep_ep.EventOverlap(),
+        buffer.capture(),
+        deep_ep.EventOverlap(deep_ep.EventHandle(), (world.x[0],)),
+    ]
+    for previous in before:
+        for later in (False, True):
+            options = {"previous_event": previous, "async_finish": later, "allocate_on_comm_stream": later}
+            *result, handle, event = fresh(buffer, world, **options)
+            events = [event, buffer.dispatch(world.x[rank], handle=handle, **options)[5]]
+            out, _, event = buffer.combine(world.work(rank, result[0]), handle, **options)
+            for each in (*events, event):
+                assert isinstance(each, deep_ep.EventOverlap) and (each.event is not None) == later
+                if later:
+                    each.current_stream_wait()
+                    each.current_stream_wait()
+                    each.event.current_stream_wait()
+                with each as entered:
+                    assert entered is each
+            assert torch.equal(out.float(), world.combined(rank))
+    with pytest.raises(AssertionError, match="not asynchronous"):
+        deep_ep.EventOverlap().current_stream_wait()
+    assert before[3].extra_tensors[0] is world.x[0]
+    assert buffer.get_comm_stream() is not None
+
+
+@distributed_test(world_size=2)
+def test_autograd_stays_out(ranks: Ranks) -> None:
+    """As in DeepEP results carry no gradients, whatever the mode; calls inside and outside of inference mode mix."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks)
+    x = world.x[rank].clone().requires_grad_()
+    with torch.inference_mode():
+        fresh(buffer, World.of(ranks, "only last"))
+    recv_x, _, _, _, handle, _ = fresh(buffer, world, x=x)
+    assert torch.is_grad_enabled() and not recv_x.requires_grad
+    with torch.inference_mode():
+        inside = fresh(buffer, world, num_worst_tokens=64)[0]
+    assert torch.equal(fresh(buffer, world, num_worst_tokens=64)[0][: len(recv_x)], inside[: len(recv_x)])
+    assert not buffer.combine(recv_x.requires_grad_(), handle)[0].requires_grad
+
+
+@distributed_test(world_size=2)
+def test_other_default_device_and_dtype(ranks: Ranks) -> None:
+    """DeepEP's own programs set both; ``meta`` shows every tensor that was made without saying where."""
+    rank, world, here = ranks.rank, World.of(ranks), ranks.device
+    want = world.take(rank, world.x), world.local_idx(rank), world.combined(rank)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        buffer = deep_ep.Buffer(ranks.group)
+        recv_x, idx, _, _, handle, _ = fresh(buffer, world)
+        assert torch.equal(recv_x, want[0]) and torch.equal(idx, want[1])
+        assert torch.equal(buffer.combine(recv_x * (rank + 1), handle)[0].float(), want[2])
+        assert all(item.device == here for item in handle)
+        worst = fresh(buffer, world, num_worst_tokens=40)
+        assert torch.equal(worst[0][: len(recv_x)], recv_x) and all(item.device == here for item in worst[4])
+        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+        bare = buffer.dispatch(world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert)
+        assert torch.equal(bare[0], recv_x)
+        rows, counts, padded, _, _ = buffer.low_latency_dispatch(world.x[rank], world.idx[rank], 16, 12)
+        assert rows[1].device == padded[0].device == padded[1].device == here
+        stats = torch.zeros(2, dtype=torch.int64, device=here)
+        out, _, _ = buffer.low_latency_combine(
+            from_fp8(*rows), world.idx[rank], world.weights[rank], padded, combine_wait_recv_cost_stats=stats
+        )
+        assert out.device == here == counts.device
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,11 @@
+"""DeepEP's calls over the kernels that GPUs run, interpreted."""
+
+from __future__ import annotations
+
+from nvlink_pool import SOAK, run_all, without_devices
+
+
+@without_devices
+def test_both_modes() -> None:
+    """Engine nvlink in normal mode; in low-latency mode its own, with hooks of two batches outstanding, and masks."""
+    run_all("deep_ep_simulated.check", [(seed,) for seed in range(2 * SOAK)])
