@@ -26,6 +26,9 @@ from tokenyard.types import Layout, Quantize, Quantized
 
 _log = logging.getLogger("tokenyard")
 
+BESIDE_COLLECTIVES = 32
+"""A ``spare_sms`` for calls that overlap with NCCL's collectives (``docs/protocols.md``, Limits)."""
+
 
 class ExpertParallel:
     """Sends tokens to the ranks that hold their experts, and their results back.
@@ -44,6 +47,8 @@ class ExpertParallel:
             for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink), whatever the batch. Default: 128 MiB.
         num_sms: multiprocessors that kernels may fill (nvlink). Default: all.
+        spare_sms: multiprocessors (nvlink, low_latency) that kernels of others which wait for peers too may hold when a call begins,
+            such as NCCL's on another stream; ``BESIDE_COLLECTIVES`` is enough for those. Default: none; calls may need the whole GPU.
         timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
         device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
 
@@ -66,6 +71,7 @@ class ExpertParallel:
         engine: str = "auto",
         buffer_bytes: int | None = None,
         num_sms: int | None = None,
+        spare_sms: int | None = None,
         timeout: float = 30.0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -78,7 +84,7 @@ class ExpertParallel:
             "max_tokens_per_rank": max_tokens_per_rank,
         }
         store = _store_of(self.group, self.rank)
-        optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms}
+        optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms, "spare_sms": spare_sms}
         refusal: ValueError | None = None
         where: torch.device | None = None
         try:
@@ -95,7 +101,7 @@ class ExpertParallel:
         if refusal is not None:
             raise refusal
         self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
-        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms))
+        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms, spare_sms))
         self._stats = Stats.zeros(self.rank, self.world_size)
         with torch.inference_mode(False):  # it may outlive the block that it is made in
             self._calls = Calls(self.config, choice.make(self._stats), choice.device)

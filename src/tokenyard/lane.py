@@ -54,6 +54,7 @@ class Lane:
         self._started: dict[int, Future[Any]] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream, Callable[[], Any]]] = {}
         self._halves: dict[int, Callable[[], Any]] = {}
+        self._dropped: list[Any] = []
         self._last: Future[Any] | None = None
         self._tickets = 0
 
@@ -183,7 +184,11 @@ class Lane:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
         self._started.pop(ticket, None)
         issued = self._issued.pop(ticket, None)
-        if issued is not None:
+        if issued is None:
+            return
+        if torch.cuda.is_current_stream_capturing():  # collected as garbage, say: to wait would spoil the capture
+            self._dropped.append(issued)
+        else:
             done, begun_on, _ = issued
             done.wait(begun_on)
 

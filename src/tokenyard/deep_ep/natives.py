@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tokenyard.api import ExpertParallel
+from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.deep_ep.config import RING_BYTES
 from tokenyard.errors import NotSupported
 
@@ -107,6 +107,7 @@ class Natives:
             engine=engine,
             timeout=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)),
             buffer_bytes=buffer_bytes,
+            spare_sms=BESIDE_COLLECTIVES,
             device=sizes.device,
         )
         # handles outlive their buffer, as in DeepEP

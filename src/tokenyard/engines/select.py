@@ -34,6 +34,11 @@ class Asked(NamedTuple):
     device: torch.device | None = None
     buffer_bytes: int | None = None
     num_sms: int | None = None
+    spare_sms: int | None = None
+
+    def room(self, most_sms: int) -> int:
+        """Multiprocessors that there are for calls; at most half are spared."""
+        return most_sms - min(self.spare_sms or 0, most_sms // 2)
 
 
 class Choice(NamedTuple):
@@ -98,7 +103,8 @@ def _low_latency(memory: SymmetricMemory, most_sms: int, config: Config, asked: 
     from tokenyard.engines.low_latency import LowLatencyEngine
     from tokenyard.engines.low_latency_ground import shape_for
 
-    shape = shape_for(min(asked.num_sms or most_sms, most_sms), config.world_size)
+    room = asked.room(most_sms)
+    shape = shape_for(min(asked.num_sms or room, room), config.world_size)
 
     def make(stats: Stats) -> Engine:
         return LowLatencyEngine(config, memory, stats, shape, asked.buffer_bytes)
@@ -112,8 +118,9 @@ def _nvlink(
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 
-    num_sms = min(asked.num_sms or most_sms, most_sms)
-    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == most_sms)
+    room = asked.room(most_sms)
+    num_sms = min(asked.num_sms or room, room)
+    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == room)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
 
     blame = Blame(store or dist.HashStore(), config.rank, config.timeout)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 import tokenyard as ty
+from tokenyard.api import BESIDE_COLLECTIVES
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -98,6 +99,7 @@ class TokenyardEP(EPImplementation):
                 hidden=x.shape[1],
                 num_topk=num_topk,
                 max_tokens_per_rank=1,  # bounds static shapes, and ours are exact
+                spare_sms=BESIDE_COLLECTIVES,  # FSDP gathers the next layer meanwhile
                 timeout=self.timeout,
                 device=x.device,
             )

@@ -1,0 +1,30 @@
+"""How engines cut their work: whatever is spared is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenyard.api import BESIDE_COLLECTIVES
+from tokenyard.engines.select import Asked
+
+SMS = 132
+DISPATCHES, COMBINES, SLOTS = 4, 2, 2
+"""Programs of each kind that a multiprocessor holds, by their registers: 64, 128 and 128 per thread, 256 threads."""
+
+
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_calls_fit_beside_collectives(ranks: int) -> None:
+    """All programs of a call are resident while others hold the multiprocessors that were spared."""
+    rings = pytest.importorskip("tokenyard.engines.rings")
+    ground = pytest.importorskip("tokenyard.engines.low_latency_ground")
+    room = Asked(spare_sms=BESIDE_COLLECTIVES).room(SMS)
+    assert room == SMS - BESIDE_COLLECTIVES
+    shape = rings.shape_for(room, ranks, all_sms=True)
+    assert 0 < (2 * ranks - 1) * shape.channels + 1 <= DISPATCHES * room
+    assert ranks * shape.channels + 1 <= COMBINES * room
+    assert shape.writers <= room
+    assert ranks <= ground.shape_for(room, ranks).programs <= SLOTS * room
+
+
+def test_at_most_half_is_spared() -> None:
+    assert [Asked(spare_sms=spare).room(16) for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
