@@ -47,8 +47,8 @@ class ExpertParallel:
             for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink), whatever the batch. Default: 128 MiB.
         num_sms: multiprocessors that kernels may fill (nvlink). Default: all.
-        spare_sms: multiprocessors (nvlink, low_latency) that kernels of others which wait for peers too may hold when a call begins,
-            such as NCCL's on another stream; ``BESIDE_COLLECTIVES`` is enough for those. Default: none; calls may need the whole GPU.
+        spare_sms: multiprocessors (nvlink, low_latency) that others' kernels, if they wait for peers too, may hold when a call
+            begins: NCCL's on another stream, say, for which ``BESIDE_COLLECTIVES`` is enough. Default: none.
         timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
         device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
 
