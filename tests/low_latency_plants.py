@@ -1,16 +1,10 @@
-"""Kernels of the low-latency engine with bugs planted in them, made from the text of the real ones as in ``nvlink_plants.py``."""
+"""Bugs of the low-latency engine: see ``plants.py``."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager
 
-from nvlink_plants import KERNELS, PACKAGE, Plant, changed
+from plants import Plant, planted_in
 
 _ROW_FLAG = '    tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")\n'
 _ROW_FLAGS = "    flags = flag_of(bases, half, me, t, R, M, LC)\n" + _ROW_FLAG
@@ -106,36 +100,6 @@ PLANTS = {
 """By name."""
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> AbstractContextManager[None]:
     """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies without one."""
-    plant = PLANTS[name] if name else None
-    package = "low_planted_" + "".join(c if c.isalnum() else "_" for c in name)
-    with tempfile.TemporaryDirectory() as directory:
-        home = Path(directory, package)
-        home.mkdir()
-        for path in KERNELS.glob("*.py"):
-            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
-            (home / path.name).write_text(text.replace(PACKAGE, package))
-        sys.path.insert(0, directory)
-        try:
-            with _launched_from(package):
-                yield
-        finally:
-            sys.path.remove(directory)
-            for module in [module for module in sys.modules if module.split(".")[0] == package]:
-                del sys.modules[module]
-
-
-@contextmanager
-def _launched_from(package: str) -> Iterator[None]:
-    launches: Any = import_module("tokenyard.engines.low_latency_launches")
-    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
-    assert len(kernels) == 3
-    try:
-        for name, kernel in kernels.items():
-            setattr(launches, name, getattr(import_module(kernel.fn.__module__.replace(PACKAGE, package)), name))
-        yield
-    finally:
-        for name, kernel in kernels.items():
-            setattr(launches, name, kernel)
+    return planted_in("tokenyard.engines.low_latency_launches", PLANTS[name] if name else None)

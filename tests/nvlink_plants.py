@@ -1,37 +1,10 @@
-"""Kernels of the nvlink engine with bugs planted in them, made from the text of the real ones.
-
-A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it says, so a plant that no
-longer fits fails by itself. The changed file and copies of the others become a package of their own, which the engine launches
-from instead.
-"""
+"""Bugs of the nvlink engine: see ``plants.py``."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
 
-import tokenyard
-
-PACKAGE = "tokenyard.kernels"
-KERNELS = Path(tokenyard.__file__).parent / "kernels"
-
-
-class Plant(NamedTuple):
-    """One bug. ``changes``: old and new text; the old one stands ``times`` times in the file."""
-
-    kind: str
-    file: str
-    changes: tuple[tuple[str, str], ...]
-    times: int = 1
-    part: str = "rings"
-    """Which rehearsal shows it."""
-    within: int = 10
-    """Seeds in which it must be found."""
+from plants import Plant, planted_in
 
 
 def _moved(line: str, before: str) -> tuple[tuple[str, str], ...]:
@@ -311,51 +284,6 @@ LIES = {
 """What rank 1 tells the others, by name."""
 
 
-def changed(plant: Plant) -> str:
-    """The file's text with the bug in it.
-
-    Raises:
-        AssertionError: the text to replace does not stand there as often as it should.
-    """
-    text = (KERNELS / f"{plant.file}.py").read_text()
-    for old, new in plant.changes:
-        count = text.count(old)
-        assert count == plant.times, f"{plant.file}.py holds {count} times, not {plant.times}:\n{old}"
-        text = text.replace(old, new)
-    return text
-
-
-@contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
-    plant = (PLANTS | LIES)[name] if name else None
-    package = "planted_" + "".join(c if c.isalnum() else "_" for c in name)
-    with tempfile.TemporaryDirectory() as directory:
-        home = Path(directory, package)
-        home.mkdir()
-        for path in KERNELS.glob("*.py"):
-            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
-            (home / path.name).write_text(text.replace(PACKAGE, package))
-        sys.path.insert(0, directory)
-        try:
-            with _launched_from(package):
-                yield
-        finally:
-            sys.path.remove(directory)
-            for module in [module for module in sys.modules if module.split(".")[0] == package]:
-                del sys.modules[module]
-
-
-@contextmanager
-def _launched_from(package: str) -> Iterator[None]:
-    launches: Any = import_module("tokenyard.engines.launches")
-    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
-    assert len(kernels) >= 5
-    try:
-        for name, kernel in kernels.items():
-            module = kernel.fn.__module__.replace(PACKAGE, package)
-            setattr(launches, name, getattr(import_module(module), name))
-        yield
-    finally:
-        for name, kernel in kernels.items():
-            setattr(launches, name, kernel)
+    return planted_in("tokenyard.engines.launches", (PLANTS | LIES)[name] if name else None)

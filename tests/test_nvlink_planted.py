@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nvlink_plants import PLANTS, changed
+from nvlink_plants import PLANTS
 from nvlink_pool import run_all, without_devices
+from plants import changed
 
 pytestmark = without_devices
 

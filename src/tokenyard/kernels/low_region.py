@@ -53,6 +53,7 @@ def note_of(base, half, rank, expert, R: tl.constexpr, LC: tl.constexpr):
 
 @triton.jit
 def flag_of(base, half, rank, token, R: tl.constexpr, M: tl.constexpr, LC: tl.constexpr):
+    """Whether ``rank``'s row of ``token`` is here."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1) + (half * R + rank) * M + token
 
 
@@ -85,11 +86,13 @@ def note(call, value):
 
 @triton.jit
 def call_in(word):
+    """The call that a note is of."""
     return word >> _COUNT_BITS
 
 
 @triton.jit
 def value_in(word):
+    """What a note says."""
     return word & _VALUES
 
 
@@ -110,6 +113,7 @@ def late_of(state, program, P: tl.constexpr):
 
 @triton.jit
 def _table(state, P: tl.constexpr):
+    """The table of the dispatch, int32."""
     return (state.to(tl.pointer_type(tl.int64)) + _FIXED + 2 * P).to(tl.pointer_type(tl.int32))
 
 

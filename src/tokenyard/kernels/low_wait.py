@@ -25,6 +25,7 @@ _OTHER_RANK = tl.constexpr(OTHER_RANK)
 
 @triton.jit
 def flags_of(active):
+    """The mask as a pointer to int32."""
     return active.to(tl.pointer_type(tl.int32))
 
 

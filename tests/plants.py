@@ -1,0 +1,82 @@
+"""Bugs planted in kernels, made from the text of the real ones.
+
+A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it says, so a plant that no
+longer fits fails by itself. The changed file and copies of the others become a package of their own, which an engine launches
+from instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenyard
+
+PACKAGE = "tokenyard.kernels"
+KERNELS = Path(tokenyard.__file__).parent / "kernels"
+
+
+class Plant(NamedTuple):
+    """One bug. ``changes``: old and new text; the old one stands ``times`` times in the file."""
+
+    kind: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    times: int = 1
+    part: str = "rings"
+    """Which rehearsal shows it."""
+    within: int = 10
+    """Seeds in which it must be found."""
+
+
+def changed(plant: Plant) -> str:
+    """The file's text with the bug in it.
+
+    Raises:
+        AssertionError: the text to replace does not stand there as often as it should.
+    """
+    text = (KERNELS / f"{plant.file}.py").read_text()
+    for old, new in plant.changes:
+        count = text.count(old)
+        assert count == plant.times, f"{plant.file}.py holds {count} times, not {plant.times}:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
+@contextmanager
+def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
+    """Inside, the engine whose launches are made in module ``launches`` launches kernels with a bug; None: copies without one."""
+    package = f"planted_{abs(hash((launches, plant)))}"
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory, package)
+        home.mkdir()
+        for path in KERNELS.glob("*.py"):
+            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
+            (home / path.name).write_text(text.replace(PACKAGE, package))
+        sys.path.insert(0, directory)
+        try:
+            with _launched_from(import_module(launches), package):
+                yield
+        finally:
+            sys.path.remove(directory)
+            for module in [module for module in sys.modules if module.split(".")[0] == package]:
+                del sys.modules[module]
+
+
+@contextmanager
+def _launched_from(launches: Any, package: str) -> Iterator[None]:
+    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
+    assert len(kernels) >= 3
+    try:
+        for name, kernel in kernels.items():
+            module = kernel.fn.__module__.replace(PACKAGE, package)
+            setattr(launches, name, getattr(import_module(module), name))
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launches, name, kernel)
