@@ -1,0 +1,56 @@
+"""Times over numbers of GPUs, as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenyard.cli.bench_plot import INK, MARKERS, OURS, THEIRS, log_axes, style
+from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
+
+
+def draw(plans: Sequence[Plan], path: Path) -> None:
+    """Write a PNG: dispatch to the left, combine to the right; our kernels warm, the others cold.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    work = plans[0].workload
+    figure: Any = Figure(figsize=(12.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        f"tokenyard plan: {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of {work.experts} experts, "
+        f"{work.gpus_per_node} GPUs per node (a model, not a measurement)",
+        fontsize=12,
+        color=INK,
+    )
+    panels: Any = figure.subplots(1, 2)
+    for panel, name in zip(panels, (DISPATCH, COMBINE), strict=True):
+        panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK)
+        style(panel)
+        _curves(panel, plans, name)
+        log_axes(panel, [plan.workload.ranks for plan in plans])
+        panel.set_xlabel("GPUs", color=INK)
+        panel.set_ylabel("us", color=INK)
+        panel.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _curves(panel: Any, plans: Sequence[Plan], name: str) -> None:
+    """One curve per (engine, dtype); nvlink goes on as twolevel."""
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for plan in plans:
+        for call in plan.calls:
+            if call.name == name:
+                engine = "nvlink, then twolevel" if call.engine == plan.engine else call.engine
+                curves.setdefault((engine, call.dtype), []).append((plan.workload.ranks, call.terms.us))
+    ordered = sorted(curves.items(), key=lambda curve: curve[0][0] in (COLLECTIVE, FLAT))
+    for number, ((engine, dtype), points) in enumerate(ordered):
+        colour = (THEIRS if engine in (COLLECTIVE, FLAT) else OURS)[number % 4]
+        panel.plot(
+            *zip(*points, strict=True), color=colour, marker=MARKERS[number], markersize=5, label=f"{engine}, {dtype}"
+        )

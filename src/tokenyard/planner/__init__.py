@@ -1,0 +1,1 @@
+"""What a dispatch and a combine would take on a machine that may not be at hand. See ``docs/planner.md``."""

@@ -1,0 +1,143 @@
+"""A plan: for each engine in question what its calls take, what bounds them, and what they move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tokenyard.planner.model import (
+    Terms,
+    collective_call,
+    flat_call,
+    known_traffic,
+    nvlink_combine,
+    nvlink_dispatch,
+    nvlink_in_place,
+    twolevel_combine,
+    twolevel_dispatch,
+)
+from tokenyard.planner.rates import Leg, Rates
+from tokenyard.planner.sizes import Sizes, nvlink_sizes, twolevel_sizes
+from tokenyard.planner.traffic import Flow, Traffic
+from tokenyard.planner.workload import DTYPES, Dtype, Workload
+
+DISPATCH, IN_PLACE, COMBINE = CALLS = ("dispatch", "dispatch in place", "combine")
+COLLECTIVE, FLAT = "collective", "flat exchange"
+MOST_GPUS = 1024
+"""How far :func:`scaling` goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One kind of call under one routing, its routing known to all (cached).
+
+    Attributes:
+        name: of :data:`CALLS`. dtype, skew: what it runs with.
+        engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine collective.
+        terms: its limits; ``terms.us`` is what it takes.
+        nvlink, nic: bytes per GPU.
+    """
+
+    name: str
+    engine: str
+    dtype: Dtype
+    skew: str
+    terms: Terms
+    nvlink: Flow
+    nic: Flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What :func:`plan` found.
+
+    Attributes:
+        engine: the one that would run.
+        sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective, and flat ones.
+    """
+
+    workload: Workload
+    rates: Rates
+    engine: str
+    sizes: dict[Dtype, Sizes]
+    traffic: dict[str, Traffic]
+    calls: list[Call]
+
+
+def plan(
+    workload: Workload,
+    rates: Rates,
+    dtypes: Sequence[Dtype] = DTYPES,
+    skews: Sequence[str] = ("uniform",),
+    seed: int = 0,
+) -> Plan:
+    """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16. ``seed``: which experts are popular.
+
+    Raises:
+        ValueError: the engine cannot work with so few SMs, or its rings cannot hold two rows.
+    """
+    engine = "nvlink" if workload.nodes == 1 else "twolevel"
+    works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
+    sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
+    moved = {skew: known_traffic(replace(workload, dtype="bf16"), skew, seed) for skew in skews}
+    calls: list[Call] = []
+    for rows in moved.values():
+        for dtype, work in works.items():
+            calls += _dispatches(engine, work, rows, sizes[dtype], rates)
+        bf16 = replace(workload, dtype="bf16")
+        calls += _combines(engine, bf16, rows, next(iter(sizes.values())), rates)
+    return Plan(workload=workload, rates=rates, engine=engine, sizes=sizes, traffic=moved, calls=calls)
+
+
+def sizes_of(engine: str, work: Workload) -> Sizes:
+    """Sizes that an engine with kernels chooses."""
+    return nvlink_sizes(work) if engine == "nvlink" else twolevel_sizes(work)
+
+
+def scaling(workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES) -> list[Plan]:
+    """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on each GPU.
+
+    All have the same number of experts: at least one per GPU of the largest.
+    """
+    counts = [
+        1 << power
+        for power in range(MOST_GPUS.bit_length())
+        if not power or workload.gpus_per_node << power <= MOST_GPUS
+    ]
+    experts = max(workload.experts, counts[-1] * workload.gpus_per_node)
+    machines = [replace(workload, nodes=nodes, experts=experts) for nodes in counts]
+    return [plan(machine, rates, dtypes) for machine in machines]
+
+
+def _dispatches(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:
+    if engine == "twolevel":
+        ours = [(DISPATCH, twolevel_dispatch(work, rows, sizes, rates))]
+    else:
+        ours = [
+            (DISPATCH, nvlink_dispatch(work, rows, sizes, rates)),
+            (IN_PLACE, nvlink_in_place(work, rows, sizes, rates)),
+        ]
+    calls = [_call(name, engine, work, rows, terms) for name, terms in ours]
+    return [*calls, *_collectives(DISPATCH, work, rows, rates.collective, rates)]
+
+
+def _combines(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:
+    combine = nvlink_combine if engine == "nvlink" else twolevel_combine
+    ours = _call(COMBINE, engine, work, rows, combine(work, rows, sizes, rates))
+    return [ours, *_collectives(COMBINE, work, rows, rates.collective_back, rates)]
+
+
+def _collectives(name: str, work: Workload, rows: Traffic, leg: Leg, rates: Rates) -> list[Call]:
+    """Engine collective and, where it goes another way, one flat exchange at its rates."""
+    row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
+    calls = [_call(name, COLLECTIVE, work, rows, collective_call(work, rows, leg, row_bytes, rates))]
+    if work.grid.has_levels:
+        calls.append(_call(name, FLAT, work, rows, flat_call(work, rows, leg, row_bytes, rates)))
+    return calls
+
+
+def _call(name: str, engine: str, work: Workload, rows: Traffic, terms: Terms) -> Call:
+    row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
+    nvlink, nic = (rows.flat_nvlink, rows.flat_nic) if engine == FLAT else (rows.nvlink, rows.nic)
+    moved = [Flow(flow.mean * row_bytes, flow.busiest * row_bytes) for flow in (nvlink, nic)]
+    return Call(name=name, engine=engine, dtype=work.dtype, skew=rows.skew, terms=terms, nvlink=moved[0], nic=moved[1])

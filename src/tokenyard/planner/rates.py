@@ -1,0 +1,92 @@
+"""How fast a machine is: a few numbers per kind of call, measured once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+LEGS = ("dispatch", "in_place", "combine", "collective", "collective_back")
+"""Fields of :class:`Rates` that are fitted to measured times."""
+
+
+class Leg(NamedTuple):
+    """One kind of call inside a node.
+
+    Attributes:
+        fixed_us: what an empty call takes: launch, greetings, last signal.
+        link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
+        program_gbs: what one program that moves rows does; None: no limit known.
+    """
+
+    fixed_us: float
+    link_gbs: float
+    program_gbs: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates of a machine. GB are 1e9 bytes.
+
+    Attributes:
+        dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch into views.
+        collective, collective_back: engine ``collective``, cached dispatch and combine.
+        copy_gbs: rows copied inside a GPU (each byte read and written).
+        nic_gbs: a GPU's share of the network, one way; latency_us: one way, put and signal; put_us: what each put costs
+            besides its bytes.
+        source: where these come from.
+    """
+
+    dispatch: Leg
+    in_place: Leg
+    combine: Leg
+    collective: Leg
+    collective_back: Leg
+    copy_gbs: float
+    nic_gbs: float
+    latency_us: float
+    put_us: float
+    source: str
+
+    def with_links(
+        self, *, nvlink: float | None = None, nic: float | None = None, latency: float | None = None
+    ) -> Rates:
+        """The same machine with other links. ``nvlink`` is dispatch's; in place, combine and collective scale with it.
+
+        Raises:
+            ValueError: a rate or a latency is not positive.
+        """
+        for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} ({value}) must be more than 0: give GB/s, or us for latency")
+        scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
+        legs = {name: _faster(getattr(self, name), scale) for name in LEGS}
+        given = [
+            f"{name} {value:g}" for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)) if value
+        ]
+        return replace(
+            self,
+            **legs,
+            nic_gbs=nic or self.nic_gbs,
+            latency_us=latency or self.latency_us,
+            source=", ".join([self.source, *(["given: " + ", ".join(given)] if given else [])]),
+        )
+
+
+def _faster(leg: Leg, scale: float) -> Leg:
+    return leg._replace(link_gbs=leg.link_gbs * scale)
+
+
+H200 = Rates(
+    dispatch=Leg(11.6, 364.0, 31.6),
+    in_place=Leg(12.6, 360.0, 60.7),
+    combine=Leg(12.9, 357.0, 11.8),
+    collective=Leg(269.0, 275.0),
+    collective_back=Leg(459.0, 115.0),
+    copy_gbs=2074.0,
+    nic_gbs=45.0,
+    latency_us=5.0,
+    put_us=0.1,
+    source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261121 and collective-4xh200-20261121",
+)
+"""Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is half of what a local copy was
+seen to read and write, in no record. The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""

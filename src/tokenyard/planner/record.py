@@ -1,0 +1,82 @@
+"""Times out of the JSON that ``tokenyard bench`` writes, each beside the workload it belongs to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenyard.planner.workload import Dtype, Workload
+
+SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
+    "bf16": ("dispatch", "bf16"),
+    "fp8": ("dispatch", "fp8"),
+    "view": ("in_place", "bf16"),
+    "view8": ("in_place", "fp8"),
+    "combine": ("combine", "bf16"),
+}
+"""Rows of ``bench --suite nvlink`` that a plan speaks of, by their kind."""
+
+SWEEP_LEGS = {
+    ("tokenyard nvlink", "cached dispatch"): "dispatch",
+    ("tokenyard nvlink", "combine"): "combine",
+    ("tokenyard collective", "cached dispatch"): "collective",
+    ("tokenyard collective", "combine"): "collective_back",
+}
+"""Rows of a sweep, by name and phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured time.
+
+    Attributes:
+        leg: the field of :class:`~tokenyard.planner.rates.Rates` that it tells about.
+        work: what was done. us: median of the slowest rank, on the device's clock if there is one.
+    """
+
+    leg: str
+    work: Workload
+    us: float
+
+
+def read(path: Path) -> list[Point]:
+    """Times of this library in a record, with uniform routing, bf16 or rows that came as FP8, layout flat.
+
+    One node is assumed: records do not say which ranks share one.
+
+    Raises:
+        ValueError: no file of that kind, or no such times in it.
+    """
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        points = [point for row in record["rows"] if (point := _point(row, len(record["devices"])))]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as wrong:
+        raise ValueError(
+            f"rates ({path}) must be a file that tokenyard bench --json or --suite wrote ({type(wrong).__name__}: {wrong})"
+        ) from wrong
+    if not points:
+        raise ValueError(
+            f"rates ({path}) has no time of engine nvlink or collective with uniform routing and layout flat: "
+            "run tokenyard bench --skew uniform --layout flat --json FILE"
+        )
+    return points
+
+
+def _point(row: dict[str, Any], ranks: int) -> Point | None:
+    job: dict[str, Any] = row["job"]
+    leg, dtype = _leg(row, job)
+    clock = row["device"] or row["wall"]
+    if leg is None or clock is None or job["skew"] != "uniform" or job["layout"] != "flat" or job["dtype"] != "bf16":
+        return None
+    sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
+    limit = {} if row["sms"] is None else {"sms": row["sms"]}
+    return Point(leg, Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, **sizes, **limit), clock["median"])
+
+
+def _leg(row: dict[str, Any], job: dict[str, Any]) -> tuple[str | None, Dtype]:
+    if "kind" in row:
+        return SUITE_LEGS.get(row["kind"], (None, "bf16"))
+    leg = SWEEP_LEGS.get((row["name"], row["phase"]))
+    return (leg if job["quantize"] == "none" else None), "bf16"

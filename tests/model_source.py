@@ -1,0 +1,77 @@
+"""What the models take from the source of the kernels, and the order of operations there, as text to compare with."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenyard
+
+KERNELS = Path(tokenyard.__file__).parent / "kernels"
+
+
+class Expression:
+    """An integer expression of a kernel; call it with the values of its names."""
+
+    def __init__(self, node: ast.expr) -> None:
+        self.text = ast.unparse(node)
+        self._code = compile(ast.Expression(node), self.text, "eval")
+
+    def __call__(self, **values: int) -> int:
+        return int(eval(self._code, {"__builtins__": {}}, values))  # text of our own kernels
+
+
+def function(file: str, name: str) -> ast.FunctionDef:
+    """A function of ``kernels/<file>.py``."""
+    tree = ast.parse((KERNELS / f"{file}.py").read_text())
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def assigned(file: str, name: str, variable: str, using: str) -> Expression:
+    """The one expression that the function assigns to ``variable`` and that uses the name ``using``."""
+    found = [
+        node.value
+        for node in ast.walk(function(file, name))
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == variable
+        and any(isinstance(part, ast.Name) and part.id == using for part in ast.walk(node.value))
+    ]
+    assert len(found) == 1, f"{file}.py: {name} assigns {variable} {len(found)} times with {using}, not once"
+    return Expression(found[0])
+
+
+def outline(file: str, name: str, verbs: tuple[str, ...]) -> list[str]:
+    """Loops, conditions and calls of ``verbs`` in a function, in the order of its text, indented by loops and conditions.
+
+    Loops and conditions without such a call in them are left out.
+    """
+    return list(_outlined(function(file, name).body, verbs, ""))
+
+
+def _outlined(body: list[ast.stmt], verbs: tuple[str, ...], indent: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.For | ast.While | ast.If):
+            head = ast.unparse(node.iter if isinstance(node, ast.For) else node.test)
+            word = type(node).__name__.lower()
+            for part, title in ((node.body, f"{word} {head}"), (node.orelse, "else")):
+                inside = list(_outlined(part, verbs, indent + "  "))
+                if inside:
+                    yield from (indent + title, *inside)
+            continue
+        for call in sorted((part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda c: c.col_offset):
+            if ast.unparse(call.func) in verbs:
+                first = ast.unparse(call.args[0]) if call.args else ""
+                yield f"{indent}{ast.unparse(call.func)}({first})"
+
+
+ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "Q")
+"""What a sender of a dispatch waits for before a chunk."""
+ROOM_IN_COMBINE = assigned("combine", "send_sums", "want", "Q")
+"""The same in combine."""
+ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "_send_far", "want", "NQ")
+"""What a network sender waits for before a chunk."""
+ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_far", "want", "NQ")
+"""The same of a combiner."""
+ROOM_AT_FORWARDER = assigned("two_dispatch", "_forward", "wants", "Q")
+"""What a forwarder waits for before a batch of rows, for each local rank."""

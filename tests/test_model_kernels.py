@@ -1,0 +1,251 @@
+"""The models follow the kernels: the order of waits, stores and releases there, and the sizes that engines choose.
+
+An outline that differs says that a kernel's protocol has changed: change its role in the model too, then the outline here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model_cases import least_far_slots, least_slots, one
+from model_grid import Grid
+from model_plants import first_failure
+from model_rings import Call
+from model_source import outline
+from nvlink_pool import without_devices
+from tokenyard.config import Config
+from tokenyard.engines.launches import Launches
+from tokenyard.engines.rings import Form, Ground, shape_for
+from tokenyard.engines.twolevel_ground import NetRing, TwoGround, tuning_for
+from tokenyard.engines.twolevel_launches import TwoLaunches
+from tokenyard.topology import Topology
+
+pytestmark = without_devices
+
+VERBS = (
+    "wait_at_least", "wait_for_all", "add_release", "put", "credit", "pack_rows", "place_rows", "tl.store", "_return_credits",
+)  # fmt: skip
+OUTLINES = {
+    ("dispatch", "send_rows"): """
+wait_at_least(head_of(mine, to, c, R, C))
+for range(lo, hi, CHUNK)
+  if ok
+    wait_at_least(head_of(mine, to, c, R, C))
+  if ok
+    for range(0, n, B)
+      pack_rows(x)
+    add_release(tail)
+tl.store(sent_to(state, to, c, R, C))
+""",  # model_rings.send
+    ("dispatch", "receive_rows"): """
+while (taken < total) & ok
+  wait_at_least(tail_of(mine, s, c, R, C))
+  if ok
+    for range(0, n, B)
+      place_rows(ring)
+    add_release(head)
+tl.store(taken_from(state, s, c, R, C))
+""",  # model_rings.receive
+    ("combine", "send_sums"): """
+wait_at_least(head_of(mine, s, c, R, C))
+for range(lo, hi, CHUNK)
+  if ok
+    wait_at_least(head_of(mine, s, c, R, C))
+  if ok
+    for range(0, n, B)
+      for range(0, H, BLOCK)
+        tl.store(to + w[None, :])
+      if REDUCE
+        tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :])
+    add_release(tail)
+tl.store(sent_to(state, s, c, R, C))
+""",  # model_rings.send
+    ("combine", "_reduce"): """
+for range(c * share, t1, B)
+  if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
+    wait_for_all(tail_of(mine, r, c, R, C))
+  if ok
+    for range(0, H, BLOCK)
+      tl.store(to + at)
+    if REDUCE
+      tl.store(to)
+    add_release(heads)
+tl.store(taken_from(state, r, c, R, C))
+""",  # model_rings.reduce
+    ("two_dispatch", "_send_far"): """
+wait_at_least(head)
+for range(lo, hi, NCHUNK)
+  if ok
+    wait_at_least(head)
+  if ok
+    for range(0, n, B)
+      pack_rows(x)
+    put(peers)
+tl.store(net_sent_to(state, node, c, R, R // P, C))
+""",  # model_twolevel.send_far
+    ("two_dispatch", "_forward"): """
+wait_for_all(heads)
+while (taken < total) & ok
+  wait_at_least(tail)
+  for range(0, n, B)
+    if FRESH
+      tl.store(rows)
+    if ok
+      wait_for_all(heads)
+    if ok
+      for range(0, SLOT // 4, BLOCK)
+        for tl.static_range(P)
+          tl.store(to)
+  if ok
+    add_release(tail_of(bases, source, c, R, C))
+    if (owed >= CREDIT) | (taken == total)
+      credit(peers)
+tl.store(sent_to(state, node * P + q, c, R, C))
+tl.store(net_taken_from(state, node, c, R, R // P, C))
+""",  # model_twolevel.forward
+    ("two_combine", "_combine_far"): """
+wait_at_least(head)
+for range(lo, hi, NCHUNK)
+  if ok
+    wait_at_least(head)
+  for range(0, n, B)
+    if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
+      wait_for_all(tails)
+    if ok
+      for range(0, H, BLOCK)
+        tl.store(to + w[None, :])
+      if REDUCE
+        tl.store(to)
+      add_release(heads)
+  if ok
+    put(peers)
+tl.store(taken_from(state, node * P + q, c, R, C))
+tl.store(net_sent_to(state, node, c, R, R // P, C))
+""",  # model_twolevel.combine_far
+    ("two_combine", "_reduce"): """
+for range(c * share, t1, B)
+  if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
+    wait_for_all(words(tails))
+  if ok
+    for range(0, H, BLOCK)
+      tl.store(to + to_row)
+    if REDUCE
+      tl.store(to)
+    add_release(heads)
+    _return_credits(peers)
+tl.store(taken_from(state, r, c, R, C))
+tl.store(net_taken_from(state, node, c, R, G, C))
+""",  # model_twolevel.reduce_both
+    ("two_combine", "_return_credits"): """
+for tl.static_range(R // P)
+  if (amount >= CREDIT) | last & (amount > 0)
+    credit(peers)
+""",  # model_twolevel.reduce_both
+}
+"""By file and function; the role of the model behind it."""
+
+
+@pytest.mark.parametrize(("file", "name"), OUTLINES)
+def test_the_order_of_operations_is_the_models(file: str, name: str) -> None:
+    assert "\n".join(outline(file, name, VERBS)) == OUTLINES[file, name].strip()
+
+
+GRID = Topology(2, 2)
+CONFIG = Config(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=8, rank=0, world_size=4, timeout=1.0)
+
+
+def _told(launches: Any) -> Any:
+    """``launches`` that keep a kernel's constants in ``constants`` instead of binding it."""
+
+    def keep(*arguments: Any) -> Any:
+        launches.constants = arguments[-1]()
+        return lambda *_: None  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
+
+    launches._bound = keep
+    return launches
+
+
+def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
+    """Sizes without memory."""
+    ground = object.__new__(kind)
+    for name, value in {
+        "shape": shape, "tuning": shape, "grid": GRID, "net": False, "header_words": 16, "memory": SimpleNamespace(world_size=4),
+    }.items():  # fmt: skip
+        setattr(ground, name, value)
+    ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
+    return ground
+
+
+def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
+    """Constants of kernels that move rows of ``hidden`` channels, and the model's call with those sizes."""
+    form, dtype = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16
+    for combine in (False, True):
+        if combine:
+            launches.combine(form, dtype, 1, 0, (), placed=False, weighted=False)
+        else:
+            launches.dispatch(form, None, dtype, 1, placed=False, padding=False)
+        known = launches.constants
+        sizes = {"chunk": known["CHUNK"], "far_chunk": known.get("NCHUNK", 1), "credit": known.get("CREDIT", 1)}
+        yield (
+            known,
+            Call((), combine=combine, batch=known["B" if combine else "FB"] if "NQ" in known else known["B"], **sizes),
+        )
+
+
+BUFFERS = [1 << bits for bits in range(12, 24)]
+HIDDEN = [64, 192, 1024, 7168]
+
+
+def _engines() -> Iterator[tuple[dict[str, int], Call]]:
+    """Whatever sizes both engines choose for buffers of all kinds; not where they refuse."""
+    for num_sms, all_sms, buffer_bytes, hidden in product((24, 132), (False, True), BUFFERS, HIDDEN):
+        shapes = shape_for(num_sms, 4, all_sms=all_sms), tuning_for(num_sms, GRID, all_sms=all_sms)
+        launches = (
+            _told(Launches(CONFIG, _ground(Ground, shapes[0], buffer_bytes))),
+            _told(TwoLaunches(CONFIG, _ground(TwoGround, shapes[1], buffer_bytes))),
+        )
+        for some in launches:
+            with suppress(ValueError):  # less than two rows in a ring
+                yield from _calls(some, hidden)
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[tuple[dict[str, int], Call]]:
+    return list(_engines())
+
+
+def test_engines_choose_rings_that_are_large_enough(engines: list[tuple[dict[str, int], Call]]) -> None:
+    """For the least sizes that the model proves (``test_protocol_model.py``); and puts do not go round the end of a ring."""
+    for known, call in engines:
+        assert known["Q"] >= least_slots(call), (known, call)
+        if "NQ" in known:
+            assert known["NQ"] >= least_far_slots(call) and known["NQ"] % known["NCHUNK"] == 0, (known, call)
+    assert len({known["Q"] for known, _ in engines}) > 20 and len({known.get("NQ") for known, _ in engines}) > 20
+
+
+def test_a_reducer_takes_no_more_rows_than_network_rings_allow() -> None:
+    for chunk, chunks in product(range(1, 40), range(2, 6)):
+        ring = NetRing(chunk * chunks, chunk)
+        call = Call((), combine=True, far_chunk=chunk, credit=chunk, batch=ring.most_rows)
+        assert least_far_slots(call) == ring.slots, ring
+
+
+def test_the_model_holds_with_the_sizes_of_engines(engines: list[tuple[dict[str, int], Call]]) -> None:
+    """The smallest ones, with all tokens going everywhere, and more of them than rings hold."""
+    small = {
+        (known["Q"], known["NQ"], call) for known, call in engines if known["Q"] <= 4 and 0 < known.get("NQ", 0) <= 6
+    }
+    assert len(small) >= 4
+    for slots, far_slots, call in sorted(small):
+        tokens = max(slots, far_slots) + 2
+        routing = (tuple((1, 2, 3)[: 1 + t % 3] if t % 2 else (1, 2, 3)[t % 3 :] for t in range(tokens)), (), (), ())
+        calls = [call._replace(routing=routing)] * 2
+        grid = Grid(calls, grid=(2, 2), cells=slots, far_cells=far_slots, owners=(0,))
+        assert first_failure(one(lambda grid=grid: grid.machine)) is None, (slots, far_slots, call)

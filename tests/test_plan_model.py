@@ -1,0 +1,266 @@
+"""``tokenyard plan``: from bytes and rates to times, the engines' sizes, rates from flags and records."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
+from tokenyard.engines.twolevel_ground import NetRing, TwoGround, tuning_for
+from tokenyard.planner.fit import rates_from
+from tokenyard.planner.model import Terms, collective_call, flat_call, nvlink_dispatch, nvlink_in_place
+from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
+from tokenyard.planner.rates import H200, Leg
+from tokenyard.planner.record import read
+from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes
+from tokenyard.planner.traffic import traffic
+from tokenyard.planner.workload import Dtype, Workload
+
+RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261121.json"
+ROUND = replace(
+    H200,
+    dispatch=Leg(10.0, 100.0, 2.0),
+    in_place=Leg(10.0, 100.0, 2.0),
+    collective=Leg(50.0, 10.0),
+    copy_gbs=1000.0,
+    nic_gbs=5.0,
+    latency_us=3.0,
+    put_us=0.5,
+)
+
+
+def layer(nodes: int = 1, gpus: int = 8, tokens: int = 4096, dtype: Dtype = "bf16", sms: int = 132) -> Workload:
+    return Workload(
+        nodes=nodes, gpus_per_node=gpus, tokens=tokens, hidden=7168, experts=256, topk=8, dtype=dtype, sms=sms
+    )
+
+
+# Times worked out by hand
+
+
+def test_a_dispatch_by_hand() -> None:
+    """2 GPUs, an expert each, top-1, 1000 tokens of 1000 channels: 500 rows of 2000 bytes are 1 MB, so 10 us at 100 GB/s.
+
+    50 senders of 2 GB/s take 10 us as well. 10 rings of 4 slots are left with chunks of 2 rows at the end, half of them this rank's
+    own: 10 rows are 20 kB, so 0.02 us at 1000 GB/s.
+    """
+    work = Workload(nodes=1, gpus_per_node=2, tokens=1000, hidden=1000, experts=2, topk=1)
+    ring = Ring(name="NVLink", count=10, num_bytes=8000, slots=4, chunk=2, back_slots=4, back_chunk=1)
+    sizes = Sizes(channels=5, senders=50, writers=100, reducers=5, rings=(ring,), symmetric_bytes=80000)
+    rows = traffic(work, "uniform")
+    terms = nvlink_dispatch(work, rows, sizes, ROUND)
+    assert terms == Terms(nvlink=10.0, programs=10.0, latency=10.0, fill=0.02)
+    assert terms.us == pytest.approx(10 + math.sqrt(200) + 0.02)
+    # In place: 100 writers write as many rows that stay, too.
+    assert nvlink_in_place(work, rows, sizes, ROUND) == Terms(nvlink=10.0, programs=10.0, latency=10.0)
+
+
+def test_two_hops_by_hand() -> None:
+    """2 nodes x 2 GPUs, an expert each, top-1, 1000 tokens of 1 kB: half cross the network, half of 1000 + 1000 are handed on."""
+    work = Workload(nodes=2, gpus_per_node=2, tokens=1000, hidden=500, experts=4, topk=1)
+    rows = traffic(work, "uniform")
+    two = collective_call(work, rows, ROUND.collective, work.row_bytes, ROUND)
+    assert two == Terms(nvlink=50.0, nic=100.5, latency=106.0, in_turn=True)
+    assert two.us == pytest.approx(256.5) and two.bound == "latency/launch"
+    one = flat_call(work, rows, ROUND.collective, work.row_bytes, ROUND)
+    assert one == Terms(nvlink=25.0, nic=101.0, latency=56.0)
+    assert one.us == pytest.approx(56 + math.hypot(25, 101)) and one.bound == "NIC"
+
+
+def test_the_largest_limit_has_a_name() -> None:
+    names = {
+        "nvlink": "NVLink",
+        "nic": "NIC",
+        "programs": "programs",
+        "latency": "latency/launch",
+        "fill": "pipeline fill",
+    }
+    for field, name in names.items():
+        terms = Terms(nvlink=1.0, nic=1.0, programs=1.0, latency=1.0, fill=1.0)
+        assert replace(terms, **{field: 2.0}).bound == name
+
+
+# Plans
+
+
+def sizes_in(found: Any) -> dict[str, float]:
+    return {f"{call.name} {call.engine} {call.dtype}": call.terms.us for call in found.calls}
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 20000), st.integers(1, 20000))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_more_tokens_take_no_less_time(nodes: int, gpus: int, few: int, more: int) -> None:
+    less, most = (plan(layer(nodes, gpus, tokens), H200) for tokens in (few, few + more))
+    for name, us in sizes_in(less).items():
+        assert us <= sizes_in(most)[name] * (1 + 1e-9), name
+
+
+def test_which_engines_are_planned() -> None:
+    one, many, single = (plan(layer(*machine), H200) for machine in ((1, 4), (4, 8), (4, 1)))
+    assert one.engine == "nvlink" and {call.engine for call in one.calls} == {"nvlink", COLLECTIVE}
+    assert {call.name for call in one.calls if call.engine == "nvlink"} == {DISPATCH, IN_PLACE, COMBINE}
+    assert many.engine == "twolevel" and {call.engine for call in many.calls} == {"twolevel", COLLECTIVE, FLAT}
+    assert {call.engine for call in single.calls} == {"twolevel", COLLECTIVE}  # one way to go only
+    assert all(call.dtype == "bf16" for call in many.calls if call.name == COMBINE)
+    by_engine = {call.engine: call for call in many.calls if call.name == DISPATCH and call.dtype == "fp8"}
+    assert by_engine["twolevel"].nic == by_engine[COLLECTIVE].nic < by_engine[FLAT].nic
+
+
+def test_sizes_are_the_engines_own() -> None:
+    for gpus, sms in ((2, 132), (4, 24), (8, 132)):
+        found = nvlink_sizes(layer(gpus=gpus, sms=sms))
+        shape = shape_for(sms, gpus, all_sms=sms == 132)
+        [ring] = found.rings
+        assert (found.channels, found.writers) == (shape.channels, shape.writers)
+        assert ring.count == gpus * shape.channels and found.symmetric_bytes == ring.count * ring.num_bytes
+        assert DEFAULT_BUFFER_BYTES - 256 * ring.count < found.symmetric_bytes <= DEFAULT_BUFFER_BYTES
+        assert ring.slots == ring.num_bytes // (14336 + 80)  # token, 8 ids and 8 weights, padded to 16 bytes
+        assert (ring.chunk, ring.back_chunk) == (min(shape.dispatch.chunk, ring.slots // 2), shape.send.chunk)
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "dtype"), [(2, 2, "bf16"), (3, 2, "fp8"), (4, 8, "bf16"), (8, 8, "fp8")])
+def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: Dtype) -> None:
+    """Beside the engine's own layout of its memory, made without any."""
+    work = layer(nodes, gpus, dtype=dtype)
+    ground: Any = object.__new__(TwoGround)
+    ground.grid, ground.header_words = work.grid, 40
+    ground.tuning = ground.shape = tuning_for(132, work.grid, all_sms=True)
+    ground._lay_out(work.ranks, ground.shape.channels, DEFAULT_BUFFER_BYTES)
+    found = twolevel_sizes(work)
+    network, inner = found.rings
+    assert (found.channels, found.note) == (ground.shape.channels, "")
+    assert (inner.num_bytes, network.num_bytes) == (ground.ring_bytes, ground.net_ring_bytes)
+    assert found.symmetric_bytes == ground.num_bytes - ground.rings_at
+    for form, slots, chunk in zip(
+        forms(work), (network.slots, network.back_slots), (network.chunk, network.back_chunk), strict=True
+    ):
+        assert ground.net_ring(form) == (NetRing(slots, chunk))
+    assert inner.slots == inner.num_bytes // forms(work)[0].slot_bytes
+
+
+def test_a_grid_that_the_engine_refuses_is_planned_and_said() -> None:
+    found = twolevel_sizes(layer(128, 8))
+    assert found.channels == 1 and found.note.startswith("engine twolevel refuses this grid: num_sms (132) must be at")
+
+
+def test_a_ring_must_hold_two_rows() -> None:
+    """The message gives a size with which there is a plan."""
+    for nodes in (1, 4):
+        work = replace(layer(nodes, 8), hidden=1 << 20)
+        with pytest.raises(
+            ValueError, match=r"buffer_bytes \(134217728\) gives .* but 2 rows of .* must fit"
+        ) as refusal:
+            plan(work, H200)
+        plan(replace(work, buffer_bytes=int(str(refusal.value).split()[-1])), H200)
+
+
+def test_too_few_sms_are_refused_as_the_engine_does() -> None:
+    with pytest.raises(ValueError, match=r"num_sms \(8\) must be at least 16 for 8 ranks"):
+        plan(layer(sms=8), H200)
+
+
+def test_machines_grow_to_1024_gpus() -> None:
+    found = scaling(layer(gpus=8), H200)
+    assert [each.workload.ranks for each in found] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert {each.workload.experts for each in found} == {1024}
+    assert [each.workload.nodes for each in scaling(layer(gpus=16), H200)][-1] == 64
+
+
+# Rates
+
+
+def test_links_that_are_given() -> None:
+    given = H200.with_links(nvlink=182.0, nic=90.0, latency=2.0)
+    assert given.dispatch.link_gbs == 182.0 and given.combine.link_gbs == pytest.approx(H200.combine.link_gbs / 2)
+    assert given.collective.link_gbs == pytest.approx(H200.collective.link_gbs / 2)
+    assert (given.nic_gbs, given.latency_us) == (90.0, 2.0) and given.dispatch.fixed_us == H200.dispatch.fixed_us
+    assert given.source.endswith("given: nvlink 182, nic 90, latency 2")
+    assert H200.with_links() == H200
+    work = layer(4, 8)
+    faster = sizes_in(plan(work, H200.with_links(nic=90.0)))
+    assert faster["dispatch twolevel bf16"] < 0.7 * sizes_in(plan(work, H200))["dispatch twolevel bf16"]
+
+
+@pytest.mark.parametrize("link", ["nvlink", "nic", "latency"])
+def test_a_rate_must_be_positive(link: str) -> None:
+    with pytest.raises(ValueError, match=rf"{link} \(0.0\) must be more than 0"):
+        H200.with_links(**{link: 0.0})
+
+
+def test_a_sweep_of_the_bench_is_read() -> None:
+    points = read(RECORD.with_name("collective-4xh200-20261121.json"))
+    assert [(point.leg, point.work.tokens, point.work.ranks) for point in points] == [
+        (leg, tokens, 4) for tokens in (128, 1024, 4096) for leg in ("collective", "collective_back")
+    ]
+    assert points[0].us == pytest.approx(299.024, abs=0.001)
+
+
+def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:
+    """Without several numbers of SMs two numbers are fitted; fused casts and skewed routing are left out."""
+
+    def row(tokens: int, us: float, quantize: str = "none", skew: str = "uniform") -> dict[str, Any]:
+        job = {"tokens": tokens, "hidden": 7168, "topk": 8, "experts": 256, "skew": skew, "dtype": "bf16"}
+        clock = {"median": us, "p99": us, "min": us}
+        return {
+            "job": {**job, "layout": "flat", "quantize": quantize},
+            "name": "tokenyard nvlink",
+            "phase": "cached dispatch",
+            "sms": None,
+            "device": None,
+            "wall": clock,
+        }
+
+    rows = [row(64, 30.0), row(16384, 1400.0), row(256, 1e6, "fp8"), row(256, 1e6, skew="zipf")]
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps({"devices": ["a", "b"], "rows": rows}))
+    assert [point.us for point in read(path)] == [30.0, 1400.0]
+    found = rates_from(path, H200)
+    assert found.dispatch.program_gbs == H200.dispatch.program_gbs and found.combine == H200.combine
+    assert 150 < found.dispatch.link_gbs < 200 and 20 < found.dispatch.fixed_us < 30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"must be a file that tokenyard bench --json or --suite wrote \(FileNotFoundError"),
+        ("no", "must be a file that tokenyard bench"),
+        ("{}", "KeyError: 'rows'"),
+        ("[]", "TypeError"),
+        ('{"devices": [], "rows": []}', "has no time of engine nvlink or collective"),
+    ],
+)
+def test_records_that_are_none(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        rates_from(path, H200)
+
+
+def test_one_size_is_too_few(tmp_path: Path) -> None:
+    record = json.loads(RECORD.read_text())
+    record["rows"] = [row for row in record["rows"] if row["job"]["tokens"] == 4096]
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="must have times for two numbers of tokens"):
+        rates_from(path, H200)
+
+
+def test_neither_triton_nor_a_gpu_is_needed() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from tokenyard.planner.plan import plan; from tokenyard.planner.rates import H200\n"
+        "from tokenyard.planner.workload import Workload\n"
+        "for nodes in (1, 2): plan(Workload(nodes=nodes, gpus_per_node=4, tokens=8, hidden=64, experts=8, topk=2), H200)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
