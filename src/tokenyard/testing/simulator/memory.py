@@ -23,11 +23,15 @@ class SimulatedMemory:
         here: the rank.
         timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
         num_sms: programs that a kernel of this rank may have.
+
+    Attributes:
+        ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by NVSHMEM's calls.
     """
 
     def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
         self.rank, self.world_size, self.device = here.rank, here.world_size, torch.device("cpu")
         self.num_sms = num_sms
+        self.ranks_per_node = 0
         self._here, self._timeout = here, timeout
         self._number = here.next_memory()
         self._regions: list[int] = []
@@ -57,7 +61,9 @@ class SimulatedMemory:
             raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
         parts = self._here.world.regions((self._number, self._allocated), num_bytes)
         self._regions.append(parts[self.rank].data_ptr())
-        return Region(parts[self.rank], torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64))
+        each = self.ranks_per_node or self.world_size
+        near = [part.data_ptr() if peer // each == self.rank // each else 0 for peer, part in enumerate(parts)]
+        return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
 
     def host_words(self, count: int) -> Tensor:
         """Zeroed int64 ``[count]`` that this rank's programs may touch."""

@@ -49,11 +49,22 @@ class Operations:
         self._sim.memory.barrier(p)
 
     def store(self, addresses: Addresses, values: Values) -> None:
-        """A plain store to these lanes."""
+        """A plain store to these lanes.
+
+        Raises:
+            Race: the program has read one of them since its last barrier. Several threads load the same lane of a small tensor.
+        """
         p = self._step(addresses, values.itemsize)
         p.advances()
         self._sim.happened()
-        self._sim.memory.store(p, addresses, spans(addresses, values.itemsize), values)
+        where = spans(addresses, values.itemsize)
+        again = self._sim.memory.rereads(p, where, values.itemsize)
+        if again is not None:
+            raise Race(
+                f"{p.name} stores to {self._sim.addresses.describe(again)}, which it has read without a barrier in between, so "
+                f"that its other threads may still have to read it (seed {self._sim.seed})"
+            )
+        self._sim.memory.store(p, addresses, where, values)
 
     def load(self, addresses: Addresses, read: Callable[[], Values], size: int) -> Values:
         """A plain load of these lanes; ``read()`` gives what real memory holds."""
@@ -89,6 +100,17 @@ class Operations:
         if acquires:
             self._sim.memory.acquire(p, addresses, everywhere)
         return result
+
+    def network_step(self) -> Program:
+        """The caller makes a call of the network."""
+        sim, p = self._sim, self.caller
+        sim.steps += 1
+        sim.now_ns += self._tick
+        p.advances()
+        sim.happened()
+        if sim.rng.random() < sim.hardware.switch or sim.kill_is_due:
+            sim.give_way(p)
+        return p
 
     def check_late_reads(self, p: Program) -> None:
         """At a barrier or the end of a program.

@@ -51,6 +51,7 @@ class World:
                 torch.from_numpy(self.sim.allocate(num_bytes, f"region {key[1]} of rank {rank}"))
                 for rank in range(self.sim.world_size)
             ]
+            self.sim.network.add_region([part.data_ptr() for part in self._regions[key]], num_bytes)
         return self._regions[key]
 
     def retired(self, key: Any, addresses: list[int]) -> list[int]:

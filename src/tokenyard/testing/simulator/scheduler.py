@@ -16,6 +16,8 @@ from tokenyard.testing.simulator.alarms import Alarms
 from tokenyard.testing.simulator.errors import ProgramError, RanksFailed, SimulationError
 from tokenyard.testing.simulator.hardware import Hardware
 from tokenyard.testing.simulator.host import Host
+from tokenyard.testing.simulator.network import Network
+from tokenyard.testing.simulator.network import installed as connected
 from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.program import Launch, Program, Stream
 from tokenyard.testing.simulator.standstill import Standstill
@@ -62,6 +64,7 @@ class Simulator:
         self.alarms = Alarms(self.wake)
         self.memory = WeakMemory(world_size, self.rng, self.hardware.stale, self.alarms.ring)
         self.operations = Operations(self, tick_ns, max_steps)
+        self.network = Network(self)
         self.streams = [Stream() for _ in range(world_size)]
         self.hosts: list[Host] = []
         self.live: dict[int, Program] = {}
@@ -155,7 +158,7 @@ class Simulator:
             ProgramError: a program raised. RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
         """
         self._hub = greenlet.getcurrent()
-        with hooks.installed(self.operations):
+        with hooks.installed(self.operations), connected(self.network):
             try:
                 while self._run_one():
                     if self.kill_is_due:
@@ -183,6 +186,7 @@ class Simulator:
 
     def _run_one(self) -> bool:
         """Let somebody go on. False if all have ended."""
+        self.network.pass_time()
         if self.hardware.late and self.rng.random() < self.hardware.late:
             self._leak_late()
         for _ in range(8 if self._ready or self.hosts else 0):
@@ -204,7 +208,10 @@ class Simulator:
                 return True
         if not self.live and all(host.rank in self.dead for host in self.hosts):
             return False
-        self._standstill.resolve()
+        if self.network.pending:
+            self.network.deliver_one()
+        else:
+            self._standstill.resolve()
         return True
 
     def _resume(self, at: int) -> None:

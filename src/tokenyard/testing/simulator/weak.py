@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenyard.testing.simulator.pages import (
+    PAGE,
     SHIFT,
     UNSIGNED,
     Addresses,
@@ -184,6 +185,15 @@ class WeakMemory:
                         return (span.page << SHIFT) + _extent(span, size)[0], record.writer
         return None
 
+    def rereads(self, p: Pending, where: list[Span], size: int) -> int | None:
+        """A place among these that ``p`` has read since its last barrier: threads that lag behind would read what is stored now."""
+        for there, width in (*p.reads, *((there, width) for _, there, width in p.exposed)):
+            for span in there:
+                for mine in where:
+                    if span.page == mine.page and bool((_lanes(span, width) & _lanes(mine, size)).any()):
+                        return (span.page << SHIFT) + _extent(mine, size)[0]
+        return None
+
     # What hardware does
 
     def leak(self, p: Pending) -> None:
@@ -206,6 +216,10 @@ class WeakMemory:
             p.fenced.take(where, size, out)
             p.fresh.take(where, size, out)
         self._write(out, p)
+
+    def deliver(self, p: Pending, stores: ByteMap) -> None:
+        """Stores of a device on behalf of ``p`` become visible to all."""
+        self._write(stores, p)
 
     def flush(self, p: Pending) -> None:
         """All of the program's stores become visible to all."""
@@ -314,9 +328,14 @@ def _extent(span: Span, size: int) -> tuple[int, int]:
 
 def _meets(record: Record, span: Span, size: int) -> bool:
     """Whether a write has hit lanes of a span."""
-    lanes = Page()
-    lanes.have.view(UNSIGNED[size])[span.cells] = ~UNSIGNED[size](0)
-    return bool((lanes.have[record.low : record.low + record.have.size] & record.have).any())
+    return bool((_lanes(span, size)[record.low : record.low + record.have.size] & record.have).any())
+
+
+def _lanes(span: Span, size: int) -> Bytes:
+    """0xFF for the bytes of a span in its page."""
+    have = np.zeros(PAGE, np.uint8)
+    have.view(UNSIGNED[size])[span.cells] = ~UNSIGNED[size](0)
+    return have
 
 
 def _undo(p: Pending, records: list[Record], target: int, extent: tuple[int, int]) -> Page:

@@ -1,0 +1,146 @@
+"""Sizes and memory of the two-level engine: rings inside nodes and between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenyard.config import Config
+from tokenyard.engines.rings import Cut, Form, Ground, Shape
+from tokenyard.errors import NotSupported
+from tokenyard.layout import power_of_two_at_least
+from tokenyard.memory.base import SymmetricMemory
+from tokenyard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning(Shape):
+    """How work is cut: besides :class:`Shape`, what only this engine has. Equal on all ranks.
+
+    Every role has one program per channel and peer: local ranks (senders), other nodes (network senders, forwarders, combiners),
+    other ranks (receivers); reducers one per channel.
+
+    Attributes:
+        forward: of forwarders; ``chunk`` is not used, as rings inside have one (``dispatch.chunk``).
+        net_chunk: rows per put and per network credit, at most.
+        net_share: part of all rings' memory that is for network rings and the staging beside them.
+    """
+
+    forward: Cut
+    net_chunk: int
+    net_share: float = 0.5
+
+
+def programs_per_channel(grid: Topology) -> int:
+    """Of the larger of the two kernels, without the greeter."""
+    dispatch = grid.ranks_per_node + 2 * (grid.num_nodes - 1) + grid.world_size - 1
+    return max(dispatch, grid.world_size)
+
+
+def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool) -> Tuning:
+    """The tuning for ``num_sms`` multiprocessors: one program of 16 warps on each, as they spread; if they are all there are,
+    two of 8, or four of 4 where that is what it takes.
+
+    Raises:
+        ValueError: not even one channel fits.
+    """
+    per = programs_per_channel(grid)
+    each = 1 if not all_sms else 2 if 2 * num_sms > per else 4
+    channels = min(64, (each * num_sms - 1) // per)
+    if channels < 1:
+        raise ValueError(
+            f"num_sms ({num_sms}) must be at least {-(-(per + 1) // each)} for a topology of {grid}: one channel takes {per + 1} "
+            "programs"
+        )
+    warps = 16 // each
+    rows = 1 if warps == 4 else 2 if grid.ranks_per_node > 4 else 4  # what registers hold
+    dispatch = Cut(rows=1 if all_sms else 2, block=4096, chunk=16, num_warps=warps, max_registers=128)
+    return Tuning(
+        channels=channels,
+        dispatch=dispatch,
+        send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
+        reduce=Cut(rows=rows, block=1024, chunk=4, num_warps=warps, max_registers=128),
+        direct=dispatch,
+        writers=channels,
+        forward=Cut(rows=1 if all_sms else 2, block=4096, num_warps=warps),
+        net_chunk=32,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NetRing:
+    """How a network ring is used for rows of one form: ``slots``, and rows per put and per credit (``chunk``)."""
+
+    slots: int
+    chunk: int
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2`` (``docs/twolevel.md``)."""
+        return max(1, self.slots - 2 * self.chunk + 2)
+
+
+class TwoGround(Ground):
+    """Besides what :class:`Ground` keeps: network rings and staging, letters, and what is known of them."""
+
+    net: bool
+    """Whether ranks of other nodes are reached by NVSHMEM; otherwise their memory is mapped too."""
+
+    def __init__(self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int) -> None:
+        if config.topology is None:
+            raise NotSupported("engine 'twolevel' needs a grid of ranks: pass topology=(num_nodes, ranks_per_node)")
+        self.grid, self.tuning = config.topology, shape
+        self.net = bool(getattr(memory, "ranks_per_node", 0))
+        super().__init__(config, memory, shape, buffer_bytes)
+
+    def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
+        from tokenyard.kernels import region, two_region
+
+        nodes, words = self.grid.num_nodes, self.header_words
+        links = (nodes - 1) * channels
+        self.far_at = 8 * region.signal_words(ranks, channels, words)
+        self.rings_at = self.far_at + 8 * two_region.far_words(ranks, nodes, channels, words)
+        far_bytes = int(buffer_bytes * self.tuning.net_share) if links else 0
+        self.ring_bytes = (buffer_bytes - far_bytes) // (ranks * channels) // 256 * 256
+        self.net_ring_bytes = far_bytes // (2 * links) // 256 * 256 if links else 0
+        self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
+        self.stage_at = self.nets_at + links * self.net_ring_bytes
+        self.num_bytes = self.stage_at + links * self.net_ring_bytes
+        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(nodes, channels)
+        self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
+
+    def net_ring(self, form: Form) -> NetRing:
+        """How a network ring takes rows of ``form``.
+
+        Raises:
+            ValueError: it has room for less than two.
+        """
+        if self.grid.num_nodes == 1:
+            return NetRing(2, 1)
+        slots = self.net_ring_bytes // form.slot_bytes
+        if slots < 2:
+            rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
+            least = int(rings * (2 * form.slot_bytes + 256) / self.tuning.net_share) + 1
+            raise ValueError(
+                f"buffer_bytes ({self.num_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} network rings, "
+                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
+            )
+        chunk = max(1, min(self.tuning.net_chunk, slots // 3))
+        return NetRing(slots // chunk * chunk, chunk)
+
+    def constants(self, form: Form | None = None) -> dict[str, Any]:
+        """Constants of the grid and its memory that kernels share; with those of rings for rows of ``form``."""
+        ranks, nodes = self.grid.world_size, self.grid.num_nodes
+        known: dict[str, Any] = {
+            "R": ranks, "P": self.grid.ranks_per_node, "C": self.shape.channels, "RP": self.rank_bins,
+            "W": self.header_words, "FAR": self.far_at, "NET": self.net,
+        }  # fmt: skip
+        if form is None:
+            return known
+        ring = self.net_ring(form)
+        return known | {
+            "D": ranks + nodes, "PP": power_of_two_at_least(max(2, self.grid.ranks_per_node)), "RINGS": self.rings_at,
+            "RING": self.ring_bytes, "SLOT": form.slot_bytes, "PAY": form.payload_bytes, "Q": self.slots(form),
+            "NETS": self.nets_at, "STAGE": self.stage_at, "NRING": self.net_ring_bytes, "NQ": ring.slots,
+            "NCHUNK": ring.chunk, "CREDIT": ring.chunk,
+        }  # fmt: skip

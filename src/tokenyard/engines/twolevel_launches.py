@@ -1,0 +1,93 @@
+"""Kernels of the two-level engine with their constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenyard.config import Config
+from tokenyard.engines.launches import Launch, Launches
+from tokenyard.engines.rings import Form
+from tokenyard.engines.twolevel_ground import TwoGround, programs_per_channel
+from tokenyard.handle import Spec
+from tokenyard.kernels.payload import groups_of
+from tokenyard.kernels.two_combine import two_combine_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.two_dispatch import two_dispatch_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.two_letters import two_greet_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+from tokenyard.types import Quantize
+
+
+class TwoLaunches(Launches):
+    """Launches that take the same arguments as those of engine nvlink."""
+
+    _ground: TwoGround
+
+    def __init__(self, config: Config, ground: TwoGround) -> None:
+        super().__init__(config, ground)
+        self.table_rows = 0
+        """Rows of each node's part of the forwarders' table in the plan that is launched next."""
+
+    def plan(self, spec: Spec, words: int, *, weighted: bool, wide: bool) -> Launch:
+        launch = super().plan(spec, words, weighted=weighted, wide=wide)
+
+        def launch_plan(*args: int) -> None:
+            *others, rows, alignment = args
+            launch(*others, rows | self.table_rows << 32, alignment)
+
+        return launch_plan
+
+    def plan_constants(self) -> dict[str, Any]:
+        known, grid = self._ground.constants(), self._ground.grid
+        return {"D": grid.world_size + grid.num_nodes} | {name: known[name] for name in ("P", "FAR", "NET")}
+
+    def dispatch(
+        self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, *, placed: bool, padding: bool,
+        fresh: bool = False, weighted: bool = False, static: bool = False,
+    ) -> Launch:  # fmt: skip
+        ground, cut, forward = self._ground, self._ground.tuning.dispatch, self._ground.tuning.forward
+        grid, net = ground.grid, ground.net_ring(form)
+        whole, block = (min(power_of_two_at_least(words), cut.block) for words in (form.slot_bytes // 4, form.words))
+        chunk = cut.chunk_of(ground.slots(form))
+        most = min(chunk, net.chunk)
+        roles = grid.ranks_per_node + 2 * (grid.num_nodes - 1) + grid.world_size - 1
+        assert roles <= programs_per_channel(grid)
+        return self._bound(
+            ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static),
+            two_dispatch_kernel, roles * ground.shape.channels + 1, cut.num_warps, cut.max_registers,
+            lambda: ground.constants(form) | {
+                "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "J": width, "H": form.hidden,
+                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
+                "B": 1 if placed or mode is not None else cut.rows_of(block, most), "BLOCK": block,
+                "FB": forward.rows_of(whole, most), "FBLOCK": whole, "PLACED": placed, "FRESH": fresh, "WEIGHTED": weighted,
+                "STATIC": static, "PADDING": padding, "MODE": 0 if mode is None else mode.value,
+                "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+            },
+        )  # fmt: skip
+
+    def combine(
+        self, form: Form, dtype: torch.dtype, width: int, picks: int, bias: tuple[torch.dtype, ...], *, placed: bool,
+        weighted: bool,
+    ) -> Launch:  # fmt: skip
+        ground, send, reduce = self._ground, self._ground.tuning.send, self._ground.tuning.reduce
+        net = ground.net_ring(form)
+        whole, block = (min(power_of_two_at_least(form.hidden), cut.block) for cut in (send, reduce))
+        chunk = send.chunk_of(ground.slots(form))
+        rows = 1 if placed else reduce.rows_of(block, min(chunk, net.most_rows))
+        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        launch = self._bound(
+            ("combine", form, dtype, width, picks, bias, placed, weighted),
+            two_combine_kernel, ground.grid.world_size * ground.shape.channels + 1, reduce.num_warps, reduce.max_registers,
+            lambda: ground.constants(form) | {
+                "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
+                "SB": 1 if placed else send.rows_of(whole, chunk), "SBLOCK": min(whole, 2048) if placed else whole,
+                "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted,
+                "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1],
+            },
+        )  # fmt: skip
+        return lambda *args: launch(*args, self._config.num_experts)
+
+    def greet(self) -> Launch:
+        return self._bound(("greet",), two_greet_kernel, 1, 4, None, self._ground.constants)

@@ -1,0 +1,139 @@
+# pyright: basic
+"""What a plan and a greeting send to other nodes: letters and tags, one put to each rank. Inside a node peers store (``plan``, ``greet``).
+
+A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one, the same to d's node, rows to d's node.
+
+Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d, as many as C programs of a near plan do; a tag
+comes with 1 onto ``hellos[s]``. Program 0 has waited for them (acquire) and copies letters to where near ranks write theirs.
+
+Why reuse is safe: letters, tags and what they are put from alternate by the parity of the call. Half ``n % 2`` is written again in call n + 2,
+behind arrival (hello) n + 1 of that rank, which it sent behind its call n, for which it needed mine: it has read that, and the put is over.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard import header as head
+from tokenyard.kernels.greet import count_call, greeted
+from tokenyard.kernels.region import (
+    EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
+)  # fmt: skip
+from tokenyard.kernels.sync import DISAGREED, ON_COUNTS, RANK, add_release, give_up, given_up, words
+from tokenyard.kernels.two_net import put
+from tokenyard.kernels.two_region import letter_at, net_bytes, tag_at
+
+_TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
+
+
+@triton.jit
+def to_letter(to_header, to_matrix, peers, me, half, to, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+              FAR: tl.constexpr):  # fmt: skip
+    """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and ``to_matrix`` there, or my outbox."""
+    letter = peer_base(peers, me) + letter_at(1, half, to, R, P, C, W, FAR)
+    far = to // P != me // P
+    header = tl.where(far, letter, to_header.to(tl.int64))
+    return words(header), words(tl.where(far, letter + W * 8, to_matrix.to(tl.int64)))
+
+
+@triton.jit
+def post_letters(
+    peers, state, me, half, hist, R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+    HIST: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+):  # fmt: skip
+    """Complete the letters whose headers are in the outbox, and put them."""
+    mine = peer_base(peers, me)
+    c = tl.arange(0, CP)
+    for rank in range(R):
+        to = rank + 0
+        if to // P != me // P:
+            here = letter_at(1, half, to, R, P, C, W, FAR)
+            bounds = words(mine + here) + W + R + 2
+            to_rank = tl.load(hist + c * HIST + to, mask=c < C, other=0)
+            to_node = tl.load(hist + c * HIST + R + to // P, mask=c < C, other=0)
+            tl.store(bounds + c, (tl.cumsum(to_rank, 0) - to_rank).to(tl.int64), mask=c < C)
+            tl.store(bounds + C + c, (tl.cumsum(to_node, 0) - to_node).to(tl.int64), mask=c < C)
+            tl.store(bounds + 2 * C, tl.sum(to_node).to(tl.int64))
+            there = letter_at(0, half, me, R, P, C, W, FAR)
+            num_bytes = letter_at(0, 0, 1 + (half * 0), R, P, C, W, FAR) - letter_at(0, 0, half * 0, R, P, C, W, FAR)
+            counter = arrival_of(mine, me, R, C).to(tl.int64) - mine
+            account = net_bytes(state, to // P, R, R // P, C)
+            put(peers, account, mine, to, there, here, num_bytes, counter, tl.full((), C, tl.int64), 1, NET)
+
+
+@triton.jit
+def open_letters(
+    mine, me, half, plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Bring what letters say to where near ranks write it, and note what comes through the network."""
+    c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
+    for rank in range(R):
+        s = rank + 0
+        if s // P != me // P:
+            letter = words(mine + letter_at(0, half, s, R, P, C, W, FAR))
+            tl.store(header_of(mine, half, s, R, C, W) + w, tl.load(letter + w, mask=w < W, other=0), mask=w < W)
+            row = tl.load(letter + W + r, mask=r < R + 2, other=0)
+            tl.store(matrix_of(mine, half, s, R, C) + r, row, mask=r < R + 2)
+            bounds = tl.load(letter + W + R + 2 + c, mask=c < C, other=0)
+            tl.store(bounds_of(mine, half, s, R, C) + c, bounds, mask=c < C)
+            if s % P == me % P:
+                through = tl.load(letter + W + R + 2 + C + c, mask=c < C, other=0)
+                tl.store(in_bound(plan, R + s // P, 0, D, C) + c, through.to(tl.int32), mask=c < C)
+                total = tl.load(letter + W + R + 2 + 2 * C)
+                tl.store(in_bound(plan, R + s // P, C, D, C), total.to(tl.int32))
+    tl.debug_barrier()
+
+
+@triton.jit
+def lacks_table(
+    mine, state, half, plan, room, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, W: tl.constexpr,
+    HOST: tl.constexpr,
+):  # fmt: skip
+    """Whether a rank has more tokens than another's forwarders have room for: the upper half of ``room``. Notes this rank's."""
+    r = tl.arange(0, RP)
+    tokens = tl.load(header_of(mine, half, r, R, C, W) + _TOKENS_AT, mask=r < R, other=0)
+    rooms = tl.load(matrix_of(mine, half, r, R, C) + R, mask=r < R, other=2**62) >> 32
+    most, least = tl.max(tokens), tl.min(rooms)
+    tl.store(first_out(plan, R, D, C), (room >> 32).to(tl.int32))
+    if not HOST:  # otherwise the host sees to it
+        if most > least:
+            give_up(state, DISAGREED, ON_COUNTS, tl.argmax(tokens, 0), 0, least, most)
+    return (most > least).to(tl.int32)
+
+
+@triton.jit
+def greet_all(
+    peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
+    NET: tl.constexpr,
+):  # fmt: skip
+    """As ``greet``: near ranks by stores, the others by puts."""
+    me = tl.load(words(state) + RANK).to(tl.int32)
+    half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)
+    r = tl.arange(0, RP)
+    near = (r < R) & (r // P == me // P)
+    bases = tl.load(words(peers) + r, mask=near, other=0)
+    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)
+    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)
+    mine = peer_base(peers, me)
+    here = tag_at(half, R, P, C, W, FAR)
+    tl.store(words(mine + here), tag)
+    there, counter = tag_of(mine, half, me, R, C).to(tl.int64) - mine, hello_of(mine, me, R, C).to(tl.int64) - mine
+    for rank in range(R):
+        to = rank + 0
+        if to // P != me // P:
+            account = net_bytes(state, to // P, R, R // P, C)
+            put(peers, account, mine, to, there, here, tl.full((), 8, tl.int64), counter, tl.full((), 1, tl.int64), 1, NET)
+    greeted(peers, state, tag, R, C, RP)
+    count_call(state)
+
+
+@triton.jit
+def two_greet_kernel(
+    peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
+    NET: tl.constexpr,
+):  # fmt: skip
+    """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
+    if not given_up(state):
+        greet_all(peers, state, tag, R, C, RP, P, W, FAR, NET)

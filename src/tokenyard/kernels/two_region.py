@@ -1,0 +1,125 @@
+# pyright: basic
+"""Where things lie for the two-level engine, beside what ``kernels/region.py`` places. Host and kernels use the same functions.
+
+R ranks in G nodes of P, C channels, W words of a header, LW words of a letter. In the symmetric region, from byte FAR on, int64:
+
+    net tails [G, C]  written by the node's rank of my local index: rows put into my network ring (node, channel), in total
+    net heads [G, C]  written by the same: rows of mine taken out of its ring (my node, channel), in total
+    letters [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me, bounds to my node, rows to my node
+    outbox  [2, R, LW]  mine: letters to be put
+    tag     [2]  mine: tags to be put
+    rest    [2]  written by everybody, read by nobody: what a credit carries
+
+From byte NETS on: a network ring of NRING bytes per (other node, channel); from byte STAGE on: the source of its puts, likewise.
+
+A plan's tables know D = R + G destinations: node g stands at R + g. Behind them stands the forwarders' table ``[G - 1, cap, P]``: where each
+row of a network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at ``first_out(R)``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.region import _head, first_out
+from tokenyard.kernels.sync import STATE_WORDS
+
+_STATE = tl.constexpr(STATE_WORDS)
+# what a wait is on; the status has it as the phase, behind those of ``kernels/sync.py``
+ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(phase) for phase in range(6, 11))
+
+
+def letter_words(ranks: int, channels: int, header_words: int) -> int:
+    """int64 words of a letter, even."""
+    return -(-(header_words + ranks + 2 + 2 * channels + 1) // 2) * 2
+
+
+def far_words(ranks: int, nodes: int, channels: int, header_words: int) -> int:
+    """int64 words from FAR on, a multiple of 32."""
+    words = 2 * nodes * channels + 4 * ranks * letter_words(ranks, channels, header_words) + 4
+    return -(-words // 32) * 32
+
+
+def far_state_words(nodes: int, channels: int) -> int:
+    """Words of local state behind those of ``region.state_words``."""
+    return 2 * nodes * channels + nodes
+
+
+def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
+    """Word of the local state from which on :func:`net_bytes` stand."""
+    return STATE_WORDS + 2 * ranks * channels + 2 * nodes * channels
+
+
+def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
+    """int32 word of a plan at which :func:`table_rows` stands."""
+    return 2 * (ranks + nodes) * (channels + 1) + (ranks + nodes) + ranks
+
+
+@triton.jit
+def net_tail(node, channel, C: tl.constexpr, FAR: tl.constexpr):
+    """Byte of the region: written by ``node``'s rank: rows put into my network ring (node, channel), in total."""
+    return FAR + (node * C + channel).to(tl.int64) * 8
+
+
+@triton.jit
+def net_head(node, channel, G: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr):
+    """Byte of the region: written by ``node``'s rank: rows of mine that it has taken out of its network ring, in total."""
+    return FAR + ((G + node) * C + channel).to(tl.int64) * 8
+
+
+@triton.jit
+def letter_at(outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
+    """Byte of the region: the letter from ``peer``, or mine to it (``outbox``)."""
+    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    return FAR + (2 * (R // P) * C + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
+
+
+@triton.jit
+def tag_at(half, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
+    """Byte of the region: my tag to be put."""
+    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    return FAR + (2 * (R // P) * C + 4 * R * LW + half).to(tl.int64) * 8
+
+
+@triton.jit
+def net_sent_to(state, node, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: rows put into the network ring of ``node``'s rank, in total. One program touches it per kernel."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + node * C + channel
+
+
+@triton.jit
+def net_taken_from(state, node, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: rows taken out of my network ring (node, channel), in total. One program touches it per kernel."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + (G + node) * C + channel
+
+
+@triton.jit
+def net_bytes(state, node, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: bytes of all kinds that this rank has put to ``node``, in total."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + 2 * G * C + node
+
+
+@triton.jit
+def other(node, mine):
+    """Index of ``node`` among the nodes other than ``mine``."""
+    return node - (node > mine).to(tl.int32)
+
+
+@triton.jit
+def table_rows(plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Rows of each node's part of the forwarders' table."""
+    return first_out(plan, R, D, C)
+
+
+@triton.jit
+def table_of(plan, tokens, local, cap, number, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
+    """The forwarders' table of the other node of this ``number``, ``[cap, P]``. ``local``: experts of this rank."""
+    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
+    return plan.to(tl.pointer_type(tl.int32)) + start + number * cap.to(tl.int64) * P
+
+
+@triton.jit
+def rest_at(R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
+    """Byte of the region: what nobody reads."""
+    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    return tl.full((), FAR + (2 * (R // P) * C + 4 * R * LW + 2) * 8, tl.int64)

@@ -1,0 +1,80 @@
+"""GPUs of several nodes: symmetric memory that torch gets from NVSHMEM. Near ranks map it, others are reached by device calls.
+
+Not yet run on GPUs; written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_triton``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.errors import NotSupported
+from tokenyard.memory.cuda import CudaMemory
+
+
+def is_available() -> bool:
+    """Whether this torch has NVSHMEM, and can use it here."""
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    return bool(torch.cuda.is_available() and symmetric.is_nvshmem_available())
+
+
+class NvshmemMemory(CudaMemory):
+    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Addresses of ranks elsewhere are 0.
+
+    The n-th rank of the group must be NVSHMEM's n-th, so the group must be the whole world.
+
+    Raises:
+        NotSupported: it is not; or this process has made symmetric memory of another kind, which torch does not mix.
+    """
+
+    def __init__(self, *args: Any, ranks_per_node: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ranks_per_node = ranks_per_node
+        if self.world_size != dist.get_world_size():
+            raise NotSupported(
+                f"NVSHMEM knows all {dist.get_world_size()} ranks of the world, but the group has {self.world_size}: make "
+                "ExpertParallel on the default group, or use engine 'collective'"
+            )
+        self._symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        try:
+            self._symmetric.set_backend("NVSHMEM")
+        except RuntimeError as error:
+            raise NotSupported(
+                "torch cannot take symmetric memory from NVSHMEM after it has taken some from elsewhere in this process: make "
+                f"the object with engine 'twolevel' first, or call torch's set_backend('NVSHMEM') at the start ({error})"
+            ) from error
+
+    def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        local: Tensor = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle: Any = self._symmetric.rendezvous(local, self._group)
+        node = self.rank // self.ranks_per_node
+        pointers = [
+            int(pointer) if peer // self.ranks_per_node == node else 0
+            for peer, pointer in enumerate(handle.buffer_ptrs)
+        ]
+        missing = [peer for peer, pointer in enumerate(pointers) if not pointer and peer // self.ranks_per_node == node]
+        if missing:
+            raise RuntimeError(f"NVSHMEM maps no memory of ranks {missing}, which are on node {node} as this rank is")
+        self._kept += [local, handle]
+        return local, pointers
+
+
+def device_library() -> str:
+    """Path of the library that kernels with NVSHMEM's calls are linked with.
+
+    Raises:
+        RuntimeError: it was not found; torch says where it looked.
+    """
+    found: Any = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
+    return str(found.NvshmemLibFinder.find_device_library())
+
+
+def prepare_module(module: int) -> None:
+    """Tell NVSHMEM of a loaded module (a ``CUmodule``), before its kernels run."""
+    from torch._C._distributed_c10d import _nvshmemx_cumodule_init  # pyright: ignore
+
+    _nvshmemx_cumodule_init(module)

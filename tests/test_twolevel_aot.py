@@ -1,0 +1,77 @@
+"""Kernels of engine twolevel as sm_90 machine code, as ``test_kernels_aot.py`` has nvlink's; with NVSHMEM's calls, as PTX."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvlink_pool import without_devices
+
+pytestmark = without_devices
+
+Facts = dict[str, dict[str, Any]]
+SPILLS = {"plan_kernel FLAT bf16 @24": 6}
+"""Most local loads and stores where there may be some. All others have none."""
+
+
+@pytest.fixture(scope="module")
+def everything() -> Facts:
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("twolevel_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=550, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def facts(everything: Facts) -> Facts:
+    """Between peers."""
+    return {name: each for name, each in everything.items() if not name.endswith("network")}
+
+
+def moving(facts: Facts) -> Facts:
+    return {name: each for name, each in facts.items() if name.startswith(("two_dispatch", "two_combine"))}
+
+
+def test_all_programs_of_a_launch_fit_on_the_device(facts: Facts) -> None:
+    for name, each in facts.items():
+        assert 0 < each["grid"] <= each["most"], (name, each)
+
+
+def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
+    assert len(moving(facts)) > 8
+    for name, each in moving(facts).items():
+        assert each["loads 128"] >= 3, (name, each)
+        assert each["stores 128"] >= 4, (name, each)
+
+
+def test_waits_acquire_and_releases_are_fenced(facts: Facts) -> None:
+    for name, each in facts.items():
+        assert 0 < each["acquires"] <= each["invalidations"], (name, each)
+        assert 0 < each["releases"] <= each["fences"], (name, each)
+        assert each["releases without barrier"] == 0, (name, each)
+    for name, each in moving(facts).items():
+        assert each["strong loads"] > 0, (name, each)
+
+
+def test_registers_suffice_and_sums_are_not_fused(facts: Facts) -> None:
+    for name, each in facts.items():
+        assert each["spills"] <= SPILLS.get(name, 0), (name, each)
+        assert each["fused"] == 0 or "cast" in name, (name, each)  # a cast divides, which takes fused steps
+
+
+def test_every_put_through_the_network_is_fenced(everything: Facts) -> None:
+    """And kernels that talk to other nodes do make NVSHMEM's calls."""
+    through = {name: each for name, each in everything.items() if name.endswith("network")}
+    assert len(through) == 4
+    for name, each in through.items():
+        assert 0 < each["puts"] <= each["fences"], (name, each)

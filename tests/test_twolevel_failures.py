@@ -1,0 +1,77 @@
+"""Engine twolevel when things go wrong, on simulated ranks with a simulated clock: nobody hangs, and everybody is told why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nvlink_cases import CULPRIT, FINE, TIMEOUT
+from nvlink_pool import SOAK, run_all, without_devices
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+
+pytestmark = without_devices
+
+DEATHS = {(2, 2): 24, (3, 2): 4}
+"""Seeds by nodes and ranks per node."""
+SILENT = re.compile(
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of rank \d+)?|its node's sums"
+    rf"|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
+    r"(?:tickets|(?:arrivals|hellos)\[\d+\]|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network sender|forwarder"
+    r"|combiner|reducer)\)) to reach \d+, it is \d+\)(; it had reported: .*)?"
+)
+ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize(("nodes", "per_node"), DEATHS)
+def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
+    """By all others, whichever role notices; who is one hop further learns it from the report of the one between."""
+    seeds, roles = range(DEATHS[nodes, per_node] * SOAK), set[str]()
+    deaths = run_all("twolevel_failures.death", [(nodes, per_node, seed) for seed in seeds])
+    for seed, (victim, when, endings) in zip(seeds, deaths, strict=True):
+        where = f"seed {seed}, rank {victim} dies after {when} of 1000: {endings}"
+        assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), where
+        for rank, ending in enumerate(endings):
+            if ending is None or ending == FINE:
+                continue
+            assert ending[0] == "PeerTimeout", where
+            assert ending[2] == victim, where
+            said = SILENT.fullmatch(ending[1])
+            if said is None:
+                absent = ABSENT.fullmatch(ending[1])
+                assert absent is not None, where
+                assert absent.groups() == (str(rank), str(victim)), where
+                continue
+            assert said[2] == str(rank), where
+            roles.add(said[3] or "")
+    assert len(seeds) < 20 or roles >= {"receiver", "forwarder", "combiner", "reducer"}, roles
+
+
+@pytest.mark.parametrize(("what", "field"), [("exact", "hidden"), ("cached", "hidden"), ("combine", "dtype")])
+def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> None:
+    """Also those that hear of it through a letter or a tag from another node."""
+    for endings in run_all("twolevel_failures.disagreement", [(what, seed) for seed in range(2)]):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            kind, text, _ = ending
+            assert kind == "Mismatch", f"rank {rank}: {kind}: {text}"
+            assert re.search(rf"ranks disagree on {field}\b", text), text
+
+
+@pytest.mark.parametrize(
+    ("op", "exact"),
+    [(DISPATCH, True), (DISPATCH, False), (CACHED, True), (COMBINE, True)],
+    ids=["exact", "static", "cached", "combine"],
+)
+def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
+    for endings in run_all("twolevel_failures.refusal", [(op, exact, seed) for seed in range(2)]):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            kind, text, _ = ending
+            if rank == CULPRIT and op == DISPATCH and exact:
+                assert ending == FINE
+            elif rank == CULPRIT:
+                assert (kind, "this rank refused" in text) == ("PeerError", True), text
+            else:
+                assert (kind, f"rank {CULPRIT} refused its side of" in text) == ("PeerError", True), text

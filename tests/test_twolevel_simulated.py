@@ -1,0 +1,68 @@
+"""Engine twolevel on simulated ranks: random scenarios under random schedules and weak memory, bit for bit against the oracle.
+
+As ``test_nvlink_simulated.py``, on grids of nodes and ranks. Every other seed reaches other nodes by NVSHMEM's calls, which a
+simulated network carries late and out of order; the others by peer pointers. A seed that fails runs alone with
+``python tests/twolevel_ranks.py NODES RANKS_PER_NODE SEED``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tokenyard as ty
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
+
+BODIES = [
+    ("test_dispatch_combine", "test_without_weights", {}),
+    ("test_dispatch_combine", "test_capacity_drops_and_counts", {}),
+    ("test_gradients", "test_handles_serve_any_number_of_times_in_any_order", {}),
+    ("test_gradients", "test_reduced_weights_and_bias_have_gradients", {}),
+    (
+        "test_gradients",
+        "test_backward_of_dispatch_is_combine_bit_for_bit",
+        {"layout": ty.Layout.EXPERT_MAJOR, "exact": True},
+    ),
+    ("test_async", "test_one_too_many_raises_and_harms_nothing", {}),
+]
+"""Bodies of other tests that this engine must pass too, with arguments; ``make soak`` takes other schedules."""
+SEEDS = {(2, 2): 24, (3, 2): 8, (2, 4): 6, (2, 8): 2, (4, 4): 2, (3, 1): 4, (1, 3): 4}
+"""Seeds by nodes and ranks per node."""
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize(("nodes", "per_node"), SEEDS)
+def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
+    run_all("twolevel_ranks.check_seed", [(nodes, per_node, seed) for seed in range(SEEDS[nodes, per_node] * SOAK)])
+
+
+@pytest.mark.timeout(600 * SOAK)
+def test_a_batch_of_32_times_the_rings() -> None:
+    """Memory does not grow with the batch."""
+    grids = [(1, 0), *((2, seed) for seed in range(SOAK - 1))]
+    for rows, slots, before, after in run_all("twolevel_ranks.large_batch", grids):
+        assert rows >= 32 * slots
+        assert before == after
+
+
+@pytest.mark.parametrize("net", [False, True], ids=["peers", "network"])
+def test_a_token_crosses_the_network_once_per_node(net: bool) -> None:
+    """The engine's own counters, beside the picks: rows there and back, and every byte that is put."""
+    for counted, planned in run_all(
+        "twolevel_ranks.network_rows", [(nodes, per, net) for nodes, per in ((2, 2), (3, 2))]
+    ):
+        assert counted == planned
+
+
+@pytest.mark.parametrize("seed", range(2 * SOAK))
+def test_the_whole_object_beside_engine_nvlink(seed: int) -> None:
+    """Layouts, shapes, casts, gradients, asynchronous calls."""
+    run_all("twolevel_api.check", [(2, 2, seed)])
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), BODIES, ids=[name for _, name, _ in BODIES])
+def test_bodies_of_other_tests(module: str, name: str, arguments: dict[str, Any]) -> None:
+    run_all("twolevel_ranks.shared_body", [(module, name, arguments, seed) for seed in range(SOAK)])

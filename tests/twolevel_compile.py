@@ -1,0 +1,119 @@
+"""Compiles the kernels of the two-level engine for sm_90 and tells what is in their code (``code_facts`` of ``nvlink_compile.py``).
+
+2 nodes of 2 GPUs; with peer pointers down to machine code, with NVSHMEM's calls down to PTX (its library is not at hand).
+JSON on the standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nvlink_compile
+from nvlink_compile import EXPERTS, HIDDEN, SMS, TOKENS, TOP, Launch, Recorder, facts_of
+from tokenyard.config import Config
+from tokenyard.engines.blame import Blame
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.engines.twolevel import TwolevelEngine
+from tokenyard.engines.twolevel_ground import tuning_for
+from tokenyard.handle import Spec
+from tokenyard.header import COMBINE
+from tokenyard.quant import quantize
+from tokenyard.rows import Payload
+from tokenyard.stats import Stats
+from tokenyard.topology import Topology
+from tokenyard.types import Layout, Quantize
+
+GRID = Topology(2, 2)
+
+
+def record(num_sms: int, network: bool) -> dict[str, Launch]:
+    """The launches worth their seconds."""
+    memory: Any = Recorder()
+    memory.ranks_per_node = GRID.ranks_per_node if network else 0
+    config = Config(
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=4, timeout=5.0,
+        topology=GRID,
+    )  # fmt: skip
+    tuning = tuning_for(num_sms, GRID, all_sms=num_sms == SMS)
+    engine = TwolevelEngine(
+        config, memory, Stats.zeros(0, 4), tuning, DEFAULT_BUFFER_BYTES, Blame(dist.HashStore(), 0, 1.0)
+    )
+    plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
+    cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
+    idx, weights = torch.zeros(TOKENS, TOP, dtype=torch.int64), torch.zeros(TOKENS, TOP)
+    for layout in (Layout.FLAT,) if network else (Layout.FLAT, Layout.EXPERT_MAJOR):
+        spec, rows = Spec(layout=layout, exact=True), torch.empty(1, HIDDEN, dtype=torch.bfloat16)
+        memory.label = f"{layout.name} bf16"
+        _, plan, _ = engine.dispatch(plain, idx, weights, spec, None)
+        engine.combine(rows, plan, spec)
+        if layout is Layout.FLAT and not network:
+            memory.label = "FLAT cached bf16"
+            engine.redispatch(plain, plan, spec)
+            memory.label = "FLAT fp8"
+            engine.dispatch(Payload(cast.data, cast.scales), idx, weights, spec, None)
+            memory.label = "FLAT cast"
+            engine.dispatch(plain, idx, weights, spec, Quantize.FP8)
+            memory.label = "FLAT reducing weights"
+            engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+    memory.label = ""
+    engine.refuse(COMBINE, True, "")
+    return memory.launches
+
+
+def network_facts(launch: Launch) -> dict[str, Any]:
+    """Calls of NVSHMEM in the PTX."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    from tokenyard.memory.launch import signature_of
+
+    kernel, constants = launch["kernel"], launch["constants"]
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": launch["warps"], "enable_fp_fusion": False})
+    source = ASTSource(fn=kernel, signature=signature_of(kernel), constexprs=constants)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    module = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    metadata: dict[str, Any] = {"hash": "", "target": target, **options.__dict__}
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "ptx":
+            break
+    return {
+        "puts": len(re.findall(r"\bnvshmemx_putmem_signal_block,", str(module))),
+        "fences": len(re.findall(r"\bnvshmem_fence,", str(module))),
+    }
+
+
+def facts_of_any(number: int) -> dict[str, Any]:
+    """Of the launch of this number."""
+    name, launch = nvlink_compile.LAUNCHES[number]
+    return network_facts(launch) if name.endswith("network") else facts_of(number)
+
+
+if __name__ == "__main__":
+    for num_sms in (SMS, 24):
+        every = record(num_sms, network=False).items()
+        nvlink_compile.LAUNCHES += [
+            (f"{name} @{num_sms}", each) for name, each in every if num_sms == SMS or "FLAT bf16" in name
+        ]
+    nvlink_compile.LAUNCHES += [(f"{name} network", each) for name, each in record(SMS, network=True).items()]
+    names = [name for name, _ in nvlink_compile.LAUNCHES]
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        json.dump(dict(zip(names, pool.map(facts_of_any, range(len(names))), strict=True)), sys.stdout)

@@ -1,0 +1,104 @@
+"""Failures of the two-level engine on simulated ranks: deaths at any step, disagreements and refusals across nodes.
+
+Reached through ``nvlink_pool.py``, as kernels are interpreted here. Functions return how each rank ended: ``nvlink_failures.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import torch
+
+from cases import Case
+from nvlink_cases import CULPRIT, FINE, MAJOR, Ending, Round, Scenario
+from nvlink_failures import live, play
+from nvlink_ranks import RankRun
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+
+MOST_STEPS = 2_000_000
+
+
+def life(nodes: int, per_node: int, part: int, net: bool) -> Scenario:
+    """Calls of every sort, in two parts."""
+    ranks = nodes * per_node
+    flat = Case(ranks, num_tokens=6, num_topk=2, num_experts=2 * ranks, hidden=8)
+    major = replace(flat, layout=MAJOR, exact=False, hidden=16)
+    cached = replace(flat, dtype=torch.float32)
+    rounds = [
+        (Round(flat, ("cached", "plain"), cached), Round(replace(flat, seed=1), (), cached)),
+        (Round(major, ("weighted",), replace(major, hidden=8)),),
+    ]
+    return Scenario(
+        world_size=ranks,
+        num_experts=flat.num_experts,
+        num_topk=2,
+        max_tokens=6,
+        channels=1,
+        chunk=1,
+        rows=1,
+        slots=0,
+        rounds=rounds[part],
+        ranks_per_node=per_node,
+        net=net,
+    )
+
+
+@cache
+def length(nodes: int, per_node: int, part: int, net: bool) -> int:
+    """Steps of a life without a death."""
+    scenario = life(nodes, per_node, part, net)
+    endings, steps = play(scenario, lambda mine: live(mine, scenario), 0, max_steps=MOST_STEPS)
+    assert endings == [FINE] * scenario.world_size, endings
+    return steps
+
+
+def death(nodes: int, per_node: int, seed: int) -> tuple[int, int, list[Ending | None]]:
+    """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
+    random = Random(seed)
+    part, net, victim = seed % 2, bool(seed // 2 % 2), random.randrange(nodes * per_node)
+    scenario, steps = life(nodes, per_node, part, net), length(nodes, per_node, part, net)
+    step = random.randrange(steps)
+    endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS)
+    return victim, 1000 * step // steps, endings
+
+
+def disagreement(what: str, seed: int) -> list[Ending | None]:
+    """The culprit makes another call than the others, two of which are on another node."""
+    case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=24, seed=seed)
+    wide = replace(case, hidden=40)
+    scenario = replace(life(2, 2, 0, bool(seed % 2)), rounds=(Round(case, (), wide),))
+
+    def body(mine: RankRun) -> None:
+        culprit = mine.rank == CULPRIT
+        if what == "exact":
+            mine.dispatch(wide if culprit else case)
+            return
+        recv = mine.dispatch(case)
+        if what == "cached":
+            mine.redispatch(wide if culprit else case, recv)
+        else:
+            mine.combine(torch.zeros(recv.x.shape, dtype=torch.float16 if culprit else case.dtype), recv)
+
+    return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
+
+
+def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
+    """The culprit refuses a call that the others make."""
+    case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=8, seed=seed)
+    scenario = replace(life(2, 2, 0, bool(seed % 2)), rounds=(Round(case, (), replace(case, hidden=16)),))
+
+    def body(mine: RankRun) -> None:
+        recv = None if op == DISPATCH else mine.dispatch(case)
+        if mine.rank == CULPRIT:
+            assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
+        elif recv is None:
+            mine.dispatch(case if exact else replace(case, exact=False))
+        elif op == CACHED:
+            mine.redispatch(case, recv)
+        else:
+            assert op == COMBINE
+            mine.combine(torch.zeros_like(recv.x), recv)
+
+    return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
