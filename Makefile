@@ -30,11 +30,12 @@ test-virtual:
 	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
 		tests/test_dispatch_combine.py tests/test_nvlink.py $(ARGS)
 
-# SEEDS times as many schedules of the simulator as `make test` runs.
+# SEEDS times as many schedules of the simulator as `make test` runs; larger models of the protocols.
 SEEDS ?= 10
-SIMULATED := $(addprefix tests/test_,nvlink_simulated.py nvlink_failures_simulated.py low_latency_simulated.py low_latency_failures.py)
+SIMULATED := $(addprefix tests/test_,nvlink_simulated.py nvlink_failures_simulated.py low_latency_simulated.py low_latency_failures.py \
+	twolevel_simulated.py twolevel_failures.py)
 soak: $(VENV)/.ready
-	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q $(SIMULATED) $(ARGS)
+	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q $(SIMULATED) tests/test_protocol_model.py $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +42,7 @@ class Case:
     expert_alignment: int = 1
     quantize: ty.Quantize | None = None
     seed: int = 0
+    topology: ClassVar[tuple[int, int] | None] = None  # of every case, see on_grid
 
     def tokens_of(self, rank: int) -> int:
         """Ranks differ in size, so that a wrong stride shows."""
@@ -79,6 +84,15 @@ class Case:
             out.append(torch.randn(*rows.source.shape, self.hidden, generator=generator).to(dtype))
         return out
 
+    def combined(self, rank: int, rows: list[Tensor] | None = None, **options: object) -> reference.ReferenceCombined:
+        """What the oracle's combine gives ``rank`` for ``rows`` (default: those of the experts), by the tree of the topology."""
+        rows = self.expert_rows if rows is None else rows
+        return reference.combine(rows, self.expected, ranks_per_node=self.ranks_per_node, **options)[rank]
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        return None if self.topology is None else self.topology[1]
+
     @property
     def options(self) -> dict[str, object]:
         return {
@@ -98,14 +112,22 @@ class Case:
             max_tokens_per_rank=self.num_tokens,
             engine=ranks.engine,
             device=ranks.device,
+            topology=self.topology,
             **{"buffer_bytes": SMALL_RINGS if ranks.engine == "nvlink" else None, **options},
         )
 
 
+@contextmanager
+def on_grid(num_nodes: int, ranks_per_node: int) -> Iterator[None]:
+    """Objects of cases have this topology meanwhile, and what the oracle combines follows its tree."""
+    with mock.patch.object(Case, "topology", (num_nodes, ranks_per_node)):
+        yield
+
+
 def skip_without_gpus(ranks: Ranks) -> None:
-    """Engine nvlink needs a GPU per rank; ranks that share one are threads (``TOKENYARD_TEST_DEVICE=virtual``)."""
+    """Kernels need a GPU per rank; ranks that share one are threads (``TOKENYARD_TEST_DEVICE=virtual``)."""
     shared = ranks.device.type == "cuda" and isinstance(ranks.group, dist.ProcessGroup)
-    if ranks.engine == "nvlink" and shared and ranks.world_size > torch.cuda.device_count():
+    if ranks.engine != "collective" and shared and ranks.world_size > torch.cuda.device_count():
         pytest.skip(f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: virtual ranks cover this")
 
 

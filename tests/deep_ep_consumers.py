@@ -275,7 +275,7 @@ def lmdeploy(ranks: Ranks, world: World, later: bool, fp8: bool) -> Tensor:
         num_qps_per_rank=world.num_experts // size,
     )
     previous = buffer.capture() if later else None
-    options = {
+    options: dict[str, Any] = {
         "previous_event": previous,
         "async_finish": later,
         "allocate_on_comm_stream": previous is not None and later,
@@ -294,7 +294,9 @@ def lmdeploy(ranks: Ranks, world: World, later: bool, fp8: bool) -> Tensor:
         **options,
     )
     wait_if_any(event)
-    normal, _, event = buffer.combine(world.layer(rank, rows, idx, weights), handle, **options)
+    back = world.layer(rank, rows, idx, weights)
+    options["previous_event"] = buffer.capture() if later else None
+    normal, _, event = buffer.combine(back, handle, **options)
     wait_if_any(event)
     recv, counts, handle, event, receive = buffer.low_latency_dispatch(
         world.x[rank], world.idx[rank], MOST, world.num_experts, False, async_finish=later, return_recv_hook=not later

@@ -27,7 +27,8 @@ from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
 
-TOKENS = 128
+TOKENS, FEW_TOKENS = 128, 32
+"""Slots of more programs than fit with 8 warps each, and of fewer."""
 
 
 class Small(Recorder):
@@ -38,14 +39,14 @@ class Small(Recorder):
         return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64))
 
 
-def record() -> tuple[dict[str, Launch], int]:
+def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     """All kinds of launches, and the bytes of symmetric memory."""
     memory = Small()
     memory.label = "refuse"
     config = Config(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=RANKS, timeout=5.0
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=tokens, rank=0, world_size=RANKS, timeout=5.0
     )  # fmt: skip
-    engine = LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS), None)
+    engine = LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS, tokens), None)
     x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
     weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)
     timed = CallOptions(waits=waits)
@@ -75,6 +76,10 @@ def record() -> tuple[dict[str, Launch], int]:
 if __name__ == "__main__":
     launches, num_bytes = record()
     nvlink_compile.LAUNCHES += launches.items()
+    few = record(FEW_TOKENS)[0]
+    nvlink_compile.LAUNCHES += [
+        (f"{name}, few tokens", few[name]) for name in few if name.endswith((" FP8", " send", " weighted"))
+    ]
     with planted("combine: no barrier before the flag"):
         nvlink_compile.LAUNCHES.append(("planted", record()[0]["low_combine_kernel plain"]))
     numbers = range(len(nvlink_compile.LAUNCHES))

@@ -155,7 +155,9 @@ def play(
             return f"absent {error.rank}", []
         body(mine)
         steps.append(ranks.sim.steps)
-        return "", mine.engine.active_ranks()
+        active, silent = mine.engine.active_ranks(), mine.engine.silent_rank()
+        assert silent is None or not active[silent], (active, silent)
+        return "", active
 
     with poisoned():
         options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
@@ -176,7 +178,12 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
     random = Random(seed)
     victim, scenario, steps = random.randrange(world_size), life(world_size, seed), length(world_size, seed)
     step = random.randrange(steps)
-    endings, _ = play(scenario, lambda mine: live(mine, scenario, seed), seed, kill={victim: step})
+
+    def body(mine: RankRun) -> None:
+        live(mine, scenario, seed)
+        assert mine.engine.silent_rank() == (None if mine.engine.active_ranks()[victim] else victim)
+
+    endings, _ = play(scenario, body, seed, kill={victim: step})
     return victim, 1000 * step // steps, endings
 
 

@@ -70,7 +70,7 @@ PLANTS = {
     ),
     "READY seen without order": _instead("acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2),
     "no barrier behind a flag": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_flags"),
-    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_notes"),
+    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "_have_come"),
     "no barrier behind READY": _without("barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("),
     # Which call it is
     "dispatch: flags of the last but one": _instead(
@@ -83,9 +83,11 @@ PLANTS = {
         ("seen == 2 * call + 1", "seen >= 2 * call - 3"),
     ),
     "notes of the last but one": _plant(
-        "wrong epoch", "wait", ("(least >= call) & (call_in(last) >= call)", "(least >= call - 2)")
+        "wrong epoch", "wait", ("(least >= call) & (call_in(tags) >= call)", "(least >= call - 2)")
     ),
-    "weights of the last but one": _plant("wrong epoch", "wait", ("((word >> 32) != sign)", "(word < 0)"), times=2),
+    "weights of the last but one": _plant(
+        "wrong epoch", "wait", ("((look(at, inside) >> 32) != sign)", "(look(at, inside) < 0)"), times=2
+    ),
     "calls not counted in combine": _instead("wrong epoch", "combine", _COUNTED, "call)", "call - 1)"),
     # When a slot is written again
     "dispatch: one half only": _plant("reused too early", "dispatch", (_HALF, _ONE_HALF)),

@@ -13,9 +13,11 @@ import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
 from tokenyard.engines.rings import Cut, Shape, form_of, meta_words
+from tokenyard.engines.twolevel_ground import Tuning
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
 from tokenyard.testing import ROUTINGS
+from tokenyard.topology import Topology
 
 FLAT, MAJOR, PADDED = ty.Layout
 WAYS = {
@@ -39,7 +41,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides those it needs."""
+    """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides those it needs.
+
+    ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other through the simulated network.
+    """
 
     world_size: int
     num_experts: int
@@ -50,21 +55,29 @@ class Scenario:
     rows: int
     slots: int
     rounds: tuple[Round, ...]
+    ranks_per_node: int | None = None
+    net: bool = False
 
     @property
     def shape(self) -> Shape:
         whole = Cut(rows=self.rows, block=1024, chunk=self.chunk)
         part = Cut(rows=self.rows, block=32, chunk=self.chunk)  # a row takes several of its blocks
-        return Shape(
-            channels=self.channels, dispatch=whole, send=whole, reduce=part, direct=part, writers=self.channels
-        )
+        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
+        if self.ranks_per_node is None:
+            return Shape(channels=self.channels, writers=self.channels, **cuts)
+        return Tuning(channels=self.channels, writers=self.channels, forward=part, net_chunk=self.chunk + 1, **cuts)
 
     @cached_property
     def buffer_bytes(self) -> int:
         """Rings that hold few rows of the largest form and wrap around again and again."""
         slot = max(largest_slot(case, self.num_topk) for each in self.rounds for case in (each.case, each.cached))
         ring = (2 * self.chunk + self.slots) * slot
-        return self.world_size * self.channels * (-(-ring // 256) * 256)
+        inner = self.world_size * self.channels * (-(-ring // 256) * 256)
+        if self.ranks_per_node is None:
+            return inner
+        nodes = self.world_size // self.ranks_per_node
+        far = 2 * (nodes - 1) * self.channels * (-(-(3 * self.slots + 2) * slot // 256) * 256)
+        return 2 * max(inner, far)
 
     def config(self, rank: int, timeout: float = 5.0) -> Config:
         return Config(
@@ -75,6 +88,9 @@ class Scenario:
             rank=rank,
             world_size=self.world_size,
             timeout=timeout,
+            topology=None
+            if self.ranks_per_node is None
+            else Topology(self.world_size // self.ranks_per_node, self.ranks_per_node),
         )
 
 

@@ -51,6 +51,16 @@ PLANTS = {
         ),
         times=3,
     ),
+    "places stored while threads still load them": Plant(
+        "barrier",
+        "plan",
+        (
+            (
+                "    tl.debug_barrier()  # several threads load one place of a small tile: all of them before one stores it\n",
+                "",
+            ),
+        ),
+    ),
     "no barrier behind a wait": Plant(
         "barrier",
         "sync",
@@ -76,16 +86,16 @@ PLANTS = {
         "flag before data",
         "dispatch",
         _moved(
-            "                    add_release(tail, n.to(tl.int64), None)",
-            "                    for j in range(0, n, B):\n                        i = i0 + j + b\n",
+            "            add_release(tail, n.to(tl.int64), None)",
+            "            for j in range(0, n, B):\n                i = i0 + j + b\n",
         ),
     ),
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
         _moved(
-            "                add_release(head, n.to(tl.int64), None)",
-            "                for j in range(0, n, B):\n                    i = taken + j + b\n",
+            "            add_release(head, n.to(tl.int64), None)",
+            "            for j in range(0, n, B):\n                i = taken + j + b\n",
         ),
     ),
     "dispatch: one slot too many": Plant(
@@ -101,9 +111,8 @@ PLANTS = {
         "dispatch",
         (
             (
-                "            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want\n"
-                "            for i0",
-                "            ok = True\n            for i0",
+                "    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want\n    for i0",
+                "    ok = True\n    for i0",
             ),
         ),
         within=30,
@@ -226,7 +235,7 @@ PLANTS = {
         "flag before data",
         "plan",
         _moved(
-            "        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
+            "        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)",
             "        if c == C - 1:\n            total = before_all",
         ),
     ),

@@ -31,6 +31,7 @@ from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import form_of, meta_words
+from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
@@ -52,9 +53,9 @@ def known(case: Case) -> Case:
 
 
 @lru_cache(maxsize=64)
-def combined(case: Case, way: str) -> list[reference.ReferenceCombined]:
+def combined(case: Case, way: str, ranks_per_node: int | None = None) -> list[reference.ReferenceCombined]:
     """What the oracle combines, one way of :data:`nvlink_cases.WAYS`."""
-    expected: dict[str, Any] = {}
+    expected: dict[str, Any] = {"ranks_per_node": ranks_per_node}
     if way in ("bias", "two biases"):
         terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
         expected["bias"] = [term if len(term) > 1 else term[0] for term in terms]
@@ -85,11 +86,13 @@ class RankRun:
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
         self.rank, self.own = ranks.rank, OwnTensors(ranks)
-        self.config = scenario.config(ranks.rank, timeout)
+        self.config, self.per_node = scenario.config(ranks.rank, timeout), scenario.ranks_per_node
+        ranks.memory.ranks_per_node = (scenario.ranks_per_node or 0) if scenario.net else 0
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
             blame = Blame(ranks.store, self.rank, timeout)
-            self.engine = NvlinkEngine(self.config, ranks.memory, stats, scenario.shape, num_bytes, blame)
+            make = NvlinkEngine if scenario.ranks_per_node is None else TwolevelEngine
+            self.engine = make(self.config, ranks.memory, stats, scenario.shape, num_bytes, blame)
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the engine, then see that nothing went wrong on the device."""
@@ -170,7 +173,10 @@ class RankRun:
             self._combine(recv, case, way)
 
     def _combine(self, recv: ty.Received, case: Case, way: str) -> None:
-        want, rows = combined(case, way)[self.rank], rows_to_combine(recv, case, self.rank).flatten(0, -2)
+        want, rows = (
+            combined(case, way, self.per_node)[self.rank],
+            rows_to_combine(recv, case, self.rank).flatten(0, -2),
+        )
         given: dict[str, Any] = {"out": torch.empty_like(want.x) if case.seed % 2 else None}
         if way in ("bias", "two biases"):
             given["bias"] = terms_of(case, self.rank, way)
@@ -208,7 +214,7 @@ class RankRun:
         back = torch.full((there.shape[0], case.hidden), float("nan"), dtype=rows.dtype)
         back[: len(rows)] = rows
         got, _ = self.call(self.engine.combine, back, plan, spec, raw=True)
-        check_combined(got, case, self.rank, combined(flat, "plain")[self.rank].x, "raw")
+        check_combined(got, case, self.rank, combined(flat, "plain", self.per_node)[self.rank].x, "raw")
 
 
 def run(scenario: Scenario, seed: int, **options: Any) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tokenyard as ty
-from cases import Case, check_combined, check_received, dispatch
+from cases import Case, check_combined, check_received, dispatch, on_grid
 from test_dispatch_combine import ENGINES, layouts
-from tokenyard import reference
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
+from tokenyard.testing.modules import BODY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,9 +54,18 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout) ->
             torch.cuda.synchronize()
             check_received(recv, case, ranks.rank)
             rows = [each.x for each in case.expected]
-            want = reference.combine(rows, case.expected, weighted=weighted)[ranks.rank]
+            want = case.combined(ranks.rank, rows, weighted=weighted)
             check_combined(combined, case, ranks.rank, want.x)
         ep.check()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@layouts
+@distributed_test(world_size=4)
+def test_replays_relay_rows(ranks: Ranks, layout: ty.Layout) -> None:
+    """On a grid of nodes, over NCCL."""
+    with on_grid(2, 2):
+        getattr(test_replays_follow_new_rows_and_routing, BODY)(ranks, layout)
 
 
 @distributed_test(world_size=WORLD_SIZES, engine=ENGINES)

@@ -62,6 +62,8 @@ def test_round_trip(ranks: Ranks) -> None:
             )
             if hook is not None:
                 hook()
+            if event.event is not None:
+                event.current_stream_wait()
             blocks = (len(world.experts_of(rank)), ranks.world_size * MOST)
             if cast["use_fp8"]:
                 data, scales = rows
@@ -78,6 +80,8 @@ def test_round_trip(ranks: Ranks) -> None:
             assert (event.event is not None) == ("async_finish" in way)
             if hook is not None:
                 hook()
+            if event.event is not None:
+                event.current_stream_wait()
             assert torch.allclose(out.float(), world.weighted(rank), rtol=0.02 if exact else 2**-4, atol=0.03)
     buffer.destroy()
 
@@ -141,7 +145,7 @@ def test_masks(ranks: Ranks) -> None:
     world = World.of(ranks)
     status = torch.ones(2, dtype=torch.int32, device=ranks.device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOKENYARD_DEEP_EP_ENGINE", "collective")
+        patch.setenv("TOKENYARD_DEEP_EP_LOW_LATENCY_ENGINE", "collective")
         for _ in range(2):
             status.fill_(1)
             buffer.low_latency_query_mask_buffer(status)

@@ -32,25 +32,25 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
         torch.randn(len(idx), case.hidden, generator=torch.Generator().manual_seed(7)).to(rows.dtype)
         for idx, _ in case.picks
     ]
-    want = reference.combine(case.expert_rows, case.expected, bias=bias)[rank]
+    want = case.combined(rank, bias=bias)
     check_combined(ep.combine(rows, recv.handle, bias=bias[rank].to(ranks.device)), case, rank, want.x, "with bias")
-    want = reference.combine(case.expert_rows, case.expected)[rank]
+    want = case.combined(rank)
     out = torch.empty_like(want.x, device=ranks.device)
     assert ep.combine(rows, recv.handle, out=out) is out
     check_combined(out, case, rank, want.x, "out")
     if case.layout is ty.Layout.FLAT:
         reduce = [row.topk_weights + 0.5 for row in case.expected]
-        want = reference.combine(case.expert_rows, case.expected, reduce_weights=reduce)[rank]
+        want = case.combined(rank, reduce_weights=reduce)
         mine = torch.full(recv.topk_weights.shape, float("nan"))
         mine[: len(reduce[rank])] = reduce[rank]
         got = ep.combine(rows, recv.handle, reduce_weights=mine.to(ranks.device))
         check_combined(got.x, case, rank, want.x, "beside reduced weights")
         check_combined(got.topk_weights, case, rank, want.topk_weights, "reduced weights")
         return
-    want = reference.combine(case.expert_rows, case.expected, weighted=True)[rank]
+    want = case.combined(rank, weighted=True)
     check_combined(ep.combine(rows, recv.handle, weighted=True), case, rank, want.x, "weighted")
     doubled = [2 * weights for weights in own]
-    want = reference.combine(case.expert_rows, case.expected, weighted=True, topk_weights=doubled)[rank]
+    want = case.combined(rank, weighted=True, topk_weights=doubled)
     got = ep.combine(rows, recv.handle, weighted=True, topk_weights=doubled[rank].to(ranks.device))
     check_combined(got, case, rank, want.x, "weighted by the owner")
 
@@ -166,7 +166,7 @@ def test_without_weights(ranks: Ranks) -> None:
             )
             assert recv.topk_weights is None
             assert recv.row_weights is None
-            want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
+            want = case.combined(ranks.rank)
             got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle)
             check_combined(got, case, ranks.rank, want.x)
 
@@ -204,7 +204,8 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
         assert torch.equal(recv.source.cpu(), mine.source)
         assert torch.equal(recv.x.cpu(), mine.x)
         got = ep.combine(rows[ranks.rank].to(ranks.device), recv.handle)
-        check_combined(got, case, ranks.rank, reference.combine(rows, want)[ranks.rank].x)
+        sums = reference.combine(rows, want, ranks_per_node=case.ranks_per_node)
+        check_combined(got, case, ranks.rank, sums[ranks.rank].x)
 
 
 @distributed_test(world_size=4, engine=ENGINES)

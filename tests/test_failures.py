@@ -238,7 +238,7 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
             def no_room(*_: object) -> None:
                 raise MemoryError("no room for rows")
 
-            ep._calls.engine._buffer = no_room
+            ep._calls.engine._mover.buffer = no_room
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
         meet(ranks)
         if ranks.rank == CULPRIT:

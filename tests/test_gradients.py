@@ -88,7 +88,7 @@ def test_weights_of_the_owner_get_their_gradient(ranks: Ranks, layout: ty.Layout
 def test_backward_of_dispatch_is_combine_bit_for_bit(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
     """In bfloat16, with the gradient's rounding and order those of the oracle's combine."""
     case = Case(ranks.world_size, routing="duplicates", layout=layout, exact=exact)
-    want = reference.combine(case.expert_rows, case.expected)[ranks.rank].x
+    want = case.combined(ranks.rank).x
     x = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
     idx, weights = (t.to(ranks.device) for t in case.picks[ranks.rank])
     with case.make(ranks) as ep:
@@ -187,7 +187,7 @@ def test_cached_dispatch_is_differentiable(ranks: Ranks, layout: ty.Layout) -> N
         assert torch.equal(again.x[valid], fresh.x[valid])
         again.x.backward(torch.where(valid.unsqueeze(-1), torch.ones_like(again.x), 0.0))
         rows = [torch.ones_like(each.x) for each in case.expected]
-        want = reference.combine(rows, case.expected)[ranks.rank].x
+        want = case.combined(ranks.rank, rows).x
         assert_same_bits(x.grad.cpu(), want, what="gradient", rank=ranks.rank)
 
 

@@ -18,7 +18,7 @@ ORDER = [
     ["types", "errors", "version"],
     ["reference_quant"],
     ["reference"],
-    ["layout", "launch", "stats"],
+    ["layout", "launch", "stats", "topology"],
     ["config"],
     ["handle", "quant", "rows"],
     ["header", "rendezvous", "lane"],
@@ -32,6 +32,7 @@ ORDER = [
     ["tokenyard"],
     ["integrations", "deep_ep"],
     ["testing"],
+    ["planner"],
     ["cli"],
     ["__main__"],
 ]

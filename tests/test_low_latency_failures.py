@@ -32,7 +32,7 @@ def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
                 )
                 marked.append(not ending[1][victim])
                 assert marked[-1] or when > 700, where
-    assert sum(marked) > 0.7 * len(marked) > 0
+    assert sum(marked) > 0.5 * len(marked) > 0
 
 
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])

@@ -23,7 +23,9 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     assert 0 < (2 * ranks - 1) * shape.channels + 1 <= DISPATCHES * room
     assert ranks * shape.channels + 1 <= COMBINES * room
     assert shape.writers <= room
-    assert ranks <= ground.shape_for(room, ranks).programs <= SLOTS * room
+    for tokens in (1, 128):
+        slots = ground.shape_for(room, ranks, tokens)
+        assert ranks <= slots.programs <= SLOTS * room * 8 // slots.num_warps
 
 
 def test_at_most_half_is_spared() -> None:

@@ -108,7 +108,9 @@ def wait_kernel(counters, want, state, out):
 @triton.jit
 def work_then_signal(mem, scratch, n):
     for i in range(n):
-        tl.store(words(scratch) + i, tl.load(words(scratch) + i) + 1)
+        before = tl.load(words(scratch) + i)
+        tl.debug_barrier()
+        tl.store(words(scratch) + i, before + 1)
     tl.debug_barrier()
     tl.atomic_add(words(mem) + 2, 1, sem="release", scope="sys")
 

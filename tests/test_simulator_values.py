@@ -35,6 +35,7 @@ def overlapping(mem, src, out, cut, DTYPE: tl.constexpr, BYTES: tl.constexpr, BA
         tl.debug_barrier()
     tl.store(mem.to(P) + i, b, mask=i < cut)
     tl.store(out.to(P) + i, tl.load(mem.to(P) + i))
+    tl.debug_barrier()
     tl.store(mem.to(P) + 2 * tl.arange(0, 8), tl.load(src.to(P) + 32 + tl.arange(0, 8)))
     if BARRIER:
         tl.debug_barrier()
@@ -43,6 +44,7 @@ def overlapping(mem, src, out, cut, DTYPE: tl.constexpr, BYTES: tl.constexpr, BA
     tl.store(mem.to(P) + 16 + tile, tl.load(mem.to(P) + 4 * tl.arange(0, 4)[:, None] + tl.arange(0, 4)[None, :]))
     tl.store(out.to(P) + 32 + i, tl.load(mem.to(P) + 16 + i))
     small = tl.pointer_type(tl.int8)
+    tl.debug_barrier()
     tl.store(mem.to(small) + 3, tl.full((), 77, tl.int8))
     tl.store(out.to(small) + 48 * BYTES + tl.arange(0, 16), tl.load(mem.to(small) + tl.arange(0, 16)))
 

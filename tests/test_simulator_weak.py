@@ -207,7 +207,9 @@ def fill(mem, value, LANES: tl.constexpr):
 def double(mem, LANES: tl.constexpr):
     """Every program doubles the row of another program of the kernel before."""
     row = words(mem) + 8 + (tl.num_programs(0) - 1 - tl.program_id(0)) * LANES + tl.arange(0, LANES)
-    tl.store(row, tl.load(row) * 2)
+    values = tl.load(row)
+    tl.debug_barrier()
+    tl.store(row, values * 2)
 
 
 @triton.jit
@@ -292,6 +294,29 @@ def test_a_barrier_is_needed_between_reads_and_the_release_that_lets_others_over
     assert found
     assert all("race_kernel[0]" in text and "race_kernel[1]" in text for text in found)
     assert not any(caught(seed, barrier=True) for seed in SEEDS)
+
+
+@triton.jit
+def again_kernel(mem, BARRIER: tl.constexpr):
+    """Adds 1 to a small tensor where it lies."""
+    row = words(mem) + tl.arange(0, 8)
+    values = tl.load(row)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(row, values + 1)
+
+
+def test_a_barrier_is_needed_before_a_store_to_what_was_loaded() -> None:
+    def run(barrier: bool) -> list[int]:
+        sim = Simulator(seed=0)
+        mem = sim.allocate(64)
+        sim.launch(0, again_kernel, 1, mem.ctypes.data, BARRIER=barrier)
+        sim.run()
+        return mem.view(np.int64).tolist()
+
+    assert run(True) == [1] * 8
+    with pytest.raises(Race, match=r"again_kernel\[0\] stores to .* which it has read without a barrier"):
+        run(False)
 
 
 def caught(seed: int, barrier: bool) -> Race | None:

@@ -200,10 +200,13 @@ def test_any_corruption_is_named_or_harmless(peer: int, changes: dict[int, int])
 
 
 def test_spans() -> None:
-    assert Spans.packed([2, 0, 3], [1, 1, 0]) == Spans([0, 2, 2], [2, 0, 3], [0, 1, 2], [1, 1, 0])
-    assert Spans.strided(4, [2, 0, 3], [1, 1, 0]) == Spans([0, 4, 8], [2, 0, 3], [0, 4, 8], [1, 1, 0])
-    assert Spans.packed([2], [1]).reversed() == Spans([0], [1], [0], [2])
-    assert Spans.packed([], []) == Spans([0], [], [0], [])
+    everybody = range(3)
+    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0]) == Spans([0, 2, 2], [2, 0, 3], [0, 1, 2], [1, 1, 0])
+    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0], 4) == Spans([0, 4, 8], [2, 0, 3], [0, 4, 8], [1, 1, 0])
+    assert Spans.among(range(1), 1, [2], [1]).reversed() == Spans([0], [1], [0], [2])
+    some = Spans.among(range(1, 6, 2), 6, [2, 0, 3], [1, 1, 0])
+    assert (some.send_starts, some.send_counts) == ([0, 0, 0, 2, 0, 2], [0, 2, 0, 0, 0, 3])
+    assert (some.recv_starts, some.recv_counts) == ([0, 0, 0, 1, 0, 2], [0, 1, 0, 1, 0, 0])
 
 
 def test_a_wire_of_one_rank_needs_no_store() -> None:
@@ -211,7 +214,7 @@ def test_a_wire_of_one_rank_needs_no_store() -> None:
     header = torch.arange(6).view(1, 6)
     assert torch.equal(wire.swap(header, "counts")(), header)
     send, recv = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
-    wire.exchange(send, recv, Spans.packed([3], [3]), "rows")()
+    wire.exchange(send, recv, Spans.among(range(1), 1, [3], [3]), "rows")()
     assert torch.equal(recv, send)
     wire.close()
     wire.close()
@@ -246,7 +249,8 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
         honest_swap, asked = wire.swap, []
         if ranks.rank == 1:
             wire.swap = lambda header, what: (corrupt(header), honest_swap(header, what))[1]
-        buffer, ep._calls.engine._buffer = ep._calls.engine._buffer, lambda *a: asked.append(a) or buffer(*a)
+        mover = ep._calls.engine._mover
+        buffer, mover.buffer = mover.buffer, lambda *a: asked.append(a) or buffer(*a)
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options))
         wire.swap = honest_swap
         meet(ranks)

@@ -7,6 +7,7 @@ from tokenyard.handle import Handle
 from tokenyard.layout import expert_bounds
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
+from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize, Quantized
 from tokenyard.version import __version__
 
@@ -25,6 +26,7 @@ __all__ = [
     "Quantized",
     "Received",
     "Stats",
+    "Topology",
     "__version__",
     "expert_bounds",
 ]

@@ -22,6 +22,7 @@ from tokenyard.memory.base import MemoryGroup
 from tokenyard.rendezvous import agree, open_store
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
+from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
 from tokenyard.types import Layout, Quantize, Quantized
 
 _log = logging.getLogger("tokenyard")
@@ -43,17 +44,20 @@ class ExpertParallel:
         hidden: H, channels of a token.
         num_topk: K, picks per token.
         max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
-        engine: "auto", "collective", "nvlink" (GPUs that map each other's memory) or "low_latency" (the same, static expert layouts
-            for decoding). "auto" takes nvlink where it can work.
-        buffer_bytes: symmetric memory for rings (nvlink), whatever the batch. Default: 128 MiB.
-        num_sms: multiprocessors that kernels may fill (nvlink). Default: all.
-        spare_sms: multiprocessors (nvlink, low_latency) that others' kernels, if they wait for peers too, may hold when a call
+        engine: "auto", "collective", "nvlink" (GPUs that map each other's memory), "twolevel" (GPUs of several nodes that form a
+            grid, ``docs/twolevel.md``) or "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink
+            where it can work.
+        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default: 128 MiB.
+        num_sms: multiprocessors that kernels may fill (nvlink, twolevel). Default: all.
+        spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers too, may hold when a call
             begins: NCCL's on another stream, say, for which ``BESIDE_COLLECTIVES`` is enough. Default: none.
         timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
         device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
+        topology: ``(num_nodes, ranks_per_node)``, nodes of consecutive ranks. Default: by host (``docs/semantics.md``, Nodes).
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
+        topology: the :class:`Topology` given or detected; None if hosts are uneven.
 
     Raises:
         ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError: another rank refused.
@@ -74,6 +78,7 @@ class ExpertParallel:
         spare_sms: int | None = None,
         timeout: float = 30.0,
         device: torch.device | str | None = None,
+        topology: Topology | tuple[int, int] | None = None,
     ) -> None:
         self.group = _resolve_group(group)
         self.rank, self.world_size = _place_in(self.group)
@@ -87,22 +92,29 @@ class ExpertParallel:
         optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms, "spare_sms": spare_sms}
         refusal: ValueError | None = None
         where: torch.device | None = None
+        grid: Topology | None = None
         try:
             checks.check_sizes(sizes, timeout)
             checks.check_optional(optional)
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
             where = None if device is None else _indexed(device)
+            grid = check_topology(topology, self.world_size)
         except ValueError as error:
             refusal = error
+        hosts = [this_host()]
         if store is not None:
             waits = timeout if refusal is None else 0.0
-            agree(store, self.rank, self.world_size, {**sizes, **optional, "engine": engine}, str(refusal or ""), waits)
+            same = {**sizes, **optional, "engine": engine, "topology": str(grid)}
+            hosts = agree(store, self.rank, self.world_size, same, str(refusal or ""), waits, hosts[0])
         if refusal is not None:
             raise refusal
-        self.config = Config(**sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout))
-        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms, spare_sms))
-        self._stats = Stats.zeros(self.rank, self.world_size)
+        self.topology, no_grid = settle_topology(grid, hosts)
+        self.config = Config(
+            **sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout), topology=self.topology
+        )
+        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms, spare_sms, no_grid))
+        self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
         with torch.inference_mode(False):  # it may outlive the block that it is made in
             self._calls = Calls(self.config, choice.make(self._stats), choice.device)
         self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why

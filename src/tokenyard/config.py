@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenyard.layout import expert_bounds
+from tokenyard.topology import Topology
 
 MOST_MATRIX_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Sizes that stay for the life of an object. ``timeout`` is in seconds."""
+    """Sizes that stay for the life of an object. ``timeout`` is in seconds; ``topology`` is None if ranks form no grid."""
 
     num_experts: int
     hidden: int
@@ -20,6 +21,7 @@ class Config:
     rank: int
     world_size: int
     timeout: float
+    topology: Topology | None = None
 
     @property
     def bounds(self) -> list[int]:

@@ -16,9 +16,11 @@ class Plan(NamedTuple):
     """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can belong together."""
 
     splits: Tensor  # int64, CPU: rows to each rank [R], from each rank [R], a number for the routing; if the host knows (exact
-    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``), tokens per local expert [L]
-    route: Tensor  # the engine's own: token of each row sent [S] int64, or the tables of ``kernels/region.py`` (nvlink)
-    returns: Tensor  # [T, J] places in send order of each token's rows, by rank; then -1. [T, 0] if ``route`` has them
+    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``); ``Engine.hop_counts`` numbers of
+    # the engine's own; if the host knows, tokens per local expert [L]
+    route: Tensor  # the engine's own: token of each row sent [S] int64 (``engines/relay.py`` puts more behind), or the tables
+    # of ``kernels/region.py`` (nvlink)
+    returns: Tensor  # [T, J] places in send order of each token's rows, by destination; then -1. [T, 0] if ``route`` has them
     slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
     picks: Tensor  # [Nb, J] the pick behind each slot
     gather: Tensor  # [rows] the arrived row behind each result row, -1 on padding

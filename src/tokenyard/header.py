@@ -123,7 +123,7 @@ ROUTING = _TEXT + TEXT_WORDS
 NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
 COUNTS = NUM_ROWS + 1
 """From this word on: rows for each of the receiver's experts, as many words as the rank with most has experts; then, where the wire
-carries them (``Config.matrix_ranks``), rows to each rank."""
+carries them (``Config.matrix_ranks``), rows to each rank; then, where rows are relayed, rows to the receiver's node."""
 
 OK, REFUSED, BAD_INDEX = 0, 1, 2
 _NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
@@ -169,6 +169,12 @@ def mixed(digests: list[int]) -> int:
     for digest_of_rank in digests:
         total = (total * 1000003 + digest_of_rank) % (1 << 61)
     return total
+
+
+def matrix_of(headers: Tensor, config: Config) -> list[int]:
+    """Rows from each rank to each (``Config.matrix_ranks``), row by row, from ``headers [R, words]``."""
+    begin = COUNTS + config.most_local_experts
+    return host_ints(headers[:, begin : begin + config.matrix_ranks].reshape(-1))
 
 
 def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
@@ -256,7 +262,7 @@ def _check_counts(peer: int, row: list[int], config: Config, max_rows: int) -> N
     counts, sent = row[COUNTS:end], row[end:]
     possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(0 <= count <= num_rows for count in counts)
     possible = possible and num_rows <= max_rows and not any(counts[config.num_local_experts :])
-    possible = possible and all(0 <= rows <= num_tokens for rows in sent)
+    possible = possible and all(0 <= rows <= min(num_tokens, max_rows) for rows in sent)
     if not possible or not num_rows <= sum(counts) <= num_rows * config.num_topk:
         raise PeerError(
             f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}"

@@ -143,7 +143,9 @@ def _(
         x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
         x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
         torch.empty(
-            2 * size + 1 + (config.matrix_ranks**2 + local if wanted.exact else 0), dtype=torch.int64, device="cpu"
+            2 * size + 1 + engine.hop_counts + (config.matrix_ranks**2 + local if wanted.exact else 0),
+            dtype=torch.int64,
+            device="cpu",
         ),
         x.new_empty(route, dtype=route_dtype),
         ints(topk_idx.shape[0] if engine.returns_width else 0, engine.returns_width),

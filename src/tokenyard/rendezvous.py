@@ -25,18 +25,26 @@ def open_store(group: dist.ProcessGroup, rank: int) -> dist.Store:
 
 
 def agree(
-    store: dist.Store, rank: int, world_size: int, arguments: dict[str, Any], refusal: str, timeout: float
-) -> None:
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    arguments: dict[str, Any],
+    refusal: str,
+    timeout: float,
+    host: str = "",
+) -> list[str]:
     """Publish this rank's arguments (or why it refuses them), read everybody's, and raise unless all agree.
+
+    Returns everybody's ``host`` by rank (nothing if this rank refuses).
 
     Raises:
         PeerTimeout: a rank did not come within ``timeout`` seconds.
         PeerError: another rank refused its arguments.
         Mismatch: ranks disagree; names the argument, two ranks and their values.
     """
-    store.set(f"arguments/{rank}", json.dumps({"refusal": refusal, **arguments}, default=repr))
+    store.set(f"arguments/{rank}", json.dumps({"refusal": refusal, "host": host, **arguments}, default=repr))
     if refusal:
-        return
+        return []
     everybody = [json.loads(text) for text in _read_all(store, rank, world_size, timeout)]
     for peer, theirs in enumerate(everybody):
         if theirs["refusal"]:
@@ -48,6 +56,7 @@ def agree(
                 raise Mismatch(
                     f"ranks disagree on {name}: rank 0 says {first.get(name)}, rank {peer} says {theirs.get(name)}"
                 )
+    return [theirs["host"] for theirs in everybody]
 
 
 def give_up(store: dist.Store, rank: int) -> None:

@@ -18,6 +18,11 @@ SUM_BLOCK_BYTES, SUM_BLOCK_BYTES_CPU = 64 << 20, 8 << 20
 """Rows are summed in blocks of about this many float32 bytes: memory stays bounded, and on a CPU the sum stays in cache."""
 
 
+def padded(num_bytes: int) -> int:
+    """The next multiple of 16."""
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
 class Payload(NamedTuple):
     """What moves with each token."""
 
@@ -92,7 +97,7 @@ class RowFormat:
         if not self.scale_words and not self.routed and not self.weighted:
             return self.payload_bytes
         words = self.routing_at + (1 + self.picks if self.routed else 0) + (self.picks if self.weighted else 0)
-        return -(-words * 4 // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return padded(words * 4)
 
     def buffer(self, num_rows: int, device: torch.device) -> Tensor:
         """An uninitialised uint8 buffer ``[num_rows, row_bytes]``."""

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """Rows and bytes to and from some ranks together."""
+
+    rows_sent: int
+    rows_received: int
+    bytes_sent: int
+    bytes_received: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -11,13 +21,16 @@ class Stats:
     """Totals since construction; one entry per rank in each list.
 
     Attributes:
-        calls: exchanges of rows by name ("dispatch", "cached dispatch", "combine").
-        rows_sent, rows_received: rows to and from each rank, this one included.
+        nodes: the node of each rank.
+        calls: exchanges of rows by name ("dispatch", "cached dispatch", "combine"; the second hop of a relayed one has
+            ", inside the node" behind).
+        rows_sent, rows_received: rows to and from each rank, this one included; a relayed row counts on each hop.
         bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this rank.
         last_wait: seconds from the start of the last exchange until each rank's rows had come (nan if the backend hides it).
     """
 
     rank: int
+    nodes: list[int]
     calls: dict[str, int] = field(default_factory=dict[str, int])
     rows_sent: list[int]
     rows_received: list[int]
@@ -26,16 +39,33 @@ class Stats:
     last_wait: list[float]
 
     @classmethod
-    def zeros(cls, rank: int, world_size: int) -> Stats:
+    def zeros(cls, rank: int, world_size: int, nodes: list[int] | None = None) -> Stats:
+        """Nothing counted yet. ``nodes [R]``: one node by default."""
         none = [0] * world_size
         return cls(
             rank=rank,
+            nodes=nodes or none[:],
             rows_sent=none[:],
             rows_received=none[:],
             bytes_sent=none[:],
             bytes_received=none[:],
             last_wait=[0.0] * world_size,
         )
+
+    @property
+    def across(self) -> Traffic:
+        """What crossed the network: to and from ranks of other nodes."""
+        return self._with([peer for peer, node in enumerate(self.nodes) if node != self.nodes[self.rank]])
+
+    @property
+    def inside(self) -> Traffic:
+        """What stayed inside the node: to and from its other ranks."""
+        mine = self.nodes[self.rank]
+        return self._with([peer for peer, node in enumerate(self.nodes) if node == mine and peer != self.rank])
+
+    def _with(self, peers: list[int]) -> Traffic:
+        counted = (self.rows_sent, self.rows_received, self.bytes_sent, self.bytes_received)
+        return Traffic(*(sum(each[peer] for peer in peers) for each in counted))
 
     def copy(self) -> Stats:
         """The counters as they are now."""

@@ -11,12 +11,13 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"tokenyard: the command line needs {missing.name}: pip install 'tokenyard[cli]'") from None
 
 from tokenyard import __version__
-from tokenyard.cli import bench, demo, doctor
+from tokenyard.cli import bench, demo, doctor, plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
+app.command()(plan.plan)
 
 
 def _print_version(asked: bool) -> None:

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 
 from tokenyard import launch
+from tokenyard.cli.bench_decode import Decode, Timed, run_decode
+from tokenyard.cli.bench_decode_report import write_decode_record
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Job, sweep
 from tokenyard.cli.bench_nvlink import Line, Suite, run_suite
 from tokenyard.cli.bench_nvlink_report import write_record
@@ -54,6 +56,19 @@ def _run_suite(suite: Suite, given: Sequence[str], ranks: int, device: str, out:
         record = write_record(out, lines, suite, device)
         console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
         console.print(f"Written: {record}", markup=False, highlight=False, soft_wrap=True)
+    return lines
+
+
+def _run_decode(suite: Decode, ranks: int, out: Path, console: Console) -> list[Timed]:
+    """The same for the preset of engine low_latency."""
+    if launch.under_torchrun():
+        with launch.joined_by_launcher("cuda") as here:
+            lines = run_decode(here, suite)
+    else:
+        lines = launch.spawn(run_decode, ranks, suite, device="cuda")[0]
+    if int(os.environ.get("RANK", 0)) == 0:
+        record = write_decode_record(out, lines, suite, "cuda")
+        console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
     return lines
 
 
@@ -126,7 +141,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the figures as a PNG.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs and of the order of calls.")] = 0,
     suite: Annotated[
-        Literal["nvlink"] | None, typer.Option(help="Instead of a sweep: all tables and curves of an engine's record.")
+        Literal["nvlink", "low_latency"] | None,
+        typer.Option(help="Instead of a sweep: all tables and curves of an engine's record."),
     ] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Where --suite writes Markdown, JSON and a PNG.")] = Path(),
 ) -> None:
@@ -148,6 +164,11 @@ def bench(
             raise typer.BadParameter("--suite measures one --engine at a time")
         if where == "cuda" and not torch.cuda.is_available():
             raise typer.BadParameter("--suite needs CUDA devices, and torch sees none here")
+        if suite == "low_latency":
+            if given := _given(context, [*SWEEP_OPTIONS, "device", "engine", "link-gbs"]):
+                raise typer.BadParameter(f"--suite low_latency has no use for {', '.join(given)}")
+            timed = _run_decode(Decode(iterations=iterations, warmup=warmup, seed=seed), ranks, out, console)
+            raise typer.Exit(int(any(line.error for line in timed)))
         preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
         lines = _run_suite(preset, _given(context, SWEEP_OPTIONS), ranks, where, out, console)
         raise typer.Exit(int(any(line.error for line in lines)))

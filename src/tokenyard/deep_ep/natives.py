@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.deep_ep.config import RING_BYTES
-from tokenyard.errors import NotSupported
+from tokenyard.errors import NotSupported, PeerTimeout
 
 ENGINE_VARIABLE = "TOKENYARD_DEEP_EP_ENGINE"
 """Names the engine of normal mode (default "auto"); the same on every rank."""
 
 LOW_LATENCY_VARIABLE = "TOKENYARD_DEEP_EP_LOW_LATENCY_ENGINE"
-"""Names the engine of low-latency mode. Default: "auto", or with masks ``low_latency`` where that can work."""
+"""Names the engine of low-latency mode. Default: ``low_latency`` where that can work, else "auto"."""
 
 TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 """Seconds that a silent rank is waited for (default: as long as DeepEP waits)."""
@@ -78,14 +78,31 @@ class Natives:
         if made is None:
             objects = self._make_low_latency(sizes)
             made = self._low[sizes] = Turns(objects, cycle(objects))
+        if not self._masks:
+            self._check_silence(made.objects)
         return next(made.turns)
+
+    def _check_silence(self, objects: list[ExpertParallel]) -> None:
+        """Without masks nobody asks who was left out, so the next call tells.
+
+        Raises:
+            PeerTimeout: a rank stayed silent in an earlier call.
+        """
+        for made in objects:
+            low = made._calls.low  # pyright: ignore[reportPrivateUsage]
+            rank = None if low is None else low.silent_rank()
+            if rank is not None:
+                raise PeerTimeout(
+                    f"rank {rank} was silent for {made.config.timeout} s in an earlier low-latency call, and its tokens are "
+                    "missing there: restart it, or go on without it with Buffer(enable_shrink=True)", rank
+                )  # fmt: skip
 
     def all_low_latency(self) -> list[ExpertParallel]:
         """Every object of low-latency mode."""
         return [each for made in self._low.values() for each in made.objects]
 
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
-        engine = os.environ.get(LOW_LATENCY_VARIABLE, LOW_LATENCY if self._masks else "auto")
+        engine = os.environ.get(LOW_LATENCY_VARIABLE, LOW_LATENCY)
         try:
             first = self._make(sizes, engine, None)
         except NotSupported:  # on every rank alike; the engine that serves instead says so

@@ -38,6 +38,11 @@ class Engine(Protocol):
         """Columns of ``Plan.returns``."""
         ...
 
+    @property
+    def hop_counts(self) -> int:
+        """Numbers of ``Plan.splits`` that only this engine reads."""
+        ...
+
     def dispatch(
         self,
         payload: Payload,
@@ -115,6 +120,10 @@ class LowLatency(Protocol):
 
     def mask(self, rank: int, active: bool = False) -> None:
         """Leave a rank out, or let it in again."""
+        ...
+
+    def silent_rank(self) -> int | None:
+        """A rank that was left out for its silence, as far as the host knows."""
         ...
 
     def check_dispatch(

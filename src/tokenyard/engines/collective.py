@@ -1,4 +1,5 @@
 """Engine ``collective``: an all-to-all of rows, once per (token, rank), over any ``torch.distributed`` group.
+On a grid of nodes: once per (token, node) to the rank there of the same local index, and from there on (``engines/relay.py``).
 
 Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one gather), rows (one message per
 peer), place (one gather). A cached dispatch starts at pack; combine goes the same way back and sums on both sides.
@@ -16,13 +17,16 @@ from torch.profiler import record_function
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
-from tokenyard.engines.departure import Departure, cast_payload, counts_by_rank, depart, ways_back
+from tokenyard.engines.departure import Departure, cast_payload, counts_by_rank, depart, note_bad_index, ways_back
+from tokenyard.engines.mover import Mover
+from tokenyard.engines.relay import Leg, Relay
 from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
-from tokenyard.layout import host_ints
+from tokenyard.layout import Placement, host_ints
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, sum_rows
 from tokenyard.stats import Stats
+from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
 
 
@@ -32,12 +36,14 @@ class CollectiveEngine:
     name = "collective"
 
     def __init__(self, config: Config, wire: Wire, stats: Stats) -> None:
-        self.config, self.stats = config, stats
-        self._wire = wire
-        self._num_counts = config.most_local_experts + config.matrix_ranks
+        self.config = config
+        self._wire, self._mover = wire, Mover(wire, stats)
+        grid = config.topology
+        self._grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
+        self._relay = Relay(config, self._grid, self._mover) if self._grid.has_levels else None
+        self._num_counts = config.most_local_experts + config.matrix_ranks + (0 if self._relay is None else 1)
         self._calls = 0
         self._bad_index: Tensor | None = None
-        self._staging: dict[str, Tensor] = {}
 
     @property
     def waits_on_host(self) -> bool:
@@ -47,12 +53,17 @@ class CollectiveEngine:
     @property
     def buffer_bytes(self) -> int:
         """Host staging kept between calls. No symmetric memory."""
-        return sum(buffer.numel() for buffer in self._staging.values())
+        return self._mover.num_bytes
 
     @property
     def returns_width(self) -> int:
-        """Most ranks that a token can go to."""
-        return min(self.config.num_topk, self.config.world_size)
+        """Most destinations that a token can leave for."""
+        return min(self.config.num_topk, self._grid.num_nodes)
+
+    @property
+    def hop_counts(self) -> int:
+        """Numbers of ``Plan.splits`` about hops."""
+        return 0 if self._relay is None else self._relay.num_counts
 
     # Three collective calls
 
@@ -69,26 +80,44 @@ class CollectiveEngine:
         """Send each token once to every rank that holds one of its experts, with its ids and weights."""
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
-            departure = depart(topk_idx, weights, spec, self.config)
+            departure = depart(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
             headers = self._announce(fingerprint, topk_idx, departure, spec)
         with record_function("tokenyard.dispatch.pack"):
             form = self._format(payload, routed=True, weighted=weights is not None)
-            send = self._buffer("send", form, departure.token.numel(), payload.x.device)
+            send = self._mover.buffer("send", form, departure.token.numel(), payload.x.device)
             form.pack(payload, departure.token, Routing(departure.topk_idx, departure.weights), send)
         with record_function("tokenyard.dispatch.counts"):
             everybody = headers()
-            spans, pairs = self._spans(departure, everybody, spec)
+            sends, spans, sources = self._counts(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
-            recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
+            recv = self._mover.buffer("recv", form, self._num_received(spans, spec), payload.x.device)
             if not spec.exact:
                 form.token(recv).fill_(-1)
                 form.topk_idx(recv).fill_(-1)
-            rows = self._exchange(send, recv, spans, "dispatch")
+            rows = self._mover.move(send, recv, spans, "dispatch", self._calls - 1)
             returns = ways_back(departure, spec, self.config)
             rows()
+            route, hops = departure.token, list[int]()
+            if self._relay is not None:
+                leg = self._relay.plan(form.topk_idx(recv), sources, spec)
+                recv = self._relay.forward(form, recv, leg, "dispatch", self._calls - 1)
+                route, hops = self._relay.packed(route, spans, leg)
         with record_function("tokenyard.dispatch.place"):
-            return self._arrive(form, recv, spans, pairs, departure, returns, everybody, spec)
+            payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
+            routing = 0 if everybody is None else head.routing_of(everybody)
+            matrix = head.matrix_of(everybody, self.config) if everybody is not None and spec.exact else []
+            splits = [*sends, *sources, routing, *matrix, *hops, *experts]
+            plan = Plan(
+                splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
+                route=route,
+                returns=returns,
+                slots=place.slots,
+                picks=place.picks,
+                gather=place.gather,
+                first_pick=departure.first_pick,
+            )
+            return payload, plan, arrived
 
     def redispatch(
         self,
@@ -109,12 +138,14 @@ class CollectiveEngine:
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             form = self._format(payload)
-            spans = self._known_spans(plan, spec)
-            send = self._buffer("send", form, plan.route.numel(), payload.x.device)
-            form.pack(payload, plan.route, None, send)
-            recv = self._buffer("recv", form, self._num_arrived(spans, spec), payload.x.device)
+            token, spans, leg = self._known(plan, spec)
+            send = self._mover.buffer("send", form, token.numel(), payload.x.device)
+            form.pack(payload, token, None, send)
+            recv = self._mover.buffer("recv", form, self._num_received(spans, spec), payload.x.device)
             agreed()
-            self._exchange(send, recv, spans, "cached dispatch")()
+            self._mover.move(send, recv, spans, "cached dispatch", self._calls - 1)()
+            if self._relay is not None and leg is not None:
+                recv = self._relay.forward(form, recv, leg, "cached dispatch", self._calls - 1)
             return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
 
     def combine(
@@ -143,11 +174,13 @@ class CollectiveEngine:
                 COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
             )
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
-            spans = self._known_spans(plan, spec).reversed()
+            token, spans, leg = self._known(plan, spec)
             send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
-            recv = self._buffer("recv", form, plan.route.numel(), rows.device)
             agreed()
-            self._exchange(send, recv, spans, "combine")()
+            if self._relay is not None and leg is not None:
+                send = self._relay.join(form, send, leg, "combine", self._calls - 1)
+            recv = self._mover.buffer("recv", form, token.numel(), rows.device)
+            self._mover.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
             shape = (plan.returns.shape[0], rows.shape[1])
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
             sum_rows(form.payload(recv), plan.returns, out, bias=bias)
@@ -179,12 +212,14 @@ class CollectiveEngine:
 
     def close(self) -> None:
         self._wire.close()
-        self._staging.clear()
+        self._mover.close()
 
     def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
-        sent, arrived = (new_size(), new_size()) if spec.exact else (self.config.padded_rows, self.config.padded_rows)
-        return (sent,), torch.int64, arrived
+        if spec.exact:
+            return (new_size(),), torch.int64, new_size()
+        places = self.config.padded_rows
+        return (places if self._relay is None else self._relay.route_size(),), torch.int64, places
 
     # Before rows move
 
@@ -238,45 +273,52 @@ class CollectiveEngine:
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
         header[:, head.ROUTING] = head.digest(departure.topk_idx)
-        sent = departure.counts[: config.matrix_ranks].expand(config.world_size, -1)
-        header[:, head.COUNTS :] = torch.cat([counts_by_rank(departure.topk_idx, config), sent], dim=1)
+        parts = [
+            counts_by_rank(departure.topk_idx, config),
+            departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
+        ]
+        if self._relay is not None:
+            parts.append(departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1))  # to each node
+        header[:, head.COUNTS :] = torch.cat(parts, dim=1)
         return self._swap(header, fingerprint)
 
     def _remember_bad_index(self, topk_idx: Tensor) -> None:
         """Keep the first bad id of a static call on the device until :meth:`check` asks."""
-        if topk_idx.numel() == 0:
-            return
         if self._bad_index is None:
             with torch.inference_mode(False):
                 self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
-        flat = topk_idx.reshape(-1)
-        bad = (flat < -1) | (flat >= self.config.num_experts)
-        at = bad.to(torch.uint8).argmax().view(1)
-        seen = torch.cat([at, flat.gather(0, at).long()])
-        self._bad_index.copy_(torch.where(bad.any() & (self._bad_index[:1] < 0), seen, self._bad_index))
+        note_bad_index(self._bad_index, topk_idx, self.config.num_experts)
 
-    def _spans(self, departure: Departure, headers: Tensor | None, spec: Spec) -> tuple[Spans, Tensor | None]:
-        """Where rows stand in the buffers, and rows per (rank, local expert) ``[R, L]`` if the host knows them."""
-        config = self.config
+    def _counts(self, departure: Departure, headers: Tensor | None, spec: Spec) -> tuple[list[int], Spans, list[int]]:
+        """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank ``[R]``."""
+        most, size, nodes = self.config.max_tokens_per_rank, self.config.world_size, self._grid.num_nodes
         if headers is None:
-            full = [config.max_tokens_per_rank] * config.world_size
-            return Spans.packed(full, full), None
-        pairs = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
-        sends = host_ints(departure.counts)
-        recvs = host_ints(headers[:, head.NUM_ROWS])
-        if spec.exact:
-            return Spans.packed(sends, recvs), pairs
-        return Spans.strided(config.max_tokens_per_rank, sends, recvs), pairs
+            return [most] * size, self._first_hop([most] * nodes, [most] * nodes, spec), [most] * size
+        counts = host_ints(torch.cat([departure.leaving, departure.counts]))
+        sources = host_ints(headers[:, head.NUM_ROWS])
+        rail = self._grid.rail_of(self.config.rank)
+        comes = sources if self._relay is None else host_ints(headers[rail.start :: rail.step, -1])
+        return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
 
-    def _known_spans(self, plan: Plan, spec: Spec) -> Spans:
+    def _first_hop(self, sends: list[int], comes: list[int], spec: Spec) -> Spans:
+        """Rows to and from each node, or each rank if no node has more."""
+        rail = self._grid.rail_of(self.config.rank)
+        stride = None if spec.exact else self.config.max_tokens_per_rank
+        return Spans.among(rail, self.config.world_size, sends, comes, stride)
+
+    def _known(self, plan: Plan, spec: Spec) -> tuple[Tensor, Spans, Leg | None]:
+        """What :meth:`_counts` and the relay's plan were: the token of each row sent, and the hops."""
         size = self.config.world_size
-        sends, recvs = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
-        return (
-            Spans.packed(sends, recvs) if spec.exact else Spans.strided(self.config.max_tokens_per_rank, sends, recvs)
-        )
+        sends, sources = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
+        if self._relay is None:
+            return plan.route, self._first_hop(sends, sources, spec), None
+        across, comes, _ = self._relay.counts_of(plan, spec)
+        token, leg = self._relay.known(plan, spec, sources)
+        return token, self._first_hop(across, comes, spec), leg
 
-    def _num_arrived(self, spans: Spans, spec: Spec) -> int:
-        return sum(spans.recv_counts) if spec.exact else self.config.padded_rows
+    def _num_received(self, spans: Spans, spec: Spec) -> int:
+        """Rows of the first hop."""
+        return sum(spans.recv_counts) if spec.exact else self._grid.num_nodes * self.config.max_tokens_per_rank
 
     # Rows
 
@@ -292,64 +334,22 @@ class CollectiveEngine:
             weighted=weighted,
         )
 
-    def _buffer(self, name: str, form: RowFormat, num_rows: int, device: torch.device) -> Tensor:
-        """Room for rows. Host memory is kept for the next call: fresh pages cost more than the copy into them."""
-        if device.type != "cpu":
-            return form.buffer(num_rows, device)
-        need = num_rows * form.row_bytes
-        held = self._staging.get(name)
-        if held is None or held.numel() < need:
-            self._staging.pop(name, None)
-            with torch.inference_mode(False):  # kept for calls outside of it too
-                held = self._staging[name] = torch.empty(need, dtype=torch.uint8, device="cpu")
-        return held[:need].view(num_rows, form.row_bytes)
-
-    def _exchange(self, send: Tensor, recv: Tensor, spans: Spans, op: str) -> Callable[[], None]:
-        """Start to move rows; the function returned waits for them."""
-        arrived = self._wire.exchange(send, recv, spans, f"{op} #{self._calls - 1}")
-
-        def finish() -> None:
-            arrived()
-            self.stats.record(op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait)
-
-        return finish
-
     def _arrive(
-        self,
-        form: RowFormat,
-        recv: Tensor,
-        spans: Spans,
-        pairs: Tensor | None,
-        departure: Departure,
-        returns: Tensor,
-        headers: Tensor | None,
-        spec: Spec,
-    ) -> tuple[Payload, Plan, Arrived]:
+        self, form: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
+    ) -> tuple[Payload, Placement, Arrived, list[int]]:
+        """Results of rows that came, by source rank and token; with exact shapes also rows of each local expert."""
         config, device = self.config, recv.device
-        arrival = self._arrival(form, recv, spans, spec)
-        if pairs is None:
-            rows, pairs_here = count_arrivals(arrival, config)
-            counts = None
+        arrival = self._arrival(form, recv, sources, spec)
+        counts: list[int] | None = None
+        if headers is None:
+            rows, pairs = count_arrivals(arrival, config)
         else:
-            rows, pairs_here = torch.tensor(spans.recv_counts, device=device), pairs.to(device)
-            counts = pairs.sum(0)
-        num_rows = num_result_rows(spec, config, None if counts is None else host_ints(counts), recv.shape[0])
-        place, arrived = settle(arrival, spec, config, rows, pairs_here, num_rows)
+            told = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
+            rows, pairs, counts = torch.tensor(sources, device=device), told.to(device), host_ints(told.sum(0))
+        num_rows = num_result_rows(spec, config, counts, recv.shape[0])
+        place, arrived = settle(arrival, spec, config, rows, pairs, num_rows)
         payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
-        routing = 0 if headers is None else head.routing_of(headers)
-        splits = [torch.tensor([*spans.send_counts, *spans.recv_counts, routing], device="cpu")]
-        if spec.exact and headers is not None and counts is not None:
-            splits += [headers[:, head.COUNTS + config.most_local_experts :].reshape(-1), counts]
-        plan = Plan(
-            splits=torch.cat(splits),
-            route=departure.token,
-            returns=returns,
-            slots=place.slots,
-            picks=place.picks,
-            gather=place.gather,
-            first_pick=departure.first_pick,
-        )
-        return payload, plan, arrived
+        return payload, place, arrived, counts if spec.exact and counts is not None else []
 
     def _place(
         self, form: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec, *, zeros: bool
@@ -359,10 +359,10 @@ class CollectiveEngine:
             return form.spread(recv, slots, gather.numel(), zeros=zeros)
         return form.take(recv, gather if spec.placed else None)
 
-    def _arrival(self, form: RowFormat, recv: Tensor, spans: Spans, spec: Spec) -> Arrival:
+    def _arrival(self, form: RowFormat, recv: Tensor, sources: list[int], spec: Spec) -> Arrival:
         ranks = torch.arange(self.config.world_size, device=recv.device)
         if spec.exact:
-            repeats = torch.tensor(spans.recv_counts, device=recv.device)
+            repeats = torch.tensor(sources, device=recv.device)
             source = ranks.repeat_interleave(repeats, output_size=recv.shape[0])
         else:
             source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
@@ -389,7 +389,7 @@ class CollectiveEngine:
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]
-        send = self._buffer("send", form, arrived, rows.device)
+        send = self._mover.buffer("send", form, arrived, rows.device)
         if placed:
             sum_rows(rows, plan.slots, form.payload(send), weights=weights)
         else:

@@ -25,29 +25,31 @@ from tokenyard.types import Quantize
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Rows that leave this rank, by destination and then token."""
+    """Rows that leave this rank, by destination and then token. A destination is a rank, or a node (D of them)."""
 
     token: Tensor  # [S], -1 on unused places
-    in_ranks: Tensor  # [T, R] bool, which ranks each token goes to
-    counts: Tensor  # [R] rows to each rank
+    hits: Tensor  # [T, D] bool, which destinations each token goes to
+    leaving: Tensor  # [D] rows to each destination
+    counts: Tensor  # [R] rows to each rank in the end
     topk_idx: Tensor  # [T, K] merged
     weights: Tensor | None  # [T, K] merged
     first_pick: Tensor  # [T, K]
 
 
-def depart(topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config) -> Departure:
-    """Plan what leaves. Ids out of range count as -1 here; the engine reports them."""
+def depart(topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config, ranks_each: int = 1) -> Departure:
+    """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1 here; the engine reports them."""
     inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
     merged = merge_picks(inside, weights, static=not spec.exact)
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
-    token = send_order(in_ranks) if spec.exact else send_order_static(in_ranks, config.max_tokens_per_rank)
-    return Departure(token, in_ranks, in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
+    hits = in_ranks.view(in_ranks.shape[0], config.world_size // ranks_each, ranks_each).any(2)
+    token = send_order(hits) if spec.exact else send_order_static(hits, config.max_tokens_per_rank)
+    return Departure(token, hits, hits.sum(0), in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
 
 
 def ways_back(departure: Departure, spec: Spec, config: Config) -> Tensor:
     """Where each token's rows will come back: ``Plan.returns``."""
     stride = None if spec.exact else config.max_tokens_per_rank
-    return return_places(departure.in_ranks, stride, min(config.num_topk, config.world_size))
+    return return_places(departure.hits, stride, min(config.num_topk, departure.hits.shape[1]))
 
 
 def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
@@ -58,6 +60,17 @@ def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
     expert = expert + torch.arange(config.most_local_experts, device=topk_idx.device)
     held = expert < first_experts(ranks + 1, experts, size).unsqueeze(1)
     return take_values(count_keys(topk_idx, experts), torch.where(held, expert, -1), 0)
+
+
+def note_bad_index(seen: Tensor, topk_idx: Tensor, num_experts: int) -> None:
+    """Write where and what the first id out of range is into ``seen [2]``, unless it holds one; without asking the host."""
+    if topk_idx.numel() == 0:
+        return
+    flat = topk_idx.reshape(-1)
+    bad = (flat < -1) | (flat >= num_experts)
+    at = bad.to(torch.uint8).argmax().view(1)
+    found = torch.cat([at, flat.gather(0, at).long()])
+    seen.copy_(torch.where(bad.any() & (seen[:1] < 0), found, seen))
 
 
 def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:

@@ -48,8 +48,12 @@ class Launches:
                 "LP": power_of_two_at_least(config.most_local_experts),
                 "CP": power_of_two_at_least(self._shape.channels), "WP": power_of_two_at_least(ground.header_words),
                 "WIDE": wide, "WEIGHTED": weighted, "EXPERTS": experts, "PADDED": padded, "HOST": spec.exact,
-            },
+            } | self.plan_constants(),
         )  # fmt: skip
+
+    def plan_constants(self) -> dict[str, Any]:
+        """Where rows go, and how letters reach them."""
+        return {"D": self._config.world_size, "P": self._config.world_size, "FAR": 0, "NET": False}
 
     def dispatch(
         self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, *, placed: bool, padding: bool,

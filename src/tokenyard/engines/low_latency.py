@@ -26,7 +26,7 @@ from tokenyard.engines.rings import Form, address, as_aligned, form_of
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH
-from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK
+from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
@@ -38,9 +38,9 @@ Sums = tuple[Tensor, Tensor | None]
 
 
 class _Pending(NamedTuple):
-    """A call whose arguments are ready: ``launch(parts)``, then ``result()``. ``held`` are tensors that launches read."""
+    """A call whose arguments are ready: ``bind(parts)()`` launches, then ``result()``. ``held`` are tensors that launches read."""
 
-    launch: Callable[[Parts], None]
+    bind: Callable[[Parts], Callable[[], None]]
     result: Callable[[], Any]
     held: tuple[Any, ...]
 
@@ -69,7 +69,7 @@ class LowLatencyEngine:
 
     name = "low_latency"
     waits_on_host = False
-    returns_width = 0
+    returns_width = hop_counts = 0
 
     def __init__(
         self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Shape, buffer_bytes: int | None
@@ -166,16 +166,17 @@ class LowLatencyEngine:
             self._nanoseconds(options), _tag(astuple(fingerprint)), topk_idx.shape[0], num_rows, spec.expert_alignment,
         )  # fmt: skip
 
-        def launch(parts: Parts) -> None:
-            self._launches.dispatch(
+        def bind(parts: Parts) -> Callable[[], None]:
+            kernel = self._launches.dispatch(
                 form, mode, payload.x.dtype, spec, parts, wide=topk_idx.dtype == torch.int64, weighted=weights is not None,
                 loads=options.loads is not None, timed=options.waits is not None,
-            )(*args)  # fmt: skip
+            )  # fmt: skip
+            return partial(kernel, *args)
 
         def result() -> Rows:
             return Payload(x, scales), plan, arrived
 
-        return _Pending(launch, result, (payload, topk_idx, weights))
+        return _Pending(bind, result, (payload, topk_idx, weights))
 
     # Combine
 
@@ -228,16 +229,18 @@ class LowLatencyEngine:
             total.data_ptr(), address(options.waits), self._nanoseconds(options), _tag(astuple(fingerprint)), tokens,
         )  # fmt: skip
 
-        def launch(parts: Parts) -> None:
+        def bind(parts: Parts) -> Callable[[], None]:
             kinds = tuple(term.dtype for term in bias)
-            self._launches.combine(rows.dtype, weighted, kinds, parts, timed=options.waits is not None)(*args)
+            return partial(
+                self._launches.combine(rows.dtype, weighted, kinds, parts, timed=options.waits is not None), *args
+            )
 
         def result() -> Sums:
             if out is not None and total is not out:
                 out.copy_(total)
             return (total if out is None else out), None
 
-        return _Pending(launch, result, (rows, given, plan))
+        return _Pending(bind, result, (rows, given, plan))
 
     def redispatch(
         self, payload: Payload, plan: Plan, spec: Spec, *, mode: Quantize | None = None, raw: bool = False, in_place: bool = False
@@ -265,8 +268,9 @@ class LowLatencyEngine:
             return self._end(pending, op)
 
     def _launch(self, pending: _Pending, parts: Parts) -> None:
+        launch = pending.bind(parts)  # may load a kernel, which waits for those that run: so before the gate
         self._memory.gate()
-        pending.launch(parts)
+        launch()
 
     def _end(self, pending: _Pending, op: str) -> Any:
         self._memory.settle()
@@ -301,6 +305,12 @@ class LowLatencyEngine:
             raise ValueError(f"rank ({rank}) must be one of the other ranks, 0..{self.config.world_size - 1}")
         self._memory.settle()
         self.active[rank : rank + 1].fill_(int(active))
+        if active:
+            self._status[SILENT_RANK] = 0
+
+    def silent_rank(self) -> int | None:
+        """A rank that a kernel has left out for its silence. Does not wait for kernels that still run."""
+        return int(self._status[SILENT_RANK]) - 1 if self._status[SILENT_RANK] else None
 
     # The rest
 
@@ -321,7 +331,7 @@ class LowLatencyEngine:
         if self._memory.device.type == "cuda":
             torch.cuda.synchronize(self._memory.device)
         at, value, other = (int(self._status[word]) for word in (BAD_AT, BAD_VALUE, OTHER_RANK))
-        self._status[:] = 0
+        self._status[:SILENT_RANK] = 0
         if at:
             raise ValueError(head.bad_index_text(at - 1, value, self.config.num_topk, self.config.num_experts))
         if other:

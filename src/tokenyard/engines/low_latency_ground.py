@@ -40,14 +40,16 @@ class Shape:
     picks: int = 8
 
 
-def shape_for(num_sms: int, num_ranks: int) -> Shape:
-    """Two programs of 8 warps on each multiprocessor.
+def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
+    """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than the former, as each takes one.
 
     Raises:
         ValueError: too few multiprocessors.
     """
     if 2 * num_sms < num_ranks:
         raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
+    if num_ranks * max_tokens > 2 * num_sms:
+        return Shape(programs=4 * num_sms, num_warps=4)
     return Shape(programs=2 * num_sms)
 
 

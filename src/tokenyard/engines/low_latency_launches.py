@@ -19,8 +19,8 @@ from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
 
-MOST_COMPARED, MOST_PICKS = 4096, 1024
-"""Pairs of picks, and picks, that a program looks at at once."""
+PICKS_PER_WARP = 64
+"""That a program looks at at once."""
 
 Launch = Callable[..., None]
 
@@ -47,12 +47,12 @@ class Launches:
         loads: bool, timed: bool,
     ) -> Launch:  # fmt: skip
         """``wide``: ids are int64. ``loads``, ``timed``: what :class:`CallOptions` asks for."""
-        top = power_of_two_at_least(self._config.num_topk)
+        top, tokens = (power_of_two_at_least(n) for n in (self._config.num_topk, self._config.max_tokens_per_rank))
         return self._bound(
             ("dispatch", form, mode, dtype, spec.layout, spec.expert_alignment > 1, parts, wide, weighted, loads, timed),
             low_dispatch_kernel,
             lambda: self._common(parts, timed) | {
-                "HB": self._ground.expert_bins, "TB": max(1, min(128, MOST_COMPARED // top**2, MOST_PICKS // top)),
+                "HB": self._ground.expert_bins, "TB": max(1, min(tokens, self._shape.num_warps * PICKS_PER_WARP // top)),
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "PAY": form.payload_bytes,
                 "BLOCK": min(power_of_two_at_least(form.words), self._shape.words),
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),

@@ -45,16 +45,17 @@ class NvlinkEngine:
 
     name = "nvlink"
     waits_on_host = False
-    returns_width = 0
+    returns_width = hop_counts = 0
+    _parts: Any = (Ground, Launches, Watch)  # what makes it this engine
 
     def __init__(
         self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Shape, buffer_bytes: int, blame: Blame
     ) -> None:
-        self.config, self.stats = config, stats
-        self._memory = memory
-        self._ground = Ground(config, memory, shape, buffer_bytes)
-        self._launches = Launches(config, self._ground)
-        self._watch = Watch(config, self._ground, blame)
+        self.config, self.stats, self._memory = config, stats, memory
+        make_ground, make_launches, make_watch = self._parts
+        self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
+        self._launches: Launches = make_launches(config, self._ground)
+        self._watch: Watch = make_watch(config, self._ground, blame)
         self._view = View(config, self._ground, self._launches)
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
@@ -276,12 +277,11 @@ class NvlinkEngine:
 
     def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
         """Launch the plan."""
-        config, ground, spec, wide = self.config, self._ground, kind.spec, topk_idx.dtype == torch.int64
-        launch = kind.plans.get(wide)
+        config, ground, spec, tokens = self.config, self._ground, kind.spec, len(topk_idx)
+        launch = kind.plans.get(wide := topk_idx.dtype == torch.int64)
         if launch is None:
             launch = self._launches.plan(spec, kind.form.meta_words, weighted=kind.weighted, wide=wide)
             kind.plans[wide] = launch
-        tokens = topk_idx.shape[0]
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:

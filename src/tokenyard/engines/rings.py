@@ -10,11 +10,9 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.kernels import region, sync
-from tokenyard.kernels.payload import padded
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, padded
 from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
@@ -128,20 +126,19 @@ class Ground:
     """What an object keeps on the device between calls. Making one is collective."""
 
     def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int) -> None:
+        from tokenyard.kernels import sync  # Triton, which sizes alone do not need
+
         ranks, channels = config.world_size, shape.channels
         self.memory, self.shape = memory, shape
         self.header_words = head.COUNTS + config.most_local_experts
-        self.rings_at = 8 * region.signal_words(ranks, channels, self.header_words)
-        self.ring_bytes = buffer_bytes // (ranks * channels) // 256 * 256
-        self.num_bytes = self.rings_at + ranks * channels * self.ring_bytes
+        self._lay_out(ranks, channels, buffer_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(sync.STATUS_WORDS)
         self.header_in = memory.host_words(self.header_words)
         self.header_out = memory.host_words(3 + ranks * (self.header_words + ranks))
-        self.rank_bins = power_of_two_at_least(max(ranks, 2))
         self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
         width = self.rank_bins + self.expert_bins
-        state = torch.zeros(region.state_words(ranks, channels), dtype=torch.int64, device="cpu")
+        state = torch.zeros(self.state_words, dtype=torch.int64, device="cpu")
         state[:3] = torch.tensor([config.rank, int(config.timeout * 1e9), self.status.data_ptr()], device="cpu")
         with memory.tensors():
             self.scratch = torch.zeros(
@@ -152,6 +149,16 @@ class Ground:
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at = self.scratch.data_ptr()
         self.header_in_at, self.header_out_at = self.header_in.data_ptr(), self.header_out.data_ptr()
+
+    def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
+        """Where things lie in the region, and how many there are."""
+        from tokenyard.kernels import region
+
+        self.rings_at = 8 * region.signal_words(ranks, channels, self.header_words)
+        self.ring_bytes = buffer_bytes // (ranks * channels) // 256 * 256
+        self.num_bytes = self.rings_at + ranks * channels * self.ring_bytes
+        self.state_words = region.state_words(ranks, channels)
+        self.rank_bins = power_of_two_at_least(max(ranks, 2))
 
     def slots(self, form: Form) -> int:
         """Rows of ``form`` that one ring holds.

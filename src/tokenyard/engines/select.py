@@ -21,9 +21,10 @@ from tokenyard.memory.launch import multiprocessors
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.preflight import unreachable_pairs
 from tokenyard.stats import Stats
+from tokenyard.topology import Topology
 
-ENGINES = ("auto", "collective", "nvlink", "low_latency")
-_ON_KERNELS = ("nvlink", "low_latency")
+ENGINES = ("auto", "collective", "nvlink", "twolevel", "low_latency")
+_ON_KERNELS = ("nvlink", "twolevel", "low_latency")
 TRITON = "3.6"
 
 
@@ -35,6 +36,8 @@ class Asked(NamedTuple):
     buffer_bytes: int | None = None
     num_sms: int | None = None
     spare_sms: int | None = None
+    no_grid: str = ""
+    """Why ranks form no grid; empty if they do (``Config.topology``)."""
 
     def room(self, most_sms: int) -> int:
         """Multiprocessors that there are for calls; at most half are spared."""
@@ -61,7 +64,8 @@ def choose(
     if isinstance(group, MemoryGroup):
         if asked.engine == "collective":
             raise NotSupported(
-                "engine 'collective' needs a torch.distributed group; ranks of one process have engines 'nvlink' and 'low_latency'"
+                "engine 'collective' needs a torch.distributed group; ranks of one process have engines 'nvlink', 'twolevel' and "
+                "'low_latency'"
             )
         memory = group.open_memory(config.timeout)
         return _on_kernels(
@@ -75,17 +79,14 @@ def choose(
     gpu = _gpu(group, asked.device)
     obstacle, most_sms = "not asked for", 0
     if asked.engine != "collective":
-        obstacle, most_sms = _common_obstacle(store, config, gpu, _obstacle(gpu))
+        grid = config.topology if asked.engine == "twolevel" else None
+        obstacle, most_sms = _common_obstacle(store, config, gpu, _obstacle(gpu), grid)
     if asked.engine in _ON_KERNELS and obstacle:
         raise NotSupported(f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can")
     if asked.engine != "collective" and not obstacle and gpu is not None:
-        from tokenyard.memory.cuda import CudaMemory
-
-        part = None if store is None else dist.PrefixStore("memory", store)
-        memory = CudaMemory(group, config.rank, config.world_size, gpu, config.timeout, store=part)
-        why = f"{config.world_size} GPUs that map each other's memory"
+        memory, why = _cuda_memory(group, store, config, gpu, asked)
         return _on_kernels(memory, store, most_sms, config, asked, why)
-    return _collective(group, store, config, asked.device)
+    return _collective(group, store, config, asked)
 
 
 # Engines with one-sided kernels
@@ -96,6 +97,8 @@ def _on_kernels(
 ) -> Choice:
     if asked.engine == "low_latency":
         return _low_latency(memory, most_sms, config, asked, why)
+    if asked.engine == "twolevel":
+        return _twolevel(memory, store, most_sms, config, asked, why)
     return _nvlink(memory, store, most_sms, config, asked, why)
 
 
@@ -104,7 +107,7 @@ def _low_latency(memory: SymmetricMemory, most_sms: int, config: Config, asked: 
     from tokenyard.engines.low_latency_ground import shape_for
 
     room = asked.room(most_sms)
-    shape = shape_for(min(asked.num_sms or room, room), config.world_size)
+    shape = shape_for(min(asked.num_sms or room, room), config.world_size, config.max_tokens_per_rank)
 
     def make(stats: Stats) -> Engine:
         return LowLatencyEngine(config, memory, stats, shape, asked.buffer_bytes)
@@ -131,6 +134,27 @@ def _nvlink(
     return Choice(make, memory.device, f"nvlink: {why}")
 
 
+def _twolevel(
+    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+) -> Choice:
+    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+    from tokenyard.engines.twolevel import TwolevelEngine
+    from tokenyard.engines.twolevel_ground import tuning_for
+
+    grid, room = config.topology, asked.room(most_sms)
+    if grid is None:
+        raise NotSupported(f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}")
+    num_sms = min(asked.num_sms or room, room)
+    tuning = tuning_for(num_sms, grid, all_sms=num_sms == room)
+    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
+    blame = Blame(store or dist.HashStore(), config.rank, config.timeout)
+
+    def make(stats: Stats) -> Engine:
+        return TwolevelEngine(config, memory, stats, tuning, num_bytes, blame)
+
+    return Choice(make, memory.device, f"twolevel: {grid} nodes and ranks; {why}")
+
+
 def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:
     """The GPU that nvlink would work on."""
     if device is None and torch.cuda.is_available() and (group is None or _accelerator(_backends(group)) is not None):
@@ -152,12 +176,28 @@ def _obstacle(gpu: torch.device | None) -> str:
     return ""
 
 
+def _cuda_memory(
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, gpu: torch.device, asked: Asked
+) -> tuple[SymmetricMemory, str]:
+    """Memory of GPUs, and why it is that kind."""
+    from tokenyard.memory import nvshmem
+    from tokenyard.memory.cuda import CudaMemory
+
+    part = None if store is None else dist.PrefixStore("memory", store)
+    place = (group, config.rank, config.world_size, gpu, config.timeout)
+    grid = config.topology
+    if asked.engine == "twolevel" and grid is not None and grid.num_nodes > 1 and nvshmem.is_available():
+        memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
+        return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
+    return CudaMemory(*place, store=part), f"{config.world_size} GPUs that map each other's memory"
+
+
 def _common_obstacle(
-    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str
+    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str, grid: Topology | None = None
 ) -> tuple[str, int]:
     """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest multiprocessors of a rank's GPU.
 
-    The same on every rank.
+    The same on every rank. ``grid``: GPUs of different nodes need not map each other's memory if there is NVSHMEM.
     """
     sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:
@@ -175,15 +215,23 @@ def _common_obstacle(
     if first or gpu is None:
         return first, 0
     pairs = unreachable_pairs(dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout)
-    return "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs), min(each[2] for each in everybody)
+    missing = ""
+    if grid is not None:
+        from tokenyard.memory.nvshmem import is_available
+
+        near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
+        missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
+        pairs, missing = (near, "") if is_available() or len(near) == len(pairs) else (pairs, missing)
+    why = "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs)
+    return missing + why if pairs else "", min(each[2] for each in everybody)
 
 
 # collective
 
 
-def _collective(
-    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, device: torch.device | None
-) -> Choice:
+def _collective(group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, asked: Asked) -> Choice:
+    device = asked.device
+
     def choice(wire: Wire, where: torch.device | None, why: str) -> Choice:
         def make(stats: Stats) -> Engine:
             return CollectiveEngine(config, wire, stats)
@@ -197,16 +245,25 @@ def _collective(
     if device is None:
         device = _accelerator(backends)
     backend = backends.get("cpu" if device is None else device.type, "")
+    hops = _hops(config, asked.no_grid)
     if backend not in ("", "gloo") and device is not None:
-        why = f"{size} ranks over the group's {backend} backend on {device.type}"
+        why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
         return choice(GroupWire(group, device, backend), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
             f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo"
         )
-    why = f"{size} ranks over a gloo mesh of their own, through host memory"
+    why = f"{size} ranks over a gloo mesh of their own, through host memory{hops}"
     return choice(GlooWire(store, config.rank, size, config.timeout), device, why)
+
+
+def _hops(config: Config, no_grid: str) -> str:
+    """What there is to say about nodes, if there are several."""
+    grid = config.topology
+    if grid is None:
+        return f"; rows cross the network once per rank, not per node: {no_grid}"
+    return f"; {grid} nodes and ranks: rows cross the network once per node" if grid.has_levels else ""
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

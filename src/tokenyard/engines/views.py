@@ -13,9 +13,8 @@ from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Form, Ground, address
 from tokenyard.handle import Arrived, Plan
-from tokenyard.kernels.payload import padded
 from tokenyard.memory.base import Region
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, padded
 
 _PART = 256
 

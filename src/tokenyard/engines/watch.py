@@ -130,8 +130,7 @@ class Watch:
             raise ValueError(head.bad_index_text(at - 1, value, self._config.num_topk, self._config.num_experts))
 
     def _silent(self, phase: int, peer: int, counter: int, expected: int, seen: int) -> PeerTimeout:
-        what, name = _PHASES[phase]
-        name = name.format(peer=peer, counter=counter)
+        peer, what, name = self._named(phase, peer, counter)
         text = (
             f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
@@ -139,6 +138,11 @@ class Watch:
         self._blame.report(text, peer)
         report, culprit = self._blame.behind(peer)
         return PeerTimeout(f"{text}; it had reported: {report}" if report else text, culprit)
+
+    def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
+        """Who was waited for, for what, and what the counter is called."""
+        what, name = _PHASES[phase]
+        return peer, what, name.format(peer=peer, counter=counter)
 
     def _disagreement(self, peer: int, mine: dict[str, int], theirs: dict[str, int]) -> Mismatch:
         me = self._config.rank

@@ -35,15 +35,23 @@ class Spans:
     recv_counts: list[int]
 
     @staticmethod
-    def packed(send_counts: list[int], recv_counts: list[int]) -> Spans:
-        """Blocks that follow each other without gaps."""
-        return Spans(_starts(send_counts), send_counts, _starts(recv_counts), recv_counts)
+    def among(
+        peers: range, num_ranks: int, send_counts: list[int], recv_counts: list[int], stride: int | None = None
+    ) -> Spans:
+        """Rows to and from ``peers`` only, one count of each per peer.
 
-    @staticmethod
-    def strided(stride: int, send_counts: list[int], recv_counts: list[int]) -> Spans:
-        """Blocks of ``stride`` rows, of which the first ``counts`` are in use."""
-        starts = [stride * rank for rank in range(len(send_counts))]
-        return Spans(starts, send_counts, starts, recv_counts)
+        Blocks follow each other without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use.
+        """
+
+        def spread(values: list[int]) -> list[int]:
+            everybody = [0] * num_ranks
+            everybody[peers.start : peers.stop : peers.step] = values
+            return everybody
+
+        def starts(counts: list[int]) -> list[int]:
+            return spread(_starts(counts if stride is None else [stride] * len(counts)))
+
+        return Spans(starts(send_counts), spread(send_counts), starts(recv_counts), spread(recv_counts))
 
     def reversed(self) -> Spans:
         """The way back: what was received is sent."""

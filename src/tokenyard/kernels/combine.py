@@ -52,18 +52,18 @@ def partial_rows(
 
 
 @triton.jit
-def _send(
-    peers, state, plan, x, slots, row_weights, reduce, me, s, c,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, RINGS: tl.constexpr,
+def send_sums(
+    peers, state, plan, x, slots, row_weights, reduce, me, s, c, via, as_me,
+    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, RINGS: tl.constexpr,
     RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of rows that came from ``s`` in channel ``c``, into the ring (me, c) of ``s``."""
-    lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
-    a0 = tl.load(first_in(plan, s, R, C))
-    mine, there = peer_base(peers, me), peer_base(peers, s)
-    ring = there + RINGS + (me * C + c).to(tl.int64) * RING
-    tail = tail_of(there, me, c, R, C)
+    """Partial sums of rows that came from ``s`` in channel ``c``, into the ring (as_me, c) of rank ``via``."""
+    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
+    a0 = tl.load(first_in(plan, s, D, C))
+    mine, there = peer_base(peers, me), peer_base(peers, via)
+    ring = there + RINGS + (as_me * C + c).to(tl.int64) * RING
+    tail = tail_of(there, as_me, c, R, C)
     base = tl.load(sent_to(state, s, c, R, C))
     want = base
     ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
@@ -92,6 +92,7 @@ def _send(
                     )
                     tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
             add_release(tail, n.to(tl.int64), None)
+    tl.debug_barrier()
     tl.store(sent_to(state, s, c, R, C), base + hi - lo)
 
 
@@ -175,6 +176,7 @@ def _reduce(
                 tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
             add_release(heads, upto - taken, remote & (upto > taken))
             taken = upto
+    tl.debug_barrier()
     tl.store(taken_from(state, r, c, R, C), bases + taken, mask=remote)
 
 
@@ -201,9 +203,9 @@ def combine_kernel(
         )  # fmt: skip
     elif (pid >= 0) & (pid < R * C):
         s = (me + pid // C) % R
-        _send(
-            peers, state, plan, x, slots, row_weights, reduce, me, s, c,
-            R, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
+        send_sums(
+            peers, state, plan, x, slots, row_weights, reduce, me, s, c, s, me,
+            R, R, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
         )  # fmt: skip
     elif pid == R * C:
         greet(peers, state, tag, R, C, RP)

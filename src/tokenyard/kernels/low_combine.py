@@ -25,7 +25,7 @@ from tokenyard.kernels.low_dispatch import merged_weights
 from tokenyard.kernels.low_region import (
     RANK, epoch_of, flag_of, note, note_of, slot_of, weight_of,
 )  # fmt: skip
-from tokenyard.kernels.low_wait import flags_of, in_same_call, leave_out, tell, wait_flags, wait_notes, wait_weights
+from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flags, wait_notes, wait_weights
 from tokenyard.kernels.plan import owner_of
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import words
@@ -44,7 +44,7 @@ def _bring_weights(
     weights = merged_weights(owner_weights, t, ids, tl.where(k < K, first, k), K, KP)
     word = ((call & 0x7FFFFFFF) << 32) | (weights.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
-    goes = (goes > 0) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+    goes = are_active(active, r, goes > 0)
     bases = tl.load(words(peers) + r, mask=goes, other=0)
     to = weight_of(bases, half, me, t, R, M, K, LC)[:, None] + k[None, :]
     everywhere = word[None, :] + (r * 0).to(tl.int64)[:, None]
@@ -107,7 +107,7 @@ def _add_rows(
     ids = tl.load(route.to(tl.pointer_type(tl.int32)) + t.to(tl.int64) * K + k, mask=k < K, other=-1)
     owner = owner_of(ids, E, R)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
-    here = goes & (tl.load(flags_of(active) + r, mask=goes, other=0) != 0)
+    here = are_active(active, r, goes)
     seen = wait_flags(
         flag_of(mine, half, r, t, R, M, LC), 2 * call, here, peers, active, r, state, call, timeout, R, P, M, K, LC
     )
@@ -137,7 +137,7 @@ def _lead(
 ):  # fmt: skip
     """Wait until all ranks have come to the call."""
     r = tl.arange(0, RP)
-    here = (r < R) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+    here = are_active(active, r, r < R)
     tags = note_of(peer_base(peers, me), half, r, LC, R, LC)
     _, last, there = wait_notes(
         tags[:, None], here[:, None], tags, peers, call, here, active, r, waits, state,
@@ -162,7 +162,7 @@ def low_combine_kernel(
     me = tl.load(words(state) + RANK).to(tl.int32)
     if SEND:
         to = (me + P - 1 - pid) % R
-        if (pid >= P - R) & (tl.load(flags_of(active) + to) != 0):
+        if (pid >= P - R) & is_active(active, to):
             tell(note_of(peer_base(peers, to), half, me, LC, R, LC), note(call, tag), to >= 0)
         if WEIGHTED == 2:
             for token in range(pid, T, P):
@@ -171,7 +171,7 @@ def low_combine_kernel(
                 )
         for u in range(pid, R * M, P):
             s = (u // M + me) % R
-            if tl.load(flags_of(active) + s) != 0:
+            if is_active(active, s):
                 _send_sum(
                     peers, state, active, x, slots, weights, call, half, me, s, u % M, timeout,
                     R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED,

@@ -28,22 +28,29 @@ from tokenyard.kernels.low_region import (
     BAD_AT, BAD_VALUE, RANK, READY, STATUS, block_of, epoch_of, flag_of, note, note_of, pairs_of, present_of,
     slot_of, start_of, value_in,
 )  # fmt: skip
-from tokenyard.kernels.low_wait import flags_of, in_same_call, leave_out, tell, wait_flag, wait_notes, wait_ready
+from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flag, wait_notes, wait_ready
 from tokenyard.kernels.payload import as_words, cast_values, store_cast, zero_row
 from tokenyard.kernels.plan import first_expert, owner_of
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import words
 
 _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
+_SIDE_BY_SIDE = tl.constexpr(8)
+"""Loads of picks that do not wait for each other."""
+
+
+@triton.jit
+def _picks(topk_idx, WIDE: tl.constexpr):
+    """``topk_idx`` as a pointer."""
+    return topk_idx.to(tl.pointer_type(tl.int64 if WIDE else tl.int32))
 
 
 @triton.jit
 def merged_picks(topk_idx, t, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
     """Picks ``[B, KP]`` of tokens ``t [B]``: ids (bad ones -1), the pick that each was merged into, and as they were given."""
     k = tl.arange(0, KP)
-    kind = tl.int64 if WIDE else tl.int32
     at = t[:, None].to(tl.int64) * K + k[None, :]
-    raw = tl.load(topk_idx.to(tl.pointer_type(kind)) + at, mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
+    raw = tl.load(_picks(topk_idx, WIDE) + at, mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
     ids = tl.where((raw < 0) | (raw >= E), -1, raw).to(tl.int32)
     first = tl.min(tl.where(ids[:, :, None] == ids[:, None, :], k[None, None, :], KP), axis=2)
     first = tl.where(ids < 0, k[None, :], first)
@@ -65,6 +72,23 @@ def merged_weights(topk_weights, t, merged, first, K: tl.constexpr, KP: tl.const
 
 
 @triton.jit
+def _tokens_before(topk_idx, ids, t, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr, WIDE: tl.constexpr):
+    """How many tokens before ``t`` picked each of ``ids [KP]``. Theirs are compared one pick of TB tokens at a time: no reduction
+    but one at the end, as each would cost as much as many comparisons."""
+    total = tl.zeros((TB, KP), tl.int32)
+    for tb in range(0, t, TB):
+        before = tb + tl.arange(0, TB)
+        row = _picks(topk_idx, WIDE) + before.to(tl.int64) * K
+        same = tl.zeros((TB, KP), tl.int1)
+        for j0 in range(0, K, _SIDE_BY_SIDE):
+            for i in tl.static_range(_SIDE_BY_SIDE):
+                theirs = tl.load(row + j0 + i, mask=(before < t) & (j0 + i < K), other=-1)
+                same = same | (theirs[:, None] == ids[None, :])
+        total += same.to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def _announce(
     topk_idx, peers, active, tag, T, call, half, me, to, R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, LC: tl.constexpr, HB: tl.constexpr, TB: tl.constexpr, WIDE: tl.constexpr,
@@ -72,14 +96,20 @@ def _announce(
     """Notes for ``to``, and the flags of tokens that do not go there."""
     first, end = first_expert(to, E, R), first_expert(to + 1, E, R)
     base = peer_base(peers, to)
-    e = tl.arange(0, HB)
+    e, k = tl.arange(0, HB), tl.arange(0, KP)[None, :]
     counts = tl.zeros((HB,), tl.int32)
     for tb in range(0, M, TB):
         t = tb + tl.arange(0, TB)
-        ids, _, _ = merged_picks(topk_idx, t, T, E, K, KP, WIDE)
+        pick = _picks(topk_idx, WIDE) + t[:, None].to(tl.int64) * K + k
+        inside = (t < T)[:, None] & (k < K)
+        ids = tl.load(pick, mask=inside, other=-1)
         there = (ids >= first) & (ids < end)
         goes = tl.max(there.to(tl.int32), axis=1)
-        flat = tl.reshape(tl.where(there, ids - first, HB), [TB * KP])
+        for j0 in range(1, K, _SIDE_BY_SIDE):  # an expert picked again counts once
+            for i in tl.static_range(_SIDE_BY_SIDE):
+                earlier = tl.load(pick - j0 - i, mask=inside & (k >= j0 + i), other=-1)
+                there = there & (earlier != ids)
+        flat = tl.reshape(tl.where(there, (ids - first).to(tl.int32), HB), [TB * KP])
         counts += tl.histogram(flat, HB, mask=flat < HB)
         none = (t * 0).to(tl.int64) + 2 * call
         tell(flag_of(base, half, me, t, R, M, LC), none, (t < M) & (goes == 0))
@@ -98,7 +128,7 @@ def _send_token(
     """Token ``t`` to all its ranks."""
     k, r, w = tl.arange(0, KP), tl.arange(0, RP), tl.arange(0, BLOCK)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    here = tl.load(flags_of(active) + r, mask=r < R, other=0) != 0
+    here = are_active(active, r, r < R)
     bases = tl.load(words(peers) + r, mask=r < R, other=0)
     one = t + tl.arange(0, 1)
     ids2, first2, raw2 = merged_picks(topk_idx, one, T, E, K, KP, WIDE)
@@ -108,12 +138,7 @@ def _send_token(
         row = as_words(x, BITS) + t.to(tl.int64) * N
         v = tl.load(row + w, mask=w < N, cache_modifier=".cg")
     ids, first, raw = tl.reshape(ids2, [KP]), tl.reshape(first2, [KP]), tl.reshape(raw2, [KP])
-    rank = tl.zeros((KP,), tl.int32)
-    for tb in range(0, t, TB):
-        before = tb + tl.arange(0, TB)
-        theirs, _, _ = merged_picks(topk_idx, before, t, E, K, KP, WIDE)
-        same = tl.max((theirs[:, :, None] == ids[None, None, :]).to(tl.int32), axis=1)
-        rank += tl.sum(same, axis=0)
+    rank = _tokens_before(topk_idx, ids, t, K, KP, TB, WIDE)
     at = t.to(tl.int64) * K + k
     tl.store(route.to(tl.pointer_type(tl.int32)) + at, ids, mask=k < K)
     tl.store(words(first_pick) + at, first.to(tl.int64), mask=k < K)
@@ -170,7 +195,7 @@ def _lead(
     """Step 3: who is present, and where rows begin."""
     mine = peer_base(peers, me)
     r, e = tl.arange(0, RP), tl.arange(0, HB)
-    here = (r < R) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+    here = are_active(active, r, r < R)
     inside = here[:, None] & (e < LC)[None, :]
     notes = note_of(mine, half, r[:, None], e[None, :], R, LC)
     counts, tags, there = wait_notes(
@@ -215,7 +240,9 @@ def _lead(
             tl.store(overflow.to(tl.pointer_type(tl.int32)), lost)
     if LOADS:
         sums = words(loads) + e
-        tl.store(sums, tl.load(sums, mask=held, other=0) + totals, mask=held)
+        sofar = tl.load(sums, mask=held, other=0)
+        tl.debug_barrier()
+        tl.store(sums, sofar + totals, mask=held)
 
 
 @triton.jit
@@ -316,7 +343,7 @@ def low_dispatch_kernel(
     me = tl.load(words(state) + RANK).to(tl.int32)
     if SEND:
         to = (me + P - 1 - pid) % R
-        if (pid >= P - R) & (tl.load(flags_of(active) + to) != 0):
+        if (pid >= P - R) & is_active(active, to):
             _announce(topk_idx, peers, active, tag, T, call, half, me, to, R, M, K, KP, E, LC, HB, TB, WIDE)
         for token in range(pid, T, P):
             _send_token(

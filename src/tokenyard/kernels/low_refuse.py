@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_region import RANK, epoch_of, flag_of, note, note_of, weight_of
-from tokenyard.kernels.low_wait import flags_of, leave_out, tell, wait_notes
+from tokenyard.kernels.low_wait import are_active, is_active, leave_out, tell, wait_notes
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import words
 
@@ -27,7 +27,7 @@ def low_refuse_kernel(
     me = tl.load(words(state) + RANK).to(tl.int32)
     to = (me + P - 1 - pid) % R
     i = tl.arange(0, 256)
-    if (pid >= P - R) & (tl.load(flags_of(active) + to) != 0):
+    if (pid >= P - R) & is_active(active, to):
         base = peer_base(peers, to)
         for e in range(0, LC + 1, 256):
             at = note_of(base, half, me, e + i, R, LC)
@@ -41,7 +41,7 @@ def low_refuse_kernel(
             tl.atomic_xchg(to_weights, zero, mask=j + i < M * K, sem="relaxed", scope="sys")
     if pid == P - 1:
         r = tl.arange(0, RP)
-        here = (r < R) & (tl.load(flags_of(active) + r, mask=r < R, other=0) != 0)
+        here = are_active(active, r, r < R)
         tags = note_of(peer_base(peers, me), half, r, LC, R, LC)
         _, _, there = wait_notes(
             tags[:, None], here[:, None], tags, peers, call, here, active, r, 0, state,

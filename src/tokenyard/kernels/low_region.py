@@ -27,8 +27,9 @@ COUNT_BITS = 24
 """Of a note; ``max_tokens_per_rank`` must fit."""
 _COUNT_BITS, _VALUES = tl.constexpr(COUNT_BITS), tl.constexpr((1 << COUNT_BITS) - 1)
 
-BAD_AT, BAD_VALUE, OTHER_RANK = 0, 1, 2
-"""Words of the status (host memory): first pick out of range + 1 and its value; a rank that was in another call + 1."""
+BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK = 0, 1, 2, 3
+"""Words of the status (host memory): first pick out of range + 1 and its value; a rank that was in another call + 1; one that was left
+out for its silence + 1."""
 
 
 def slots_at(ranks: int, tokens: int, topk: int, experts: int) -> int:

@@ -8,6 +8,10 @@ last get three times as long. So who waits for a dead rank is not taken for dead
 Every thread reads a clock of its own, so thread 0's word counts, and all learn of it through memory (``late_of``, which only grows: by
 one for each of three deadlines that a wait comes past): threads that left a loop at different times would meet at the wrong barriers.
 As a look costs several atomics, a program polls SPINS times between two.
+
+For the same reason what others may change meanwhile is never loaded, but looked at by an atomic (:func:`look`, :func:`are_active`): one
+thread does it for all. A load of a small tensor is made by several threads per element, which may see different values and go on
+different ways.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_region import OTHER_RANK, READY, RANK, STATUS, call_in, late_of, pulse_of, value_in
+from tokenyard.kernels.low_region import OTHER_RANK, READY, RANK, SILENT_RANK, STATUS, call_in, late_of, pulse_of, value_in
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import load_acquire, now_ns, words
 
 SPINS = tl.constexpr(16)
-_OTHER_RANK = tl.constexpr(OTHER_RANK)
+_OTHER_RANK, _SILENT_RANK = tl.constexpr(OTHER_RANK), tl.constexpr(SILENT_RANK)
 
 
 @triton.jit
@@ -37,9 +41,21 @@ def tell(word, value, mask):
 
 
 @triton.jit
+def look(word, mask):
+    """Words as they are now, the same for all threads."""
+    return tl.atomic_add(word, 0, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def is_active(active, rank):
     """Whether ``rank`` is not left out, as of now."""
     return tl.atomic_add(flags_of(active) + rank, 0, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
+def are_active(active, ranks, mask):
+    """Which of a small tensor of ranks are not left out, as of now."""
+    return mask & (tl.atomic_add(flags_of(active) + ranks, 0, mask=mask, sem="relaxed", scope="gpu") != 0)
 
 
 @triton.jit
@@ -75,11 +91,13 @@ def judge(
             if is_active(active, peer + 0):
                 tell(pulse_of(peer_base(peers, peer + 0), me, R, M, K, LC), call, call > 0)
         if _is_past(word, stamp + 2, begin + timeout):
-            pulse = tl.load(pulse_of(peer_base(peers, me), ranks, R, M, K, LC), mask=lack, other=0, volatile=True)
+            pulse = look(pulse_of(peer_base(peers, me), ranks, R, M, K, LC), lack)
             silent = lack & (pulse < call - 1)
             if _is_past(word, stamp + 3, begin + 3 * timeout):
                 silent = lack
             leave_out(active, ranks, silent)
+            status = words(tl.load(words(state) + STATUS))
+            tl.store(status + _SILENT_RANK + ranks * 0, (ranks + 1).to(tl.int64), mask=silent)
 
 
 @triton.jit
@@ -130,7 +148,7 @@ def wait_flags(
                 polled = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
                 short = tl.sum(((polled < want) & mask).to(tl.int32))
                 n += 1
-            here = mask & (tl.load(flags_of(active) + ranks, mask=mask, other=0, volatile=True) != 0)
+            here = are_active(active, ranks, mask)
             lack = here & (tl.atomic_add(flags, 0, mask=here, sem="acquire", scope="sys") < want)
             live = tl.sum(lack.to(tl.int32)) > 0
             if live:
@@ -138,6 +156,13 @@ def wait_flags(
         seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def _have_come(counts, inside, tags, here, call):
+    """Of which of the ranks ``here`` all notes are of this call."""
+    least = tl.min(tl.where(inside, call_in(counts), call), axis=1)
+    return here & (least >= call) & (call_in(tags) >= call)
 
 
 @triton.jit
@@ -152,31 +177,28 @@ def wait_notes(
     """
     begin, stamp = now_ns(), stamp_of(state, P)
     waited = (ranks * 0).to(tl.int64) - 1
-    counts = tl.load(notes, mask=inside, other=0, volatile=True)
-    last = tl.load(tags, mask=here, other=0, volatile=True)
-    there = ranks < 0
     live = True
-    while live:
+    while live:  # carries no tensors that come from atomics: see wait_flags
         n = 0
         short = 1
         while (short > 0) & (n < SPINS):
-            counts = tl.load(notes, mask=inside, other=0, volatile=True)
-            last = tl.load(tags, mask=here, other=0, volatile=True)
-            least = tl.min(tl.where(inside, call_in(counts), call), axis=1)
-            there = here & (least >= call) & (call_in(last) >= call)
+            there = _have_come(look(notes, inside), inside, look(tags, here), here, call)
             if TIMED:
                 waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
             short = tl.sum((here & (there == 0)).to(tl.int32))
             n += 1
-        lack = here & (there == 0)
-        lack = lack & (tl.load(flags_of(active) + ranks, mask=lack, other=0, volatile=True) != 0)
+        lack = are_active(active, ranks, here & (_have_come(look(notes, inside), inside, look(tags, here), here, call) == 0))
         live = tl.sum(lack.to(tl.int32)) > 0
         if live:
             judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+    counts, last = look(notes, inside), look(tags, here)
+    there = _have_come(counts, inside, last, here, call)
     if TIMED:
         to = waits.to(tl.pointer_type(tl.int64)) + ranks
         waited = tl.where(waited < 0, now_ns() - begin, waited)
-        tl.store(to, tl.load(to, mask=here, other=0) + waited, mask=here)
+        sofar = tl.load(to, mask=here, other=0)
+        tl.debug_barrier()
+        tl.store(to, sofar + waited, mask=here)
     tl.debug_barrier()
     return counts, last, there
 
@@ -198,19 +220,18 @@ def wait_weights(
 ):  # fmt: skip
     """Wait for weights that ``rank`` brings, words ``[KP]`` that tell their call themselves: whether all are there, and the weights."""
     sign = call & 0x7FFFFFFF
-    word = tl.load(at, mask=inside, other=0, volatile=True)
-    short = tl.sum((((word >> 32) != sign) & inside).to(tl.int32))
+    short = tl.sum((((look(at, inside) >> 32) != sign) & inside).to(tl.int32))
     if short > 0:
         begin, stamp = now_ns(), stamp_of(state, P)
         live = True
         while live:
             n = 0
             while (short > 0) & (n < SPINS):
-                word = tl.load(at, mask=inside, other=0, volatile=True)
-                short = tl.sum((((word >> 32) != sign) & inside).to(tl.int32))
+                short = tl.sum((((look(at, inside) >> 32) != sign) & inside).to(tl.int32))
                 n += 1
             live = (short > 0) & is_active(active, rank)
             if live:
                 judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+    word = look(at, inside)
     tl.debug_barrier()
     return short == 0, word.to(tl.int32).to(tl.float32, bitcast=True)

@@ -11,11 +11,6 @@ import triton
 import triton.language as tl
 
 
-def padded(num_bytes: int) -> int:
-    """The next multiple of 16."""
-    return -(-num_bytes // 16) * 16
-
-
 @triton.jit
 def as_words(address, BITS: tl.constexpr):
     """``address`` (a multiple of 16) as a pointer to words of a payload."""

@@ -26,9 +26,10 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import (
-    TICKETS, arrival_of, block_of, bounds_of, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
-    out_bound, peer_base, place_of, start_of,
+    TICKETS, arrival_of, block_of, bounds_of, first_expert, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
+    out_bound, owner_of, peer_base, place_of, start_of,
 )  # fmt: skip
+from tokenyard.kernels.two_letters import lacks_table, open_letters, post_letters, to_letter
 from tokenyard.kernels.sync import (
     DISAGREED, ON_COUNTS, ON_GREETING, ON_PLAN, RANK, STATUS, add_release, give_up, given_up, lacking, wait_at_least,
     wait_for_all, words,
@@ -37,24 +38,9 @@ from tokenyard.kernels.sync import (
 _STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
 )
-_NONE, _MAGIC = tl.constexpr(2**62), tl.constexpr(head.MAGIC)
+_NONE, _MAGIC, MOST = tl.constexpr(2**62), tl.constexpr(head.MAGIC), tl.constexpr(head.MOST_ROWS)
 BAD_AT, BAD_VALUE = 6, 7
 """Words of the status where the first pick out of range of calls without a host wait is kept: index + 1, and its value."""
-
-
-@triton.jit
-def owner_of(expert, E, R: tl.constexpr):
-    """Rank that holds ``expert``, -1 for -1."""
-    share, extra = E // R, E % R
-    larger = (share + 1) * extra
-    rank = tl.where(expert < larger, expert // (share + 1), (expert - larger) // tl.maximum(share, 1) + extra)
-    return tl.where(expert < 0, -1, rank)
-
-
-@triton.jit
-def first_expert(rank, E, R: tl.constexpr):
-    """First expert of ``rank``."""
-    return rank * (E // R) + tl.minimum(rank, E % R)
 
 
 @triton.jit
@@ -94,8 +80,8 @@ def _merged_weights(topk_weights, t, k, first, merged, inside, t1, K: tl.constex
 
 @triton.jit
 def _count_tile(
-    topk_idx, topk_weights, hist_row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr,
+    topk_idx, topk_weights, hist_row, plan, meta, first_pick, tb, t1, T, E, ranks, held, bad, digest,
+    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr,
     TB: tl.constexpr, MW: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Step 1 for TB tokens: merge, place within the channel, count. Returns the running counts."""
@@ -111,10 +97,14 @@ def _count_tile(
         total = _merged_weights(topk_weights, t, k, first, merged, inside, t1, K)
         at_weights = 1 + (2 * K if EXPERTS else K)
         tl.store(out + at_weights + k[None, :], total.to(tl.int32, bitcast=True), mask=inside)
-    hit = tl.max((owner_of(merged, E, R)[:, :, None] == r[None, None, :]).to(tl.int32), axis=1)
+    owner = owner_of(merged, E, R)[:, :, None]
+    hit = owner == r[None, None, :]
+    if D > R:  # nodes stand behind the ranks
+        hit = hit | ((owner >= 0) & (owner // P + R == r[None, None, :]))
+    hit = tl.max(hit.to(tl.int32), axis=1)
     place = tl.cumsum(hit, 0) - hit + ranks[None, :]
-    goes = (t < t1)[:, None] & (r < R)[None, :]
-    tl.store(place_of(plan, t, T, R, C)[:, None] + r[None, :], tl.where(hit > 0, place, -1), mask=goes)
+    goes = (t < t1)[:, None] & (r < D)[None, :]
+    tl.store(place_of(plan, t, T, D, C)[:, None] + r[None, :], tl.where(hit > 0, place, -1), mask=goes)
     flat = tl.reshape(merged, [TB * KP])
     counts = hist_row + RP
     tl.debug_barrier()
@@ -124,33 +114,34 @@ def _count_tile(
         rank = tl.sum(before.to(tl.int32), axis=1) + tl.load(counts + flat, mask=flat >= 0, other=0)
         tl.store(out + 1 + K + k[None, :], tl.reshape(rank, [TB, KP]), mask=inside)
         tl.debug_barrier()
-    e = tl.arange(0, EP)
-    here = tl.histogram(flat, EP, mask=flat >= 0)
-    tl.store(counts + e, tl.load(counts + e) + here)
+    held += tl.histogram(flat, EP, mask=flat >= 0)
+    tl.store(counts + tl.arange(0, EP), held)
     tl.debug_barrier()
     digest += tl.sum(tl.where(inside, _mixed(merged, row * K + k[None, :]), 0))
-    return ranks + tl.sum(hit, axis=0), tl.minimum(bad, at), digest
+    return ranks + tl.sum(hit, axis=0), held, tl.minimum(bad, at), digest
 
 
 @triton.jit
 def _settle_tile(
-    plan, meta, before_row, before, tb, t1, T, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    plan, meta, before_row, before, tb, t1, T, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     RP: tl.constexpr, TB: tl.constexpr, MW: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Step 2 for TB tokens: places within the channel become places within the rank."""
     t, k, r = tb + tl.arange(0, TB), tl.arange(0, KP), tl.arange(0, RP)
-    goes = (t < t1)[:, None] & (r < R)[None, :]
-    at = place_of(plan, t, T, R, C)[:, None] + r[None, :]
+    goes = (t < t1)[:, None] & (r < D)[None, :]
+    at = place_of(plan, t, T, D, C)[:, None] + r[None, :]
     place = tl.load(at, mask=goes, other=-1)
+    tl.debug_barrier()  # several threads load one place of a small tile: all of them before one stores it
     goes = goes & (place >= 0)
     place += before[None, :]
     tl.store(at, place, mask=goes)
-    tl.store(order_of(plan, r, T, R, C)[None, :] + place, t[:, None] + (r * 0)[None, :], mask=goes)
+    tl.store(order_of(plan, r, T, D, C)[None, :] + place, t[:, None] + (r * 0)[None, :], mask=goes)
     if EXPERTS:
         inside = (t < t1)[:, None] & (k < K)[None, :]
         out = meta.to(tl.pointer_type(tl.int32)) + t[:, None].to(tl.int64) * MW + 1 + k[None, :]
         expert = tl.load(out, mask=inside, other=-1)
         rank = tl.load(out + K, mask=inside & (expert >= 0), other=0)
+        tl.debug_barrier()
         tl.store(out + K, rank + tl.load(before_row + expert, mask=expert >= 0, other=0), mask=inside)
 
 
@@ -174,9 +165,9 @@ def _experts_before(hist, to, c, E, C: tl.constexpr, CP: tl.constexpr, HIST: tl.
 def _send_headers(
     topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E, room, tag,
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
-    WIDE: tl.constexpr, HOST: tl.constexpr, K: tl.constexpr,
+    WIDE: tl.constexpr, HOST: tl.constexpr, K: tl.constexpr, P: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The last program: one header to each rank, and this rank's row of the matrix to all."""
+    """The last program: one header to each rank, and this rank's row of the matrix to all; other nodes' into the outbox."""
     c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
     bad = tl.min(tl.load(marks + 2 * c, mask=c < C, other=_NONE))
     digest = tl.sum(tl.load(marks + 2 * c + 1, mask=c < C, other=0))
@@ -185,12 +176,17 @@ def _send_headers(
         kind = tl.int64 if WIDE else tl.int32
         value = tl.load(topk_idx.to(tl.pointer_type(kind)) + bad).to(tl.int64)
         if not HOST:
-            if tl.load(status + 6) == 0:
+            earlier = tl.load(status + 6)
+            tl.debug_barrier()
+            if earlier == 0:
                 tl.store(status + 7, value)
                 tl.store(status + 6, bad + 1)
     for d in range(R):
         to = d + 0
         base = peer_base(peers, to)
+        to_header, to_matrix = header_of(base, half, me, R, C, W), matrix_of(base, half, me, R, C)
+        if P < R:
+            to_header, to_matrix = to_letter(to_header, to_matrix, peers, me, half, to, R, C, P, W, FAR)
         total = tl.load(hist_total + to).to(tl.int64)
         v = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & HOST, other=0)
         if HOST:
@@ -204,16 +200,16 @@ def _send_headers(
         expert = first_expert(to, E, R) + w - _COUNTS_AT
         held = (w >= _COUNTS_AT) & (expert < first_expert(to + 1, E, R))
         v = tl.where(held, tl.load(hist_total + RP + expert, mask=held, other=0).to(tl.int64), v)
-        tl.store(header_of(base, half, me, R, C, W) + w, v, mask=w < W)
-        tl.store(matrix_of(base, half, me, R, C) + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
-        tl.store(matrix_of(base, half, me, R, C) + R, room.to(tl.int64))
-        tl.store(matrix_of(base, half, me, R, C) + R + 1, tag)
+        tl.store(to_header + w, v, mask=w < W)
+        tl.store(to_matrix + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
+        tl.store(to_matrix + R, room.to(tl.int64))
+        tl.store(to_matrix + R + 1, tag)
 
 
 @triton.jit
 def _complete(
     mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
-    R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
 ):  # fmt: skip
     """Program 0: what comes from the others, and where it goes. Returns whether a rank lacks room for its rows.
@@ -224,7 +220,7 @@ def _complete(
     known = s < R
     both = known[:, None] & (c < C)[None, :]
     bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
-    tl.store(in_bound(plan, s, 0, R, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
+    tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
     rows = tl.load(header_of(mine, half, s, R, C, W) + _ROWS_AT, mask=known, other=0)
     most = tl.max(tl.where(known, rows, 0))
     if not HOST:  # otherwise the host decides
@@ -237,14 +233,14 @@ def _complete(
     peer = tl.max(tl.where(other, s, -1))
     if peer >= 0:
         give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
-    tl.store(in_bound(plan, s, C, R, C), rows.to(tl.int32), mask=known)
-    tl.store(first_in(plan, s, R, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    tl.store(in_bound(plan, s, C, D, C), rows.to(tl.int32), mask=known)
+    tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     table = tl.load(
         matrix_of(mine, half, s, R, C)[:, None] + d[None, :], mask=known[:, None] & (d < R)[None, :], other=0
     )
     earlier = tl.where((s < me)[:, None], table, 0)
-    tl.store(first_out(plan, d, R, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
-    room = tl.load(matrix_of(mine, half, d, R, C) + R, mask=d < R, other=0)
+    tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    room = tl.load(matrix_of(mine, half, d, R, C) + R, mask=d < R, other=0) & MOST
     crowded = tl.max(((d < R) & (tl.sum(table, axis=0) > room)).to(tl.int32))
     local = first_expert(me + 1, E, R) - first_expert(me, E, R)
     here = e < local
@@ -273,10 +269,10 @@ def _complete(
                 lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
                 tl.store(overflow.to(tl.pointer_type(tl.int32)), lost)
         tl.store(
-            start_of(plan, e[None, :], s[:, None], T, R, C), start[None, :] + begin, mask=known[:, None] & here[None, :]
+            start_of(plan, e[None, :], s[:, None], T, D, C), start[None, :] + begin, mask=known[:, None] & here[None, :]
         )
-        tl.store(block_of(plan, e, local, T, R, C), start + counts, mask=here)
-        tl.store(block_of(plan, e, local, T, R, C) + 1, start + (counts if PADDED else aligned), mask=here)
+        tl.store(block_of(plan, e, local, T, D, C), start + counts, mask=here)
+        tl.store(block_of(plan, e, local, T, D, C) + 1, start + (counts if PADDED else aligned), mask=here)
     return crowded
 
 
@@ -317,14 +313,18 @@ def plan_kernel(
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MW: tl.constexpr, TB: tl.constexpr,
     KP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, LP: tl.constexpr, CP: tl.constexpr, WP: tl.constexpr,
     WIDE: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
 ):  # fmt: skip
-    """Grid: C. ``scratch``: int32 ``hist [C, RP + EP]`` and ``before [C + 1, RP + EP]``, then int64 ``marks [C, 2]``."""
+    """Grid: C. ``scratch``: int32 ``hist [C, RP + EP]`` and ``before [C + 1, RP + EP]``, then int64 ``marks [C, 2]``.
+
+    D: ranks, and nodes of P ranks each if there are several, which tokens go to. FAR, NET: see ``kernels/two_letters.py``.
+    """
     HIST: tl.constexpr = RP + EP
     c = tl.program_id(0)
     if given_up(state):
         return  # peers may be in other calls
     T, E, M = T.to(tl.int32), E.to(tl.int32), M.to(tl.int32)
-    num_rows, alignment = num_rows.to(tl.int32), alignment.to(tl.int32)
+    room, num_rows, alignment = num_rows, num_rows.to(tl.int32), alignment.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     hist = scratch.to(tl.pointer_type(tl.int32))
     before_all = hist + C * HIST
@@ -334,14 +334,14 @@ def plan_kernel(
     t1 = tl.minimum(t0 + share, T)
     r, e = tl.arange(0, RP), tl.arange(0, EP)
     row = hist + c * HIST
-    tl.store(row + RP + e, tl.zeros((EP,), tl.int32))
+    ranks, held = tl.zeros((RP,), tl.int32), tl.zeros((EP,), tl.int32)
+    tl.store(row + RP + e, held)
     tl.debug_barrier()
-    ranks = tl.zeros((RP,), tl.int32)
     bad, digest = tl.full((), _NONE, tl.int64), tl.full((), 0, tl.int64)
     for tb in range(t0, t1, TB):
-        ranks, bad, digest = _count_tile(
-            topk_idx, topk_weights, row, plan, meta, first_pick, tb, t1, T, E, ranks, bad, digest, R, C, K, KP, RP, EP, TB,
-            MW, WIDE, WEIGHTED, EXPERTS,
+        ranks, held, bad, digest = _count_tile(
+            topk_idx, topk_weights, row, plan, meta, first_pick, tb, t1, T, E, ranks, held, bad, digest, R, D, P, C, K, KP, RP,
+            EP, TB, MW, WIDE, WEIGHTED, EXPERTS,
         )  # fmt: skip
     tl.store(row + r, ranks)
     tl.store(marks + 2 * c, bad)
@@ -351,37 +351,44 @@ def plan_kernel(
     call = ticket // C
     half = (call % 2).to(tl.int32)
     if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, TICKETS) >= (call + 1) * C:
-        before = _sum_before(hist, c, r, r < R, C, CP, HIST)
-        tl.store(out_bound(plan, r, c, R, C), before, mask=r < R)
-        bases = tl.load(words(peers) + r, mask=r < R, other=0)
-        tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=r < R)
+        before = _sum_before(hist, c, r, r < D, C, CP, HIST)
+        tl.store(out_bound(plan, r, c, D, C), before, mask=r < D)
+        near = (r < R) & (r // P == me // P)
+        bases = tl.load(words(peers) + r, mask=near, other=0)
+        tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=near)
         before_row = before_all + c * HIST + RP
         if EXPERTS:
             _experts_before(hist, before_row, c, E, C, CP, HIST, RP)
         tl.debug_barrier()
         for tb in range(t0, t1, TB):
-            _settle_tile(plan, meta, before_row, before, tb, t1, T, R, C, K, KP, RP, TB, MW, EXPERTS)
+            _settle_tile(plan, meta, before_row, before, tb, t1, T, D, C, K, KP, RP, TB, MW, EXPERTS)
         if c == C - 1:
             total = before_all + C * HIST
-            tl.store(out_bound(plan, r, C, R, C), before + ranks, mask=r < R)
+            tl.store(out_bound(plan, r, C, D, C), before + ranks, mask=r < D)
             tl.store(total + r, before + ranks)
             _experts_before(hist, total + RP, C, E, C, CP, HIST, RP)
             tl.debug_barrier()
             status = words(tl.load(words(state) + STATUS))
             _send_headers(
-                topk_idx, peers, me, total, marks, header_in, status, half, T, E, num_rows, tag, R, C, CP, RP, W, WP, WIDE, HOST, K,
+                topk_idx, peers, me, total, marks, header_in, status, half, T, E, room, tag, R, C, CP, RP, W, WP, WIDE, HOST, K, P, FAR,
             )  # fmt: skip
-        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
+            if P < R:
+                post_letters(peers, state, me, half, hist, R, C, CP, P, W, HIST, FAR, NET)
+        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)
         if c == 0:
             mine = peer_base(peers, me)
             want = (call + 1) * C + (r * 0)
             if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, ON_COUNTS, r), want, r < R) == 0:
+                if P < R:
+                    open_letters(mine, me, half, plan, R, D, C, CP, RP, P, W, WP, FAR)
                 crowded = _complete(
                     mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
-                    R, C, CP, RP, LP, W, EXPERTS, PADDED, HOST,
+                    R, D, C, CP, RP, LP, W, EXPERTS, PADDED, HOST,
                 )  # fmt: skip
+                if P < R:
+                    crowded |= lacks_table(mine, state, half, plan, room, R, D, C, RP, W, HOST)
                 if HOST:
                     doubts = _tell_host(mine, me, half, header_out, nonce, M, crowded, K, R, C, RP, W, WP)
-                    tl.store(go_of(plan, R, C), ((doubts == 0) & (crowded == 0)).to(tl.int32))
+                    tl.store(go_of(plan, D, C), ((doubts == 0) & (crowded == 0)).to(tl.int32))
                 else:
-                    tl.store(go_of(plan, R, C), 1)
+                    tl.store(go_of(plan, D, C), 1)

@@ -120,6 +120,21 @@ def taken_from(state, rank, channel, R: tl.constexpr, C: tl.constexpr):
     return state.to(tl.pointer_type(tl.int64)) + _STATE + R * C + rank * C + channel
 
 
+@triton.jit
+def owner_of(expert, E, R: tl.constexpr):
+    """Rank that holds ``expert``, -1 for -1."""
+    share, extra = E // R, E % R
+    larger = (share + 1) * extra
+    rank = tl.where(expert < larger, expert // (share + 1), (expert - larger) // tl.maximum(share, 1) + extra)
+    return tl.where(expert < 0, -1, rank)
+
+
+@triton.jit
+def first_expert(rank, E, R: tl.constexpr):
+    """First expert of ``rank``."""
+    return rank * (E // R) + tl.minimum(rank, E % R)
+
+
 # A plan's tables: int32
 
 

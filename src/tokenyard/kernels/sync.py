@@ -4,6 +4,9 @@
 A counter is an int64 that only grows. Its writer stores data, then :func:`add_release`; its reader waits with
 :func:`wait_at_least` (an acquire), then loads the data. Nobody ever resets one.
 
+A small tensor is loaded by several threads per element. So a program that stores to what it has loaded has a barrier in between: a
+thread that lags behind would load what was stored, and its value may be the one that is used next. (The simulator checks that.)
+
 Every wait ends: after the object's timeout, or as soon as another program of this rank has given up. The first to give up
 writes what it waited for into the status words, which the host can read at any time.
 """
@@ -26,6 +29,9 @@ TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
 ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase) for phase in range(6))
+
+RELAYED_NS = tl.constexpr(500_000_000)
+"""Less than ``engines/blame.py`` waits for reports."""
 
 
 @triton.jit
@@ -96,15 +102,16 @@ def is_late(state):
 
 
 @triton.jit
-def wait_at_least(counter, want, state, phase, peer, number):
+def wait_at_least(counter, want, state, phase, peer, number, grace_ns=0):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if that did not happen:
     give up then, touching nothing more.
 
-    ``phase``, ``peer`` and ``number`` (of the counter) are for the status.
+    ``phase``, ``peer`` and ``number`` (of the counter) are for the status. ``grace_ns``: how much longer to wait; ``RELAYED_NS`` for
+    who waits for one that waits itself, and shall give up before.
     """
     seen = load_acquire(counter)
     if seen < want:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS) + grace_ns
         live = True
         while (seen < want) & live:
             seen = load_acquire(counter)
@@ -122,12 +129,12 @@ def lacking(seen, wants, mask):
 
 
 @triton.jit
-def wait_for_all(counters, wants, mask, state, phase, numbers):
+def wait_for_all(counters, wants, mask, state, phase, numbers, grace_ns=0):
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`."""
     seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
     short = lacking(seen, wants, mask)
     if short > 0:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS) + grace_ns
         live = True
         while (short > 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
             short = lacking(tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys"), wants, mask)

@@ -79,6 +79,10 @@ def compile_for(
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
     if max_registers is not None:
         options["maxnreg"] = max_registers
+    if constants.get("NET"):
+        from tokenyard.memory.nvshmem import device_library
+
+        options["extern_libs"] = {"libnvshmem_device": device_library()}
     return compiler.compile(source, target=target, options=options)
 
 
@@ -184,6 +188,10 @@ class Kernels:
         compiled = compile_for(kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers)
         with torch.cuda.device(self._index):
             launcher: Any = compiled.run  # loads the module, makes the launcher
+            if constants.get("NET"):
+                from tokenyard.memory.nvshmem import prepare_module
+
+                prepare_module(compiled.module)
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise ValueError(f"{kernel.__name__} needs scratch memory, which launches here do not give")
         processor = processor_of(self._index)

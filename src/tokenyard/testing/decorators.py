@@ -44,8 +44,8 @@ def distributed_test(
     that still run are ended and their stacks shown.
 
     ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), ``virtual`` on threads of this process
-    that share one GPU, ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (both: engine ``nvlink``
-    only); the default is ``cpu``.
+    that share one GPU, ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (both: engines
+    that have kernels only); the default is ``cpu``.
 
     The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if every rank skips.
     """

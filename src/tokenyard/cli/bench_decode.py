@@ -1,0 +1,253 @@
+"""``tokenyard bench --suite low_latency``: dispatch and combine of small batches in CUDA graphs, beside what NCCL has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tokenyard as ty
+from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
+from tokenyard.cli.bench_batches import Batch, Truth, make_batches
+from tokenyard.cli.bench_inputs import Job
+from tokenyard.cli.bench_run import failure, on_ranks
+from tokenyard.cli.timing import EVENT_MICROSECONDS, slowest_rank
+from tokenyard.testing.compare import assert_same_bits
+
+_cuda: Any = torch.cuda
+_dist: Any = dist
+
+PAIR, DISPATCH, COMBINE = "dispatch and combine", "dispatch", "combine"
+PARTS = ("dispatch, sending", "dispatch, receiving", "combine, sending", "combine, receiving")
+NCCL = "all-gather FP8, reduce-scatter BF16"
+ENGINES = ("low_latency", "nvlink")
+BAR_US, BAR_TOKENS, BAR_RANKS = 40.0, 128, 4
+"""What a pair may take, for so many tokens on each of so many ranks."""
+PAUSE_CYCLES = 2_000_000
+"""Longer than the host takes to launch a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """What to measure. Defaults are the sizes of the record.
+
+    Attributes:
+        tokens: batch sizes per rank.
+        calls: pairs, dispatches or combines in a graph; its time is divided by them.
+        parts_tokens: of the calls in two launches.
+    """
+
+    tokens: tuple[int, ...] = (1, 8, 32, 64, 128, 256, 512, 1024)
+    hidden: int = 7168
+    topk: int = 8
+    experts: int = 256
+    calls: int = 12
+    iterations: int = 30
+    warmup: int = 3
+    seed: int = 0
+    parts_tokens: int = 128
+
+    def job(self, tokens: int) -> Job:
+        return Job(tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "expert_major", "fp8")
+
+
+@dataclass(slots=True, kw_only=True)
+class Timed:
+    """One line: microseconds of the slowest rank per round, or why there are none.
+
+    Attributes:
+        who: an engine, or :data:`NCCL`; what: which calls.
+        symmetric_bytes: of the engine's object.
+    """
+
+    tokens: int
+    who: str
+    what: str
+    times: list[float] = field(default_factory=list[float])
+    error: str = ""
+    symmetric_bytes: int | None = None
+
+
+class Calls:
+    """Decoding calls of one object: static shapes, FP8 cast in the send, expert-major rows, weighted sums on the way back."""
+
+    def __init__(self, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> None:
+        self._ep, self._batches, self.symmetric_bytes = ep, batches, ep.buffer_bytes
+        self._received = [self.dispatch(number) for number in range(len(batches))]
+        self._rows = [recv.x.to(torch.bfloat16) for recv in self._received]
+
+    def dispatch(self, number: int, **options: Any) -> ty.Received:
+        batch = self._batches[number % len(self._batches)]
+        picks = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
+        return self._ep.dispatch(
+            batch.x, *picks, layout=ty.Layout.EXPERT_MAJOR, exact=False, quantize=ty.Quantize.FP8, **options
+        )
+
+    def combine(self, number: int, recv: ty.Received | None = None, **options: Any) -> Any:
+        number %= len(self._batches)
+        handle = (recv or self._received[number]).handle
+        return self._ep.combine(self._rows[number], handle, weighted=True, **options)
+
+    def pair(self, number: int) -> None:
+        self.combine(number, self.dispatch(number))
+
+    def check(self) -> None:
+        """Compare a pair of each input with the truth, bit for bit; and see that no rank was left out: it would cost nothing."""
+        for number, batch in enumerate(self._batches):
+            truth = Truth.of(batch)
+            recv = self.dispatch(number)
+            rows = truth.by_expert
+            data: Any = truth.quantized.data.view(torch.uint8)
+            assert_same_bits(recv.x.view(torch.uint8)[: len(rows)], data[rows], what="x")
+            assert recv.scales is not None, "scales are missing"
+            assert_same_bits(recv.scales[: len(rows)], truth.quantized.scales[rows], what="scales")
+            y = self._ep.combine(recv.x.to(torch.bfloat16), recv.handle, weighted=True)
+            assert_same_bits(y, _summed(batch, truth), what="combined")
+        if self._ep.engine == "low_latency":
+            assert all(self._ep.active_ranks), f"ranks were left out: {self._ep.active_ranks}"
+        self._ep.check()
+
+
+def _summed(batch: Batch, truth: Truth) -> Tensor:
+    """What a weighted combine of the FP8 payload gives: per rank in pick order, rounded, then by rank."""
+    size, tokens = batch.topk_idx.shape[:2]
+    rows = truth.quantized.data[batch.rank * tokens : (batch.rank + 1) * tokens].to(torch.bfloat16).float()
+    idx, weights = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
+    share = batch.experts // size
+    total = torch.zeros_like(rows)
+    for rank in range(size):
+        part = torch.zeros_like(rows)
+        for pick in range(idx.shape[1]):
+            here = (idx[:, pick] >= 0) & (idx[:, pick] // share == rank)
+            part += torch.where(here[:, None], rows * weights[:, pick, None], 0.0)
+        total += part.to(torch.bfloat16).float()
+    return total.to(torch.bfloat16)
+
+
+def run_decode(device: torch.device, suite: Decode) -> list[Timed]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
+    if suite.experts % dist.get_world_size():
+        raise ValueError(f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})")
+    lines: list[Timed] = []
+    for tokens in suite.tokens:
+        batches = make_batches(suite.job(tokens), device, suite.seed)
+        lines += _size(suite, tokens, batches, device)
+        torch.cuda.empty_cache()
+    return lines
+
+
+def _size(suite: Decode, tokens: int, batches: list[Batch], device: torch.device) -> list[Timed]:
+    """One batch size: every probe checked, then all timed in turn."""
+    probes: list[tuple[Timed, Callable[[], float]]] = []
+    wrong: list[Timed] = []
+    made: list[tuple[ty.ExpertParallel, Calls]] = []
+    for engine in ENGINES:
+        ep = ty.ExpertParallel(
+            num_experts=suite.experts, hidden=suite.hidden, num_topk=suite.topk, max_tokens_per_rank=tokens, engine=engine,
+            device=device,
+        )  # fmt: skip
+        calls = Calls(ep, batches)
+        made.append((ep, calls))
+        line = partial(Timed, tokens=tokens, who=engine, symmetric_bytes=calls.symmetric_bytes)
+        if error := failure(calls.check, engine, 0, device):
+            wrong.append(line(what=PAIR, error=error))
+            continue
+        for what, call in ((PAIR, calls.pair), (DISPATCH, calls.dispatch), (COMBINE, calls.combine)):
+            probes.append((line(what=what), _graph(suite, call)))
+        if engine == "low_latency" and tokens == suite.parts_tokens:
+            probes += [(line(what=what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
+    probes.append((Timed(tokens=tokens, who=NCCL, what=PAIR), _graph(suite, _nccl(batches))))
+    _time(suite, probes, device)
+    lines = [line for line, _ in probes]
+    for ep, calls in made:  # again: a rank that fell silent meanwhile would have cost nothing
+        if error := failure(calls.check, f"{ep.engine}, afterwards", 0, device):
+            for line in lines:
+                if line.who == ep.engine:
+                    line.times, line.error = [], error
+        ep.close()
+    return [*lines, *wrong]
+
+
+def _nccl(batches: list[Batch]) -> Callable[[int], object]:
+    """Everybody's rows to everybody, and sums of everybody's rows back."""
+    size = dist.get_world_size()
+    tokens, hidden = batches[0].x.shape
+    raw = [batch.x.view(torch.uint8) for batch in batches]
+    sent = [
+        torch.cat([each[:, :hidden], each[:, : hidden // 32]], 1) for each in raw
+    ]  # as long as FP8 rows with their scales
+    gathered = sent[0].new_empty(size * tokens, sent[0].shape[1])
+    sums = [batch.x.repeat(size, 1) for batch in batches]
+    reduce_scatter = reduce_scatter_for(torch.empty_like(batches[0].x), sums[0])[2]
+
+    def pair(number: int) -> None:
+        all_gather(gathered, sent[number % len(sent)])
+        reduce_scatter(sums[number % len(sums)])
+
+    return pair
+
+
+def _graph(suite: Decode, call: Callable[[int], object]) -> Callable[[], float]:
+    """Capture ``suite.calls`` calls; a function that replays them and returns microseconds of one. Collective."""
+    for number in range(3):
+        call(number)
+    torch.cuda.synchronize()
+    graph = _cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(suite.calls):
+            call(number)
+    return lambda: _elapsed(graph.replay) / suite.calls
+
+
+def _elapsed(run: Callable[[], object]) -> float:
+    """Microseconds of the GPU, ranks aligned there and launches queued before it gets to them. Collective."""
+    meet = torch.zeros(1, device="cuda")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    _dist.all_reduce(meet)
+    _cuda._sleep(PAUSE_CYCLES)
+    _dist.all_reduce(meet)
+    events[0].record()
+    run()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS
+
+
+def _part(calls: Calls, which: int) -> float:
+    """Microseconds of one of the four launches of a pair in two, the bytes of its sending part having arrived."""
+    recv = calls.dispatch(0, return_hook=True) if which else None
+    if recv is None:
+        kept: list[ty.Received] = []
+        spent = _elapsed(lambda: kept.append(calls.dispatch(0, return_hook=True)))
+        kept[0].hook()
+        return spent
+    if which == 1:
+        return _elapsed(recv.hook)
+    recv.hook()
+    held: list[Any] = []
+    spent = _elapsed(lambda: held.append(calls.combine(0, recv, return_hook=True)))
+    after = _elapsed(held[0].hook)
+    return spent if which == 2 else after
+
+
+def _time(suite: Decode, probes: Sequence[tuple[Timed, Callable[[], float]]], device: torch.device) -> None:
+    """Fill in the times: every round times each probe once, in changing order."""
+    order, shuffled = list(range(len(probes))), random.Random(suite.seed)
+    times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)
+    for turn in range(-suite.warmup, suite.iterations):
+        shuffled.shuffle(order)
+        on_ranks(0, device)
+        for at in order:
+            spent = probes[at][1]()
+            if turn >= 0:
+                times[at, turn] = spent
+    slowest: Any = slowest_rank(times, device)
+    for (line, _), spent in zip(probes, slowest.tolist(), strict=True):
+        line.times = spent

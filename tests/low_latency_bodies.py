@@ -1,0 +1,112 @@
+"""Test bodies of engine low_latency: simulated ranks run them (``low_latency_api.py``), and GPUs (``test_low_latency_gpu.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard as ty
+from cases import Case, check_combined, check_received, dispatch, rows_to_combine
+from test_dispatch_combine import combine_all_ways
+from tokenyard import reference
+from tokenyard.errors import NotSupported
+from tokenyard.testing import Ranks
+
+ENGINE = "low_latency"
+MAJOR, PADDED = ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED
+ROOM = 1 << 20
+"""Bytes of slots that hold rows of float32."""
+
+
+def static(world_size: int, **options: Any) -> Case:
+    return Case(world_size, **{"num_tokens": 5, "layout": PADDED, "exact": False, **options})
+
+
+def shared_body(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """What ``test_dispatch_combine.py`` does with every engine."""
+    with case.make(ranks, buffer_bytes=ROOM * ranks.world_size, num_sms=num_sms) as ep:
+        assert (ep.engine, ep.why.split(":")[0]) == (ENGINE, ENGINE)
+        recv = dispatch(ranks, ep, case)
+        check_received(recv, case, ranks.rank)
+        combine_all_ways(ranks, ep, recv, case)
+
+
+def hooks(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """A call in two: nothing else may begin before its hook."""
+    want = reference.combine(case.expert_rows, case.expected, weighted=True)[ranks.rank].x
+    with case.make(ranks, num_sms=num_sms) as ep:
+        ep.warmup()
+        for _ in range(2):
+            recv = dispatch(ranks, ep, case, return_hook=True)
+            recv.hook()
+            check_received(recv, case, ranks.rank)
+            rows = rows_to_combine(recv, case, ranks.rank)
+            back = ep.combine(rows, recv.handle, weighted=True, return_hook=True)
+            with pytest.raises(ValueError, match="the hook of the last combine was not called"):
+                dispatch(ranks, ep, case)
+            back.hook()
+            check_combined(back.x, case, ranks.rank, want)
+        later = dispatch(ranks, ep, case, async_op=True, options=ty.CallOptions(timeout=5.0))
+        check_received(later, case, ranks.rank)
+
+
+def capacity(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """Rows past the capacity are dropped, counted, and absent from the sums. ``case`` has blocks of 4, and over 13 rows a rank."""
+    room, idx = 13, [picks for picks, _ in case.picks]
+    want = reference.dispatch(case.x, idx, num_experts=8, layout=MAJOR, expert_alignment=4, capacity=room)
+    rows = [
+        torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16() for r, each in enumerate(want)
+    ]
+    mine = want[ranks.rank]
+    with case.make(ranks, num_sms=num_sms) as ep:
+        recv = dispatch(ranks, ep, case, capacity=room)
+        assert int(recv.overflow) == mine.overflow > 0
+        for name in ("x", "source", "expert_offsets", "tokens_per_expert"):
+            assert torch.equal(getattr(recv, name).cpu(), getattr(mine, name)), name
+        got = ep.combine(rows[ranks.rank].to(ranks.device), recv.handle)
+        check_combined(got, case, ranks.rank, reference.combine(rows, want)[ranks.rank].x)
+
+
+def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """What the engine cannot do, and arguments that cannot be; calls go on after each. Two ranks."""
+    here = ranks.device
+    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (NotSupported, "not exact=True with Layout.EXPERT_PADDED; engines 'nvlink' and 'collective' have", {"exact": True}),
+        (NotSupported, "not exact=False with Layout.FLAT", {"layout": ty.Layout.FLAT}),
+        (NotSupported, "engine 'low_latency' has no symmetric memory for in_place=True", {"in_place": True}),
+        (ValueError, r"options.waits is torch.int64 \[3\], but must be a contiguous torch.int64 \[2\]",
+         {"options": ty.CallOptions(waits=torch.zeros(3, dtype=torch.int64, device=here))}),
+        (ValueError, "options.timeout", {"options": ty.CallOptions(timeout=-1.0)}),
+        (ValueError, "async_op and return_hook", {"async_op": True, "return_hook": True}),
+    ]  # fmt: skip
+    with case.make(ranks, num_sms=num_sms) as ep:
+        for kind, text, options in bad:
+            with pytest.raises(kind, match=text):
+                dispatch(ranks, ep, case, **options)
+        recv = dispatch(ranks, ep, case)
+        check_received(recv, case, ranks.rank)
+        with pytest.raises(NotSupported, match="no cached dispatch"):
+            ep.dispatch(case.x[ranks.rank].to(here), handle=recv.handle)
+        rows = rows_to_combine(recv, case, ranks.rank)
+        with pytest.raises(ValueError, match=r"do not fit into slots of .* buffer_bytes of at least"):
+            ep.combine(rows.float(), recv.handle)
+        loads = torch.zeros(4, dtype=torch.int64, device=here)
+        with pytest.raises(ValueError, match="loads counts rows of a dispatch"):
+            ep.combine(rows, recv.handle, options=ty.CallOptions(loads=loads))
+        combine_all_ways(ranks, ep, recv, case)
+        idx = case.picks[ranks.rank][0].clone()
+        idx[-1, 0] = 99 if ranks.rank == 1 else idx[-1, 0]
+        ep.dispatch(case.x[ranks.rank].to(here), idx.to(here), layout=PADDED, exact=False)
+        if ranks.rank == 1:
+            with pytest.raises(ValueError, match=r"topk_idx\[3, 0\] is 99, but there are 8 experts"):
+                ep.check()
+        ep.check()
+        with pytest.raises(ValueError, match=r"rank \(2\) must be one of the other ranks"):
+            ep.mask(2)
+        ep.mask(1 - ranks.rank)
+        assert ep.active_ranks == [rank == ranks.rank for rank in range(2)]
+        assert ep.active_mask.tolist() == [int(rank == ranks.rank) for rank in range(2)]
+        ep.unmask(1 - ranks.rank)
+        assert ep.active_ranks == [True, True]

@@ -1,0 +1,176 @@
+"""Engine low_latency on GPUs: what the simulator shows, real graphs, and ranks that are killed. See ``make test-gpu``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import low_latency_bodies as bodies
+import tokenyard as ty
+from cases import Case, check_received, dispatch, skip_without_gpus
+from low_latency_bodies import MAJOR, PADDED, static
+from tokenyard import reference
+from tokenyard.testing import ROUTINGS, Ranks, distributed_test
+from tokenyard.testing.decorators import DEVICE_VARIABLE
+
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+    ),
+]
+processes = pytest.mark.skipif(DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu")
+layouts = pytest.mark.parametrize("layout", [MAJOR, PADDED], ids=lambda layout: layout.name.lower())
+SIZES = {"cuda": (2, 3, 4), "simulated": (2,)}.get(DEVICE, (8,))
+NUM_SMS = {"simulated": 2}.get(DEVICE)
+REPLAYS = 10_000
+FULL = ("uniform", "zipf", "dropped", "one_rank", "duplicates", "none", "local")
+"""Routings that leave every rank its tokens: a graph's shapes are its own."""
+TIMEOUT = 2.0
+on_ranks = distributed_test(world_size=SIZES, engine="low_latency")
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@layouts
+@on_ranks
+def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, routing: str) -> None:
+    bodies.shared_body(ranks, static(ranks.world_size, layout=layout, routing=routing), NUM_SMS)
+
+
+@layouts
+@on_ranks
+def test_any_size(ranks: Ranks, layout: ty.Layout) -> None:
+    for sizes in (
+        {"hidden": 1}, {"hidden": 7, "dtype": torch.float32}, {"hidden": 33, "dtype": torch.int8}, {"num_experts": 30},
+        {"num_topk": 12, "num_experts": 20, "num_tokens": 3}, {"num_topk": 6, "num_experts": 2}, {"num_tokens": 1},
+        {"num_tokens": 40, "hidden": 768},
+    ):  # fmt: skip
+        bodies.shared_body(ranks, static(ranks.world_size, layout=layout, **sizes), NUM_SMS)
+
+
+@layouts
+@on_ranks
+def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout) -> None:
+    for mode in ty.Quantize:
+        bodies.shared_body(ranks, static(ranks.world_size, hidden=300, quantize=mode, layout=layout), NUM_SMS)
+
+
+@on_ranks
+def test_hooks(ranks: Ranks) -> None:
+    bodies.hooks(ranks, static(ranks.world_size, num_tokens=20), NUM_SMS)
+
+
+@pytest.mark.parametrize("body", [bodies.capacity, bodies.refusals], ids=lambda body: body.__name__)
+@distributed_test(world_size=2, engine="low_latency")
+def test_calls_of_two_ranks(ranks: Ranks, body: Callable[[Ranks, Case, int | None], None]) -> None:
+    case = static(2, layout=MAJOR, expert_alignment=4, num_tokens=8) if body is bodies.capacity else static(2)
+    body(ranks, case, NUM_SMS)
+
+
+@processes
+@pytest.mark.parametrize("in_two", [False, True], ids=["one launch", "two launches"])
+@layouts
+@distributed_test(world_size=SIZES, engine="low_latency", timeout=300.0)
+def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in_two: bool) -> None:
+    """10,000 replays of one graph; the routing, rows and weights of each are new, and every row of each is compared."""
+    skip_without_gpus(ranks)
+    sizes = {"num_tokens": 24, "hidden": 512, "num_experts": 16, "num_topk": 4}
+    if layout is MAJOR:
+        sizes = {"num_tokens": 256, "hidden": 1024, "num_experts": 64, "num_topk": 8}
+    cases = [
+        static(ranks.world_size, routing=name, seed=seed, layout=layout, quantize=ty.Quantize.FP8, **sizes)
+        for seed, name in enumerate(FULL)
+    ]
+    rank, here = ranks.rank, ranks.device
+    with cases[0].make(ranks) as ep:
+        sent = [tuple(t.to(here) for t in (case.x[rank], *case.picks[rank])) for case in cases]
+        inputs = tuple(torch.empty_like(t) for t in sent[0])
+
+        def step() -> tuple[ty.Received, torch.Tensor]:
+            recv = ep.dispatch(*inputs, layout=layout, exact=False, quantize=ty.Quantize.FP8, return_hook=in_two)
+            if in_two:
+                recv.hook()
+            rows = recv.x.view(torch.float8_e4m3fn).bfloat16()
+            y = ep.combine(rows, recv.handle, weighted=True, return_hook=in_two)
+            if in_two:
+                y.hook()
+            return recv, y.x if in_two else y
+
+        for part, new in zip(inputs, sent[0], strict=True):
+            part.copy_(new)
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recv, y = step()
+        wanted = [_wanted(case, rank, here) for case in cases]
+        wrong = torch.zeros((), dtype=torch.int64, device=here)
+        for replay in range(REPLAYS):
+            at = (replay * 7 + replay // 50) % len(cases)
+            for part, new in zip(inputs, sent[at], strict=True):
+                part.copy_(new)
+            graph.replay()
+            rows, *right = wanted[at]
+            got = (
+                recv.x.view(torch.uint8).flatten(0, -2)[rows], recv.scales.flatten(0, -2)[rows], recv.source.flatten()[rows],
+                recv.tokens_per_expert, y,
+            )  # fmt: skip
+            for mine, expected in zip(got, right, strict=True):
+                wrong += (mine != expected).sum()
+        assert wrong.item() == 0
+        assert all(ep.active_ranks)
+        ep.check()
+
+
+def _wanted(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Which places are rows; payload, scales and source of these; counts; what a weighted combine of the payload gives."""
+    mine = case.expected[rank]
+    back = reference.combine([each.x.bfloat16() for each in case.expected], case.expected, weighted=True)[rank].x
+    rows = (mine.source.flatten() >= 0).nonzero().flatten()
+    assert mine.scales is not None
+    x, scales = mine.x.view(torch.uint8).flatten(0, -2)[rows], mine.scales.flatten(0, -2)[rows]
+    right = (rows, x, scales, mine.source.flatten()[rows], mine.tokens_per_expert, back)
+    return tuple(t.to(device) for t in right)
+
+
+@processes
+@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,))
+def test_the_others_go_on_when_a_rank_is_killed(ranks: Ranks) -> None:
+    skip_without_gpus(ranks)
+    case = static(ranks.world_size, num_tokens=20)
+    ep = case.make(ranks, timeout=TIMEOUT)
+    check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+    ep.combine(recv.x, recv.handle)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if ranks.rank == 1:
+        for _ in range(20):
+            dispatch(ranks, ep, case)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    while all(ep.active_ranks):
+        dispatch(ranks, ep, case)
+        assert time.monotonic() - start < 10 * TIMEOUT
+    assert ep.active_ranks == [rank != 1 for rank in range(ranks.world_size)]
+    there = case.expected[ranks.rank].source.flatten()
+    there = there[(there >= 0) & (there >> 32 != 1)].to(ranks.device)
+    start = time.monotonic()
+    for _ in range(100):
+        recv = dispatch(ranks, ep, case)
+        valid = recv.source >= 0
+        assert torch.equal(recv.source[valid], there)
+        y = ep.combine(torch.where(valid.view(recv.x.shape[:-1]).unsqueeze(-1), recv.x, 0), recv.handle)
+        assert y.isfinite().all()
+    assert time.monotonic() - start < 10 * TIMEOUT  # nobody waits for the dead rank any more
+    low = ep._calls.low
+    assert low is not None and low.silent_rank() == 1
+    ep.close()
