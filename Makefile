@@ -25,10 +25,10 @@ lint: $(VENV)/.lint
 test-gpu:
 	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
 
-# Many ranks on one GPU: threads of one process, engine nvlink.
+# Many ranks on one GPU: threads of one process, engines with kernels.
 test-virtual:
 	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
-		tests/test_dispatch_combine.py tests/test_nvlink.py $(ARGS)
+		tests/test_dispatch_combine.py tests/test_nvlink.py tests/test_low_latency_gpu.py tests/test_twolevel_gpu.py $(ARGS)
 
 # SEEDS times as many schedules of the simulator as `make test` runs; larger models of the protocols.
 SEEDS ?= 10

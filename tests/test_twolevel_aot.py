@@ -47,6 +47,10 @@ def test_all_programs_of_a_launch_fit_on_the_device(facts: Facts) -> None:
         assert 0 < each["grid"] <= each["most"], (name, each)
 
 
+def test_short_rows_compile_for_nodes_of_8(facts: Facts) -> None:
+    assert facts["narrow rows, 2 x 8"]["spills"] == 0
+
+
 def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
     assert len(moving(facts)) > 8
     for name, each in moving(facts).items():

@@ -26,6 +26,7 @@ from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.engines.twolevel_ground import tuning_for
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
+from tokenyard.memory.base import Region
 from tokenyard.quant import quantize
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -67,6 +68,34 @@ def record(num_sms: int, network: bool) -> dict[str, Launch]:
     memory.label = ""
     engine.refuse(COMBINE, True, "")
     return memory.launches
+
+
+class Wide(Recorder):
+    """Of more ranks, without the memory."""
+
+    world_size = 16
+
+    def allocate(self, num_bytes: int) -> Region:
+        return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(self.world_size, dtype=torch.int64))
+
+
+def narrow_rows() -> Launch:
+    """A cached dispatch of short rows on 2 nodes of 8 GPUs: Triton 3.6 crashed on its tiles."""
+    memory: Any = Wide()
+    memory.ranks_per_node, memory.label = 0, "narrow"
+    grid = Topology(2, 8)
+    config = Config(
+        num_experts=32, hidden=256, num_topk=3, max_tokens_per_rank=40, rank=0, world_size=16, timeout=5.0, topology=grid
+    )  # fmt: skip
+    tuning = tuning_for(8, grid, all_sms=True)
+    engine = TwolevelEngine(
+        config, memory, Stats.zeros(0, 16), tuning, DEFAULT_BUFFER_BYTES, Blame(dist.HashStore(), 0, 1.0)
+    )
+    plain, spec = Payload(torch.empty(40, 256, dtype=torch.bfloat16), None), Spec(layout=Layout.FLAT, exact=True)
+    _, plan, _ = engine.dispatch(plain, torch.zeros(40, 3, dtype=torch.int64), None, spec, None)
+    memory.label = "cached"
+    engine.redispatch(plain, plan, spec)
+    return memory.launches["two_dispatch_kernel cached"]
 
 
 def network_facts(launch: Launch) -> dict[str, Any]:
@@ -113,6 +142,7 @@ if __name__ == "__main__":
         nvlink_compile.LAUNCHES += [
             (f"{name} @{num_sms}", each) for name, each in every if num_sms == SMS or "FLAT bf16" in name
         ]
+    nvlink_compile.LAUNCHES.append(("narrow rows, 2 x 8", narrow_rows()))
     nvlink_compile.LAUNCHES += [(f"{name} network", each) for name, each in record(SMS, network=True).items()]
     names = [name for name, _ in nvlink_compile.LAUNCHES]
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:

@@ -19,6 +19,9 @@ from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Quantize
 
+MOST_FORWARDED = 64
+"""Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of 128."""
+
 
 class TwoLaunches(Launches):
     """Launches that take the same arguments as those of engine nvlink."""
@@ -52,6 +55,7 @@ class TwoLaunches(Launches):
         whole, block = (min(power_of_two_at_least(words), cut.block) for words in (form.slot_bytes // 4, form.words))
         chunk = cut.chunk_of(ground.slots(form))
         most = min(chunk, net.chunk)
+        forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
         roles = grid.ranks_per_node + 2 * (grid.num_nodes - 1) + grid.world_size - 1
         assert roles <= programs_per_channel(grid)
         return self._bound(
@@ -61,7 +65,7 @@ class TwoLaunches(Launches):
                 "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "J": width, "H": form.hidden,
                 "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
                 "B": 1 if placed or mode is not None else cut.rows_of(block, most), "BLOCK": block,
-                "FB": forward.rows_of(whole, most), "FBLOCK": whole, "PLACED": placed, "FRESH": fresh, "WEIGHTED": weighted,
+                "FB": forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed, "FRESH": fresh, "WEIGHTED": weighted,
                 "STATIC": static, "PADDING": padding, "MODE": 0 if mode is None else mode.value,
                 "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },

@@ -1,6 +1,6 @@
 """GPUs of several nodes: symmetric memory that torch gets from NVSHMEM. Near ranks map it, others are reached by device calls.
 
-Not yet run on GPUs; written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_triton``).
+Written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_triton``).
 """
 
 from __future__ import annotations

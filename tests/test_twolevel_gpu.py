@@ -1,0 +1,97 @@
+"""Engine twolevel on GPUs: grids of virtual ranks on one (``make test-virtual``), and processes with NVSHMEM between nodes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import tokenyard as ty
+from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus, to
+from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing.decorators import DEVICE_VARIABLE
+
+DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+    ),
+]
+
+
+class On2x1(Case):
+    topology = (2, 1)
+
+
+class On2x2(Case):
+    topology = (2, 2)
+
+
+class On2x4(Case):
+    topology = (2, 4)
+
+
+class On2x8(Case):
+    topology = (2, 8)
+
+
+class On4x4(Case):
+    topology = (4, 4)
+
+
+GRIDS = {"cuda": (On2x1, On2x2), "simulated": (On2x1,)}.get(DEVICE, (On2x4, On2x8, On4x4))
+CALLS = {
+    "flat": {},
+    "major": {"layout": ty.Layout.EXPERT_MAJOR, "expert_alignment": 4},
+    "padded, static, FP8": {"layout": ty.Layout.EXPERT_PADDED, "exact": False, "quantize": ty.Quantize.FP8},
+}
+
+
+def on_grid(ranks: Ranks, grid: type[Case], **options: object) -> Case:
+    """A case on the grid, or a skip: the tests are made for all sizes."""
+    nodes, per_node = grid.topology or (0, 0)
+    if nodes * per_node != ranks.world_size:
+        pytest.skip("another number of ranks")
+    skip_without_gpus(ranks)
+    return grid(ranks.world_size, **{"num_tokens": 40, "num_experts": 32, "hidden": 256, **options})
+
+
+sizes = distributed_test(
+    world_size=tuple(sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})),
+    engine="twolevel",
+    timeout=240.0,
+)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@pytest.mark.parametrize("call", CALLS)
+@sizes
+def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str) -> None:
+    """Two calls of each kind, a cached one, and sums by the tree of the grid; what crossed is once per (token, node)."""
+    case = on_grid(ranks, grid, **CALLS[call])
+    with case.make(ranks) as ep:
+        if DEVICE == "cuda":
+            assert "NVSHMEM between nodes" in ep.why
+        for _ in range(2):
+            check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+            got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle)
+            check_combined(got, case, ranks.rank, case.combined(ranks.rank).x)
+        if case.quantize is None:
+            again = ep.dispatch(to(case.x[ranks.rank], ranks.device), handle=recv.handle)
+            rows = len(case.expected[ranks.rank].source)
+            assert torch.equal(again.x[:rows].cpu(), case.expected[ranks.rank].x)
+        ep.check()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@sizes
+def test_a_batch_of_many_times_the_rings(ranks: Ranks, grid: type[Case]) -> None:
+    case = on_grid(ranks, grid, num_tokens=2000)
+    with case.make(ranks, buffer_bytes=1 << 20) as ep:
+        before = ep.buffer_bytes
+        check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+        got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle)
+        check_combined(got, case, ranks.rank, case.combined(ranks.rank).x)
+        assert ep.buffer_bytes == before
