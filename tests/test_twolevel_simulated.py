@@ -7,8 +7,6 @@ simulated network carries late and out of order; the others by peer pointers. A 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import tokenyard as ty
@@ -57,12 +55,13 @@ def test_a_token_crosses_the_network_once_per_node(net: bool) -> None:
         assert counted == planned
 
 
-@pytest.mark.parametrize("seed", range(2 * SOAK))
-def test_the_whole_object_beside_engine_nvlink(seed: int) -> None:
+@pytest.mark.timeout(600 * SOAK)
+def test_the_whole_object_beside_engine_nvlink() -> None:
     """Layouts, shapes, casts, gradients, asynchronous calls."""
-    run_all("twolevel_api.check", [(2, 2, seed)])
+    run_all("twolevel_api.check", [(2, 2, seed) for seed in range(2 * SOAK)])
 
 
-@pytest.mark.parametrize(("module", "name", "arguments"), BODIES, ids=[name for _, name, _ in BODIES])
-def test_bodies_of_other_tests(module: str, name: str, arguments: dict[str, Any]) -> None:
-    run_all("twolevel_ranks.shared_body", [(module, name, arguments, seed) for seed in range(SOAK)])
+@pytest.mark.timeout(600 * SOAK)
+def test_bodies_of_other_tests() -> None:
+    """Together, so that they share the processors."""
+    run_all("twolevel_ranks.shared_body", [(*body, seed) for body in BODIES for seed in range(SOAK)])
