@@ -12,7 +12,7 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 pytestmark = without_devices
 
-DEATHS = {(2, 2): 14, (3, 2): 3}
+DEATHS = {(2, 2): 10, (3, 2): 2}
 """Seeds by nodes and ranks per node."""
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of rank \d+)?|its node's sums"

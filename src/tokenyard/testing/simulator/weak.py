@@ -187,11 +187,12 @@ class WeakMemory:
 
     def rereads(self, p: Pending, where: list[Span], size: int) -> int | None:
         """A place among these that ``p`` has read since its last barrier: threads that lag behind would read what is stored now."""
+        stored = {span.page: span for span in where}
         for there, width in (*p.reads, *((there, width) for _, there, width in p.exposed)):
             for span in there:
-                for mine in where:
-                    if span.page == mine.page and bool((_lanes(span, width) & _lanes(mine, size)).any()):
-                        return (span.page << SHIFT) + _extent(mine, size)[0]
+                mine = stored.get(span.page)
+                if mine is not None and bool((_lanes(span, width) & _lanes(mine, size)).any()):
+                    return (span.page << SHIFT) + _extent(mine, size)[0]
         return None
 
     # What hardware does
