@@ -60,7 +60,11 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
 @layouts
 @distributed_test(world_size=WORLD_SIZES, engine=ENGINES)
 def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
-    for seed, dtype in enumerate((*PLAIN, *QUANTIZED)):
+    payloads = list(enumerate((*PLAIN, *QUANTIZED)))
+    if DEVICE == "cpu" and ranks.world_size > 4:  # many processes on few processors: two payloads with each routing, in turn
+        first = ROUTINGS.index(routing) % len(payloads)
+        payloads = (payloads + payloads)[first : first + 2]
+    for seed, dtype in payloads:
         case = Case(ranks.world_size, routing=routing, layout=layout, exact=exact, dtype=dtype, seed=seed)
         with case.make(ranks) as ep, poisoned():
             recv = dispatch(ranks, ep, case)
