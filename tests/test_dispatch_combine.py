@@ -61,7 +61,8 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
 @distributed_test(world_size=WORLD_SIZES, engine=ENGINES)
 def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
     payloads = list(enumerate((*PLAIN, *QUANTIZED)))
-    if DEVICE == "cpu" and ranks.world_size > 4:  # many processes on few processors: two payloads with each routing, in turn
+    if DEVICE == "cpu" and ranks.world_size > 4:
+        # many processes on few processors: two payloads with each routing, in turn
         first = ROUTINGS.index(routing) % len(payloads)
         payloads = (payloads + payloads)[first : first + 2]
     for seed, dtype in payloads:
