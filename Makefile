@@ -10,8 +10,10 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/tokenyard demo $(ARGS)
 
+# So many workers; 0 runs all tests in one process (for --pdb and the like).
+WORKERS ?= 2
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/tokenyard bench $(ARGS)

@@ -5,12 +5,13 @@ Run it after a change of the planner, of what engines choose, or of a record; ``
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenyard.planner.fit import rates_from
-from tokenyard.planner.model import Terms, predict
+from tokenyard.planner.model import US, Terms, by_turns, predict
 from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
 from tokenyard.planner.rates import H200, Rates
 from tokenyard.planner.record import Point, read
@@ -84,6 +85,30 @@ def _seen(label: str, times: str, rates: Rates) -> list[Line]:
     return lines
 
 
+SEEN_BY_TURNS = [
+    ("dispatch", 23, 5, "99-106"),
+    ("dispatch", 128, 5, "205-210"),
+    ("combine", 23, 4, "118"),
+    ("combine", 128, 4, "188-203"),
+    ("dispatch, own rows kept by the forwarder", 23, 4, "137-147"),
+    ("dispatch, own rows kept by the forwarder", 128, 4, "244-262"),
+]
+"""Engine twolevel on two GPUs as two nodes (``performance.md``): workers, copies of each row that crosses, GB/s seen."""
+CROSSING = 4082 * 14336
+"""Bytes of the rows that cross there: 4096 tokens, all but a few to the other GPU."""
+
+
+def turns_table(rates: Rates) -> str:
+    """Puts between these two are copies by programs over NVLink, so there is one link, and no network."""
+    rows = ["| call | workers | copies of a row | seen GB/s | planned GB/s |", "|---|---:|---:|---:|---:|"]
+    for call, workers, copies, seen in SEEN_BY_TURNS:
+        leg, gbs = (rates.combine, rates.turns_back_gbs) if call == "combine" else (rates.dispatch, rates.turns_gbs)
+        busy = by_turns(copies * CROSSING, workers, gbs, rates)
+        us = leg.fixed_us + math.hypot(CROSSING / (leg.link_gbs * US), busy)
+        rows.append(f"| {call} | {workers} | {copies} | {seen} | {CROSSING / us / US:.0f} |")
+    return "\n".join(rows)
+
+
 def machines(rates: Rates) -> list[Plan]:
     """1 to 128 nodes of 8 GPUs, 1024 experts."""
     return scaling(Workload(nodes=1, gpus_per_node=8, tokens=4096, hidden=7168, experts=256, topk=8), rates, ("fp8",))
@@ -145,6 +170,7 @@ def tables() -> dict[str, str]:
     return {
         "unseen": lines_table(unseen_lines(known)),
         "fitted": lines_table(fitted_lines(known)),
+        "turns": turns_table(H200),
         "machines": scaling_table(machines(H200)),
     }
 

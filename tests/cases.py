@@ -87,7 +87,8 @@ class Case:
     def combined(self, rank: int, rows: list[Tensor] | None = None, **options: object) -> reference.ReferenceCombined:
         """What the oracle's combine gives ``rank`` for ``rows`` (default: those of the experts), by the tree of the topology."""
         rows = self.expert_rows if rows is None else rows
-        return reference.combine(rows, self.expected, ranks_per_node=self.ranks_per_node, **options)[rank]
+        [mine] = reference.combine(rows, self.expected, ranks_per_node=self.ranks_per_node, owners=[rank], **options)
+        return mine
 
     @property
     def ranks_per_node(self) -> int | None:

@@ -1,92 +1,265 @@
 """Host time that ``tokenyard.deep_ep`` adds to a native call: ``python tests/deep_ep_cost.py [DEVICE]`` (default: cpu).
 
-The native objects are replaced by ones that answer at once with what the real ones answered; one rank. Prints microseconds of
-thread time, the best of 40 rounds, so that other processes hardly count.
+Each call is made through the layer and, with the same arguments, of the native object itself: asynchronous ones beside
+asynchronous ones, each with the wait of the caller's stream (on a CPU, where the layer's are over when they return, beside
+synchronous ones). One rank, and engines that answer at once with what they answered first. Prints microseconds of thread time,
+the best of 40 rounds in which both take turns, so that other processes hardly count.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import timeit
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import tokenyard as ty
 from tokenyard import deep_ep
+from tokenyard.deep_ep import layout
 
-ROUNDS, CALLS = 40, 500
+ROUNDS, CALLS = 40, 200
+EXPERTS, TOKENS, TOP, HIDDEN = 64, 2, 2, 256
+
+Call = Callable[[], Any]
+
+
+class Cost(NamedTuple):
+    """Microseconds of a call through the layer, and of the native call (None: there is none)."""
+
+    layer: float
+    native: float | None
+
+
+class Rest:
+    """What is left of a call in two, already known."""
+
+    def __init__(self, rest: Any) -> None:
+        self._ahead, self._result = rest.ahead(), rest()
+
+    def ahead(self) -> Any:
+        return self._ahead
+
+    def __call__(self) -> Any:
+        return self._result
 
 
 class Answers:
-    """A native object that has one answer for each kind of call."""
+    """An engine that has one answer for each kind of call."""
 
-    def __init__(self, real: ty.ExpertParallel) -> None:
-        self.rank, self.world_size, self.config, self.engine = real.rank, real.world_size, real.config, real.engine
-        self.real = real
-        self.received: dict[ty.Layout | None, Any] = {}
-        self.combined: dict[bool, Any] = {}
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._known: dict[tuple[Any, ...], Any] = {}
 
-    def dispatch(self, x: Any, topk_idx: Any = None, weights: Any = None, *, layout: Any = None, **options: Any) -> Any:
-        if layout not in self.received:
-            self.received[layout] = self.real.dispatch(x, topk_idx, weights, layout=layout, **options)
-        return self.received[layout]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
-    def combine(self, x: Any, handle: Any, *, reduce_weights: Any = None, **options: Any) -> Any:
-        key = reduce_weights is not None
-        if key not in self.combined:
-            self.combined[key] = self.real.combine(x, handle, reduce_weights=reduce_weights, **options)
-        return self.combined[key]
+    def dispatch(self, payload: Any, topk_idx: Any, weights: Any, spec: Any, mode: Any, **options: Any) -> Any:
+        return self._answer("dispatch", (payload, topk_idx, weights, spec, mode), spec, options)
+
+    def redispatch(self, payload: Any, plan: Any, spec: Any, **options: Any) -> Any:
+        return self._answer("redispatch", (payload, plan, spec), spec, options)
+
+    def combine(self, rows: Any, plan: Any, spec: Any, **options: Any) -> Any:
+        return self._answer("combine", (rows, plan, spec), spec, options)
+
+    def _answer(self, method: str, arguments: Any, spec: Any, options: dict[str, Any]) -> Any:
+        in_two = options.get("in_two", False)
+        key = (method, spec, in_two, options.get("raw"), options.get("reduce_weights") is None)
+        if key not in self._known:
+            result = getattr(self._real, method)(*arguments, **options)
+            self._known[key] = Rest(result) if in_two else result
+        return self._known[key]
 
 
-def microseconds(call: Callable[[], Any]) -> float:
-    for _ in range(CALLS):
+def measure(calls: dict[str, tuple[Call, Call | None]], rounds: int, number: int) -> dict[str, Cost]:
+    """Best time of each call through the layer and of its native one, of ``number`` calls at a time."""
+    costs: dict[str, Cost] = {}
+    for name, pair in calls.items():
+        best = [float("inf"), float("inf")]
+        for _ in range(rounds):
+            for at, call in enumerate(pair):
+                best[at] = best[at] if call is None else min(best[at], _seconds(call, number) / number * 1e6)
+        costs[name] = Cost(best[0], None if pair[1] is None else best[1])
+    return costs
+
+
+def _seconds(call: Call, number: int) -> float:
+    start = time.thread_time()
+    for _ in range(number):
         call()
-    return min(timeit.repeat(call, number=CALLS, repeat=ROUNDS, timer=time.thread_time)) / CALLS * 1e6
+    return time.thread_time() - start
+
+
+class Bench:
+    """A buffer of one rank whose native objects answer at once, and all calls that are measured."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.buffer: Any = deep_ep.Buffer(group)
+        random = torch.Generator().manual_seed(0)
+        self.idx = torch.rand(TOKENS, EXPERTS, generator=random).topk(TOP, 1).indices.to(device)
+        self.weights = torch.rand(TOKENS, TOP, device=device)
+        self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
+        per_rank, _, per_expert, in_ranks, _ = self.buffer.get_dispatch_layout(self.idx, EXPERTS)
+        self.known = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_ranks,
+            "num_tokens_per_expert": per_expert,
+        }
+        self.known |= {"topk_idx": self.idx, "topk_weights": self.weights}
+        self.gpu = device.type == "cuda"
+        handle = self.buffer.dispatch(self.x, **self.known)[4]
+        padded = self.buffer.low_latency_dispatch(self.x, self.idx, TOKENS, EXPERTS, use_fp8=False)[2]
+        natives: Any = self.buffer._natives
+        self.objects: list[Any] = [*natives._normal.values(), *natives.all_low_latency()]
+        for made in self.objects:
+            made._calls.engine = Answers(made._calls.engine)
+        self.normal: Any = handle.ep
+        self.low: Any = padded.ep
+        natives._low = {
+            sizes: turns._replace(turns=iter(lambda: self.low, None)) for sizes, turns in natives._low.items()
+        }
+
+    def calls(self) -> dict[str, tuple[Call, Call | None]]:
+        """By name: through the layer, and native."""
+        return {"get_dispatch_layout": (lambda: self.buffer.get_dispatch_layout(self.idx, EXPERTS), None)} | {
+            name + more: pair
+            for later, more in ((False, ""), (True, ", asynchronous"))
+            for name, pair in (self._normal_calls(later) | self._low_calls(later)).items()
+        } | self._hooks()  # fmt: skip
+
+    def _normal_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
+        buffer, ep, x, options = self.buffer, self.normal, self.x, {"async_finish": later}
+        recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **self.known)
+        native = ep.dispatch(x, self.idx, self.weights).handle
+
+        def waited(result: Any) -> None:
+            if later:
+                result[-1].current_stream_wait()
+
+        both, weighted = {"async_op": later and self.gpu}, {"reduce_weights": recv_weights}
+        return {
+            "dispatch": (
+                lambda: waited(buffer.dispatch(x, **self.known, **options)),
+                lambda: ep.dispatch(x, self.idx, self.weights, **both).wait(),
+            ),
+            "cached dispatch": (
+                lambda: waited(buffer.dispatch(x, handle, **options)),
+                lambda: ep.dispatch(x, handle=native, **both).wait(),
+            ),
+            "combine": (
+                lambda: waited(buffer.combine(recv_x, handle, **options)),
+                (lambda: ep.combine(recv_x, native, **both).wait()) if both["async_op"] else lambda: ep.combine(recv_x, native),
+            ),
+            "combine with weights": (
+                lambda: waited(buffer.combine(recv_x, handle, recv_weights, **options)),
+                lambda: ep.combine(recv_x, native, **weighted, **both).wait(),
+            ),
+        }  # fmt: skip
+
+    def _low_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
+        buffer, ep, x, idx, options = self.buffer, self.low, self.x, self.idx, {"async_finish": later}
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+        static: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False}
+        native = ep.dispatch(x, idx, **static).handle
+        both, back = {"async_op": later and self.gpu}, {"weighted": True, "topk_weights": self.weights}
+
+        def dispatch() -> None:
+            event = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, **options)[3]
+            if later:
+                event.current_stream_wait()
+
+        def combine() -> None:
+            event = buffer.low_latency_combine(rows, idx, self.weights, handle, **options)[1]
+            if later:
+                event.current_stream_wait()
+
+        def combine_native() -> None:
+            result: Any = ep.combine(rows, native, **back, **both)
+            if both["async_op"]:
+                result.wait()
+
+        return {
+            "low_latency_dispatch": (dispatch, lambda: ep.dispatch(x, idx, **static, **both).wait()),
+            "low_latency_combine": (combine, combine_native),
+        }
+
+    def _hooks(self) -> dict[str, tuple[Call, Call | None]]:
+        buffer, ep, x, idx = self.buffer, self.low, self.x, self.idx
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+        in_two = {"return_hook": ep.engine == "low_latency"}
+        static: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False, **in_two}
+        native = ep.dispatch(x, idx, **static)
+        native.hook()
+
+        def combine_native() -> None:
+            out = torch.empty_like(x) if in_two["return_hook"] else None
+            result: Any = ep.combine(rows, native.handle, weighted=True, topk_weights=self.weights, out=out, **in_two)
+            if in_two["return_hook"]:
+                result.hook()
+
+        return {
+            "low_latency_dispatch, hook": (
+                lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True)[4](),
+                lambda: ep.dispatch(x, idx, **static).hook(),
+            ),
+            "low_latency_combine, hook": (
+                lambda: buffer.low_latency_combine(rows, idx, self.weights, handle, return_recv_hook=True)[2](),
+                combine_native,
+            ),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        for made in self.objects:
+            made.close()
+
+
+def report(costs: dict[str, Cost]) -> str:
+    """A line for each call."""
+    return "\n".join(
+        f"{name:36}{cost.layer:8.1f}"
+        + (" " * 16 if cost.native is None else f"{cost.native:8.1f}{cost.layer - cost.native:+8.1f}")
+        for name, cost in costs.items()
+    )
+
+
+def on_device(call: Call, number: int = 20) -> float:
+    """Microseconds that the GPU takes for a call: ``number`` of them in a CUDA graph, the best of 10 replays."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(number):
+            call()
+    best = float("inf")
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / number * 1e3)
+    return best
 
 
 def main(device: str) -> None:
+    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group: Any = dist.group.WORLD
-    buffer = deep_ep.Buffer(group)
-    idx, weights = torch.tensor([[0, 1], [1, -1]], device=device), torch.rand(2, 2, device=device)
-    x = torch.randn(2, 256, dtype=torch.bfloat16, device=device)
-
-    def layout() -> Any:
-        return buffer.get_dispatch_layout(idx, 4)
-
-    per_rank, _, per_expert, in_ranks, _ = layout()
-    known = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_ranks, "num_tokens_per_expert": per_expert}
-    known |= {"topk_idx": idx, "topk_weights": weights}
-    buffer.dispatch(x, **known)
-    buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
-    natives: Any = buffer._natives
-    for sizes, real in natives._normal.items():
-        natives._normal[sizes] = Answers(real)
-    low = Answers(natives.all_low_latency()[0])
-    natives.low_latency = lambda sizes: low
-    recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **known)
-    rows, _, padded, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
-    calls: dict[str, Callable[[], Any]] = {
-        "get_dispatch_layout": layout,
-        "dispatch": lambda: buffer.dispatch(x, **known),
-        "dispatch, asynchronous": lambda: buffer.dispatch(x, **known, async_finish=True),
-        "cached dispatch": lambda: buffer.dispatch(x, handle),
-        "combine": lambda: buffer.combine(recv_x, handle),
-        "combine with weights": lambda: buffer.combine(recv_x, handle, recv_weights),
-        "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False),
-        "low_latency_combine": lambda: buffer.low_latency_combine(rows, idx, weights, padded),
-    }
+    bench = Bench(dist.group.WORLD, here)
+    print(f"engines {bench.normal.engine}, {bench.low.engine}; microseconds: through the layer, native, added")
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            for name, call in calls.items():
-                print(f"{name:24}{'autograd on' if grad else '':14}{microseconds(call):6.1f} us")
-    for real in (low, *natives._normal.values()):
-        real.real.close()
-    natives._normal.clear()
+            print(f"autograd {'on' if grad else 'off'}\n{report(measure(bench.calls(), ROUNDS, CALLS))}")
+    bench.close()
+    dist.destroy_process_group()
+    if bench.gpu:
+        for tokens in (128, 4096):
+            idx = torch.rand(tokens, 256, device=here).topk(8, 1).indices
+            kernel, plain = (on_device(partial(each, idx, 256, 8)) for each in (layout.layout, layout.by_torch))
+            print(f"layout of {tokens} tokens on the GPU: {kernel:.1f} us, by torch {plain:.1f} us")
 
 
 if __name__ == "__main__":

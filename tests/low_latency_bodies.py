@@ -55,7 +55,8 @@ def hooks(ranks: Ranks, case: Case, num_sms: int | None) -> None:
 def capacity(ranks: Ranks, case: Case, num_sms: int | None) -> None:
     """Rows past the capacity are dropped, counted, and absent from the sums. ``case`` has blocks of 4, and over 13 rows a rank."""
     room, idx = 13, [picks for picks, _ in case.picks]
-    want = reference.dispatch(case.x, idx, num_experts=8, layout=MAJOR, expert_alignment=4, capacity=room)
+    weights = [given for _, given in case.picks]
+    want = reference.dispatch(case.x, idx, weights, num_experts=8, layout=MAJOR, expert_alignment=4, capacity=room)
     rows = [
         torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16() for r, each in enumerate(want)
     ]
@@ -67,6 +68,53 @@ def capacity(ranks: Ranks, case: Case, num_sms: int | None) -> None:
             assert torch.equal(getattr(recv, name).cpu(), getattr(mine, name)), name
         got = ep.combine(rows[ranks.rank].to(ranks.device), recv.handle)
         check_combined(got, case, ranks.rank, reference.combine(rows, want)[ranks.rank].x)
+        for way in ways_of(case):
+            sums = reference.combine(rows, want, **way)
+            assert any(each.lost_weights.any() for each in sums)
+            check_lost(ranks, ep, recv, rows[ranks.rank], case, way, sums[ranks.rank])
+
+
+def ways_of(case: Case) -> list[dict[str, Any]]:
+    """Sums without weights, with those that rode along, and with others of the owners, as the oracle takes them."""
+    return [{}, {"weighted": True}, {"weighted": True, "topk_weights": [2 * weights for _, weights in case.picks]}]
+
+
+def check_lost(
+    ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, rows: torch.Tensor, case: Case, way: dict[str, Any],
+    want: reference.ReferenceCombined, *, in_two: bool = False,
+) -> None:  # fmt: skip
+    """Combine, and see what the sums are and what they lack."""
+    here, lost = ranks.device, torch.full((recv.handle.num_tokens,), torch.nan, device=ranks.device)
+    given = {name: each[ranks.rank].to(here) if name == "topk_weights" else each for name, each in way.items()}
+    options = ty.CallOptions(lost_weights=lost)
+    got: Any = ep.combine(rows.to(here), recv.handle, return_hook=in_two, options=options, **given)
+    if in_two:
+        got.hook()
+    check_combined(got.x if in_two else got, case, ranks.rank, want.x)
+    check_combined(lost, case, ranks.rank, want.lost_weights, "lost weights")
+
+
+def left_out(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """Sums lack nothing; then what a rank would have added that is left out by hand, before a combine, and before a dispatch."""
+    rank, size = ranks.rank, ranks.world_size
+    gone = [{size - 1} if owner < size - 1 else set(range(size - 1)) for owner in range(size)]
+    rows = [each.x for each in case.expected]  # experts that change nothing
+    with case.make(ranks, num_sms=num_sms) as ep:
+        recv = dispatch(ranks, ep, case)
+        for absent in ([()] * size, gone):
+            for peer in absent[rank]:
+                ep.mask(peer)
+            for at, way in enumerate(ways_of(case)):
+                want = reference.combine(rows, case.expected, absent=absent, **way)
+                assert any(each.lost_weights.any() for each in want) == (absent is gone)
+                check_lost(ranks, ep, recv, recv.x, case, way, want[rank], in_two=at == 1)
+        recv = dispatch(ranks, ep, case)
+        assert all(source >> 32 not in gone[rank] for source in recv.source.flatten().tolist() if source >= 0)
+        for at, way in enumerate(ways_of(case)):
+            check_lost(
+                ranks, ep, recv, recv.x, case, way, reference.combine(rows, case.expected, absent=gone, **way)[rank],
+                in_two=at == 2,
+            )  # fmt: skip
 
 
 def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
@@ -79,6 +127,8 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         (ValueError, r"options.waits is torch.int64 \[3\], but must be a contiguous torch.int64 \[2\]",
          {"options": ty.CallOptions(waits=torch.zeros(3, dtype=torch.int64, device=here))}),
         (ValueError, "options.timeout", {"options": ty.CallOptions(timeout=-1.0)}),
+        (ValueError, "options.lost_weights tells what the sums of a combine lack: leave it out of a dispatch",
+         {"options": ty.CallOptions(lost_weights=torch.zeros(5, device=here))}),
         (ValueError, "async_op and return_hook", {"async_op": True, "return_hook": True}),
     ]  # fmt: skip
     with case.make(ranks, num_sms=num_sms) as ep:
@@ -95,6 +145,9 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         loads = torch.zeros(4, dtype=torch.int64, device=here)
         with pytest.raises(ValueError, match="loads counts rows of a dispatch"):
             ep.combine(rows, recv.handle, options=ty.CallOptions(loads=loads))
+        lost = torch.zeros(recv.handle.num_tokens + 1, device=here)
+        with pytest.raises(ValueError, match=r"options.lost_weights is torch.float32 \[\d\], but must be a contiguous"):
+            ep.combine(rows, recv.handle, options=ty.CallOptions(lost_weights=lost))
         combine_all_ways(ranks, ep, recv, case)
         idx = case.picks[ranks.rank][0].clone()
         idx[-1, 0] = 99 if ranks.rank == 1 else idx[-1, 0]

@@ -70,6 +70,8 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     run("weighted by the owner", engine.combine, rows, plan, padded, weights=weights)
     hook = run("hook send", engine.combine, rows, plan, padded, weights=weights, in_two=True)
     run("hook receive", hook)
+    lost = CallOptions(lost_weights=torch.zeros(1))
+    run("weighted by the owner, lost", engine.combine, rows, plan, major, weights=weights, options=lost)
     return memory.launches, memory.num_bytes
 
 

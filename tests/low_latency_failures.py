@@ -17,6 +17,7 @@ from cases import Case
 from low_latency_cases import PADDED, Scenario
 from low_latency_ranks import MOST_STEPS, RankRun
 from tokenyard import reference
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.header import COMBINE, DISPATCH
 from tokenyard.testing import assert_same_bits, poisoned
@@ -96,28 +97,35 @@ def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
 
 @lru_cache(maxsize=512)
 def sums_of(case: Case, way: str, present: tuple[int, ...]) -> list[reference.ReferenceCombined]:
-    """The oracle's sums if the experts of ``present`` bring rows: the others' are zeros, which add nothing."""
-    rows = [part if rank in present else torch.zeros_like(part) for rank, part in enumerate(case.expert_rows)]
+    """The oracle's sums if only those of the ranks ``present`` come."""
+    absent = [set(range(case.world_size)) - set(present)] * case.world_size
     options: dict[str, Any] = {} if way == "plain" else {"weighted": True}
     if way == "weighted by the owner":
         options["topk_weights"] = [2 * weights for _, weights in case.picks]
-    return reference.combine(rows, case.expected, **options)
+    return reference.combine(case.expert_rows, case.expected, absent=absent, **options)
 
 
-def check_sums(got: Tensor, case: Case, way: str, rank: int, before: Sequence[bool], after: Sequence[bool]) -> None:
-    """Each token's sum is that with or without the ranks that fell silent."""
+def check_sums(
+    got: Tensor, lost: Tensor | None, case: Case, way: str, rank: int, before: Sequence[bool], after: Sequence[bool]
+) -> None:
+    """Each token's sum is that with or without the ranks that fell silent, and ``lost`` says which."""
     sure = tuple(r for r, here in enumerate(after) if here)
     maybe = tuple(r for r, here in enumerate(before) if here)
-    least, most = (sums_of(case, way, present)[rank].x for present in (sure, maybe))
+    least, most = (sums_of(case, way, present)[rank] for present in (sure, maybe))
     assert len(maybe) - len(sure) <= 1
     for token in range(got.shape[0]):
-        bits = got[token].view(torch.int16)
-        fits = [torch.equal(bits, each[token].view(torch.int16)) for each in (least, most)]
-        assert any(fits), f"rank {rank}: token {token} is {got[token]}, not {least[token]} nor {most[token]}"
+        bits, told = got[token].view(torch.int16), None if lost is None else lost[token]
+        fits = [
+            torch.equal(bits, each.x[token].view(torch.int16)) and (told is None or told == each.lost_weights[token])
+            for each in (least, most)
+        ]
+        wanted = [(each.x[token], each.lost_weights[token]) for each in (least, most)]
+        assert any(fits), f"rank {rank}: token {token} is {got[token]} and lacks {told}, not one of {wanted}"
 
 
-def sum_up(mine: RankRun, recv: ty.Received, case: Case, way: str, in_two: bool) -> Tensor:
-    given: dict[str, Any] = {}
+def sum_up(mine: RankRun, recv: ty.Received, case: Case, way: str, in_two: bool, lost: Tensor | None = None) -> Tensor:
+    """``lost``: to be filled."""
+    given: dict[str, Any] = {} if lost is None else {"options": CallOptions(lost_weights=lost.fill_(torch.nan))}
     if way == "weighted":
         given["weights"] = recv.handle.arrived.weights
     elif way == "weighted by the owner":
@@ -134,8 +142,9 @@ def live(mine: RankRun, scenario: Scenario, seed: int, calls: range = range(CALL
         recv = mine.dispatch(case, in_two)
         middle = mine.engine.active_ranks()
         check_rows(recv, case, mine.rank, before, middle)
-        got = sum_up(mine, recv, case, way, in_two)
-        check_sums(got, case, way, mine.rank, before, mine.engine.active_ranks())
+        lost = torch.empty(recv.handle.num_tokens) if seed % 4 else None
+        got = sum_up(mine, recv, case, way, in_two, lost)
+        check_sums(got, lost, case, way, mine.rank, before, mine.engine.active_ranks())
 
 
 Ending = tuple[str, list[bool]]
@@ -185,6 +194,29 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
 
     endings, _ = play(scenario, body, seed, kill={victim: step})
     return victim, 1000 * step // steps, endings
+
+
+def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[bool, list[float]]]:
+    """Rank 1 dies at each of some steps of a combine. Whether rank 0 marks it, and what its tokens lack."""
+    scenario, way = life(world_size, seed), WAYS[seed % 3]
+    case = case_of(scenario, seed, 0)
+    began: list[int] = []
+    told: list[tuple[bool, list[float]]] = []
+
+    def body(mine: RankRun) -> None:
+        recv = mine.dispatch(case)
+        began.append(mine.ranks.sim.steps)
+        before, lost = mine.engine.active_ranks(), torch.empty(recv.handle.num_tokens)
+        got, after = sum_up(mine, recv, case, way, seed % 2 == 1, lost), mine.engine.active_ranks()
+        check_sums(got, lost, case, way, mine.rank, before, after)
+        if mine.rank == 0:
+            told.append((not after[1], [float(each) for each in lost]))
+
+    _, ended = play(scenario, body, seed)
+    first = max(began)
+    for death in range(deaths):
+        play(scenario, body, seed, kill={1: first + (ended - first) * death // deaths})
+    return told[1:]
 
 
 def meet(mine: RankRun, name: str) -> None:
@@ -260,10 +292,10 @@ def refusal(world_size: int, seed: int) -> list[Ending | None]:
             with mine.own:
                 assert mine.engine.refuse(COMBINE, False, "x is wrong")
         else:
-            got = sum_up(mine, recv, case, way, False)
-            assert_same_bits(
-                got, sums_of(case, way, others)[mine.rank].x, what="sums without the refuser", rank=mine.rank
-            )
+            lost = torch.empty(recv.handle.num_tokens)
+            got, want = sum_up(mine, recv, case, way, False, lost), sums_of(case, way, others)[mine.rank]
+            assert_same_bits(got, want.x, what="sums without the refuser", rank=mine.rank)
+            assert_same_bits(lost, want.lost_weights, what="what the refuser would have added", rank=mine.rank)
         live(mine, scenario, seed, range(1, 3))
         assert all(mine.engine.active_ranks())
 

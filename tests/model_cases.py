@@ -65,7 +65,7 @@ def both(routing: Routing, chunk: int = 1, batch: int = 1, row: int = 1) -> list
 
 def least_slots(call: Call) -> int:
     """Of a ring inside a node."""
-    return call.chunk + call.batch - 1 if call.combine else call.chunk
+    return call.chunk + call.batches * call.batch - 1 if call.combine else call.chunk
 
 
 def least_far_slots(call: Call) -> int:
@@ -99,6 +99,8 @@ def bounds(limit: int) -> Iterator[Call]:
     no: Routing = ()
     for chunk, batch in product(range(1, limit + 1), repeat=2):
         yield Call(no, combine=True, chunk=chunk, batch=batch)
+    for chunk, batch in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        yield Call(no, combine=True, chunk=chunk, batch=batch, batches=2)
 
 
 def far_bounds(limit: int) -> Iterator[Call]:
@@ -155,8 +157,8 @@ CASES = {
         ),
         reduced=False,
     ),
-    "twolevel, 2x2: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit 2": Case(
-        flows(Call((), chunk=2, far_chunk=2, credit=2), 4, 2, 3, (2, 3))
+    "twolevel, 2x2: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
+        flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 4, 2, 3, (2, 3))
     ),
     "twolevel, 2x2: combine, every routing of 3 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
         flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 3, 3, 4, (1, 2, 3))
@@ -200,8 +202,8 @@ LARGE = {
     "twolevel, 2x2: combine, every routing of 4 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
         flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 4, 3, 4, (1, 2, 3))
     ),
-    "twolevel, 2x2: dispatch, every routing of 6 tokens across, chunk 2, network chunk 2, credit 2": Case(
-        flows(Call((), chunk=2, far_chunk=2, credit=2), 6, 2, 3, (2, 3))
+    "twolevel, 2x2: dispatch, every routing of 6 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
+        flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 6, 2, 3, (2, 3))
     ),
     "twolevel, 2x2: dispatch and combine of all ranks, 3 tokens each, 2 slots": Case(
         one(lambda: Grid(both(everywhere(4, 3)), grid=(2, 2), cells=2, far_cells=2).machine)

@@ -7,7 +7,7 @@ graph without circles.
 **Reduction.** In each state it is enough to follow the steps of a *persistent* set of processes (Godefroid, "Partial-order
 methods for the verification of concurrent systems", 1996): one such that whatever the others do while the set stands
 still, it neither enables, disables nor changes a step of the set. Then every final state of the full graph is a final
-state of the reduced one. :meth:`_Search._persistent` closes a set under two rules:
+state of the reduced one. :meth:`Search._persistent` closes a set under two rules:
 
 * Of a process of the set that can go on: everybody who may ever access a cell that its step accesses, or look at a counter
   that its step adds to, or add to a counter that its step looks at. (Waits need no rule: counters grow, so a wait that is
@@ -67,7 +67,7 @@ def explore(machine: Machine, *, mortal: Iterable[int] = (), reduced: bool = Tru
     Raises:
         AssertionError: more than :data:`MOST_STATES` states.
     """
-    return _Search(machine, frozenset(mortal), reduced).run()
+    return Search(machine, frozenset(mortal), reduced).run()
 
 
 class _Masks(NamedTuple):
@@ -84,9 +84,13 @@ class _Masks(NamedTuple):
     """How far they must get before the process ends."""
 
 
-class _Search:
-    def __init__(self, machine: Machine, mortal: frozenset[int], reduced: bool) -> None:
+class Search:
+    """States of a machine: a byte for where each process is, then for each counter, then for each cell."""
+
+    def __init__(self, machine: Machine, mortal: frozenset[int] = frozenset(), reduced: bool = False) -> None:
         self._machine, self._reduced = machine, reduced
+        self.reached: dict[bytes, tuple[bytes, int]] = {}
+        """All states, each with one that it follows and whose step led there."""
         self._processes = machine.processes
         self._counters = len(self._processes)
         self._cells = self._counters + len(machine.counters)
@@ -102,21 +106,25 @@ class _Search:
             [q for q in self._everybody() if q != p and self._may_meet(p, q)] for p in self._everybody()
         ]
 
+    @property
+    def start(self) -> bytes:
+        """The first state."""
+        places = bytes(process.start for process in self._processes)
+        return places + bytes(len(self._machine.counters) + len(self._machine.cells))
+
     def run(self) -> Outcome:
-        start = bytes(process.start for process in self._processes)
-        start += bytes(len(self._machine.counters) + len(self._machine.cells))
-        came: dict[bytes, tuple[bytes, int]] = {start: (b"", 0)}
-        queue, finals = deque([start]), 0
+        came = self.reached = {self.start: (b"", 0)}
+        queue, finals = deque([self.start]), 0
         while queue:
             state = queue.popleft()
-            able = [p for p in self._everybody() if self._lacks(state, p) is None and state[p] not in (END, HALTED)]
+            able = [p for p in self._everybody() if self.able(state, p)]
             if not able:
                 finals += 1
                 failure = self._wrong_at_the_end(state)
                 if failure:
                     return Outcome(len(came), finals, failure, tuple(self._told(came, state)))
             for p in self._persistent(state, able) if self._reduced else able:
-                after, failure = self._stepped(state, p)
+                after, failure = self.stepped(state, p)
                 if failure:
                     told = (*self._told(came, state), self._step_told(state, p))
                     return Outcome(len(came), finals, failure, told)
@@ -136,7 +144,11 @@ class _Search:
 
     # What one process does
 
-    def _lacks(self, state: bytes, p: int) -> tuple[int, int] | None:
+    def able(self, state: bytes, p: int) -> bool:
+        """Whether process ``p`` can go on."""
+        return state[p] not in (END, HALTED) and self.lacks(state, p) is None
+
+    def lacks(self, state: bytes, p: int) -> tuple[int, int] | None:
         """The counter that process ``p`` waits for, and how far it must get."""
         if state[p] in (END, HALTED):
             return None
@@ -148,7 +160,7 @@ class _Search:
             return step.look.counter, step.look.at_least
         return None
 
-    def _stepped(self, state: bytes, p: int) -> tuple[bytes, str]:
+    def stepped(self, state: bytes, p: int) -> tuple[bytes, str]:
         """The state after ``p``'s step, and what is wrong with it."""
         step = self._processes[p].steps[state[p]]
         after = bytearray(state)
@@ -195,7 +207,7 @@ class _Search:
 
     def _waits_for_a_halted(self, state: bytes, p: int, passed: set[int]) -> bool:
         """Whether what ``p`` waits for hangs on a process that halted."""
-        lack = self._lacks(state, p)
+        lack = self.lacks(state, p)
         assert lack is not None
         passed.add(p)
         who = [q for q in self._adders[lack[0]] if state[q] != END]
@@ -205,19 +217,17 @@ class _Search:
 
     def _names_one(self, state: bytes, p: int) -> bool:
         """Whether ``p``, if a living kernel waits there, names one other rank, which has not ended either."""
-        lack, process = self._lacks(state, p), self._processes[p]
+        lack, process = self.lacks(state, p), self._processes[p]
         assert lack is not None
         step = process.steps[state[p]]
         if process.wire or self._mortal[p] or any(wait.stream and wait.counter == lack[0] for wait in step.waits):
             return True
         ranks = {self._processes[q].rank for q in self._adders[lack[0]]}
-        if step.look is not None and step.look.own:
-            return ranks == {process.rank}
         there = [q for q in self._everybody() if self._processes[q].rank in ranks and state[q] != END]
         return len(ranks) == 1 and process.rank not in ranks and bool(there)
 
     def _waiting(self, state: bytes, p: int) -> str:
-        lack = self._lacks(state, p)
+        lack = self.lacks(state, p)
         assert lack is not None
         counter, want = lack
         seen = state[self._counters + counter]
@@ -323,7 +333,7 @@ class _Search:
 
     def _wakers(self, state: bytes, p: int, found: set[int]) -> list[int]:
         """Whom to take in so that ``p`` does not wake while the set stands still."""
-        lack, more = self._lacks(state, p), list[int]()
+        lack, more = self.lacks(state, p), list[int]()
         assert lack is not None
         counter, want = lack
         adders = [q for q in self._adders[counter] if state[q] not in (END, HALTED) and q not in found]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from model_rings import Bug, Call, Flow, Kernels, Post, greet, post, receive, send, share
-from model_source import ROOM_IN_COMBINE, ROOM_IN_DISPATCH
-from model_twolevel import Far, chunks, combine_far, forward, reduce_both, send_far, wire, wire_of_tags
+from model_rings import Bug, Call, Flow, Kernels, Post, greet, post, receive, share
+from model_twolevel import Far, chunks, combine_far, forward, reduce_both, send_far, send_near, wire, wire_of_tags
 
 
 class Grid:
@@ -89,18 +88,18 @@ class Grid:
             if n == m and q != w:
                 to = self._rank(n, q)
                 flow = self._near(call, owner, c, (to, m, w), to)
-                add(owner, name=f"sender to {to}, {name}", program=partial(send, flow, call, ROOM_IN_DISPATCH, bug))
+                add(owner, name=f"sender to {to}, {name}", program=partial(send_near, flow, call, bug))
                 add(to, name=f"receiver of {owner}, {name}", program=partial(receive, flow, call, bug))
         for n in self._nodes:
             if n != m:
                 via, to = self._rank(n, w), [self._rank(n, q) for q in self._locals]
                 far = self._far_flow(number, call, (via, m, c), self._rows(call, owner, c, to))
-                near = [self._near(call, owner, c, (x, m, w), x) for x in to]
+                others = [x for x in to if x != via]
+                near = [self._near(call, owner, c, (x, m, w), x) for x in others]
                 add(owner, name=f"network sender to {via}, {name}", program=partial(send_far, far, call, bug))
                 add(via, name=f"forwarder of {owner}, {name}", program=partial(forward, far, near, call, bug))
-                for x, flow in zip(to, near, strict=True):
-                    program = partial(receive, flow, call, bug, own=x == via and not self._bug("blames its own rank"))
-                    add(x, name=f"receiver of {owner}, {name}", program=program)
+                for x, flow in zip(others, near, strict=True):
+                    add(x, name=f"receiver of {owner}, {name}", program=partial(receive, flow, call, bug))
 
     def _combine(self, number: int, call: Call, owner: int, c: int) -> None:
         m, v = divmod(owner, len(self._locals))
@@ -111,7 +110,7 @@ class Grid:
             at = self._rank(n, v)
             flows = [self._near(call, owner, c, (at, m, w), self._rank(n, w)) for w in self._locals if w != v]
             for w, flow in zip((w for w in self._locals if w != v), flows, strict=True):
-                program = partial(send, flow, call, ROOM_IN_COMBINE, bug)
+                program = partial(send_near, flow, call, bug)
                 add(self._rank(n, w), name=f"sender for {owner} to {at}, {name}", program=program)
             if n == m:
                 beside = flows

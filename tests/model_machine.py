@@ -33,15 +33,11 @@ class Wait(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Wait until the counter is at least ``at_least``; the process gets its value, at most ``at_most``.
-
-    ``own``: for a program of the same rank, which names whom that waits for.
-    """
+    """Wait until the counter is at least ``at_least``; the process gets its value, at most ``at_most``."""
 
     counter: int
     at_least: int
     at_most: int
-    own: bool = False
 
 
 class Read(NamedTuple):

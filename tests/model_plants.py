@@ -24,7 +24,7 @@ class Plant(NamedTuple):
 
 
 _NO: Routing = ()
-_DISPATCH, _COMBINE = Call(_NO, chunk=2), Call(_NO, combine=True, chunk=2, batch=2)
+_DISPATCH, _COMBINE = Call(_NO, chunk=2, batch=2), Call(_NO, combine=True, chunk=2, batch=2)
 _FAR, _BACK = (call._replace(far_chunk=2, credit=2) for call in (_DISPATCH, _COMBINE))
 _TWO = everywhere(2, 3)
 
@@ -96,7 +96,6 @@ PLANTS = {
     "waits for all rows at once ": Plant(partial(flows, _BACK, 5, 3, 4, (2,)), STUCK),
     "last chunk dropped ": Plant(partial(flows, _FAR, 3, 2, 3, (2,)), STUCK),
     "one half only ": Plant(_far_greeting, OVERWRITTEN),
-    "blames its own rank": Plant(partial(flows, _FAR, 2, 2, 3, (2, 3)), "name the wrong rank", mortal=(0,)),
 }
 """By name; a blank behind it: another machine for the same bug."""
 

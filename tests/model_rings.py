@@ -24,9 +24,10 @@ class Call(NamedTuple):
     Attributes:
         combine: else a dispatch.
         chunk: rows per release of a sender, and the most per credit of a receiver.
-        batch: tokens that a reducer takes at once.
+        batch: tokens that a reducer takes at once, and rows that a combiner or a forwarder does.
         row: cells that a row takes.
         far_chunk, credit: rows per put, and per network credit, of engine twolevel.
+        batches: after how many batches a reducer of engine nvlink returns credits.
     """
 
     routing: Routing
@@ -36,6 +37,7 @@ class Call(NamedTuple):
     row: int = 1
     far_chunk: int = 1
     credit: int = 1
+    batches: int = 1
 
 
 class Ring(NamedTuple):
@@ -141,12 +143,12 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
             yield Release(ring.tail, n)
 
 
-def receive(flow: Flow, call: Call, bug: Bug, own: bool = False) -> Ops:
-    """A receiver: takes what is there, at most a chunk at once. ``own``: see :class:`Look`."""
+def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
+    """A receiver: takes what is there, at most a chunk at once."""
     ring, base, rows = flow
     taken = 0
     while taken < len(rows):
-        seen = yield Look(ring.tail, base + taken + 1, base + min(taken + call.chunk, len(rows)), own)
+        seen = yield Look(ring.tail, base + taken + 1, base + min(taken + call.chunk, len(rows)))
         n = seen - base - taken
         if bug("credit before read"):
             yield Release(ring.head, n)
@@ -158,23 +160,24 @@ def receive(flow: Flow, call: Call, bug: Bug, own: bool = False) -> Ops:
 
 def reduce(flows: Sequence[Flow], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
     """A reducer: takes its tokens in order, ``batch`` at once, whatever rings their rows come through."""
-    taken = [0] * len(flows)
+    taken = freed = [0] * len(flows)
     batch = max(1, len(tokens)) if bug("waits for all rows at once") else call.batch
     tokens = tokens[::-1] if bug("tokens in another order") else tokens
-    for t0 in range(0, len(tokens), batch):
+    for number, t0 in enumerate(range(0, len(tokens), batch)):
         step = set(tokens[t0 : t0 + batch])
         upto = [
             max([taken[d], *(i + 1 for i, row in enumerate(flow.rows) if row in step)]) for d, flow in enumerate(flows)
         ]
         for flow, end in zip(flows, upto, strict=True):
             yield from wait(flow.ring.tail, flow.base + end - bug("last row not awaited"))
+        returns = t0 + batch >= len(tokens) or number % call.batches == call.batches - 1
         for early in (True, False):
             for d, flow in enumerate(flows):
                 if early != bug("credit before read"):
                     yield from read(flow, range(taken[d], upto[d]), call.row)
-                elif upto[d] > taken[d]:
-                    yield Release(flow.ring.head, upto[d] - taken[d])
-        taken = upto
+                elif returns and upto[d] > freed[d]:
+                    yield Release(flow.ring.head, upto[d] - freed[d])
+        taken, freed = upto, upto if returns else freed
 
 
 def store(flow: Flow, rows: range, size: int) -> Ops:

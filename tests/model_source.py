@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import tokenyard
 
@@ -19,7 +21,14 @@ class Expression:
         self._code = compile(ast.Expression(node), self.text, "eval")
 
     def __call__(self, **values: int) -> int:
-        return int(eval(self._code, {"__builtins__": {}}, values))  # text of our own kernels
+        return int(eval(self._code, {"__builtins__": {}, "tl": _TL}, values))  # text of our own kernels
+
+
+def _where(condition: bool, one: int, other: int) -> int:
+    return one if condition else other
+
+
+_TL: Any = SimpleNamespace(maximum=max, where=_where)
 
 
 def function(file: str, name: str) -> ast.FunctionDef:
@@ -69,9 +78,16 @@ ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "Q")
 """What a sender of a dispatch waits for before a chunk."""
 ROOM_IN_COMBINE = assigned("combine", "send_sums", "want", "Q")
 """The same in combine."""
-ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "_send_far", "want", "NQ")
+ROOM_INSIDE = {
+    False: assigned("two_dispatch", "_send_turn", "want", "Q"),
+    True: assigned("two_combine", "_send_turn", "want", "Q"),
+}
+"""The same inside nodes of engine twolevel, in dispatch and in combine."""
+ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "_far_turn", "want", "NQ")
 """What a network sender waits for before a chunk."""
-ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_far", "want", "NQ")
+ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "NQ")
 """The same of a combiner."""
-ROOM_AT_FORWARDER = assigned("two_dispatch", "_forward", "wants", "Q")
-"""What a forwarder waits for before a batch of rows, for each local rank."""
+ROOM_AT_FORWARDER = assigned("two_dispatch", "_forward_turn", "wants", "Q")
+"""What a forwarder waits for before a batch of rows, for each other local rank."""
+CREDIT_OF_FORWARDER = assigned("two_dispatch", "_forward_turn", "owed", "CREDIT")
+"""What a forwarder returns after a turn."""

@@ -1,4 +1,13 @@
-"""The roles of engine twolevel as a small model (``docs/twolevel.md``, ``kernels/two_dispatch.py``, ``two_combine.py``).
+"""The tasks of engine twolevel as a small model (``docs/twolevel.md``, ``kernels/two_dispatch.py``, ``two_combine.py``).
+
+Each task is a process here, though a program of a kernel serves many of them by turns (``kernels/two_turns.py``). That loses no
+failure. A turn does steps of its task that nothing holds up, or none, so whatever workers do, these processes can do too, in the
+same order: no state is left out. And a worker goes round until none of its tasks can go on; that hangs on counters alone. So where
+workers are stuck, all these processes are, and if no order of their steps ends there, neither does a worker's. ``model_turns.py``
+explores workers as they are besides.
+
+A turn of a forwarder, combiner or reducer may take several batches, and shows them all at its end; here each batch is a turn. It
+makes no difference: batches behind the first wait for nothing that the turn has not seen, and who sees more sooner is held up less.
 
 A put is a number on ``posted``. A *wire* per network ring takes it from there, later: it copies rows from staging, then adds
 to the tail. So puts of one ring arrive in order (a fence stands before each), and those of different rings in any order.
@@ -12,9 +21,11 @@ from typing import NamedTuple
 from model_machine import Look, Ops, Read, Release, Store, wait
 from model_rings import Bug, Call, Flow, Post, read, store
 from model_source import (
+    CREDIT_OF_FORWARDER,
     ROOM_AT_FORWARDER,
     ROOM_FAR_IN_COMBINE,
     ROOM_FAR_IN_DISPATCH,
+    ROOM_INSIDE,
     Expression,
 )
 
@@ -40,17 +51,27 @@ def chunks(rows: Sequence[int], size: int, bug: Bug) -> list[range]:
     return [range(i0, min(i0 + size, len(rows))) for i0 in range(0, end, size)]
 
 
+def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
+    """A sender inside a node."""
+    ring, base, rows = flow
+    for chunk in chunks(rows, call.chunk, bug):
+        want = ROOM_INSIDE[call.combine](base=base, i=chunk.start, n=len(chunk), Q=ring.slots(call.row))
+        yield from wait(ring.head, want - bug("one slot too many"))
+        yield from store(flow, chunk, call.row)
+        yield Release(ring.tail, len(chunk))
+
+
 def room_far(far: Far, chunk: range, call: Call, room: Expression, bug: Bug) -> Ops:
     """Wait for room for a chunk, in the ring and in staging."""
-    slots = far.flow.ring.slots(call.row)
-    want = room(base=far.flow.base, i0=chunk.start, lo=0, n=len(chunk), NQ=slots)
+    base, slots = far.flow.base, far.flow.ring.slots(call.row)
+    want = room(base=base, i=chunk.start, n=len(chunk), end=chunk.stop, NQ=slots)
+    if bug("network ring not drained"):
+        want = base + chunk.stop - slots
     yield from wait(far.flow.ring.head, want - bug("one network slot too many"))
 
 
 def send_far(far: Far, call: Call, bug: Bug) -> Ops:
     """A network sender."""
-    if not bug("network ring not drained"):
-        yield from wait(far.flow.ring.head, far.flow.base)
     for chunk in chunks(far.flow.rows, call.far_chunk, bug):
         yield from room_far(far, chunk, call, ROOM_FAR_IN_DISPATCH, bug)
         yield from store(far.staging, chunk, call.row)
@@ -71,33 +92,28 @@ def wire(far: Far, call: Call, bug: Bug, only: int | None = None) -> Ops:
 
 
 def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
-    """A forwarder: ``near[q]`` is what goes on to local rank q."""
+    """A forwarder: ``near`` is what goes on to other local ranks; rows for its own it takes to their places."""
     if bug("one destination after the other"):
         yield from forward_in_turn(far, near, call, bug)
         return
     (ring, base, rows), total = far.flow, len(far.flow.rows)
-    done, owed, put = 0, 0, [0 for _ in near]
-    for flow in near:
-        yield from wait(flow.ring.head, flow.base)
+    done, put, shown = 0, [0 for _ in near], [0 for _ in near]
     while done < total:
-        seen = yield Look(ring.tail, base + done + 1, base + min(done + call.chunk, total))
-        n = seen - base - done
+        seen = yield Look(ring.tail, base + done + 1, base + min(done + call.batch, total))
+        batch = range(done, seen - base)
         if bug("network credit before read"):
-            yield Release(ring.head, n)
-        before = put
-        for j in range(done, done + n, call.batch):
-            batch = range(j, min(j + call.batch, done + n))
-            after = [at + sum(rows[i] in flow.rows for i in batch) for at, flow in zip(put, near, strict=True)]
-            yield from forward_rows(far.flow, near, batch, (put, after), call, bug)
-            put = after
-        if not bug("tails at the end only") or done + n == total:
-            since = [0 for _ in near] if bug("tails at the end only") else before
-            yield from add_all([flow.ring.tail for flow in near], since, put)
-        done += n
-        owed += 0 if bug("network credit before read") else n
-        if owed >= call.credit or (done == total and owed and not bug("last credits kept")):
+            yield Release(ring.head, len(batch))
+        after = [at + sum(rows[i] in flow.rows for i in batch) for at, flow in zip(put, near, strict=True)]
+        yield from forward_rows(far.flow, near, batch, (put, after), call, bug)
+        put, done = after, batch.stop
+        left = total - done
+        if not left or not bug("tails at the end only"):
+            yield from add_all([flow.ring.tail for flow in near], shown, put)
+            shown = put
+        kept = bug("last credits kept")
+        owed = CREDIT_OF_FORWARDER(left=left or kept, i0=batch.start, i1=done, CREDIT=call.credit)
+        if owed and not bug("network credit before read"):
             yield Release(ring.head, owed)
-            owed = 0
 
 
 def forward_rows(
@@ -121,6 +137,7 @@ def forward_in_turn(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops
             yield from wait(flow.ring.head, flow.base + i + 1 - flow.ring.slots(call.row))
             yield from store(flow, range(i, i + 1), call.row)
             yield Release(flow.ring.tail)
+    yield from wait(ring.tail, base + len(rows))
     yield from read(far.flow, range(len(rows)), call.row)
     yield from add_all([ring.head], [0], [len(rows)])
 
@@ -150,8 +167,6 @@ def combine_far(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
     """A combiner: ``near``: partial sums of the other local ranks."""
     rows, taken, credited = far.flow.rows, [0 for _ in near], [0 for _ in near]
     heads = [flow.ring.head for flow in near]
-    if not bug("network ring not drained"):
-        yield from wait(far.flow.ring.head, far.flow.base)
     for chunk in chunks(rows, call.far_chunk, bug):
         yield from room_far(far, chunk, call, ROOM_FAR_IN_COMBINE, bug)
         for j in range(chunk.start, chunk.stop, call.batch):

@@ -44,6 +44,7 @@ class Scenario:
     """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides those it needs.
 
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other through the simulated network.
+    ``workers``: programs of a channel there.
     """
 
     world_size: int
@@ -57,6 +58,7 @@ class Scenario:
     rounds: tuple[Round, ...]
     ranks_per_node: int | None = None
     net: bool = False
+    workers: int = 2
 
     @property
     def shape(self) -> Shape:
@@ -65,7 +67,8 @@ class Scenario:
         cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
         if self.ranks_per_node is None:
             return Shape(channels=self.channels, writers=self.channels, **cuts)
-        return Tuning(channels=self.channels, writers=self.channels, forward=part, net_chunk=self.chunk + 1, **cuts)
+        more = {"workers": self.workers, "forward": part, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
+        return Tuning(channels=self.channels, writers=self.channels, **more, **cuts)
 
     @cached_property
     def buffer_bytes(self) -> int:

@@ -49,7 +49,6 @@ PLANTS = {
                 "tl.load(counters, mask=mask, other=0)",
             ),
         ),
-        times=3,
     ),
     "places stored while threads still load them": Plant(
         "barrier",
@@ -66,8 +65,8 @@ PLANTS = {
         "sync",
         (
             (
-                "            give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n    tl.debug_barrier()\n",
-                "            give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n",
+                "            seen = tl.minimum(seen, want - 1)\n    tl.debug_barrier()\n",
+                "            seen = tl.minimum(seen, want - 1)\n",
             ),
         ),
     ),
@@ -86,16 +85,16 @@ PLANTS = {
         "flag before data",
         "dispatch",
         _moved(
-            "            add_release(tail, n.to(tl.int64), None)",
-            "            for j in range(0, n, B):\n                i = i0 + j + b\n",
+            "    add_release(tail, n.to(tl.int64), None)",
+            "    for j in range(0, n, B):\n        i = i0 + j + b\n",
         ),
     ),
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
         _moved(
-            "            add_release(head, n.to(tl.int64), None)",
-            "            for j in range(0, n, B):\n                i = taken + j + b\n",
+            "    add_release(head, n.to(tl.int64), None)",
+            "    for j in range(0, n, B):\n        i = taken + j + b\n",
         ),
     ),
     "dispatch: one slot too many": Plant(
@@ -132,16 +131,20 @@ PLANTS = {
         "flag before data",
         "combine",
         _moved(
-            "            add_release(tail, n.to(tl.int64), None)",
-            "            for j in range(0, n, B):\n                i, here = i0",
+            "    add_release(tail, n.to(tl.int64), None)",
+            "    for j in range(0, n, B):\n        i, here = i0",
         ),
     ),
     "combine: credit before read": Plant(
         "credit before read",
         "combine",
-        _moved(
-            "            add_release(heads, upto - taken, remote & (upto > taken))",
-            "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+        (
+            ("                add_release(heads, taken - freed, remote & (taken > freed))\n", ""),
+            (
+                "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+                "            add_release(heads, upto - taken, remote & (upto > taken))\n"
+                "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+            ),
         ),
     ),
     "combine: one slot too many": Plant(
@@ -162,8 +165,8 @@ PLANTS = {
         "combine",
         (
             (
-                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want\n    b = ",
-                "    ok = True\n    b = ",
+                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want\n    for i0",
+                "    ok = True\n    for i0",
             ),
         ),
         within=30,

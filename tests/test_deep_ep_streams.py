@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tokenyard.deep_ep import events, streams
+import deep_ep_cost
+from tokenyard import deep_ep
+from tokenyard.deep_ep import streams
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
+from tokenyard.testing import Ranks, distributed_test
 
 GPU = torch.device("cuda", 0)
 
@@ -20,105 +22,202 @@ class Machine:
     """Streams that are names; ``log`` has what happened, in order."""
 
     def __init__(self) -> None:
-        self.now, self.log = "compute", []
+        self.log: list[str] = []
         machine = self
 
         class Event:
-            def record(self) -> None:
-                self.of = machine.now
-                machine.log.append(f"record {machine.now}")
+            of: Any = None
 
-            def wait(self) -> None:
-                machine.log.append(f"{machine.now} waits for {self.of}")
+            def wait(self, stream: Any = None) -> None:
+                machine.log.append(f"{stream or machine.now} waits for {self.of}")
 
-        self.cuda = SimpleNamespace(
-            Event=Event,
-            Stream=lambda device: "comm",
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            current_stream=lambda device: self.now,
-            current_device=lambda: GPU.index,
-            stream=self.on,
-        )
+        class Stream:
+            def __init__(self, name: Any) -> None:
+                self.name = "comm" if name == GPU else name
 
-    @contextmanager
-    def on(self, stream: str) -> Generator[None, None, None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
+            def __repr__(self) -> str:
+                return self.name
+
+            def record_event(self, event: Event | None = None) -> Event:
+                machine.log.append(f"record {self}")
+                event = event or Event()
+                event.of = self
+                return event
+
+            def wait_event(self, event: Event) -> None:
+                event.wait(self)
+
+        self.make, self.now = Stream, Stream("compute")
+        self.cuda = {
+            "Event": Event,
+            "Stream": Stream,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "current_stream": lambda device=None: self.now,
+            "current_device": lambda: GPU.index,
+            "set_stream": self.go,
+        }
+
+    def go(self, stream: Any) -> None:
+        self.now = stream
 
 
 class Memory(torch.Tensor):
     """A tensor that says which streams keep it."""
 
-    is_cuda = True
+    is_cuda, device = True, GPU
 
     def record_stream(self, stream: Any) -> None:
-        self.keepers = [*getattr(self, "keepers", []), stream]
+        self.keepers = [*getattr(self, "keepers", []), repr(stream)]
 
 
 def memory() -> Memory:
-    return torch.zeros(1).as_subclass(Memory)
+    return torch.zeros(1, dtype=torch.int64).as_subclass(Memory)
+
+
+def keepers(*tensors: Any) -> list[list[str]]:
+    return [getattr(each, "keepers", []) for each in tensors]
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    for module in (events, streams):
-        stand_in = SimpleNamespace(**{name: getattr(torch, name) for name in ("is_grad_enabled", "no_grad", "device")})
-        stand_in.cuda = made.cuda
-        monkeypatch.setattr(module, "torch", stand_in)
+    for name, stand_in in made.cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     return made
 
 
-def run(machine: Machine, **options: Any) -> tuple[Any, EventOverlap, list[Memory]]:
-    reads, results = [memory(), memory()], (memory(), (memory(), None))
+def run(machine: Machine, made: streams.Streams, **options: Any) -> tuple[Any, EventOverlap, list[Memory]]:
+    reads, results = [memory(), memory()], (memory(), (memory(), None), [1, 2])
 
     def call() -> Any:
         machine.log.append(f"call on {machine.now}")
         return results
 
-    got, event = streams.Streams().run(call, GPU, options["after"], options["later"], reads[0], (reads[1], None))
+    got, event = made.run(call, (), memory(), options["after"], options["later"], (reads[0], (reads[1], None)))
     assert got is results
     return results, event, reads
 
 
+def handle_of(plan: tuple[Any, ...] = (), *arrived: Any) -> Any:
+    names = dict(zip(("source", "source_ranges"), arrived, strict=False))
+    native: Any = SimpleNamespace(plan=plan, arrived=SimpleNamespace(**names))
+    ep: Any = None
+    return NormalHandle.of(ep, native, 1, None, None, 20)
+
+
 def test_at_once(machine: Machine) -> None:
     """The current stream waits for the event before, if there is one, and makes the call itself."""
-    after = EventOverlap(EventHandle())
+    made, after = streams.Streams(), EventOverlap(EventHandle())
     machine.log.clear()
     for before, expected in ((None, []), (EventOverlap(), []), (after, ["compute waits for compute"])):
-        results, event, reads = run(machine, after=before, later=False)
+        results, event, reads = run(machine, made, after=before, later=False)
         assert machine.log == [*expected, "call on compute"] and event.event is None
-        assert not any(hasattr(each, "keepers") for each in (*reads, results[0]))
+        assert keepers(*reads, results[0], results[1][0]) == [[]] * 4
         machine.log.clear()
 
 
 def test_later(machine: Machine) -> None:
     """The communication stream waits for the event (or for all that the current stream has), and the caller for it."""
-    results, event, reads = run(machine, after=None, later=True)
-    assert machine.log == ["record compute", "comm waits for compute", "call on comm", "record comm"]
-    assert [each.keepers for each in reads] == [["comm"], ["comm"]]
-    assert results[0].keepers == results[1][0].keepers == ["compute"]
+    made = streams.Streams()
+    for _ in range(2):  # the event before the call is used again, that behind it is the caller's
+        results, event, reads = run(machine, made, after=None, later=True)
+        assert machine.log == ["record compute", "comm waits for compute", "call on comm", "record comm"]
+        assert keepers(*reads) == [["comm"]] * 2 and keepers(results[0], results[1][0]) == [["compute"]] * 2
+        machine.log.clear()
+        event.current_stream_wait()
+        with event:
+            pass
+        assert machine.log == ["compute waits for comm"] * 2
+        machine.log.clear()
+    machine.go(machine.make("side"))
+    after = EventOverlap(EventHandle())
+    machine.go(machine.make("compute"))
     machine.log.clear()
-    event.current_stream_wait()
-    with event:
-        pass
-    assert machine.log == ["compute waits for comm"] * 2
-    with machine.on("side"):
-        after = EventOverlap(EventHandle())
-    machine.log.clear()
-    run(machine, after=after, later=True)
-    assert machine.log == ["comm waits for side", "call on comm", "record comm"]
+    run(machine, made, after=after, later=True)
+    assert machine.log == ["comm waits for side", "call on comm", "record comm"] and machine.now.name == "compute"
 
 
-@pytest.mark.parametrize("made_on_comm", [False, True])
-@pytest.mark.parametrize("later", [False, True])
-def test_a_handle_from_the_other_stream(machine: Machine, made_on_comm: bool, later: bool) -> None:
-    """Its plan is kept for the stream that reads it, unless that stream made it."""
-    plan = memory()
-    handle = SimpleNamespace(on_comm=made_on_comm, native=SimpleNamespace(plan=(plan, None)))
-    known: Any = handle
-    streams.Streams().run(lambda: None, GPU, None, later, handle=known)
-    keeper = {False: "compute", True: "comm"}[later]
-    assert getattr(plan, "keepers", []) == ([keeper] if later or made_on_comm else [])
+def test_a_call_that_raises(machine: Machine) -> None:
+    """Stream and autograd are as before."""
+
+    def call() -> Any:
+        assert machine.now.name == "comm" and not torch.is_grad_enabled()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        streams.Streams().run(call, (), memory(), None, True, ())
+    assert machine.now.name == "compute" and torch.is_grad_enabled()
+
+
+def test_plans_are_kept_for_the_streams_that_read_them(machine: Machine) -> None:
+    """Once for each stream, and not for the one that made them; what the caller's stream made is the caller's affair there."""
+    made, other = streams.Streams(), streams.Streams()
+    mine, early = memory(), memory()
+    handle, before = handle_of((mine, None)), handle_of((early,))
+    made.run(lambda: (memory(), handle), (), memory(), None, True, ())
+    assert handle.made_on is made.comm() and before.made_on is None
+    for later in (True, False, True, False):
+        for each in (handle, before):
+            made.run(lambda: None, (), memory(), None, later, (), each)
+    assert keepers(mine, early) == [["compute"], ["comm"]]
+    other.run(lambda: None, (), memory(), None, True, (), handle)
+    assert keepers(mine) == [["compute", "comm"]]
+
+
+def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Machine) -> None:
+    """What they are worked out from may not be given away before: a handle dies as soon as its caller lets it go."""
+    source, ranges = memory(), memory()
+    handle, before = handle_of((), source, ranges), handle_of((), memory(), memory())
+    streams.Streams().run(lambda: (handle,), (), memory(), None, True, ())
+    assert keepers(source) == [[]]
+    assert handle[3].tolist() == before[3].tolist() == [0]
+    assert handle[3] is handle[3] and keepers(source, ranges) == [["compute"]] * 2
+    assert keepers(before.native.arrived.source) == [[]]
+
+
+class Asked(Exception):
+    """Instead of a call: what it would have read."""
+
+
+def test_what_calls_read() -> None:
+    """Every tensor that a call reads on the device is kept for its stream, and the plan of its handle."""
+
+    def ask(call: Any, arguments: Any, like: Any, after: Any, later: bool, reads: Any, handle: Any = None) -> Any:
+        raise Asked([part for each in reads for part in (each if isinstance(each, tuple) else (each,))], handle)
+
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    buffer: Any = deep_ep.Buffer(group)
+    buffer._streams.run = ask
+    x, scales, idx, weights, mask, counts, out, waits = (torch.zeros(2, 2) for _ in range(8))
+    nothing: Any = None
+    handle, low = handle_of(), LowLatencyHandle.of(nothing, nothing)
+    low.next_buffer = out
+    known = {"topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": counts, "is_token_in_rank": mask}
+    bare = {"num_tokens_per_expert": counts, "is_token_in_rank": mask}
+    calls: list[tuple[Any, list[Any], Any]] = [
+        (lambda: buffer.get_dispatch_layout(idx, 4), [idx], None),
+        (lambda: buffer.dispatch(x, **known), [x, idx, weights], None),
+        (lambda: buffer.dispatch([x, scales], **known), [x, scales, idx, weights], None),
+        (lambda: buffer.dispatch((x, scales), **bare), [x, scales, mask, counts], None),
+        (lambda: buffer.dispatch(x, handle), [x], handle),
+        (lambda: buffer.combine(x, handle, weights, (mask, out)), [x, weights, mask, out], handle),
+        (lambda: buffer.low_latency_dispatch(x, idx, 4, 4, counts, waits), [x, idx, counts, waits], None),
+        (lambda: buffer.low_latency_combine(x, idx, weights, low, out=mask), [x, weights, mask], low),
+        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [x, weights, out], low),
+    ]
+    for call, expected, used in calls:
+        with pytest.raises(Asked) as asked:
+            call()
+        reads, uses = asked.value.args
+        assert {id(each) for each in reads if each is not None} == set(map(id, expected)) and uses is used
+
+
+@distributed_test(world_size=1)
+def test_the_cost_program(ranks: Ranks) -> None:
+    """It still finds its way into buffers and native objects, and each call has a native one beside it, but for the layout."""
+    bench = deep_ep_cost.Bench(ranks.group, ranks.device)
+    costs = deep_ep_cost.measure(bench.calls(), 1, 1)
+    bench.close()
+    assert len(costs) == 15 and [name for name, cost in costs.items() if cost.native is None] == ["get_dispatch_layout"]
+    assert len(deep_ep_cost.report(costs).splitlines()) == 15

@@ -54,6 +54,29 @@ def test_blocks_are_aligned() -> None:
     run_all("low_latency_api.shared_body", [(2, 0, each) for each in options])
 
 
+def test_what_sums_lack() -> None:
+    calls = [
+        (2, {"layout": LAYOUTS[1], "routing": "uniform", "num_topk": 6, "seed": 1}),
+        (3, {"layout": LAYOUTS[0], "routing": "duplicates", "num_topk": 5, "seed": 3}),
+        (2, {"layout": LAYOUTS[1], "routing": "dropped"}),
+    ]
+    run_all("low_latency_api.left_out", calls)
+
+
+def test_other_engines_take_no_options() -> None:
+    with ty.ExpertParallel(num_experts=2, hidden=8, num_topk=1, max_tokens_per_rank=2, device="cpu") as ep:
+        recv = ep.dispatch(torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64))
+        with pytest.raises(
+            ty.NotSupported, match="engine 'collective' takes no options of a call; engine 'low_latency' can"
+        ):
+            ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=torch.zeros(2)))
+
+
 @pytest.mark.parametrize("what", ["hooks", "capacity", "refusals"])
 def test_calls(what: str) -> None:
     run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])
+
+
+@pytest.mark.parametrize("what", ["few_operations", "shapes_and_numbers", "tags"])
+def test_on_the_host(what: str) -> None:
+    run_all(f"low_latency_host.{what}", [()])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compiling import compiled
 from nvlink_pool import without_devices
 
 pytestmark = without_devices
@@ -20,14 +16,7 @@ Facts = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("low_latency_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return compiled("low_latency_compile.py")
 
 
 @pytest.fixture

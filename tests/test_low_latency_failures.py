@@ -35,6 +35,15 @@ def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
     assert sum(marked) > 0.5 * len(marked) > 0
 
 
+def test_what_a_sum_lacks_is_told_token_by_token() -> None:
+    """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight fits the very sum."""
+    told = run_all("low_latency_failures.deaths_in_a_combine", [(2, 1, 4), (2, 2, 3)])
+    lost = [weights for ending in told for marked, weights in ending if marked]
+    assert all(not any(weights) for ending in told for marked, weights in ending if not marked)
+    assert any(all(weights) for weights in lost)
+    assert any(any(weights) and not all(weights) for weights in lost)
+
+
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
     for endings in run_all(f"low_latency_failures.{story}", [(size, seed) for size in (2, 3) for seed in range(2)]):

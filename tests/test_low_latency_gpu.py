@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import low_latency_bodies as bodies
 import tokenyard as ty
-from cases import Case, check_received, dispatch, skip_without_gpus
+from cases import Case, check_combined, check_received, dispatch, skip_without_gpus
 from low_latency_bodies import MAJOR, PADDED, static
 from tokenyard import reference
 from tokenyard.testing import ROUTINGS, Ranks, distributed_test
@@ -65,6 +65,14 @@ def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout) -> None:
 @on_ranks
 def test_hooks(ranks: Ranks) -> None:
     bodies.hooks(ranks, static(ranks.world_size, num_tokens=20), NUM_SMS)
+
+
+@layouts
+@on_ranks
+def test_what_sums_lack(ranks: Ranks, layout: ty.Layout) -> None:
+    for routing in ("uniform", "duplicates", "dropped"):
+        case = static(ranks.world_size, num_tokens=20, num_topk=6, layout=layout, routing=routing)
+        bodies.left_out(ranks, case, NUM_SMS)
 
 
 @pytest.mark.parametrize("body", [bodies.capacity, bodies.refusals], ids=lambda body: body.__name__)
@@ -173,4 +181,63 @@ def test_the_others_go_on_when_a_rank_is_killed(ranks: Ranks) -> None:
     assert time.monotonic() - start < 10 * TIMEOUT  # nobody waits for the dead rank any more
     low = ep._calls.low
     assert low is not None and low.silent_rank() == 1
+    ep.close()
+
+
+@processes
+@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,))
+def test_replays_tell_what_sums_lack_without_a_rank(ranks: Ranks) -> None:
+    """One graph: with all ranks, with rank 1 left out by hand, with all again, and after rank 1 was killed."""
+    skip_without_gpus(ranks)
+    rank, here, size = ranks.rank, ranks.device, ranks.world_size
+    case = static(size, num_tokens=20, num_topk=6)
+    rows = [each.x for each in case.expected]
+    gone = [{1} if owner != 1 else set(range(size)) - {1} for owner in range(size)]
+    whole, part = (reference.combine(rows, case.expected, weighted=True, absent=each) for each in ([()] * size, gone))
+    ep = case.make(ranks, timeout=TIMEOUT)
+    x, idx, weights = (each.to(here) for each in (case.x[rank], *case.picks[rank]))
+    lost = torch.full((len(idx),), torch.nan, device=here)
+
+    def step() -> torch.Tensor:
+        recv = ep.dispatch(x, idx, weights, **case.options)
+        return ep.combine(recv.x, recv.handle, weighted=True, options=ty.CallOptions(lost_weights=lost))
+
+    def meet() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def check(want: list[reference.ReferenceCombined]) -> None:
+        check_combined(y, case, rank, want[rank].x)
+        check_combined(lost, case, rank, want[rank].lost_weights, "lost weights")
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    meet()
+    for absent, want in (([], whole), (sorted(gone[rank]), part), ([], whole)):
+        lost.fill_(torch.nan)
+        for peer in absent:
+            ep.mask(peer)
+        graph.replay()
+        check(want)
+        meet()
+        for peer in absent:
+            ep.unmask(peer)
+        meet()
+    if rank == 1:
+        for _ in range(20):
+            graph.replay()
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    while all(ep.active_ranks):
+        graph.replay()
+        assert time.monotonic() - start < 10 * TIMEOUT
+    for _ in range(3):
+        lost.fill_(torch.nan)
+        graph.replay()
+        check(part)
     ep.close()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from compiling import compiled
 from tokenyard.memory.launch import Processor, resident_programs, wait_until
 
 HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
@@ -23,13 +19,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``memory_compile.py`` found, in a process that does not interpret kernels."""
     if torch.cuda.is_available():
         pytest.skip("launches into a stand-in for the driver, which a machine with GPUs has for real")
-    pytest.importorskip("triton")
-    script, directory = Path(__file__).with_name("memory_compile.py"), tmp_path_factory.mktemp("driver")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return compiled("memory_compile.py", str(tmp_path_factory.mktemp("driver")))
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ from tokenyard.topology import Topology
 pytestmark = without_devices
 
 VERBS = (
-    "wait_at_least", "wait_for_all", "add_release", "put", "credit", "pack_rows", "place_rows", "tl.store", "_return_credits",
+    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_rows", "place_rows",
+    "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "_return_credits",
 )  # fmt: skip
 OUTLINES = {
     ("dispatch", "send_rows"): """
@@ -39,19 +40,25 @@ for range(lo, hi, CHUNK)
   if ok
     wait_at_least(head_of(mine, to, c, R, C))
   if ok
-    for range(0, n, B)
-      pack_rows(x)
-    add_release(tail)
+    send_chunk(x)
 tl.store(sent_to(state, to, c, R, C))
+""",  # model_rings.send
+    ("dispatch", "send_chunk"): """
+for range(0, n, B)
+  pack_rows(x)
+add_release(tail)
 """,  # model_rings.send
     ("dispatch", "receive_rows"): """
 while (taken < total) & ok
   wait_at_least(tail_of(mine, s, c, R, C))
   if ok
-    for range(0, n, B)
-      place_rows(ring)
-    add_release(head)
+    receive_chunk(plan)
 tl.store(taken_from(state, s, c, R, C))
+""",  # model_rings.receive
+    ("dispatch", "receive_chunk"): """
+for range(0, n, B)
+  place_rows(ring)
+add_release(head)
 """,  # model_rings.receive
     ("combine", "send_sums"): """
 wait_at_least(head_of(mine, s, c, R, C))
@@ -59,13 +66,16 @@ for range(lo, hi, CHUNK)
   if ok
     wait_at_least(head_of(mine, s, c, R, C))
   if ok
-    for range(0, n, B)
-      for range(0, H, BLOCK)
-        tl.store(to + w[None, :])
-      if REDUCE
-        tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :])
-    add_release(tail)
+    send_sums_chunk(x)
 tl.store(sent_to(state, s, c, R, C))
+""",  # model_rings.send
+    ("combine", "send_sums_chunk"): """
+for range(0, n, B)
+  for range(0, H, BLOCK)
+    tl.store(to + w[None, :])
+  if REDUCE
+    tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :])
+add_release(tail)
 """,  # model_rings.send
     ("combine", "_reduce"): """
 for range(c * share, t1, B)
@@ -76,72 +86,114 @@ for range(c * share, t1, B)
       tl.store(to + at)
     if REDUCE
       tl.store(to)
-    add_release(heads)
+    if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1)
+      add_release(heads)
 tl.store(taken_from(state, r, c, R, C))
 """,  # model_rings.reduce
-    ("two_dispatch", "_send_far"): """
-wait_at_least(head)
-for range(lo, hi, NCHUNK)
-  if ok
-    wait_at_least(head)
-  if ok
-    for range(0, n, B)
-      pack_rows(x)
-    put(peers)
-tl.store(net_sent_to(state, node, c, R, R // P, C))
+    ("two_dispatch", "_send_turn"): """
+if left > 0
+  load_acquire(head_of(peer_base(peers, me), to, c, R, C))
+  else
+    if seen >= want
+      send_chunk(x)
+      tl.store(done)
+      if left == 0
+        tl.store(sent_to(state, to, c, R, C))
+""",  # model_twolevel.send_near
+    ("two_dispatch", "_receive_turn"): """
+if left > 0
+  load_acquire(tail_of(mine, s, c, R, C))
+  else
+    if seen >= want
+      receive_chunk(plan)
+      tl.store(done)
+      if left == 0
+        tl.store(taken_from(state, s, c, R, C))
+""",  # model_rings.receive
+    ("two_dispatch", "_far_turn"): """
+if left > 0
+  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  else
+    if seen >= want
+      for range(0, n, B)
+        pack_rows(x)
+      put(peers)
+      tl.store(done)
+      if left == 0
+        tl.store(net_sent_to(state, node, c, R, G, C))
 """,  # model_twolevel.send_far
-    ("two_dispatch", "_forward"): """
-wait_for_all(heads)
-while (taken < total) & ok
-  wait_at_least(tail)
-  for range(0, n, B)
-    if FRESH
-      tl.store(rows)
-    if ok
-      wait_for_all(heads)
-    if ok
-      for range(0, SLOT // 4, BLOCK)
-        for tl.static_range(P)
-          tl.store(to)
-  if ok
-    add_release(tail_of(bases, source, c, R, C))
-    if (owed >= CREDIT) | (taken == total)
-      credit(peers)
-tl.store(sent_to(state, node * P + q, c, R, C))
-tl.store(net_taken_from(state, node, c, R, R // P, C))
+    ("two_dispatch", "_forward_turn"): """
+if left > 0
+  load_acquire(words(mine + net_tail(node, c, C, FAR)))
+  else
+    if seen >= want
+      look_at_all(heads)
+      while (moved < n) & ok
+        if FRESH
+          tl.store(rows)
+        if ok
+          place_rows(ring)
+          for range(0, SLOT // 4 if P > 1 else 0, BLOCK)
+            for tl.static_range(P)
+              tl.store(to)
+      if moved > 0
+        add_release(tail_of(bases, source, c, R, C))
+        tl.store(done)
+        tl.store(put_at)
+        if owed > 0
+          credit(peers)
+        if left == 0
+          tl.store(sent_at)
+          tl.store(net_taken_from(state, node, c, R, G, C))
 """,  # model_twolevel.forward
-    ("two_combine", "_combine_far"): """
-wait_at_least(head)
-for range(lo, hi, NCHUNK)
-  if ok
-    wait_at_least(head)
-  for range(0, n, B)
-    if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
-      wait_for_all(tails)
+    ("two_combine", "_combine_turn"): """
+if left > 0
+  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  look_at_all(tail_of(mine, node * P + q, c, R, C))
+  while (i < end) & ok
     if ok
       for range(0, H, BLOCK)
         tl.store(to + w[None, :])
       if REDUCE
         tl.store(to)
-      add_release(heads)
-  if ok
-    put(peers)
-tl.store(taken_from(state, node * P + q, c, R, C))
-tl.store(net_sent_to(state, node, c, R, R // P, C))
+  if i > i0
+    add_release(heads)
+    if i == end
+      put(peers)
+    tl.store(done)
+    tl.store(taken_at)
+    if left == 0
+      tl.store(bases_at)
+      tl.store(net_sent_to(state, node, c, R, G, C))
 """,  # model_twolevel.combine_far
-    ("two_combine", "_reduce"): """
-for range(c * share, t1, B)
-  if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
-    wait_for_all(words(tails))
-  if ok
-    for range(0, H, BLOCK)
-      tl.store(to + to_row)
-    if REDUCE
-      tl.store(to)
+    ("two_combine", "_send_turn"): """
+if left > 0
+  load_acquire(head_of(peer_base(peers, me), s, c, R, C))
+  else
+    if seen >= want
+      send_sums_chunk(x)
+      tl.store(done)
+      if left == 0
+        tl.store(sent_to(state, s, c, R, C))
+""",  # model_twolevel.send_near
+    ("two_combine", "_reduce_turn"): """
+if left > 0
+  look_at_all(words(tails))
+  while (i < end) & ok
+    if ok
+      for range(0, H, BLOCK)
+        tl.store(to + to_row)
+      if REDUCE
+        tl.store(to)
+  if i > i0
     add_release(heads)
     _return_credits(peers)
-tl.store(taken_from(state, r, c, R, C))
-tl.store(net_taken_from(state, node, c, R, G, C))
+    tl.store(done)
+    tl.store(taken_at)
+    tl.store(owed_at)
+    if left == 0
+      tl.store(near_at)
+      tl.store(far_at)
 """,  # model_twolevel.reduce_both
     ("two_combine", "_return_credits"): """
 for tl.static_range(R // P)
@@ -193,10 +245,8 @@ def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
             launches.dispatch(form, None, dtype, 1, placed=False, padding=False)
         known = launches.constants
         sizes = {"chunk": known["CHUNK"], "far_chunk": known.get("NCHUNK", 1), "credit": known.get("CREDIT", 1)}
-        yield (
-            known,
-            Call((), combine=combine, batch=known["B" if combine else "FB"] if "NQ" in known else known["B"], **sizes),
-        )
+        batch = known["B" if combine or "NQ" not in known else "FB"]
+        yield known, Call((), combine=combine, batch=batch, batches=known.get("BATCHES", 1), **sizes)
 
 
 BUFFERS = [1 << bits for bits in range(12, 24)]

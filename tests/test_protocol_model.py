@@ -8,8 +8,12 @@ from __future__ import annotations
 import pytest
 
 from model_cases import BELOW, CASES, LARGE, bounds, far_bounds, flat, flows, least_far_slots, least_slots
+from model_explorer import Search
+from model_grid import Grid
+from model_machine import Machine
 from model_plants import PLANTS, first_failure, shortest
 from model_rings import Call
+from model_turns import Workers
 from nvlink_pool import SOAK, without_devices
 
 pytestmark = without_devices
@@ -23,16 +27,17 @@ def test_nothing_fails(name: str) -> None:
 
 
 def _name(call: Call) -> str:
-    words = f"chunk{call.chunk}-batch{call.batch}-far{call.far_chunk}-credit{call.credit}"
+    words = f"chunk{call.chunk}-batch{call.batch}x{call.batches}-far{call.far_chunk}-credit{call.credit}"
     return f"{'combine' if call.combine else 'dispatch'}-{words}"
 
 
 @pytest.mark.parametrize("call", list(bounds(3)), ids=_name)
 def test_the_least_ring_is_enough(call: Call) -> None:
     """And with one slot less somebody waits forever."""
-    tokens, slots = 2 * call.chunk + call.batch + 1, least_slots(call)
+    step = call.batch * call.batches
+    tokens, slots = 2 * call.chunk + step + 1, least_slots(call)
     assert first_failure(flat(call, min(tokens, 8), slots)) is None
-    if call.batch > 1:
+    if step > 1:
         failed = first_failure(flat(call, tokens, slots - 1))
         assert failed is not None and "nobody can go on" in failed[1].failure
 
@@ -47,6 +52,29 @@ def test_the_least_network_ring_is_enough(call: Call) -> None:
 def test_a_smaller_network_ring_is_not(call: Call) -> None:
     failed = first_failure(flows(call, 6, max(2, least_slots(call)), least_far_slots(call) - 1, (2,)))
     assert failed is not None and "nobody can go on" in failed[1].failure
+
+
+def _pair(combine: bool) -> Machine:
+    """2 nodes of 2: rank 0 has tokens for ranks 2 and 3, rank 3 has one for rank 0; rings are as small as they may be."""
+    call = Call((((2,), (3,)), (), (), ((0,),)), combine)
+    slots = least_slots(call), least_far_slots(call)
+    return Grid([call], grid=(2, 2), cells=slots[0], far_cells=slots[1], owners=(0, 3)).machine
+
+
+@pytest.mark.parametrize("combine", [False, True], ids=["dispatch", "combine"])
+def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool) -> None:
+    """So a model with a process for each task shows whatever workers may do. (``model_turns.py``)"""
+    machine = _pair(combine)
+    tasks = Search(machine)
+    assert not tasks.run().failure
+    found = Workers(machine, 1).run()
+    assert not found.failure and found.states < tasks.reached.keys()
+    assert [state for state in found.states if not any(state[: len(machine.processes)])]  # all have ended
+
+
+def test_a_worker_that_waits_in_its_turn_is_found() -> None:
+    """Rank 0 waits for rank 3's row in its second turn, before it sends the row that rank 3 waits for in its first."""
+    assert Workers(_pair(False), 1, patient=True).run().failure == "no worker can go on"
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenyard import reference, reference_quant
+from tokenyard import reference, reference_picks, reference_quant
 from tokenyard.reference import ReferenceRows, combine, dispatch, merge_picks
 from tokenyard.types import Layout
 
@@ -53,11 +53,12 @@ def dispatched(layout: Layout, **options: Any) -> list[ReferenceRows]:
     return dispatch(X, IDX, WEIGHTS, num_experts=4, layout=layout, **options)
 
 
-@pytest.mark.parametrize("module", [reference, reference_quant])
+@pytest.mark.parametrize("module", [reference, reference_picks, reference_quant])
 def test_imports_only_types(module: Any) -> None:
     nodes = ast.walk(ast.parse(Path(module.__file__).read_text()))
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    assert {name for name in imported if "tokenyard" in name} <= {"tokenyard.types", "tokenyard.reference_quant"}
+    own = {"tokenyard.types", "tokenyard.reference_picks", "tokenyard.reference_quant"}
+    assert {name for name in imported if "tokenyard" in name} <= own
 
 
 def test_flat() -> None:
@@ -141,16 +142,6 @@ def test_expert_padded() -> None:
     assert equal(first.source_ranges, [[[0, 2], [2, 0]], [[0, 1], [1, 1]]])
     assert equal(second.source_ranges, [[[0, 0], [0, 1]], [[0, 1], [1, 1]]])
     assert equal(second.tokens_per_expert, [1, 2])
-
-
-def test_merge_picks() -> None:
-    weights = torch.tensor([[2.0**24, 5, 1, 1, NAN, 7]])
-    idx, merged, first_pick = merge_picks(torch.tensor([[3, 1, 3, 3, -1, 1]], dtype=torch.int32), weights)
-    assert equal(idx, [[3, 1, -1, -1, -1, -1]])
-    assert idx.dtype == torch.int32
-    assert equal(merged, [[2.0**24, 12, 0, 0, 0, 0]])  # in pick order each 1 is rounded away; 1 + 1 first would not be
-    assert equal(first_pick, [[0, 1, 0, 0, 4, 1]])
-    assert merge_picks(torch.tensor([[-1, -1]]))[1] is None
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
@@ -290,6 +281,15 @@ def test_padding_never_leaks(layout: Layout) -> None:
     rows = [each.x.masked_fill((each.source < 0)[..., None], NAN) for each in received]
     assert equal(combine(rows, received)[0].x, [[20], [22]])
     assert equal(combine(rows, received, weighted=True)[1].x, [[40], [147]])
+
+
+def test_combine_for_some_owners() -> None:
+    received = dispatched(Layout.EXPERT_MAJOR)
+    rows = [each.x.float() + rank for rank, each in enumerate(received)]
+    every = combine(rows, received, weighted=True)
+    [second] = combine(rows, received, weighted=True, owners=[1])
+    assert torch.equal(second.x, every[1].x)
+    assert not torch.equal(every[0].x.sum(), every[1].x.sum())
 
 
 def test_combine_refuses() -> None:

@@ -48,6 +48,23 @@ def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
     assert len(seeds) < 20 or roles >= {"receiver", "forwarder", "combiner", "reducer"}, roles
 
 
+@pytest.mark.timeout(600 * SOAK)
+def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reason() -> None:
+    """A worker that has told the others to stop says whom it waited for, also if that has just come; never itself or nobody."""
+    grids = [(2, 1, seed) for seed in range(4 * SOAK)] + [(2, 2, seed) for seed in range(2 * SOAK)]
+    at_last = 0
+    for grid, endings in zip(grids, run_all("twolevel_failures.hurry", grids), strict=True):
+        for rank, ending in enumerate(endings):
+            assert ending is not None
+            if ending == FINE:
+                continue
+            said = SILENT.fullmatch(ending[1])
+            assert said is not None and int(said[2]) == rank != int(said[1]), (grid, ending)
+            want, seen = re.findall(r"to reach (\d+), it is (\d+)", ending[1])[0]
+            at_last += int(seen) >= int(want)
+    assert at_last > 0
+
+
 @pytest.mark.parametrize(("what", "field"), [("exact", "hidden"), ("cached", "hidden"), ("combine", "dtype")])
 def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> None:
     """Also those that hear of it through a letter or a tag from another node."""

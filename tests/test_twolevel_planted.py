@@ -51,6 +51,7 @@ def test_every_kind_of_bug_is_planted() -> None:
     assert {plant.file for plant in PLANTS.values()} == {
         "sync",
         "two_net",
+        "two_turns",
         "two_dispatch",
         "two_combine",
         "two_letters",

@@ -38,6 +38,13 @@ def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) 
 
 
 @pytest.mark.timeout(600 * SOAK)
+def test_any_number_of_workers_gives_the_bits_of_the_oracle() -> None:
+    """One that does all, two, one for each task; at the same seeds, so the same calls."""
+    grids = [(2, 2, 2), (2, 2, 3), (3, 1, 1), *((2, 2, 4 + seed) for seed in range(SOAK - 1))]
+    run_all("twolevel_ranks.check_workers", [(*grid, workers) for grid in grids for workers in (1, 2, 0)])
+
+
+@pytest.mark.timeout(600 * SOAK)
 def test_a_batch_of_32_times_the_rings() -> None:
     """Memory does not grow with the batch."""
     grids = [(1, 0), *((2, seed) for seed in range(SOAK - 1))]

@@ -15,7 +15,7 @@ def draw(nodes: int, per_node: int, seed: int) -> Scenario:
     """The scenario of a seed; nothing stays in symmetric memory. Every other one crosses the simulated network."""
     scenario = draw_nvlink(nodes * per_node, seed)
     rounds = tuple(replace(each, in_place=False) for each in scenario.rounds)
-    return replace(scenario, rounds=rounds, ranks_per_node=per_node, net=bool(seed % 2))
+    return replace(scenario, rounds=rounds, ranks_per_node=per_node, net=bool(seed % 2), workers=1 + seed // 2 % 3)
 
 
 def rehearsal(part: str, seed: int) -> Scenario:

@@ -16,6 +16,7 @@ from nvlink_cases import CULPRIT, FINE, MAJOR, Ending, Round, Scenario
 from nvlink_failures import live, play
 from nvlink_ranks import RankRun
 from tokenyard.header import CACHED, COMBINE, DISPATCH
+from twolevel_plants import planted
 
 MOST_STEPS = 2_000_000
 
@@ -62,6 +63,13 @@ def death(nodes: int, per_node: int, seed: int) -> tuple[int, int, list[Ending |
     step = random.randrange(steps)
     endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS)
     return victim, 1000 * step // steps, endings
+
+
+def hurry(nodes: int, per_node: int, seed: int) -> list[Ending | None]:
+    """All live, but workers give up after as long as it takes to serve them: deadlines pass as counters arrive."""
+    scenario = replace(life(nodes, per_node, seed % 2, bool(seed // 2 % 2)), workers=1 + seed % 2)
+    with planted("hurried"):
+        return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
 
 
 def disagreement(what: str, seed: int) -> list[Ending | None]:

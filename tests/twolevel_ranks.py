@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +19,7 @@ from cases import on_grid
 from nvlink_cases import payload_of
 from nvlink_ranks import RankRun, run
 from tokenyard.engines.rings import form_of, meta_words
-from tokenyard.kernels.two_region import letter_words
+from tokenyard.kernels.two_region import letter_words, num_tasks
 from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
@@ -31,6 +32,12 @@ MOST_STEPS = 2_000_000
 def check_seed(nodes: int, per_node: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(nodes, per_node, seed), seed, max_steps=MOST_STEPS)
+
+
+def check_workers(nodes: int, per_node: int, seed: int, workers: int) -> None:
+    """The scenario of ``seed`` passes with so many programs of a channel; 0: one for each task."""
+    tasks = num_tasks(nodes * per_node, nodes)
+    run(replace(draw(nodes, per_node, seed), workers=workers or tasks), seed, max_steps=MOST_STEPS)
 
 
 def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:

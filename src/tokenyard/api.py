@@ -265,7 +265,7 @@ class ExpertParallel:
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
             checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
-            self._calls.check_combine(rows, options)
+            self._calls.check_combine(rows, known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
         weights = None
@@ -344,7 +344,7 @@ class ExpertParallel:
         self.close()
 
     def _check_device(self, x: Tensor) -> None:
-        if x.device.type not in ("cpu", "cuda") and self.device is None:
+        if self.device is None and x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of them")
         if self.device is not None and x.device != self.device:
             raise ValueError(

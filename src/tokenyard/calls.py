@@ -29,6 +29,8 @@ from tokenyard.types import Layout, Quantize
 
 Result = TypeVar("Result")
 _PLAN = len(Plan._fields)
+_NOW = When(later=False, after=None)
+"""Of a call that nobody asked more of."""
 
 
 class Calls:
@@ -39,6 +41,8 @@ class Calls:
         self.lane = Lane(threaded=engine.waits_on_host, device=device)
         self.low = engine if isinstance(engine, LowLatency) else None  # asked once: it looks at every attribute
         self.number = ops.enlist(self)
+        self._padded = config.num_local_experts, config.padded_rows
+        self._padded_rows = config.num_local_experts * config.padded_rows
         self.gone = ""
         self._lost: PeerTimeout | None = None
 
@@ -77,6 +81,8 @@ class Calls:
 
     def when(self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None) -> When:
         """When and how a call is to be made."""
+        if not (async_op or return_hook) and after is None and options is None:
+            return _NOW
         checks.check_after(after)
         if options is not None:
             self.need_low("takes no options of a call")
@@ -92,10 +98,10 @@ class Calls:
         if self.low is not None:
             self.low.check_dispatch(payload, spec, mode, **more)
 
-    def check_combine(self, rows: Tensor, options: CallOptions | None) -> None:
+    def check_combine(self, rows: Tensor, handle: Handle, options: CallOptions | None) -> None:
         """The same for a combine."""
         if self.low is not None:
-            self.low.check_combine(rows, options)
+            self.low.check_combine(rows, handle.spec, handle.num_tokens, options)
 
     # Called by the operators
 
@@ -108,11 +114,12 @@ class Calls:
         mode: Quantize | None,
         ticket: int,
         in_place: bool = False,
+        **extras: Any,
     ) -> tuple[Payload, Plan, Arrived]:
         """A fresh dispatch, or the result of the one behind ``ticket``."""
 
         def call() -> tuple[Payload, Plan, Arrived]:
-            return self.engine.dispatch(payload, topk_idx, weights, spec, mode, in_place=in_place)
+            return self.engine.dispatch(payload, topk_idx, weights, spec, mode, in_place=in_place, **extras)
 
         return self._run(call, ticket)
 
@@ -172,9 +179,13 @@ class Calls:
     ) -> Received:
         """A fresh dispatch of checked arguments. ``in_place`` ones are not tracked."""
         tracked = not in_place and _tracks(payload.x, weights)
-        still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
-        call = partial(self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place)
-        ticket = self._begin(call, payload.x.device, when)
+        ticket, extras, ahead = NO_TICKET, when.extras or {}, None
+        if when.later or tracked:
+            still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
+            call = partial(self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place)
+            ticket, extras = self._begin(call, payload.x.device, when), {}
+        elif when.after is not None:
+            when.after.wait()
 
         def finish() -> dict[str, Any]:
             if tracked:
@@ -192,15 +203,15 @@ class Calls:
                 scales = flat[1] if flat[1].dim() == 2 else None
                 moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
             else:
-                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place)
-            return fields(*moved)
+                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place, **extras)
+            return ahead or fields(*moved)
 
         def fields(received: Payload, plan: Plan, arrived: Arrived) -> dict[str, Any]:
             handle = Handle(
                 owner=self.number,
                 spec=spec,
                 num_tokens=payload.x.shape[0],
-                num_rows=received.x.shape[0],
+                num_rows=self._padded_rows if spec.layout is Layout.EXPERT_PADDED else received.x.shape[0],
                 has_weights=weights is not None,
                 index_dtype=topk_idx.dtype,
                 plan=plan,
@@ -208,9 +219,11 @@ class Calls:
             )
             return self._fields(payload, received, handle)
 
-        received = self._received(finish, when, ticket)
         if when.in_two and not tracked:
-            received.ahead = Received(partial(fields, *self.lane.held(ticket).ahead()))
+            ahead = fields(*self.lane.held(ticket).ahead())
+        received = self._received(finish, when, ticket)
+        if ahead is not None:
+            received.ahead = Received(lambda: ahead)
         return received
 
     def redispatch(
@@ -252,10 +265,13 @@ class Calls:
         plan, spec = handle.plan, handle.spec
         tracked = _tracks(rows, weights, reduce_weights, *bias)
         options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
-        still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
-        ticket = self._begin(
-            partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still), rows.device, when
-        )
+        ticket, extras = NO_TICKET, when.extras or {}
+        if when.later or tracked:
+            still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
+            call = partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still)
+            ticket, extras = self._begin(call, rows.device, when), {}
+        elif when.after is not None:
+            when.after.wait()
 
         def finish() -> dict[str, Any]:
             if tracked:
@@ -271,11 +287,11 @@ class Calls:
                     ticket,
                 )
             else:
-                x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options)
+                x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options, **extras)
             return {"x": x, "topk_weights": reduced if reduce_weights is not None else None}
 
         combined = Combined(finish)
-        if when.later:
+        if when.later and not when.in_two:
             weakref.finalize(combined, self.lane.drop, ticket)
         return combined
 
@@ -309,16 +325,14 @@ class Calls:
 
     def _received(self, finish: Callable[[], dict[str, Any]], when: When, ticket: int) -> Received:
         received = Received(finish)
-        if when.later:
-            weakref.finalize(received, self.lane.drop, ticket)
-        else:
+        if not when.later:
             received.wait()
+        elif not when.in_two:  # nothing to drop of those
+            weakref.finalize(received, self.lane.drop, ticket)
         return received
 
     def _fields(self, sent: Payload, received: Payload, handle: Handle) -> dict[str, Any]:
-        config = self.config
-        padded = handle.layout is Layout.EXPERT_PADDED
-        shape = (config.num_local_experts, config.padded_rows) if padded else (handle.num_rows,)
+        shape = self._padded if handle.spec.layout is Layout.EXPERT_PADDED else (handle.num_rows,)
         fields = received_fields(received.x, received.scales, handle, shape)
         if received.scales is not None:
             fields["_dequantize"] = self._dequantizer(sent.x, handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -168,6 +169,12 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
             )
         if not isinstance(capacity, int) or not 0 <= capacity <= LARGEST:
             raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows, at most {LARGEST}")
+    return _spec(layout, exact, expert_alignment, capacity)
+
+
+@lru_cache(maxsize=64)
+def _spec(layout: Layout, exact: bool, expert_alignment: int, capacity: int | None) -> Spec:
+    """Kept, as most calls ask for what the last one did."""
     return Spec(layout=layout, exact=exact, expert_alignment=expert_alignment, capacity=capacity)
 
 

@@ -30,7 +30,8 @@ class Config:
 
     @property
     def num_local_experts(self) -> int:
-        return self.bounds[self.rank + 1] - self.bounds[self.rank]
+        share, extra = divmod(self.num_experts, self.world_size)  # as in bounds, which calls need not make
+        return share + (self.rank < extra)
 
     @property
     def most_local_experts(self) -> int:

@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``); ``Engine.hop_counts`` numbers of
     # the engine's own; if the host knows, tokens per local expert [L]
     route: Tensor  # the engine's own: token of each row sent [S] int64 (``engines/relay.py`` puts more behind), or the tables
-    # of ``kernels/region.py`` (nvlink)
+    # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency, ``engines/low_latency_kinds.py``)
     returns: Tensor  # [T, J] places in send order of each token's rows, by destination; then -1. [T, 0] if ``route`` has them
     slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
     picks: Tensor  # [Nb, J] the pick behind each slot
@@ -32,7 +32,7 @@ class Arrived(NamedTuple):
 
     topk_idx: Tensor  # FLAT [N, K]
     weights: Tensor  # FLAT [N, K], else [rows]; float32
-    source: Tensor  # [rows] int64
+    source: Tensor  # [rows] int64, or as ``Received.source`` is shaped
     tokens_per_expert: Tensor  # [L] int32
     expert_offsets: Tensor  # EXPERT_MAJOR [L + 1] int32
     source_ranges: Tensor  # EXPERT_PADDED [L, R, 2] int32

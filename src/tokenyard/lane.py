@@ -51,7 +51,7 @@ class Lane:
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
         self._where = -1
-        self._started: dict[int, Future[Any]] = {}
+        self._started: dict[int, Future[Any] | _Made] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream, Callable[[], Any]]] = {}
         self._halves: dict[int, Callable[[], Any]] = {}
         self._dropped: list[Any] = []
@@ -149,15 +149,12 @@ class Lane:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         stream, here = self._stream, torch.cuda.current_stream(device)
-        ready, done = torch.cuda.Event(), torch.cuda.Event()
-        ready.record(here)
+        ready, done = here.record_event() if after is None else after, torch.cuda.Event()
         self._issued[ticket] = (done, here, call)  # the call holds its inputs, which the stream still reads
 
         def body() -> Any:
             with torch.cuda.stream(stream):
-                (
-                    ready if after is None else after
-                ).wait()  # first: in a capture it is what makes this stream part of it
+                ready.wait()  # first: in a capture it is what makes this stream part of it
                 try:
                     return self._in_turn(call, stream)
                 finally:
@@ -176,8 +173,9 @@ class Lane:
             done, begun_on, _ = issued
             here = torch.cuda.current_stream(begun_on.device)
             done.wait(here)
-            done.wait(begun_on)  # inputs go back to this one
-            _keep_for(result, here)
+            if begun_on != here:
+                done.wait(begun_on)  # inputs go back to this one
+            keep_for(result, here)
         return result
 
     def drop(self, ticket: int) -> None:
@@ -214,21 +212,30 @@ def _without_grad(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def _made(body: Callable[[], Any]) -> Future[Any]:
-    """A future of a call that is made here and now."""
-    done: Future[Any] = Future()
+class _Made(NamedTuple):
+    """What a call that was made at once came to."""
+
+    value: Any
+    error: Exception | None
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def _made(body: Callable[[], Any]) -> _Made:
     try:
-        done.set_result(body())
+        return _Made(body(), None)
     except Exception as error:
-        done.set_exception(error)
-    return done
+        return _Made(None, error)
 
 
-def _keep_for(result: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that ``stream`` uses the tensors of a result made on another stream."""
-    if isinstance(result, torch.Tensor):
-        if result.is_cuda:
-            result.record_stream(stream)
-    elif isinstance(result, tuple):
-        for part in result:  # pyright: ignore[reportUnknownVariableType]
-            _keep_for(part, stream)
+def keep_for(tensors: Any, stream: Any) -> None:
+    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple, that are in memory of another stream."""
+    if isinstance(tensors, torch.Tensor):
+        if tensors.is_cuda and tensors.numel():
+            tensors.record_stream(stream)
+    elif isinstance(tensors, tuple):
+        for part in tensors:  # pyright: ignore[reportUnknownVariableType]
+            keep_for(part, stream)

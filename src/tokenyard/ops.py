@@ -104,8 +104,10 @@ def dispatch_op(
 ) -> tuple[Tensor, ...]:
     mode = Quantize(quantize) if quantize else None
     calls, payload = _owner(owner), Payload(x, scales)
-    payload, plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
-    return (payload.x, _or_empty(payload.scales, x), *map(_own, (*plan, *arrived)))
+    (rows, scales), plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
+    scales = _or_empty(scales, x) if scales is None else scales.flatten(0, -2)
+    arrived = arrived._replace(source=arrived.source.flatten())
+    return (rows.flatten(0, -2), scales, *map(_own, (*plan, *arrived)))
 
 
 @register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]

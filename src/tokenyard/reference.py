@@ -7,14 +7,15 @@ rank. Letters: T tokens on a rank, K picks, R ranks, L experts on a rank, H hidd
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenyard.reference_picks import lists, lost_weights, merge_picks
 from tokenyard.reference_quant import dequantize, quantize
 from tokenyard.types import Layout, Quantize, Quantized
 
@@ -38,6 +39,7 @@ class ReferenceRows:
     overflow: int  # rows dropped because their place was >= capacity
     row_of_pick: tuple[Tensor, ...]  # for combine: per source rank [T, K] int64, see _row_of_pick
     owned_topk_idx: Tensor  # for combine: [T, K], the picks of this rank's own tokens, as given
+    owned_topk_weights: Tensor | None  # for combine: [T, K], their weights, as given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +48,7 @@ class ReferenceCombined:
 
     x: Tensor  # [T, H], dtype of the rows
     topk_weights: Tensor | None  # [T, K] float32, the summed reduce_weights
+    lost_weights: Tensor | None  # expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks
 
 
 class _Pick(NamedTuple):
@@ -74,35 +77,6 @@ class _Form:
     alignment: int  # EXPERT_MAJOR: a block is a multiple of this many rows
     block: int  # EXPERT_PADDED: R * M rows per expert
     capacity: int | None  # EXPERT_MAJOR: rows in all
-
-
-def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Let the first of a token's equal picks hold them all.
-
-    Args:
-        topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 for none.
-        topk_weights: ``[T, K]`` float32, or None.
-
-    Returns:
-        ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick order, 0 where ``idx`` is
-        -1) or None, and ``first_pick [T, K]`` int64: the position that now holds this pick (its own, if unmerged).
-    """
-    idx = topk_idx.clone()
-    weights = None if topk_weights is None else topk_weights.to(torch.float32, copy=True)
-    first_pick = torch.arange(idx.shape[1]).repeat(idx.shape[0], 1)
-    for token, experts in enumerate(_lists(topk_idx)):
-        seen: dict[int, int] = {}
-        for position, expert in enumerate(experts):
-            first = seen.setdefault(expert, position)
-            if expert < 0 or first == position:
-                continue
-            idx[token, position] = -1
-            first_pick[token, position] = first
-            if weights is not None:
-                weights[token, first] += weights[token, position]
-    if weights is not None:
-        weights[idx < 0] = 0.0
-    return idx, weights, first_pick
 
 
 def dispatch(
@@ -139,9 +113,8 @@ def dispatch(
     block = len(x) * (max_tokens_per_rank or 0)
     form = _Form(layout=layout, alignment=expert_alignment, block=block, capacity=capacity)
     experts_of_ranks = _split_experts(num_experts, len(x))
-    return [
-        _receive(sent, picks, form, experts, owned) for experts, owned in zip(experts_of_ranks, topk_idx, strict=True)
-    ]
+    weights = [None] * len(x) if topk_weights is None else topk_weights
+    return [_receive(sent, picks, form, *each) for each in zip(experts_of_ranks, topk_idx, weights, strict=True)]
 
 
 def _check_dispatch(topk_idx: Sequence[Tensor], layout: Layout, max_tokens: int | None, capacity: int | None) -> None:
@@ -150,10 +123,6 @@ def _check_dispatch(topk_idx: Sequence[Tensor], layout: Layout, max_tokens: int 
     most = max(len(idx) for idx in topk_idx)
     if layout is Layout.EXPERT_PADDED and (max_tokens is None or most > max_tokens):
         raise ValueError(f"max_tokens_per_rank ({max_tokens}) must be at least {most}, the most tokens on a rank")
-
-
-def _lists(matrix: Tensor) -> list[list[int]]:
-    return cast("list[list[int]]", matrix.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _int32(values: list[int]) -> Tensor:
@@ -189,7 +158,7 @@ def _picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list
     """The picks of each global expert, by source rank, then token."""
     picks: list[list[_Pick]] = [[] for _ in range(num_experts)]
     for source, idx in enumerate(topk_idx):
-        for token, experts in enumerate(_lists(idx)):
+        for token, experts in enumerate(lists(idx)):
             for position, expert in enumerate(experts):
                 if expert >= 0:
                     picks[expert].append(_Pick(source, token, position))
@@ -197,8 +166,8 @@ def _picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list
 
 
 def _receive(
-    sent: _Sent, picks: list[list[_Pick]], form: _Form, experts: range, owned_topk_idx: Tensor
-) -> ReferenceRows:
+    sent: _Sent, picks: list[list[_Pick]], form: _Form, experts: range, owned_topk_idx: Tensor, owned_topk_weights: Tensor | None
+) -> ReferenceRows:  # fmt: skip
     """The rows of the rank that holds ``experts`` and owns the tokens of ``owned_topk_idx``."""
     local = [picks[expert] for expert in experts]
     places = _places(local, form)
@@ -227,6 +196,7 @@ def _receive(
         overflow=sum(pick is not None for pick in dropped),
         row_of_pick=rows,
         owned_topk_idx=owned_topk_idx,
+        owned_topk_weights=owned_topk_weights,
     )
 
 
@@ -249,7 +219,7 @@ def _row_of_pick(places: list[_Pick | None], topk_idx: Sequence[Tensor]) -> tupl
 
     A ``FLAT`` row stands for all local picks of its token, but is entered at the first only: combine adds it once.
     """
-    tables = [_lists(torch.full_like(idx, -1)) for idx in topk_idx]
+    tables = [lists(torch.full_like(idx, -1)) for idx in topk_idx]
     for row, pick in enumerate(places):
         if pick is not None:
             tables[pick.source][pick.token][pick.position] = row
@@ -307,6 +277,8 @@ def combine(
     bias: Sequence[Tensor | tuple[Tensor, Tensor]] | None = None,
     ranks_per_node: int | None = None,
     wire_dtype: torch.dtype | None = None,
+    absent: Sequence[Collection[int]] | None = None,
+    owners: Iterable[int] | None = None,
 ) -> list[ReferenceCombined]:
     """Sum the rows of each token at its owner, along the tree of ``docs/semantics.md``.
 
@@ -319,6 +291,8 @@ def combine(
         bias: ``[T, H]``, or two of them, added last.
         ranks_per_node: consecutive ranks that form a node; None is one node.
         wire_dtype: what partial sums are rounded to; None is the dtype of the rows.
+        absent: per owner, ranks whose sums do not come to it (engine low_latency).
+        owners: ranks whose sums are returned, in this order; None is all.
 
     Raises:
         ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with another layout.
@@ -327,15 +301,22 @@ def combine(
     row_weights = _combine_weights(received, topk_weights) if weighted else [None] * len(received)
     dtype = rows[0].dtype
     combined: list[ReferenceCombined] = []
-    for owner in range(len(received)):
-        tables = [each.row_of_pick[owner] for each in received]
+    for owner in range(len(received)) if owners is None else owners:
+        gone = () if absent is None else absent[owner]
+        tables = [
+            torch.full_like(each.row_of_pick[owner], -1) if rank in gone else each.row_of_pick[owner]
+            for rank, each in enumerate(received)
+        ]
         total = _sum_ranks(map(_sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype)
         own_bias = () if bias is None else bias[owner]
         for addend in own_bias if isinstance(own_bias, tuple) else (own_bias,):
             total = total + addend.float()
         weights = map(_sum_rows, reduce_weights or [], tables)
         reduced = None if reduce_weights is None else _sum_ranks(weights, ranks_per_node, torch.float32)
-        combined.append(ReferenceCombined(x=total.to(dtype), topk_weights=reduced))
+        own = received[owner]
+        given = own.owned_topk_weights if topk_weights is None else topk_weights[owner]
+        lost = lost_weights(own.owned_topk_idx, given if weighted else None, tables) if own.topk_idx is None else None
+        combined.append(ReferenceCombined(x=total.to(dtype), topk_weights=reduced, lost_weights=lost))
     return combined
 
 

@@ -95,9 +95,8 @@ class Received(_Later):
             raise ValueError(
                 "tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device"
             )
-        local = self.tokens_per_expert.numel()
-        counts = handle.plan.splits
-        return host_ints(counts[counts.numel() - local :])
+        known = host_ints(handle.plan.splits)
+        return known[len(known) - self.tokens_per_expert.numel() :]
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to the dispatched tensor."""
@@ -122,24 +121,25 @@ class Combined(_Later):
 
 
 def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
-    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``."""
-
-    def shaped(table: Tensor) -> Tensor:
-        return table if len(rows_shape) == 1 else table.view(*rows_shape, *table.shape[1:])
-
-    arrived, layout = handle.arrived, handle.layout
-    flat = layout is Layout.FLAT
+    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``; ``x``, scales and source may have it."""
+    arrived, layout = handle.arrived, handle.spec.layout
+    flat, source = layout is Layout.FLAT, arrived.source
     weights = arrived.weights if handle.has_weights else None
+    if len(rows_shape) > source.dim():
+        x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
+        scales = None if scales is None else scales.view(*rows_shape, scales.shape[1])
+    if weights is not None and layout is Layout.EXPERT_PADDED:
+        weights = weights.view(*rows_shape)
     return {
-        "x": shaped(x),
-        "scales": None if scales is None else shaped(scales),
+        "x": x,
+        "scales": scales,
         "topk_idx": arrived.topk_idx.to(handle.index_dtype) if flat else None,
         "topk_weights": weights if flat else None,
-        "row_weights": shaped(weights) if weights is not None and not flat else None,
+        "row_weights": None if flat else weights,
         "tokens_per_expert": arrived.tokens_per_expert,
         "expert_offsets": arrived.expert_offsets if layout is Layout.EXPERT_MAJOR else None,
         "source_ranges": arrived.source_ranges if layout is Layout.EXPERT_PADDED else None,
-        "source": shaped(arrived.source),
+        "source": source,
         "overflow": arrived.overflow if handle.spec.capacity is not None else None,
         "handle": handle,
     }

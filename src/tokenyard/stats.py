@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import nan
 from typing import NamedTuple
 
 
@@ -81,3 +82,8 @@ class Stats:
             if peer != self.rank:
                 self.bytes_sent[peer] += out * row_bytes
                 self.bytes_received[peer] += into * row_bytes
+
+    def record_unknown(self, op: str) -> None:
+        """Count one exchange of which the host does not learn the rows, nor how long it waited."""
+        self.calls[op] = self.calls.get(op, 0) + 1
+        self.last_wait = [nan] * len(self.last_wait)

@@ -21,6 +21,8 @@ from tokenyard.cli.bench_nvlink import Line, Suite, run_suite
 from tokenyard.cli.bench_nvlink_report import write_record
 from tokenyard.cli.bench_report import Row, print_report, write_json
 from tokenyard.cli.bench_run import Plan, run_rank
+from tokenyard.cli.bench_twolevel import Crossing, TwoLevel, on_all_ranks
+from tokenyard.cli.bench_twolevel_report import write_twolevel_record
 from tokenyard.cli.progress import progress
 from tokenyard.engines.select import ENGINES
 
@@ -70,6 +72,26 @@ def _run_decode(suite: Decode, ranks: int, out: Path, console: Console) -> list[
         record = write_decode_record(out, lines, suite, "cuda")
         console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
     return lines
+
+
+def _run_twolevel(suite: TwoLevel, out: Path, console: Console) -> list[Crossing]:
+    """The same for the preset of engine twolevel."""
+    lines = on_all_ranks(suite, "cuda")
+    if int(os.environ.get("RANK", 0)) == 0:
+        record = write_twolevel_record(out, lines, suite, "cuda")
+        console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
+    return lines
+
+
+def _grid(text: str | None, ranks: int) -> tuple[int, int]:
+    """``--topology``; two nodes by default."""
+    words = f"2x{ranks // 2}" if text is None else text
+    nodes, _, each = words.partition("x")
+    if nodes.isdecimal() and each.isdecimal() and int(nodes) > 1 and int(nodes) * int(each) == ranks:
+        return int(nodes), int(each)
+    raise typer.BadParameter(
+        f"--topology {words!r} must be NODESxRANKS, of two nodes at least, for all {ranks} --ranks"
+    )
 
 
 def _words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
@@ -141,14 +163,17 @@ def bench(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the figures as a PNG.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs and of the order of calls.")] = 0,
     suite: Annotated[
-        Literal["nvlink", "low_latency"] | None,
+        Literal["nvlink", "low_latency", "twolevel"] | None,
         typer.Option(help="Instead of a sweep: all tables and curves of an engine's record."),
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="Of --suite twolevel: NODESxRANKS.", show_default="two nodes")
     ] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Where --suite writes Markdown, JSON and a PNG.")] = Path(),
 ) -> None:
     """Time dispatch and combine beside plain collectives: same process group, same run, interleaved, checked first.
 
-    ``--suite`` goes with --ranks, --device, --engine, --iterations, --warmup, --link-gbs, --seed and --out only.
+    ``--suite`` goes with --ranks, --device, --engine, --topology, --iterations, --warmup, --link-gbs, --seed and --out only.
 
     The exit code is 1 if any row has no time because its result was wrong or its engine could not do what was asked.
     """
@@ -158,17 +183,23 @@ def bench(
     console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH)
     where = device or ("cpu" if suite is None else "cuda")
     rate = NVLINK_GBS if link_gbs is None and where == "cuda" else link_gbs
+    if topology is not None and suite != "twolevel":
+        raise typer.BadParameter("--topology goes with --suite twolevel")
     engines = [_words(name, "--engine", ENGINES)[0] for name in engine or ["auto" if suite is None else "nvlink"]]
     if suite is not None:
         if len(engines) > 1:
             raise typer.BadParameter("--suite measures one --engine at a time")
         if where == "cuda" and not torch.cuda.is_available():
             raise typer.BadParameter("--suite needs CUDA devices, and torch sees none here")
+        if suite != "nvlink" and (given := _given(context, [*SWEEP_OPTIONS, "device", "engine", "link-gbs"])):
+            raise typer.BadParameter(f"--suite {suite} has no use for {', '.join(given)}")
         if suite == "low_latency":
-            if given := _given(context, [*SWEEP_OPTIONS, "device", "engine", "link-gbs"]):
-                raise typer.BadParameter(f"--suite low_latency has no use for {', '.join(given)}")
             timed = _run_decode(Decode(iterations=iterations, warmup=warmup, seed=seed), ranks, out, console)
             raise typer.Exit(int(any(line.error for line in timed)))
+        if suite == "twolevel":
+            grid = _grid(topology, int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else ranks)
+            network = TwoLevel(topology=grid, iterations=iterations, warmup=warmup, seed=seed)
+            raise typer.Exit(int(any(line.error for line in _run_twolevel(network, out, console))))
         preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
         lines = _run_suite(preset, _given(context, SWEEP_OPTIONS), ranks, where, out, console)
         raise typer.Exit(int(any(line.error for line in lines)))

@@ -60,8 +60,6 @@ def print_plan(console: Console, plan: Plan) -> None:
     print_section(console, "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)", _bytes(plan))
     print_section(console, f"Rows of engine {plan.engine} and what once per node saves", _rows(plan))
     print_section(console, f"Sizes of engine {plan.engine}", _sizes(plan))
-    for note in dict.fromkeys(sizes.note for sizes in plan.sizes.values() if sizes.note):
-        _line(console, f"[yellow]{escape(note)}[/yellow]")
     _line(console, f"\n[bold]Rates[/bold] {escape(_rates(plan.rates))}")
     _line(console, IGNORED)
 

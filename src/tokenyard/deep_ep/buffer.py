@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep import low_latency, names, normal
+from tokenyard.deep_ep import layout, low_latency, names, normal
 from tokenyard.deep_ep.config import Config, combine_config, dispatch_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
-from tokenyard.deep_ep.natives import Natives, Sizes
+from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
@@ -140,12 +140,10 @@ class Buffer:
             Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per expert (int32 ``[E]``); which ranks
             each token goes to (bool ``[T, R]``); the event.
         """
-
-        def call() -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-            return normal.layout(topk_idx, num_experts, self.group_size)
-
-        result, event = self._streams.run(call, topk_idx.device, previous_event, async_finish, topk_idx)
-        return *result, event
+        (ranks, nodes, experts, in_ranks), event = self._streams.run(
+            layout.layout, (topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish, (topk_idx,)
+        )
+        return ranks, nodes, experts, in_ranks, event
 
     def dispatch(
         self,
@@ -182,25 +180,29 @@ class Buffer:
             ``[N, K]`` float32; rows of each local expert; the handle; the event (``event.event`` is None unless
             ``async_finish``). The middle four are None with ``handle``.
         """
-        device = normal.data_of(x).device
-        if handle is None:
-            routing = normal.Routing(topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-            num_sms = Buffer.num_sms if config is None else config.num_sms
-
-            def call() -> normal.Dispatched:
-                return normal.dispatch(self._natives, x, routing, expert_alignment, num_worst_tokens, num_sms)
-
-            result, event = self._streams.run(
-                call, device, previous_event, async_finish, x, topk_idx, topk_weights, is_token_in_rank
-            )
-            return *result, event
-        known = normal.check_cached(handle, topk_idx, topk_weights)
-
-        def again() -> Any:
-            return normal.redispatch(x, known)
-
-        rows, event = self._streams.run(again, device, previous_event, async_finish, x, handle=known)
-        return rows, None, None, None, None, event
+        run, (payload, data, scales) = self._streams.run, normal.parts_of(x)
+        if handle is not None:
+            known = normal.check_cached(handle, topk_idx, topk_weights)
+            reads: tuple[Any, ...] = (data, scales)
+            rows, event = run(normal.redispatch, (payload, known), data, previous_event, async_finish, reads, known)
+            return rows, None, None, None, None, event
+        if num_tokens_per_expert is None:
+            raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+        if topk_idx is None:
+            bare = normal.check_bare(is_token_in_rank, topk_weights, num_worst_tokens)
+            arguments = (self._natives, payload, data, bare, num_tokens_per_expert, expert_alignment, num_sms)
+            reads = (data, scales, bare, num_tokens_per_expert)
+            result, event = run(normal.dispatch_bare, arguments, data, previous_event, async_finish, reads)
+        else:
+            arguments = (
+                self._natives, payload, data, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert.shape[0],
+                expert_alignment, num_worst_tokens, num_sms,
+            )  # fmt: skip
+            reads = (data, scales, topk_idx, topk_weights)
+            result, event = run(normal.dispatch, arguments, data, previous_event, async_finish, reads)
+        rows, idx, weights, counts, made = result
+        return rows, idx, weights, counts, made, event
 
     def combine(
         self,
@@ -225,14 +227,11 @@ class Buffer:
             ``[T, H]`` in the dtype of ``x``; ``[T, K]`` or None; the event.
         """
         known = normal.check_handle(handle)
-
-        def call() -> tuple[Tensor, Tensor | None]:
-            return normal.combine(x, known, topk_weights, bias)
-
-        result, event = self._streams.run(
-            call, x.device, previous_event, async_finish, x, topk_weights, bias, handle=known
+        arguments, reads = (x, known, topk_weights, bias), (x, topk_weights, bias)
+        (combined, weights), event = self._streams.run(
+            normal.combine, arguments, x, previous_event, async_finish, reads, known
         )
-        return *result, event
+        return combined, weights, event
 
     internode_dispatch = dispatch
     internode_combine = combine
@@ -286,13 +285,12 @@ class Buffer:
         names.check_one_way(async_finish, return_recv_hook)
         waits, mode = dispatch_wait_recv_cost_stats, low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
 
-        def call() -> tuple[Any, Tensor, LowLatencyHandle, low_latency.Hook | None]:
-            sizes = Sizes(x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.device)
-            ep = self._natives.low_latency(sizes)
-            return low_latency.dispatch(ep, x, topk_idx, mode, stats, waits, return_recv_hook)
-
-        result, event = self._streams.run(call, x.device, None, async_finish, x, topk_idx, stats, waits)
-        rows, counts, handle, hook = result
+        sizes = x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.device
+        arguments = (self._natives, sizes, x, topk_idx, mode, stats, waits, return_recv_hook)
+        reads = (x, topk_idx, stats, waits)
+        (rows, counts, handle, hook), event = self._streams.run(
+            low_latency.dispatch, arguments, x, None, async_finish, reads
+        )
         return rows, counts, handle, event, hook
 
     def low_latency_combine(
@@ -327,12 +325,9 @@ class Buffer:
         names.check_one_way(async_finish, return_recv_hook)
         known, waits = low_latency.check_handle(handle), combine_wait_recv_cost_stats
 
-        def call() -> tuple[Tensor, low_latency.Hook | None]:
-            return low_latency.combine(x, known, topk_weights, zero_copy, out, waits, return_recv_hook)
-
+        arguments = (x, known, topk_weights, zero_copy, out, waits, return_recv_hook)
         reads = (x, known.next_buffer if zero_copy else None, topk_weights, out, waits)
-        result, event = self._streams.run(call, x.device, None, async_finish, *reads, handle=known)
-        combined, hook = result
+        (combined, hook), event = self._streams.run(low_latency.combine, arguments, x, None, async_finish, reads, known)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

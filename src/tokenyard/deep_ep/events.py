@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +15,24 @@ class EventHandle:
     __slots__ = ("_event",)
 
     def __init__(self) -> None:
-        self._event: torch.cuda.Event | None = None
-        if torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event: Any = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    @classmethod
+    def of(cls, stream: Any) -> EventHandle:
+        """``stream`` as it is now."""
+        made = cls.__new__(cls)
+        made._event = stream.record_event()
+        return made
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait; waiting twice is harmless."""
         if self._event is not None:
             self._event.wait()
+
+    def wait_on(self, stream: Any) -> None:
+        """Let ``stream`` wait."""
+        if self._event is not None:
+            self._event.wait(stream)
 
 
 class EventOverlap:

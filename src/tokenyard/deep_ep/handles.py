@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenyard.api import ExpertParallel
 from tokenyard.handle import Handle
+from tokenyard.lane import keep_for
 from tokenyard.layout import count_keys, tokens_in_ranks
 
 RANKS_PER_NODE = 8
@@ -38,27 +39,38 @@ class LazyTuple(tuple[Any, ...]):
 
     Attributes:
         ep, native: the object that dispatched, and its handle.
-        on_comm: whether that ran on the buffer's communication stream.
+        made_on: the communication stream that made it; None if the caller's did.
     """
 
     makers: ClassVar[tuple[Callable[[Any], Any], ...]]
     ep: ExpertParallel
     native: Handle
-    on_comm: bool
+    made_on: Any = None
+    _kept_for: tuple[Any, ...] = ()
     _items: dict[int, Any]
 
     @classmethod
     def _start(cls: type[_Lazy], ep: ExpertParallel, native: Handle) -> _Lazy:
         """To C code that reads tuples without asking them, a tuple of as many items."""
         handle = tuple.__new__(cls, (None,) * len(cls.makers))
-        handle.ep, handle.native, handle.on_comm, handle._items = ep, native, False, {}
+        handle.ep, handle.native, handle._items = ep, native, {}
         return handle
+
+    def keep_for(self, stream: Any) -> None:
+        """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of another stream."""
+        if stream != self.made_on and stream not in self._kept_for:
+            self._kept_for = (*self._kept_for, stream)
+            keep_for(tuple(self.native.plan), stream)
 
     def __getitem__(self, at: SupportsIndex | slice) -> Any:
         if isinstance(at, slice):
             return tuple(self)[at]
         place = range(len(self.makers))[at]
         if place not in self._items:
+            if self.made_on is not None:  # this stream reads its memory now
+                arrived = self.native.arrived
+                here = torch.cuda.current_stream(arrived.source.device)
+                keep_for((arrived.source, arrived.source_ranges), here)
             self._items[place] = self.makers[place](self)
         return self._items[place]
 
@@ -87,7 +99,7 @@ class NormalHandle(LazyTuple):
     num_rows: int
     _in_ranks: Tensor | None
     _topk_idx: Tensor | None
-    _channels: int
+    _num_sms: int
 
     @classmethod
     def of(
@@ -101,9 +113,12 @@ class NormalHandle(LazyTuple):
     ) -> NormalHandle:
         """``in_ranks`` or ``topk_idx`` says where tokens go."""
         handle = cls._start(ep, native)
-        handle.num_rows, handle._in_ranks, handle._topk_idx = num_rows, in_ranks, topk_idx
-        handle._channels = max(num_sms // 2, 1)
+        handle.num_rows, handle._in_ranks, handle._topk_idx, handle._num_sms = num_rows, in_ranks, topk_idx, num_sms
         return handle
+
+    @property
+    def _channels(self) -> int:
+        return max(self._num_sms // 2, 1)
 
     def is_token_in_rank(self) -> Tensor:
         if self._in_ranks is None:
@@ -222,13 +237,11 @@ class LowLatencyHandle(LazyTuple):
         next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.
     """
 
-    next_buffer: Tensor | None
+    next_buffer: Tensor | None = None
 
     @classmethod
     def of(cls, ep: ExpertParallel, native: Handle) -> LowLatencyHandle:
-        handle = cls._start(ep, native)
-        handle.next_buffer = None
-        return handle
+        return cls._start(ep, native)
 
     def packed_recv_src_info(self) -> Tensor:
         config = self.ep.config

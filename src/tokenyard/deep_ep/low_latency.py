@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from tokenyard.api import ExpertParallel
 from tokenyard.deep_ep.config import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
-from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS
+from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
 from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.results import Received
 from tokenyard.types import Layout, Quantize
 
 MOST_PICKS = 16
@@ -48,7 +50,8 @@ def mode_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quantize | Non
 
 
 def dispatch(
-    ep: ExpertParallel,
+    natives: Natives,
+    sizes: Sizes,
     x: Tensor,
     topk_idx: Tensor,
     mode: Quantize | None,
@@ -60,30 +63,41 @@ def dispatch(
 
     Counts are added to ``stats`` and waiting times to ``waits``, by the hook if there is one.
     """
-    options = _options(ep, waits, "dispatch_wait_recv_cost_stats")
+    ep = natives.low_latency(sizes)
     in_two = hooked and ep.engine == LOW_LATENCY
+    options = {} if waits is None else _options(ep, waits, "dispatch_wait_recv_cost_stats")
     recv = ep.dispatch(
         x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode, return_hook=in_two, **options
     )
     seen = recv.ahead if in_two else recv
     counts, scales = seen.tokens_per_expert, seen.scales
-    by_column = _by_column(scales)
-
-    def finish() -> None:
-        recv.hook()
-        if stats is not None:
-            _check_stats("cumulative_local_expert_recv_stats", stats, torch.int32, counts.numel())
-            stats.add_(counts)
-        _add_waits(ep, waits)
-        if scales is not None and by_column is not scales:
-            by_column.copy_(scales)
-
-    rows = seen.x if scales is None else (seen.x, by_column)
-    handle = LowLatencyHandle.of(ep, seen.handle)
+    by_column = None if scales is None else _by_column(scales)
+    rows, handle = seen.x if scales is None else (seen.x, by_column), LowLatencyHandle.of(ep, seen.handle)
+    rest = ep, recv, stats, counts, waits, scales, by_column
     if in_two:
-        return rows, counts, handle, finish
-    finish()
+        return rows, counts, handle, partial(_finish, *rest)
+    _finish(*rest)
     return rows, counts, handle, nothing_left if hooked else None
+
+
+def _finish(
+    ep: ExpertParallel,
+    recv: Received,
+    stats: Tensor | None,
+    counts: Tensor,
+    waits: Tensor | None,
+    scales: Tensor | None,
+    by_column: Tensor | None,
+) -> None:
+    """The receive of a dispatch, and what follows from it."""
+    recv.hook()
+    if stats is not None:
+        _check_stats("cumulative_local_expert_recv_stats", stats, torch.int32, counts.numel())
+        stats.add_(counts)
+    if waits is not None:
+        _add_waits(ep, waits)
+    if scales is not None and by_column is not None and by_column is not scales:
+        by_column.copy_(scales)
 
 
 def combine(
@@ -104,7 +118,7 @@ def combine(
             )
         x = handle.next_buffer
     ep, native = handle.ep, handle.native
-    options = _options(ep, waits, "combine_wait_recv_cost_stats")
+    options = {} if waits is None else _options(ep, waits, "combine_wait_recv_cost_stats")
     in_two = hooked and ep.engine == LOW_LATENCY
     if in_two and out is None:
         out = x.new_empty(native.num_tokens, x.shape[-1])
@@ -113,7 +127,8 @@ def combine(
     )
     if in_two and out is not None:
         return out, combined.hook
-    _add_waits(ep, waits)
+    if waits is not None:
+        _add_waits(ep, waits)
     return combined, nothing_left if hooked else None
 
 
@@ -137,9 +152,9 @@ def nothing_left() -> None:
     """The hook of a call whose rows are good for the current stream already."""
 
 
-def _by_column(scales: Any) -> Any:
+def _by_column(scales: Tensor) -> Tensor:
     """Room for scales ``[L, R * M, S]`` that lie column by column; themselves if one column is all there is."""
-    if scales is None or scales.shape[2] == 1:
+    if scales.shape[2] == 1:
         return scales
     return torch.empty_like(scales.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
@@ -147,17 +162,15 @@ def _by_column(scales: Any) -> Any:
 # Statistics
 
 
-def _options(ep: ExpertParallel, waits: Tensor | None, name: str) -> dict[str, Any]:
+def _options(ep: ExpertParallel, waits: Tensor, name: str) -> dict[str, Any]:
     """Let the engine for decoding measure waits on the device."""
-    if waits is None:
-        return {}
     _check_stats(name, _mine(ep, waits), torch.int64, ep.world_size)
     return {"options": CallOptions(waits=_mine(ep, waits))} if ep.engine == LOW_LATENCY else {}
 
 
-def _add_waits(ep: ExpertParallel, waits: Tensor | None) -> None:
+def _add_waits(ep: ExpertParallel, waits: Tensor) -> None:
     """Of other engines, add the nanoseconds that the last call waited for each rank, where they can tell."""
-    if waits is None or ep.engine == LOW_LATENCY:
+    if ep.engine == LOW_LATENCY:
         return
     last = [0 if isnan(seconds) else int(seconds * 1e9) for seconds in ep.stats().last_wait]
     if any(last):

@@ -34,14 +34,9 @@ LOW_LATENCY_OBJECTS = 2
 """Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows two."""
 
 
-class Sizes(NamedTuple):
-    """What a native object is made with; the same on every rank, also on one without tokens."""
-
-    hidden: int
-    num_experts: int
-    num_topk: int
-    max_tokens: int
-    device: torch.device
+Sizes = tuple[int, int, int, int, torch.device]
+"""What a native object is made with, the same on every rank, also on one without tokens: hidden, num_experts, num_topk,
+max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
 
 
 class Turns(NamedTuple):
@@ -115,17 +110,18 @@ class Natives:
     def _make(self, sizes: Sizes, engine: str, buffer_bytes: int | None) -> ExpertParallel:
         if self._closed:
             raise RuntimeError("this Buffer was destroyed: make a new one")
+        hidden, num_experts, num_topk, max_tokens, device = sizes
         made = ExpertParallel(
             self._group,
-            hidden=sizes.hidden,
-            num_experts=sizes.num_experts,
-            num_topk=sizes.num_topk,
-            max_tokens_per_rank=sizes.max_tokens,
+            hidden=hidden,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens,
             engine=engine,
             timeout=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)),
             buffer_bytes=buffer_bytes,
             spare_sms=BESIDE_COLLECTIVES,
-            device=sizes.device,
+            device=device,
         )
         # handles outlive their buffer, as in DeepEP
         weakref.finalize(made, made._calls.close).atexit = False  # pyright: ignore[reportPrivateUsage]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tokenyard.deep_ep.handles import NormalHandle, kind_for, num_nodes, per_node
-from tokenyard.deep_ep.natives import Natives, Sizes
-from tokenyard.layout import expert_bounds, host_ints, tokens_in_ranks
+from tokenyard.deep_ep.handles import NormalHandle, kind_for
+from tokenyard.deep_ep.natives import Natives
+from tokenyard.layout import expert_bounds, host_ints
 from tokenyard.results import Received
 from tokenyard.types import Quantized
 
@@ -22,76 +22,59 @@ COUNT_WORDS = 4
 Rows = Any
 """``[N, H]``, or the pair of FP8 data and scales."""
 
+Payload = Tensor | Quantized
+"""The same as the native calls take it."""
+
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int], NormalHandle]
 """What ``Buffer.dispatch`` returns, less the event."""
 
 
-class Routing(NamedTuple):
-    """What a fresh dispatch is told of where tokens go."""
-
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    in_ranks: Tensor | None
-    per_expert: Tensor | None
-
-
-def payload_of(x: Any) -> Tensor | Quantized:
-    """``x`` as the native calls take it."""
-    return x if isinstance(x, Tensor) else Quantized(*x)
-
-
-def data_of(x: Any) -> Tensor:
-    """The rows of ``x``, which may be a pair of FP8 data and scales."""
-    data = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+def parts_of(x: Any) -> tuple[Payload, Tensor, Tensor | None]:
+    """``x`` as the native calls take it, its rows, and its scales if it is a pair of FP8 data and scales."""
+    data, scales = x, None
+    if isinstance(x, (tuple, list)) and len(x) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        data, scales = cast("tuple[Any, Any]", x)
     if not isinstance(data, Tensor) or data.dim() != 2:
         raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
-    return data
-
-
-def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Tokens per rank, per node (None for one node) and per expert, and which ranks each token goes to.
-
-    Few operations, as this stands before every dispatch; nothing here waits for the device.
-    """
-    in_ranks = _in_ranks(topk_idx, num_experts, num_ranks)
-    nodes = per_node(in_ranks).sum(0, dtype=torch.int32) if num_nodes(num_ranks) > 1 else None
-    place = topk_idx.reshape(-1).long().remainder(num_experts + 1)  # -1 comes last
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
-    per_expert.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[:num_experts], in_ranks
-
-
-def _in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    share, rest = divmod(num_experts, num_ranks)
-    if rest:
-        return tokens_in_ranks(topk_idx, num_experts, num_ranks).contiguous()
-    owners = topk_idx.div(share, rounding_mode="floor").unsqueeze(2)
-    return (owners == torch.arange(num_ranks, device=topk_idx.device)).any(1)
+    return (data if data is x else Quantized(data, cast("Tensor", scales))), data, scales
 
 
 def dispatch(
-    natives: Natives, x: Any, routing: Routing, alignment: int, num_worst_tokens: int, num_sms: int
+    natives: Natives,
+    payload: Payload,
+    data: Tensor,
+    topk_idx: Tensor,
+    weights: Tensor | None,
+    in_ranks: Tensor | None,
+    num_experts: int,
+    alignment: int,
+    num_worst_tokens: int,
+    num_sms: int,
 ) -> Dispatched:
-    """A fresh dispatch: exact shapes, or ``num_worst_tokens`` rows without a word to the host."""
-    payload, data = payload_of(x), data_of(x)
-    topk_idx, weights, in_ranks, per_expert = routing
-    if per_expert is None:
-        raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
-    num_experts, hidden = per_expert.shape[0], data.shape[1]
-    if topk_idx is None:
-        return _dispatch_without_picks(natives, x, routing, alignment, num_worst_tokens, num_sms)
-    num_topk = topk_idx.shape[1]
-    if num_worst_tokens:
-        bound = -(-num_worst_tokens // natives.world_size)
-        ep = natives.normal(Sizes(hidden, num_experts, num_topk, bound, data.device))
-        recv = ep.dispatch(payload, topk_idx, weights, exact=False)
-        rows, idx, recv_weights = _cut(recv, num_worst_tokens)
-        handle = kind_for(natives.world_size).of(ep, recv.handle, num_worst_tokens, in_ranks, topk_idx, num_sms)
-        return rows, idx, recv_weights, [], handle
-    ep = natives.normal(Sizes(hidden, num_experts, num_topk, MAX_TOKENS, data.device))
-    recv = ep.dispatch(payload, topk_idx, weights)
-    handle = kind_for(natives.world_size).of(ep, recv.handle, recv.x.shape[0], in_ranks, topk_idx, num_sms)
+    """A fresh dispatch: exact shapes, or ``num_worst_tokens`` rows without a word to the host. ``data``: its rows."""
+    size, worst = natives.world_size, num_worst_tokens
+    bound = -(-worst // size) if worst else MAX_TOKENS
+    ep = natives.normal((data.shape[1], num_experts, topk_idx.shape[1], bound, data.device))
+    recv = ep.dispatch(payload, topk_idx, weights, exact=not worst)
+    if worst:
+        rows, idx, recv_weights = _cut(recv, worst)
+        return rows, idx, recv_weights, [], kind_for(size).of(ep, recv.handle, worst, in_ranks, topk_idx, num_sms)
+    native = recv.handle
+    handle = kind_for(size).of(ep, native, native.num_rows, in_ranks, topk_idx, num_sms)
     return _rows(recv), recv.topk_idx, recv.topk_weights, aligned(recv.tokens_per_expert_list, alignment), handle
+
+
+def check_bare(in_ranks: Tensor | None, topk_weights: Tensor | None, num_worst_tokens: int) -> Tensor:
+    """``is_token_in_rank`` of a dispatch without picks.
+
+    Raises:
+        ValueError: it is missing, or came with what needs picks.
+    """
+    if in_ranks is None or topk_weights is not None or num_worst_tokens:
+        raise ValueError(
+            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither topk_weights nor num_worst_tokens"
+        )
+    return in_ranks
 
 
 def check_handle(handle: Any) -> NormalHandle:
@@ -112,9 +95,9 @@ def check_cached(handle: Any, topk_idx: Tensor | None, topk_weights: Tensor | No
     return check_handle(handle)
 
 
-def redispatch(x: Any, handle: NormalHandle) -> Rows:
-    """The rows of ``x`` along a known routing."""
-    recv = handle.ep.dispatch(payload_of(x), handle=handle.native)
+def redispatch(payload: Payload, handle: NormalHandle) -> Rows:
+    """The rows of ``payload`` along a known routing."""
+    recv = handle.ep.dispatch(payload, handle=handle.native)
     return _rows(recv) if handle.num_rows == handle.native.num_rows else _cut(recv, handle.num_rows)[0]
 
 
@@ -162,21 +145,22 @@ def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
 # Without top-k
 
 
-def _dispatch_without_picks(
-    natives: Natives, x: Any, routing: Routing, alignment: int, num_worst_tokens: int, num_sms: int
+def dispatch_bare(
+    natives: Natives,
+    payload: Payload,
+    data: Tensor,
+    in_ranks: Tensor,
+    per_expert: Tensor,
+    alignment: int,
+    num_sms: int,
 ) -> Dispatched:
     """Routing known per rank only: each rank counts as one expert, and the true experts' counts travel beside."""
-    in_ranks, per_expert, size, data = routing.in_ranks, routing.per_expert, natives.world_size, data_of(x)
-    if in_ranks is None or routing.topk_weights is not None or num_worst_tokens:
-        raise ValueError(
-            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither topk_weights nor num_worst_tokens"
-        )
-    assert per_expert is not None
+    size = natives.world_size
     ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
-    ep = natives.normal(Sizes(data.shape[1], size, size, MAX_TOKENS, data.device))
-    recv = ep.dispatch(payload_of(x), torch.where(in_ranks, ranks, -1))
+    ep = natives.normal((data.shape[1], size, size, MAX_TOKENS, data.device))
+    recv = ep.dispatch(payload, torch.where(in_ranks, ranks, -1))
     counts = _swap_counts(natives, per_expert)
-    handle = kind_for(natives.world_size).of(ep, recv.handle, recv.x.shape[0], in_ranks, None, num_sms)
+    handle = kind_for(size).of(ep, recv.handle, recv.x.shape[0], in_ranks, None, num_sms)
     return _rows(recv), None, None, aligned(counts, alignment), handle
 
 
@@ -189,7 +173,7 @@ def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
     table = torch.zeros(size, width, dtype=torch.int32, device=device)
     for rank in range(size):
         table[rank, : bounds[rank + 1] - bounds[rank]] = per_expert[bounds[rank] : bounds[rank + 1]]
-    ep = natives.normal(Sizes(width, size, 1, size, device))
+    ep = natives.normal((width, size, 1, size, device))
     recv = ep.dispatch(table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1))
     mine = bounds[natives.rank + 1] - bounds[natives.rank]
     return host_ints(recv.x.view(torch.int32).sum(0)[:mine])

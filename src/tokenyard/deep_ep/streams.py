@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
+from tokenyard.lane import keep_for
 
 Result = TypeVar("Result")
 
@@ -22,66 +23,87 @@ class Streams:
 
     def __init__(self) -> None:
         self._comm: torch.cuda.Stream | None = None
+        self._ready: Any = None
 
     def comm(self, device: torch.device | None = None) -> Any:
         """The communication stream; without CUDA one that stands for nothing."""
-        if not torch.cuda.is_available():
-            return torch.cpu.Stream()
         if self._comm is None:
+            if not torch.cuda.is_available():
+                return torch.cpu.Stream()
             self._comm = torch.cuda.Stream(device)
         return self._comm
 
     def run(
         self,
-        call: Callable[[], Result],
-        device: torch.device,
+        call: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        like: Tensor,
         after: EventOverlap | None,
         later: bool,
-        *reads: Any,
+        reads: tuple[Any, ...],
         handle: LazyTuple | None = None,
     ) -> tuple[Result, EventOverlap]:
-        """Make a call on tensors of ``device``, behind the event ``after`` (if any), without autograd, as DeepEP does.
+        """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any), without autograd, as DeepEP does.
 
         Args:
+            call: returns a tensor, or a tuple of tensors, a handle and other things.
             later: on the communication stream, else on the current one.
-            reads: tensors that the call reads, and may be pairs of them.
+            reads: tensors that the call reads, also in tuples.
             handle: that the call uses; made on a stream of its own time.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(call, device, after, later, *reads, handle=handle)
-        event = None if after is None else after.event
-        if device.type != "cuda":
-            return call(), EventOverlap(EventHandle() if later else None)
-        if device.index != torch.cuda.current_device():
+        tracks = torch.is_grad_enabled()
+        if tracks:
+            torch.set_grad_enabled(False)  # sooner than no_grad()
+        try:
+            if not like.is_cuda:
+                return call(*arguments), EventOverlap(EventHandle() if later else None)
+            device, event = like.device, None if after is None else after.event
+            if device.index == torch.cuda.current_device():
+                return self._on_gpu(call, arguments, device, event, later, reads, handle)
             with torch.cuda.device(device):
-                return self.run(call, device, after, later, *reads, handle=handle)
+                return self._on_gpu(call, arguments, device, event, later, reads, handle)
+        finally:
+            if tracks:
+                torch.set_grad_enabled(True)
+
+    def _on_gpu(
+        self,
+        call: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        device: torch.device,
+        event: EventHandle | None,
+        later: bool,
+        reads: tuple[Any, ...],
+        handle: LazyTuple | None,
+    ) -> tuple[Result, EventOverlap]:
         if not later:
             if event is not None:
                 event.current_stream_wait()
-            if handle is not None and handle.on_comm:
-                keep_for(tuple(handle.native.plan), torch.cuda.current_stream(device))
-            return call(), EventOverlap(None)
-        here, stream = torch.cuda.current_stream(device), self.comm(device)
-        event = event or EventHandle()
-        with torch.cuda.stream(stream):
-            event.current_stream_wait()
-            result = call()
-            done = EventHandle()
+            if handle is not None and handle.made_on is not None:
+                handle.keep_for(torch.cuda.current_stream())
+            return call(*arguments), EventOverlap(None)
+        here, stream = torch.cuda.current_stream(), self.comm(device)
+        if event is not None:
+            event.wait_on(stream)
+        else:  # one event serves all calls: to wait means to wait for what it was when the wait began
+            self._ready = here.record_event(self._ready)
+            stream.wait_event(self._ready)
+        torch.cuda.set_stream(stream)
+        try:
+            result = call(*arguments)
+        finally:
+            torch.cuda.set_stream(here)
+        done = EventHandle.of(stream)
         keep_for(reads, stream)
-        keep_for(result, here)
-        if handle is not None:  # made on another stream, which may be that of another buffer
-            keep_for(tuple(handle.native.plan), stream)
+        if handle is not None:
+            handle.keep_for(stream)
+        self._hand_over(result, here)
         return result, EventOverlap(done)
 
-
-def keep_for(tensors: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that ``stream`` uses these tensors, which are in memory of another stream."""
-    if isinstance(tensors, Tensor):
-        if tensors.is_cuda:
-            tensors.record_stream(stream)
-    elif isinstance(tensors, LazyTuple):
-        tensors.on_comm = True
-    elif isinstance(tensors, (tuple, list)):
-        for each in tensors:  # pyright: ignore[reportUnknownVariableType]
-            keep_for(each, stream)
+    def _hand_over(self, result: Any, here: Any) -> None:
+        """Results are in memory of the communication stream, and ``here`` will use them."""
+        for part in result if isinstance(result, tuple) else (result,):  # pyright: ignore[reportUnknownVariableType]
+            if isinstance(part, LazyTuple):
+                part.made_on = self._comm
+            else:
+                keep_for(part, here)

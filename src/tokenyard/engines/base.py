@@ -55,7 +55,7 @@ class Engine(Protocol):
     ) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts. ``mode``: cast plain rows on the way.
 
-        ``in_place``: leave the rows in symmetric memory.
+        ``in_place``: leave the rows in symmetric memory. Rows, scales and source are flat or in the shape of ``Received``.
         """
         ...
 
@@ -132,6 +132,6 @@ class LowLatency(Protocol):
         """Raise if a dispatch cannot be made."""
         ...
 
-    def check_combine(self, rows: Tensor, options: CallOptions | None) -> None:
+    def check_combine(self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None) -> None:
         """Raise if a combine cannot be made."""
         ...

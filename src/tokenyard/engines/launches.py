@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Form, Ground
+from tokenyard.engines.rings import Cut, Form, Ground
 from tokenyard.handle import Spec
 from tokenyard.kernels.combine import combine_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.direct import direct_kernel, unpack_kernel  # pyright: ignore[reportUnknownVariableType]
@@ -23,7 +23,22 @@ from tokenyard.types import Layout, Quantize
 MOST_COMPARED, MOST_PICKS, MOST_PLACED = 16384, 256, 64
 """Pairs of picks of a token, and picks, that a program of the plan compares at once; picks if it compares all with each other."""
 
+MOST_BATCHES = 4
+"""Steps of a reducer between two returns of credits."""
+
 Launch = Callable[..., None]
+
+
+def combine_tiles(hidden: int, send: Cut, reduce: Cut, chunk: int, most: int, *, placed: bool) -> dict[str, int]:
+    """Rows and channels of each that senders (SB, SBLOCK) and reducers (B, BLOCK; ``most`` rows) have in flight.
+
+    With ``placed`` a row is the sum of several, all of which are loaded at once: one row, 16 bytes of it per lane.
+    """
+    if placed:
+        block = min(power_of_two_at_least(hidden), 256 * reduce.num_warps)
+        return {"SB": 1, "SBLOCK": block, "B": 1, "BLOCK": block}
+    whole, part = (min(power_of_two_at_least(hidden), cut.block) for cut in (send, reduce))
+    return {"SB": send.rows_of(whole, chunk), "SBLOCK": whole, "B": reduce.rows_of(part, most), "BLOCK": part}
 
 
 class Launches:
@@ -80,19 +95,18 @@ class Launches:
     ) -> Launch:  # fmt: skip
         """``width``: of ``slots``. ``picks``: columns of reduced weights, 0 without."""
         send, reduce, config = self._shape.send, self._shape.reduce, self._config
-        whole, block = (min(power_of_two_at_least(form.hidden), cut.block) for cut in (send, reduce))
-        chunk = send.chunk_of(self._ground.slots(form))
-        rows = 1 if placed else reduce.rows_of(block, chunk)
+        slots = self._ground.slots(form)
+        chunk = send.chunk_of(slots)
+        tiles = combine_tiles(form.hidden, send, reduce, chunk, chunk, placed=placed)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         return self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
             combine_kernel, config.world_size * self._shape.channels + 1, reduce.num_warps, reduce.max_registers,
             lambda: self._ring(form) | {
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
-                "SB": 1 if placed else send.rows_of(whole, chunk), "SBLOCK": min(whole, 2048) if placed else whole,
-                "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted,
-                "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1],
-            },
+                "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "REDUCE": picks > 0, "BIAS0": kinds[0],
+                "BIAS1": kinds[1], "BATCHES": max(1, min(MOST_BATCHES, (slots + 1 - chunk) // tiles["B"])),
+            } | tiles,
         )  # fmt: skip
 
     def direct(self, form: Form, mode: Quantize | None, dtype: torch.dtype) -> Launch:

@@ -7,9 +7,7 @@ Nothing waits on the host, and calls are counted on the device, so CUDA graphs h
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,29 +16,29 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.arrival import num_result_rows
-from tokenyard.engines.low_latency_ground import Ground, Shape, meta_words
-from tokenyard.engines.low_latency_launches import BOTH, RECEIVE, SEND, Launches, Parts
+from tokenyard.engines.low_latency_ground import Ground, Shape
+from tokenyard.engines.low_latency_kinds import CombineKind, DispatchKind, Kinds
+from tokenyard.engines.low_latency_launches import BOTH, RECEIVE, SEND, Launch, Launches, Parts
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
-from tokenyard.engines.rings import Form, address, as_aligned, form_of
+from tokenyard.engines.rings import address, as_aligned
 from tokenyard.errors import Mismatch, NotSupported
-from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.handle import Plan, Spec
+from tokenyard.header import DISPATCH
 from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Quantize
 
-Rows = tuple[Payload, Plan, Arrived]
 Sums = tuple[Tensor, Tensor | None]
 
 
 class _Pending(NamedTuple):
-    """A call whose arguments are ready: ``bind(parts)()`` launches, then ``result()``. ``held`` are tensors that launches read."""
+    """A call that is ready: ``launch(parts)(*args)`` makes it, then ``result()``. ``held`` are tensors that launches read."""
 
-    bind: Callable[[Parts], Callable[[], None]]
+    launch: Callable[[Parts], Launch]
+    args: tuple[int, ...]
     result: Callable[[], Any]
     held: tuple[Any, ...]
 
@@ -78,9 +76,10 @@ class LowLatencyEngine:
         self._memory = memory
         self._ground = Ground(config, memory, shape, buffer_bytes)
         self._launches = Launches(config, self._ground)
+        self._kinds = Kinds(config, self._ground)
         self._refuse = self._launches.refuse()  # so that a refusal is not late
         self._status: Any = self._ground.status.numpy()
-        self._dispatches = 0
+        self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)
         self._open = ""
         self.active = self._ground.active
 
@@ -99,17 +98,17 @@ class LowLatencyEngine:
         Raises:
             NotSupported: names the engine that can. ValueError: rows do not fit into slots, options are wrong.
         """
+        self._checked(payload, spec, mode, cached=cached, in_place=in_place, options=options)
+
+    def _checked(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool, options: CallOptions | None
+    ) -> DispatchKind:  # fmt: skip
         if cached or in_place:
             what = "cached dispatch (handle=)" if cached else "in_place=True"
             raise NotSupported(f"engine 'low_latency' has no {what}; engine 'nvlink' has")
-        if spec.exact or spec.layout is Layout.FLAT:
-            asked = f"exact={spec.exact} with Layout.{spec.layout.name}"
-            raise NotSupported(
-                f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR only, not {asked}; "
-                "engines 'nvlink' and 'collective' have"
-            )
+        kind = self._kinds.dispatch(payload, spec, mode)
         self._check_open(options)
-        self._ground.check_fits(self._form(payload, mode), f"rows of {payload.x.dtype} x {payload.x.shape[1]}")
+        return kind
 
     def dispatch(
         self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None, *,
@@ -117,79 +116,60 @@ class LowLatencyEngine:
     ) -> Any:  # fmt: skip
         """Send each token once to every rank that holds one of its experts; returns ``(rows, plan, arrived)``.
 
+        ``options`` have passed :meth:`check_dispatch`.
         ``in_two``: make the sending launch only, and return a function that makes the receiving one and returns them.
         """
-        self.check_dispatch(payload, spec, mode, cached=False, in_place=in_place, options=options)
+        kind = self._checked(payload, spec, mode, cached=False, in_place=in_place, options=None)
         with self._memory.tensors():
             payload = Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
-            return self._make(self._prepare(payload, topk_idx, weights, spec, mode, options), "dispatch", in_two)
+            return self._make(self._prepare(kind, payload, topk_idx, weights, spec, mode, options), "dispatch", in_two)
 
     def _prepare(
-        self, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None, options: CallOptions
+        self, kind: DispatchKind, payload: Payload, topk_idx: Tensor, weights: Tensor | None, spec: Spec, mode: Quantize | None,
+        options: CallOptions,
     ) -> _Pending:  # fmt: skip
-        config, ground, form = self.config, self._ground, self._form(payload, mode)
-        num_rows, local, ranks = num_result_rows(spec, config, None, 0), config.num_local_experts, config.world_size
-        padded = spec.layout is Layout.EXPERT_PADDED
-        make = partial(torch.empty, device=payload.x.device)
-        x = make((num_rows, form.hidden), dtype=payload.x.dtype if mode is None else torch.float8_e4m3fn)
-        scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
-        scale_dtype = torch.int32 if mode is Quantize.FP8_UE8M0 else scale_dtype
-        scales = make((num_rows, form.scale_words), dtype=scale_dtype) if form.scale_words else None
-        blocks = make((local, ranks, 2) if padded else (local + 1,), dtype=torch.int32)
-        arrived = Arrived(
-            topk_idx=make(0, dtype=torch.int32),
-            weights=make(0 if weights is None else num_rows, dtype=torch.float32),
-            source=make(num_rows, dtype=torch.int64),
-            tokens_per_expert=make(local, dtype=torch.int32),
-            expert_offsets=make(0, dtype=torch.int32) if padded else blocks,
-            source_ranges=blocks if padded else make(0, dtype=torch.int32),
-            overflow=make(0 if spec.capacity is None else 1, dtype=torch.int32),
-        )
+        ground, weighted, wide = self._ground, weights is not None, topk_idx.dtype == torch.int64
+        loads, waits = options.loads, options.waits
         self._dispatches += 1
-        plan = Plan(
-            splits=torch.tensor([-1] * (2 * ranks) + [self._dispatches], device="cpu"),
-            route=make(topk_idx.shape, dtype=torch.int32),
-            returns=make((0, 0), dtype=torch.int64),
-            slots=make((config.padded_rows, config.num_topk), dtype=torch.int32),
-            picks=make(0, dtype=torch.int64),
-            gather=make(0, dtype=torch.int64),
-            first_pick=make(topk_idx.shape, dtype=torch.int64),
-        )
-        scaled = payload.scales is not None
-        fingerprint = head.fingerprint_of(DISPATCH, 0, payload, spec, mode, weights is not None, 0, scaled)
+        made = self._kinds.results(kind, topk_idx, weighted, self._dispatches)
+        out, plan, arrived = made
+        route = plan.route.data_ptr()
+        blocks = arrived.source_ranges if kind.padded else arrived.expert_offsets
         args = (
             ground.peers, ground.state_at, ground.active_at, topk_idx.data_ptr(), address(weights), payload.x.data_ptr(),
-            address(payload.scales), x.data_ptr(), address(scales), arrived.weights.data_ptr(), arrived.source.data_ptr(),
-            plan.slots.data_ptr(), plan.route.data_ptr(), plan.first_pick.data_ptr(), arrived.tokens_per_expert.data_ptr(),
-            blocks.data_ptr(), arrived.overflow.data_ptr(), address(options.loads), address(options.waits),
-            self._nanoseconds(options), _tag(astuple(fingerprint)), topk_idx.shape[0], num_rows, spec.expert_alignment,
+            address(payload.scales), out.x.data_ptr(), address(out.scales), arrived.weights.data_ptr(), arrived.source.data_ptr(),
+            route + self._kinds.slots_at, route, plan.first_pick.data_ptr(), arrived.tokens_per_expert.data_ptr(),
+            blocks.data_ptr(), arrived.overflow.data_ptr(), address(loads), address(waits), self._limit(options),
+            kind.tags[weighted], topk_idx.shape[0], kind.num_rows, spec.expert_alignment,
         )  # fmt: skip
 
-        def bind(parts: Parts) -> Callable[[], None]:
-            kernel = self._launches.dispatch(
-                form, mode, payload.x.dtype, spec, parts, wide=topk_idx.dtype == torch.int64, weighted=weights is not None,
-                loads=options.loads is not None, timed=options.waits is not None,
-            )  # fmt: skip
-            return partial(kernel, *args)
+        def launch(parts: Parts) -> Launch:
+            key = (parts, wide, weighted, loads is None, waits is None)
+            kept = kind.launches.get(key)
+            if kept is None:
+                kept = kind.launches[key] = self._launches.dispatch(
+                    kind.form, mode, payload.x.dtype, spec, parts, wide=wide, weighted=weighted, loads=loads is not None,
+                    timed=waits is not None,
+                )  # fmt: skip
+            return kept
 
-        def result() -> Rows:
-            return Payload(x, scales), plan, arrived
-
-        return _Pending(bind, result, (payload, topk_idx, weights))
+        return _Pending(launch, args, lambda: made, (payload, topk_idx, weights, options))
 
     # Combine
 
-    def check_combine(self, rows: Tensor, options: CallOptions | None) -> None:
+    def check_combine(self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None) -> None:
         """Raise if a combine cannot be made.
 
         Raises:
             ValueError: rows do not fit into slots, options are wrong.
         """
-        self._check_open(options)
-        if options is not None and options.loads is not None:
-            raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
-        self._ground.check_fits(form_of(Payload(rows, None), None, 0), f"rows of {rows.dtype} x {rows.shape[1]}")
+        self._checked_sums(rows, spec, num_tokens, options)
+
+    def _checked_sums(self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None) -> CombineKind:
+        kind = self._kinds.combine(rows, spec)
+        self._check_open(options, num_tokens)
+        return kind
 
     def combine(
         self, rows: Tensor, plan: Plan, spec: Spec, *, weights: Tensor | None = None, reduce_weights: Tensor | None = None,
@@ -199,48 +179,57 @@ class LowLatencyEngine:
         """Sum ``rows`` per token, on their rank, then at the token's owner; returns ``(sums, None)``.
 
         ``weights``: ``[rows]``, or ``[T, K]`` at the tokens' owners, which then travel ahead. ``in_two``: as in :meth:`dispatch`.
+        ``options`` have passed :meth:`check_combine`.
         """
         if raw or reduce_weights is not None:
             raise NotSupported(
                 "engine 'low_latency' is for inference: it has no gradients of weights and of combine; engine 'nvlink' has"
             )
-        self.check_combine(rows, options)
+        tokens = plan.first_pick.shape[0]
+        kind = self._checked_sums(rows, spec, tokens, None)
         with self._memory.tensors():
-            pending = self._prepare_sums(rows, plan, spec, weights, bias, out, options)
-            return self._make(pending, "combine", in_two)
-
-    def _prepare_sums(
-        self, rows: Tensor, plan: Plan, spec: Spec, weights: Tensor | None, bias: tuple[Tensor, ...], out: Tensor | None,
-        options: CallOptions,
-    ) -> _Pending:  # fmt: skip
-        ground, tokens, hidden = self._ground, plan.first_pick.shape[0], self.config.hidden
-        rows = as_aligned(rows)
-        given = [None if t is None else as_aligned(t) for t in (weights, *bias)]
-        # elsewhere than on a GPU kernels write only to tensors that were made in this context
-        fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
-        total = out if out is not None and fits else rows.new_empty(tokens, hidden)
-        weighted = 0 if weights is None else weights.dim()
-        fingerprint = head.fingerprint_of(
-            COMBINE, 0, Payload(rows, None), spec, None, False, host_ints(plan.splits)[-1], weighted == 2
-        )
-        args = (
-            ground.peers, ground.state_at, ground.active_at, rows.data_ptr(), plan.slots.data_ptr(), address(given[0]),
-            plan.route.data_ptr(), plan.first_pick.data_ptr(), *(address(term) for term in given[1:]), *(0,) * (3 - len(given)),
-            total.data_ptr(), address(options.waits), self._nanoseconds(options), _tag(astuple(fingerprint)), tokens,
-        )  # fmt: skip
-
-        def bind(parts: Parts) -> Callable[[], None]:
-            kinds = tuple(term.dtype for term in bias)
-            return partial(
-                self._launches.combine(rows.dtype, weighted, kinds, parts, timed=options.waits is not None), *args
+            return self._make(
+                self._prepare_sums(kind, tokens, rows, plan, weights, bias, out, options), "combine", in_two
             )
 
+    def _prepare_sums(
+        self, kind: CombineKind, tokens: int, rows: Tensor, plan: Plan, weights: Tensor | None, bias: tuple[Tensor, ...],
+        out: Tensor | None, options: CallOptions,
+    ) -> _Pending:  # fmt: skip
+        ground, rows = self._ground, as_aligned(rows)
+        weights = None if weights is None else as_aligned(weights)
+        terms = [as_aligned(term) for term in bias]
+        # elsewhere than on a GPU kernels write only to tensors that were made in this context
+        fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
+        total = out if out is not None and fits else rows.new_empty(tokens, self.config.hidden)
+        told, waits = options.lost_weights, options.waits
+        lost = told if told is None or told.is_cuda else rows.new_empty(tokens, dtype=torch.float32)
+        weighted, route = 0 if weights is None else weights.dim(), plan.route.data_ptr()
+        args = (
+            ground.peers, ground.state_at, ground.active_at, rows.data_ptr(), route + self._kinds.slots_at, address(weights),
+            route, plan.first_pick.data_ptr(), *(term.data_ptr() for term in terms), *(0,) * (2 - len(terms)),
+            total.data_ptr(), address(waits), address(lost), self._limit(options),
+            kind.tag(weighted == 2, host_ints(plan.splits)[-1]), tokens,
+        )  # fmt: skip
+
+        def launch(parts: Parts) -> Launch:
+            dtypes = tuple(term.dtype for term in bias)
+            key = (parts, weighted, dtypes, waits is None, lost is None)
+            kept = kind.launches.get(key)
+            if kept is None:
+                kept = kind.launches[key] = self._launches.combine(
+                    rows.dtype, weighted, dtypes, parts, kept=kind.kept, timed=waits is not None, lost=lost is not None
+                )
+            return kept
+
         def result() -> Sums:
+            if told is not None and lost is not None and lost is not told:
+                told.copy_(lost)
             if out is not None and total is not out:
                 out.copy_(total)
             return (total if out is None else out), None
 
-        return _Pending(bind, result, (rows, given, plan))
+        return _Pending(launch, args, result, (rows, weights, terms, plan, options))
 
     def redispatch(
         self, payload: Payload, plan: Plan, spec: Spec, *, mode: Quantize | None = None, raw: bool = False, in_place: bool = False
@@ -268,30 +257,27 @@ class LowLatencyEngine:
             return self._end(pending, op)
 
     def _launch(self, pending: _Pending, parts: Parts) -> None:
-        launch = pending.bind(parts)  # may load a kernel, which waits for those that run: so before the gate
+        launch = pending.launch(parts)  # may load a kernel, which waits for those that run: so before the gate
         self._memory.gate()
-        launch()
+        launch(*pending.args)
 
     def _end(self, pending: _Pending, op: str) -> Any:
         self._memory.settle()
-        size = self.config.world_size
-        self.stats.record(op, [0] * size, [0] * size, self._ground.slot_bytes, [float("nan")] * size)
+        self.stats.record_unknown(op)
         return pending.result()
 
-    def _check_open(self, options: CallOptions | None) -> None:
+    def _check_open(self, options: CallOptions | None, num_tokens: int | None = None) -> None:
         if self._open:
             raise ValueError(
                 f"the hook of the last {self._open} was not called: one call of an object may be outstanding; call it first, or "
                 "make two ExpertParallels for two batches"
             )
         if options is not None:
-            options.check(self.config, self._memory.device)
+            options.check(self.config, self._memory.device, num_tokens)
 
-    def _form(self, payload: Payload, mode: Quantize | None) -> Form:
-        return form_of(payload, mode, meta_words(self.config.num_topk))
-
-    def _nanoseconds(self, options: CallOptions) -> int:
-        return int((self.config.timeout if options.timeout is None else options.timeout) * 1e9)
+    def _limit(self, options: CallOptions) -> int:
+        """Nanoseconds that silent ranks are waited for."""
+        return self._nanoseconds if options.timeout is None else int(options.timeout * 1e9)
 
     # Ranks that are left out
 
@@ -321,7 +307,7 @@ class LowLatencyEngine:
         with self._memory.tensors():
             self._memory.gate()
             ground = self._ground
-            self._refuse(ground.peers, ground.state_at, ground.active_at, self._nanoseconds(NO_OPTIONS))
+            self._refuse(ground.peers, ground.state_at, ground.active_at, self._nanoseconds)
             self._memory.settle()
             self._dispatches += op == DISPATCH
         return True
@@ -347,9 +333,4 @@ class LowLatencyEngine:
 
     def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
-        return (num_tokens, self.config.num_topk), torch.int32, self.config.padded_rows
-
-
-def _tag(fields: tuple[int, ...]) -> int:
-    """24 bits, not 0, that differ where calls differ."""
-    return zlib.crc32(repr(fields).encode()) % (2**24 - 1) + 1
+        return self._kinds.route_shape, torch.int32, self.config.padded_rows

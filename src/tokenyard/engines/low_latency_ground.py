@@ -8,6 +8,7 @@ import torch
 
 from tokenyard.config import Config
 from tokenyard.engines.rings import Form, form_of
+from tokenyard.handle import Spec
 from tokenyard.kernels import low_region as region
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
@@ -56,6 +57,11 @@ def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
 def meta_words(num_topk: int) -> int:
     """int32 words that ride with a row: ids, ranks of picks, weights."""
     return -(-3 * num_topk // 4) * 4
+
+
+def kept_words(num_topk: int, spec: Spec) -> int:
+    """int32 words that ride with a sum: which picks it has, as with a capacity some may have had no place."""
+    return 0 if spec.capacity is None else -(-num_topk // 4) * 4
 
 
 def _default_slot(config: Config) -> int:

@@ -62,17 +62,18 @@ class Launches:
         )  # fmt: skip
 
     def combine(
-        self, dtype: torch.dtype, weighted: int, bias: tuple[torch.dtype, ...], parts: Parts, *, timed: bool
-    ) -> Launch:
-        """``weighted``: 0 no, 1 by rows, 2 by the owner."""
+        self, dtype: torch.dtype, weighted: int, bias: tuple[torch.dtype, ...], parts: Parts, *, kept: int, timed: bool, lost: bool
+    ) -> Launch:  # fmt: skip
+        """``weighted``: 0 no, 1 by rows, 2 by the owner. ``kept``: bytes before a sum's list of picks; 0: it has none."""
+        lost = lost and parts.receive
         hidden, shape = power_of_two_at_least(self._config.hidden), self._shape
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         return self._bound(
-            ("combine", dtype, weighted, bias, parts, timed), low_combine_kernel,
+            ("combine", dtype, weighted, bias, parts, kept, timed, lost), low_combine_kernel,
             lambda: self._common(parts, timed) | {
                 "H": self._config.hidden, "BLOCK": min(hidden, shape.part), "WHOLE": min(hidden, shape.whole),
                 "GROUP": min(self._config.num_topk, shape.picks), "DTYPE": kernel_type(dtype), "WEIGHTED": weighted,
-                "BIAS0": kinds[0], "BIAS1": kinds[1],
+                "BIAS0": kinds[0], "BIAS1": kinds[1], "KEPT": kept, "LOST": lost,
             },
         )  # fmt: skip
 

@@ -13,20 +13,23 @@ from tokenyard.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallOptions:
-    """Options of a dispatch or combine of engine ``low_latency``. Tensors lie on the object's device and are added to.
+    """Options of a dispatch or combine of engine ``low_latency``. Tensors are the caller's, contiguous, on the object's device.
 
     Attributes:
         timeout: seconds of this call, by the device's clock, after which silent ranks are left out; None: the object's.
-        waits: ``[R]`` int64, nanoseconds that this rank waited for each rank to come to the call.
-        loads: ``[L]`` int64, rows that each local expert got (dispatch).
+        waits: ``[R]`` int64, to which the nanoseconds are added that this rank waited for each rank to come to the call.
+        loads: ``[L]`` int64, to which the rows are added that each local expert got (dispatch).
+        lost_weights: ``[T]`` float32, is filled (combine): of each token, the weights of the picks that its sum lacks, 0 if none;
+            in an unweighted combine, how many they are (``docs/low_latency.md``).
     """
 
     timeout: float | None = None
     waits: Tensor | None = None
     loads: Tensor | None = None
+    lost_weights: Tensor | None = None
 
-    def check(self, config: Config, device: torch.device | None) -> None:
-        """Raise if they cannot be.
+    def check(self, config: Config, device: torch.device | None, num_tokens: int | None) -> None:
+        """Raise if they cannot be. ``num_tokens``: of a combine; None: they are those of a dispatch.
 
         Raises:
             ValueError: names the option, the limit and the value.
@@ -36,16 +39,25 @@ class CallOptions:
             isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9
         ):
             raise ValueError(f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or None")
-        _check("waits", self.waits, config.world_size, device)
-        _check("loads", self.loads, config.num_local_experts, device)
+        _check("waits", self.waits, config.world_size, torch.int64, device)
+        if num_tokens is None:
+            if self.lost_weights is not None:
+                raise ValueError(
+                    "options.lost_weights tells what the sums of a combine lack: leave it out of a dispatch"
+                )
+            _check("loads", self.loads, config.num_local_experts, torch.int64, device)
+            return
+        if self.loads is not None:
+            raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
+        _check("lost_weights", self.lost_weights, num_tokens, torch.float32, device)
 
 
-def _check(name: str, tensor: Tensor | None, size: int, device: torch.device | None) -> None:
+def _check(name: str, tensor: Tensor | None, size: int, dtype: torch.dtype, device: torch.device | None) -> None:
     if tensor is None:
         return
-    if tensor.dtype != torch.int64 or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
+    if tensor.dtype != dtype or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
         raise ValueError(
-            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous torch.int64 [{size}]"
+            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous {dtype} [{size}]"
         )
     if device is not None and tensor.device != device:
         raise ValueError(f"options.{name} is on {tensor.device}, but must be on {device}: move it there")

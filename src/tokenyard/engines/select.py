@@ -139,14 +139,15 @@ def _twolevel(
 ) -> Choice:
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
     from tokenyard.engines.twolevel import TwolevelEngine
-    from tokenyard.engines.twolevel_ground import tuning_for
+    from tokenyard.engines.twolevel_ground import most_channels, tuning_for
 
     grid, room = config.topology, asked.room(most_sms)
     if grid is None:
         raise NotSupported(f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}")
     num_sms = min(asked.num_sms or room, room)
-    tuning = tuning_for(num_sms, grid, all_sms=num_sms == room)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
+    channels = most_channels(grid, 2 * config.hidden, num_bytes)
+    tuning = tuning_for(num_sms, grid, all_sms=num_sms == room, channels=channels)
     blame = Blame(store or dist.HashStore(), config.rank, config.timeout)
 
     def make(stats: Stats) -> Engine:

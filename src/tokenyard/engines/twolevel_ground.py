@@ -12,58 +12,66 @@ from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.topology import Topology
 
+NET_SHARE = 0.5
+MOST_CHANNELS = 64
+LEAST_SLOTS = 8
+"""Rows in a ring below which fewer channels, with more workers each, are better."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning(Shape):
     """How work is cut: besides :class:`Shape`, what only this engine has. Equal on all ranks.
 
-    Every role has one program per channel and peer: local ranks (senders), other nodes (network senders, forwarders, combiners),
-    other ranks (receivers); reducers one per channel.
-
     Attributes:
+        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``), one per role and peer. With as many
+            workers as tasks each has a program of its own; with one, each program does everything for its channel.
         forward: of forwarders; ``chunk`` is not used, as rings inside have one (``dispatch.chunk``).
         net_chunk: rows per put and per network credit, at most.
+        turn: tokens that a reducer sums in one turn.
         net_share: part of all rings' memory that is for network rings and the staging beside them.
     """
 
+    workers: int
     forward: Cut
     net_chunk: int
-    net_share: float = 0.5
+    turn: int
+    net_share: float = NET_SHARE
 
 
-def programs_per_channel(grid: Topology) -> int:
-    """Of the larger of the two kernels, without the greeter."""
-    dispatch = grid.ranks_per_node + 2 * (grid.num_nodes - 1) + grid.world_size - 1
-    return max(dispatch, grid.world_size)
+def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
+    """Channels whose rings hold ``LEAST_SLOTS`` rows of ``row_bytes``, inside nodes and between them; at least one."""
+    near, far = grid.world_size, 2 * (grid.num_nodes - 1)
+    share = NET_SHARE if far else 0.0
+    rows = min((1 - share) * buffer_bytes / near, share * buffer_bytes / far if far else buffer_bytes) / row_bytes
+    return max(1, min(MOST_CHANNELS, int(rows / LEAST_SLOTS)))
 
 
-def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool) -> Tuning:
-    """The tuning for ``num_sms`` multiprocessors: one program of 16 warps on each, as they spread; if they are all there are,
-    two of 8, or four of 4 where that is what it takes.
+def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS) -> Tuning:
+    """The tuning for ``num_sms`` multiprocessors: a program on each, of 32 warps, or of 16 if they are all there are.
+
+    Args:
+        channels: at most.
 
     Raises:
-        ValueError: not even one channel fits.
+        ValueError: there is none for a worker beside the greeter.
     """
-    per = programs_per_channel(grid)
-    each = 1 if not all_sms else 2 if 2 * num_sms > per else 4
-    channels = min(64, (each * num_sms - 1) // per)
-    if channels < 1:
-        raise ValueError(
-            f"num_sms ({num_sms}) must be at least {-(-(per + 1) // each)} for a topology of {grid}: one channel takes {per + 1} "
-            "programs"
-        )
-    warps = 16 // each
-    rows = 1 if warps == 4 else 2 if grid.ranks_per_node > 4 else 4  # what registers hold
-    dispatch = Cut(rows=1 if all_sms else 2, block=4096, chunk=16, num_warps=warps, max_registers=128)
+    if num_sms < 2:
+        raise ValueError(f"num_sms ({num_sms}) must be at least 2: one program greets, and one moves rows")
+    tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 2
+    channels = min(channels, num_sms - 1)
+    warps, registers = (16, 128) if all_sms else (32, 64)  # all that a multiprocessor has
+    dispatch = Cut(rows=4, block=4096, chunk=32, num_warps=warps, max_registers=registers)
     return Tuning(
         channels=channels,
         dispatch=dispatch,
-        send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
-        reduce=Cut(rows=rows, block=1024, chunk=4, num_warps=warps, max_registers=128),
+        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=warps),
+        reduce=Cut(rows=8, block=1024, num_warps=warps, max_registers=registers),
         direct=dispatch,
         writers=channels,
-        forward=Cut(rows=1 if all_sms else 2, block=4096, num_warps=warps),
+        workers=max(1, min(tasks, (num_sms - 1) // channels)),
+        forward=Cut(rows=4, block=4096, num_warps=warps),
         net_chunk=32,
+        turn=32,
     )
 
 
@@ -106,8 +114,13 @@ class TwoGround(Ground):
         self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
         self.stage_at = self.nets_at + links * self.net_ring_bytes
         self.num_bytes = self.stage_at + links * self.net_ring_bytes
-        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(nodes, channels)
+        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(ranks, nodes, channels)
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
+
+    @property
+    def num_programs(self) -> int:
+        """Of a kernel: workers, and the greeter."""
+        return self.tuning.workers * self.tuning.channels + 1
 
     def net_ring(self, form: Form) -> NetRing:
         """How a network ring takes rows of ``form``.

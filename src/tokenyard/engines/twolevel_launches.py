@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.launches import Launch, Launches
+from tokenyard.engines.launches import Launch, Launches, combine_tiles
 from tokenyard.engines.rings import Form
-from tokenyard.engines.twolevel_ground import TwoGround, programs_per_channel
+from tokenyard.engines.twolevel_ground import TwoGround
 from tokenyard.handle import Spec
 from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.two_combine import two_combine_kernel  # pyright: ignore[reportUnknownVariableType]
@@ -56,18 +56,17 @@ class TwoLaunches(Launches):
         chunk = cut.chunk_of(ground.slots(form))
         most = min(chunk, net.chunk)
         forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
-        roles = grid.ranks_per_node + 2 * (grid.num_nodes - 1) + grid.world_size - 1
-        assert roles <= programs_per_channel(grid)
         return self._bound(
             ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static),
-            two_dispatch_kernel, roles * ground.shape.channels + 1, cut.num_warps, cut.max_registers,
+            two_dispatch_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
             lambda: ground.constants(form) | {
                 "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "J": width, "H": form.hidden,
                 "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
                 "B": 1 if placed or mode is not None else cut.rows_of(block, most), "BLOCK": block,
-                "FB": forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed, "FRESH": fresh, "WEIGHTED": weighted,
-                "STATIC": static, "PADDING": padding, "MODE": 0 if mode is None else mode.value,
-                "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+                "FB": 1 if placed else forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed,
+                "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
+                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+                "WORKERS": ground.tuning.workers,
             },
         )  # fmt: skip
 
@@ -77,19 +76,17 @@ class TwoLaunches(Launches):
     ) -> Launch:  # fmt: skip
         ground, send, reduce = self._ground, self._ground.tuning.send, self._ground.tuning.reduce
         net = ground.net_ring(form)
-        whole, block = (min(power_of_two_at_least(form.hidden), cut.block) for cut in (send, reduce))
         chunk = send.chunk_of(ground.slots(form))
-        rows = 1 if placed else reduce.rows_of(block, min(chunk, net.most_rows))
+        tiles = combine_tiles(form.hidden, send, reduce, chunk, min(chunk, net.most_rows), placed=placed)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         launch = self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
-            two_combine_kernel, ground.grid.world_size * ground.shape.channels + 1, reduce.num_warps, reduce.max_registers,
+            two_combine_kernel, ground.num_programs, reduce.num_warps, reduce.max_registers,
             lambda: ground.constants(form) | {
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
-                "SB": 1 if placed else send.rows_of(whole, chunk), "SBLOCK": min(whole, 2048) if placed else whole,
-                "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted,
-                "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1],
-            },
+                "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "TURN": ground.tuning.turn,
+                "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1], "WORKERS": ground.tuning.workers,
+            } | tiles,
         )  # fmt: skip
         return lambda *args: launch(*args, self._config.num_experts)
 

@@ -7,10 +7,10 @@ the ring (d, c). Example: 2 ranks, token 7 of rank 0 went to both: rank 1 sends 
 reducer c adds its own partial sum, then that row, rounds, and stores token 7.
 
 Who publishes what, who may read when: as in ``kernels/dispatch.py``, with reducers for receivers; a reducer adds to ``heads`` at each
-source (release) after its reads of a step.
+source (release) after its reads of BATCHES steps: a release waits for all that was stored before.
 
 Nobody waits in a circle: rows of a ring are in token order, and a reducer takes tokens in order. If it waits for a row of
-ring (d, c), all earlier rows of that ring are taken but those of its own step (at most B), so with ``Q >= CHUNK + B`` the sender has room
+ring (d, c), all earlier rows of that ring are returned but at most ``BATCHES * B - 1``, so with ``Q >= CHUNK + BATCHES * B - 1`` the sender has room
 for the chunk that holds the row; and that sender waits for nobody else.
 """
 
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.greet import greet
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
@@ -36,14 +37,19 @@ def partial_rows(
     """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to the wire dtype."""
     rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
     if PLACED:
+        j = tl.arange(0, triton.next_power_of_2(J))
+        at = slots.to(tl.pointer_type(tl.int64)) + a.to(tl.int64)[:, None] * J + j[None, :]
+        slot = tl.load(at, mask=here[:, None] & (j < J)[None, :], other=-1)
+        if WEIGHTED:
+            weight = tl.load(row_weights.to(tl.pointer_type(tl.float32)) + slot, mask=slot >= 0, other=0.0)
         total = tl.zeros((B, BLOCK), tl.float32)
-        for j in range(J):
-            at = a.to(tl.int64) * J + j
-            slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + at, mask=here, other=-1)
-            mask = (slot >= 0)[:, None] & (w < H)[None, :]
-            v = tl.load(rows + slot[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
+        for i in tl.static_range(J):  # unrolled, so that all rows are on their way at once
+            one = (j == i)[None, :]
+            row = tl.sum(tl.where(one, slot, 0), axis=1)
+            mask = (row >= 0)[:, None] & (w < H)[None, :]
+            v = tl.load(rows + row[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
             if WEIGHTED:
-                v = v * tl.load(row_weights.to(tl.pointer_type(tl.float32)) + slot, mask=slot >= 0, other=0.0)[:, None]
+                v = v * tl.sum(tl.where(one, weight, 0.0), axis=1)[:, None]
             total = total + tl.where(mask, v, 0.0)
         return total.to(DTYPE)
     else:
@@ -52,46 +58,59 @@ def partial_rows(
 
 
 @triton.jit
+def send_sums_chunk(
+    x, slots, row_weights, reduce, ring, tail, i0, n, lo, a0,
+    K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of arrival rows ``a0 + i0`` .. into a ring whose first row of the call is ``lo``."""
+    b = tl.arange(0, B)
+    for j in range(0, n, B):
+        i, here = i0 + j + b, j + b < n
+        at = ring + ((i - lo) % Q).to(tl.int64) * SLOT
+        for k0 in range(0, H, BLOCK):
+            w = k0 + tl.arange(0, BLOCK)
+            v = partial_rows(x, slots, row_weights, a0 + i, here, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK)
+            to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
+            to = to + ((i - lo) % Q).to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
+            tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
+        if REDUCE:
+            k = tl.arange(0, triton.next_power_of_2(K))
+            mask = here[:, None] & (k < K)[None, :]
+            v = tl.load(
+                reduce.to(tl.pointer_type(tl.float32)) + (a0 + i).to(tl.int64)[:, None] * K + k[None, :],
+                mask=mask,
+            )
+            tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
+    add_release(tail, n.to(tl.int64), None)
+
+
+@triton.jit
 def send_sums(
-    peers, state, plan, x, slots, row_weights, reduce, me, s, c, via, as_me,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, RINGS: tl.constexpr,
+    peers, state, plan, x, slots, row_weights, reduce, me, s, c,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, RINGS: tl.constexpr,
     RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of rows that came from ``s`` in channel ``c``, into the ring (as_me, c) of rank ``via``."""
-    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
-    a0 = tl.load(first_in(plan, s, D, C))
-    mine, there = peer_base(peers, me), peer_base(peers, via)
-    ring = there + RINGS + (as_me * C + c).to(tl.int64) * RING
-    tail = tail_of(there, as_me, c, R, C)
+    """Partial sums of rows that came from ``s`` in channel ``c``, into its ring (me, c)."""
+    lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
+    a0 = tl.load(first_in(plan, s, R, C))
+    mine, there = peer_base(peers, me), peer_base(peers, s)
+    ring = there + RINGS + (me * C + c).to(tl.int64) * RING
+    tail = tail_of(there, me, c, R, C)
     base = tl.load(sent_to(state, s, c, R, C))
     want = base
     ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
-    b = tl.arange(0, B)
     for i0 in range(lo, hi, CHUNK):
         n = tl.minimum(CHUNK, hi - i0)
         if ok:
             want = base + (i0 - lo) + n - Q
             ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
         if ok:
-            for j in range(0, n, B):
-                i, here = i0 + j + b, j + b < n
-                at = ring + ((i - lo) % Q).to(tl.int64) * SLOT
-                for k0 in range(0, H, BLOCK):
-                    w = k0 + tl.arange(0, BLOCK)
-                    v = partial_rows(x, slots, row_weights, a0 + i, here, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK)
-                    to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-                    to = to + ((i - lo) % Q).to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                    tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
-                if REDUCE:
-                    k = tl.arange(0, triton.next_power_of_2(K))
-                    mask = here[:, None] & (k < K)[None, :]
-                    v = tl.load(
-                        reduce.to(tl.pointer_type(tl.float32)) + (a0 + i).to(tl.int64)[:, None] * K + k[None, :],
-                        mask=mask,
-                    )
-                    tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
-            add_release(tail, n.to(tl.int64), None)
+            send_sums_chunk(
+                x, slots, row_weights, reduce, ring, tail, i0, n, lo, a0, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED,
+                REDUCE,
+            )  # fmt: skip
     tl.debug_barrier()
     tl.store(sent_to(state, s, c, R, C), base + hi - lo)
 
@@ -102,9 +121,9 @@ def _reduce(
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr, BATCHES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of this channel's tokens, B tokens at a time."""
+    """Sum the rows of this channel's tokens, B tokens at a time, and return credits BATCHES times as many at a time."""
     r, b = tl.arange(0, RP), tl.arange(0, B)
     remote = (r < R) & (r != me)
     share = (T + C - 1) // C
@@ -114,7 +133,7 @@ def _reduce(
     lows = tl.load(out_bound(plan, r, c, R, C), mask=r < R, other=0)
     heads = head_of(tl.load(words(peers) + r, mask=r < R, other=0), me, c, R, C)
     a0 = tl.load(first_in(plan, me, R, C))
-    taken, seen = tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64)
+    taken, seen, freed = tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64)
     ok = True
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
@@ -174,19 +193,22 @@ def _reduce(
                     weight += tl.load(row.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=mask, other=0.0)
                 to = reduced.to(tl.pointer_type(tl.float32)) + t.to(tl.int64)[:, None] * K + k[None, :]
                 tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
-            add_release(heads, upto - taken, remote & (upto > taken))
             taken = upto
+            if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1):
+                add_release(heads, taken - freed, remote & (taken > freed))
+                freed = taken
     tl.debug_barrier()
     tl.store(taken_from(state, r, c, R, C), bases + taken, mask=remote)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("nvlink::combine"))
 def combine_kernel(
     peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, tag, T,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
     SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    BATCHES: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``bias0``, ``bias1``: dtype BIAS0, BIAS1 or none. ``reduce``: ``[Nb, K]`` float32 if REDUCE.
 
@@ -199,13 +221,13 @@ def combine_kernel(
     if (pid >= 0) & (pid < C):
         _reduce(
             peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
-            R, C, RP, K, J, H, RINGS, RING, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1,
+            R, C, RP, K, J, H, RINGS, RING, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, BATCHES,
         )  # fmt: skip
     elif (pid >= 0) & (pid < R * C):
         s = (me + pid // C) % R
         send_sums(
-            peers, state, plan, x, slots, row_weights, reduce, me, s, c, s, me,
-            R, R, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
+            peers, state, plan, x, slots, row_weights, reduce, me, s, c,
+            R, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
         )  # fmt: skip
     elif pid == R * C:
         greet(peers, state, tag, R, C, RP)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.greet import count_call, greeted, say_hello
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_values, store_cast
 from tokenyard.kernels.place import unpack_flat
 from tokenyard.kernels.plan import first_expert
@@ -58,7 +59,7 @@ def _write_cast(x, t, plan, views, T, rows_at, scales_at, H: tl.constexpr, S: tl
             store_cast(values, scale, to, base + scales_at + row * (S * 4), H, GP, MODE, S)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("nvlink::dispatch_direct"))
 def direct_kernel(
     peers, state, plan, views, x, scales, meta, tag, T, scales_at, meta_at,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
@@ -97,7 +98,7 @@ def direct_kernel(
             tl.store(words(state) + DIRECT_CALLS, calls + 1)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("nvlink::unpack"))
 def unpack_kernel(
     state, plan, meta, topk_idx, weights, source, slots, gather, E,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MW: tl.constexpr, B: tl.constexpr,

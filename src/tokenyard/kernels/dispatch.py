@@ -26,13 +26,14 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.greet import greet
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_values, copy_rows, store_cast, zero_row
 from tokenyard.kernels.place import place_rows
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
     block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, RELAYED_NS, add_release, given_up, wait_at_least, words
+from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
 
 
 @triton.jit
@@ -67,8 +68,8 @@ def pack_rows(
 
 
 @triton.jit
-def _zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-                  BITS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+                 BITS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Rows between the end of an expert's rows and the end of its block; experts ``c``, ``c + C``, ..."""
     for expert in range(c, local, C):
         e = expert + 0
@@ -83,15 +84,14 @@ def _zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr,
 
 @triton.jit
 def put_own_rows(
-    state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, c, ring,
+    state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, ring, lo, hi,
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
     B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr,
-    STATIC: tl.constexpr, PADDING: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
+    STATIC: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of channel ``c`` for this rank itself go to their places; cast ones through ``ring``."""
+    """Rows ``lo`` .. ``hi - 1`` for this rank itself go to their places; cast ones through ``ring``."""
     first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-    lo, hi = tl.load(out_bound(plan, me, c, D, C)), tl.load(out_bound(plan, me, c + 1, D, C))
     order = order_of(plan, me, T, D, C)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
     ROW: tl.constexpr = SLOT * 8 // BITS
@@ -117,21 +117,36 @@ def put_own_rows(
                 out_scales, topk_idx, picks, weights, source, gather, slots, N, S, MW,
                 D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
-    if PADDING:
-        _zero_padding(plan, out, out_scales, T, end - first, num_rows, c, D, C, N, BITS, S, BLOCK)
+
+
+@triton.jit
+def send_chunk(
+    x, scales, meta, order, ring, tail, i0, n, lo,
+    H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
+    Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``i0`` .. ``i0 + n - 1`` of ``order`` into a ring whose first row of the call is ``lo``."""
+    b = tl.arange(0, B)
+    for j in range(0, n, B):
+        i = i0 + j + b
+        here = j + b < n
+        token = tl.load(order + i, mask=here, other=0)
+        pack_rows(
+            x, scales, meta, token, ring, (i - lo) % Q, here, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
+        )
+    add_release(tail, n.to(tl.int64), None)
 
 
 @triton.jit
 def send_rows(
     peers, state, plan, x, scales, meta, T, me, to, c, ring,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
     MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Rows of channel ``c`` for rank ``to`` into its ring (me, c)."""
-    lo, hi = tl.load(out_bound(plan, to, c, D, C)), tl.load(out_bound(plan, to, c + 1, D, C))
-    order = order_of(plan, to, T, D, C)
-    b = tl.arange(0, B)
+    lo, hi = tl.load(out_bound(plan, to, c, R, C)), tl.load(out_bound(plan, to, c + 1, R, C))
+    order = order_of(plan, to, T, R, C)
     mine = peer_base(peers, me)
     tail = tail_of(peer_base(peers, to), me, c, R, C)
     base = tl.load(sent_to(state, to, c, R, C))
@@ -143,62 +158,69 @@ def send_rows(
             want = base + (i0 - lo) + n - Q
             ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
         if ok:
-            for j in range(0, n, B):
-                i = i0 + j + b
-                here = j + b < n
-                token = tl.load(order + i, mask=here, other=0)
-                pack_rows(
-                    x, scales, meta, token, ring, (i - lo) % Q, here, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B,
-                    MODE, GP, DTYPE,
-                )  # fmt: skip
-            add_release(tail, n.to(tl.int64), None)
+            send_chunk(
+                x, scales, meta, order, ring, tail, i0, n, lo, H, N, BITS, S, MW, SLOT, PAY, Q, B, BLOCK, MODE, GP, DTYPE
+            )
     tl.debug_barrier()
     tl.store(sent_to(state, to, c, R, C), base + hi - lo)
 
 
 @triton.jit
-def receive_rows(
-    peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c, via, as_me,
+def receive_chunk(
+    plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, head, taken, n, a0,
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
+    BITS: tl.constexpr, S: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """Rows ``taken`` .. ``taken + n - 1`` of source ``s`` out of a ring whose first row goes to arrival row ``a0``."""
+    first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
+    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
+    ROW: tl.constexpr = SLOT * 8 // BITS
+    b = tl.arange(0, B)
+    for j in range(0, n, B):
+        i = taken + j + b
+        place_rows(
+            ring, ring + PAY, ring + META, i % Q, a0 + i, j + b < n, s, first, end, plan, T, num_rows, out,
+            out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
+            D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+        )  # fmt: skip
+    add_release(head, n.to(tl.int64), None)
+
+
+@triton.jit
+def receive_rows(
+    peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
     BITS: tl.constexpr, S: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
     Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr,
     WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Rows of source ``s`` out of ring (s, c), to their places. Credits go to rank ``via``, which knows this ring as ``as_me``'s."""
-    first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
-    a0 = tl.load(first_in(plan, s, D, C)) + lo
-    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    ROW: tl.constexpr = SLOT * 8 // BITS
-    b = tl.arange(0, B)
+    """Rows of source ``s`` out of ring (s, c), to their places."""
+    lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
+    a0 = tl.load(first_in(plan, s, R, C)) + lo
     mine = peer_base(peers, me)
     ring = mine + RINGS + (s * C + c).to(tl.int64) * RING
-    head = head_of(peer_base(peers, via), as_me, c, R, C)
+    head = head_of(peer_base(peers, s), me, c, R, C)
     base = tl.load(taken_from(state, s, c, R, C))
-    grace_ns = ((via != s) | (as_me != me)).to(tl.int64) * RELAYED_NS  # another rank hands them on, and has its own wait
     total = hi - lo
     taken = total * 0
     ok = True
     while (taken < total) & ok:
         want = base + taken + 1
-        seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, ON_ROWS, s, c, grace_ns)
+        seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, ON_ROWS, s, c)
         ok = seen >= want
         if ok:
             n = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, CHUNK)
-            for j in range(0, n, B):
-                i = taken + j + b
-                place_rows(
-                    ring, ring + PAY, ring + META, i % Q, a0 + i, j + b < n, s, first, end, plan, T, num_rows, out,
-                    out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
-                    D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-                )  # fmt: skip
-            add_release(head, n.to(tl.int64), None)
+            receive_chunk(
+                plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, head, taken, n, a0,
+                R, R, C, K, KP, J, N, BITS, S, SLOT, PAY, Q, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+            )  # fmt: skip
             taken += n
     tl.debug_barrier()
     tl.store(taken_from(state, s, c, R, C), base + total)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("nvlink::dispatch"))
 def dispatch_kernel(
     peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows, forced,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
@@ -220,20 +242,23 @@ def dispatch_kernel(
         ring = peer_base(peers, to) + RINGS + (me * C + c).to(tl.int64) * RING
         if to == me:
             put_own_rows(
-                state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, c,
-                ring, R, R, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, PADDING, MODE,
-                GP, DTYPE,
+                state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me,
+                ring, tl.load(out_bound(plan, me, c, R, C)), tl.load(out_bound(plan, me, c + 1, R, C)),
+                R, R, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE, GP, DTYPE,
             )  # fmt: skip
+            if PADDING:
+                local = first_expert(me + 1, E, R) - first_expert(me, E, R)
+                zero_padding(plan, out, out_scales, T, local, num_rows, c, R, C, N, BITS, S, BLOCK)
         else:
             send_rows(
-                peers, state, plan, x, scales, meta, T, me, to, c, ring, R, R, C, H, N, BITS, S, MW, SLOT, PAY, Q, CHUNK, B, BLOCK,
+                peers, state, plan, x, scales, meta, T, me, to, c, ring, R, C, H, N, BITS, S, MW, SLOT, PAY, Q, CHUNK, B, BLOCK,
                 MODE, GP, DTYPE,
             )  # fmt: skip
     elif (pid >= 0) & (pid < (2 * R - 1) * C):
         s = (me + R - (pid - R * C) // C - 1) % R
         receive_rows(
-            peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c, s, me,
-            R, R, C, K, KP, J, N, BITS, S, RINGS, RING, SLOT, PAY, Q, CHUNK, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+            peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c,
+            R, C, K, KP, J, N, BITS, S, RINGS, RING, SLOT, PAY, Q, CHUNK, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
         )  # fmt: skip
     elif pid == (2 * R - 1) * C:
         greet(peers, state, tag, R, C, RP)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
 from tokenyard.kernels.sync import (
     DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, wait_for_all, words,
@@ -63,7 +64,7 @@ def greet(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr)
     count_call(state)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("nvlink::greet"))
 def greet_kernel(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
     if not given_up(state):

@@ -11,7 +11,7 @@ Who publishes what, who may read when:
 3. A program per (owner, token) that has rows here sums them, stores the sum into slot (me, token) of the owner, and sets its flag there
    to ``2 * call + 1`` (release).
 4. A program per own token waits for the flags of the ranks that the token went to (acquire), then reads the slots. The last program waits
-   for the notes of all ranks, so that a launch ends only when all have come to the call.
+   for the notes of all ranks, so that a launch ends only when all have come to the call. If asked, it also tells what the sum lacks.
 
 Why a slot may be reused: as in ``kernels/low_dispatch.py``; calls of both kinds are numbered together.
 """
@@ -26,6 +26,7 @@ from tokenyard.kernels.low_region import (
     RANK, epoch_of, flag_of, note, note_of, slot_of, weight_of,
 )  # fmt: skip
 from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flags, wait_notes, wait_weights
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.plan import owner_of
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import words
@@ -52,11 +53,17 @@ def _bring_weights(
 
 
 @triton.jit
+def _kept_of(slot, KEPT: tl.constexpr):
+    """Behind the sum in a slot, int32 ``[K]``: which of the token's picks are in it, if there is a capacity."""
+    return (slot + KEPT).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def _send_sum(
     peers, state, active, x, slots, weights, call, half, me, s, t, timeout,
     R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LC: tl.constexpr,
     SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for token ``t`` of rank ``s``. WEIGHTED: 0 no, 1 by ``weights [rows]``, 2 by the owner's."""
     k = tl.arange(0, KP)
@@ -90,16 +97,46 @@ def _send_sum(
                         v = v * tl.sum(tl.where(k == k0 + i, weight, 0.0))
                     total = total + tl.where(here, v, 0.0)
             tl.store(tl.multiple_of(to, 16) + w, total.to(DTYPE), mask=w < H)
+        if KEPT:
+            tl.store(_kept_of(to.to(tl.int64), KEPT) + k, (place >= 0).to(tl.int32), mask=k < K)
         tl.debug_barrier()
         tl.atomic_max(flag_of(base, half, me, t, R, M, LC), 2 * call + 1, sem="release", scope="sys")
 
 
 @triton.jit
+def _tell_lost(
+    peers, weights, route, first_pick, lost, got, half, me, t, T, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, WEIGHTED: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """What those merged picks of token ``t`` weigh that are not in the sums that it ``got [RP]``, added in pick order; without weights
+    how many they are."""
+    k, r = tl.arange(0, KP), tl.arange(0, RP)
+    at = t.to(tl.int64) * K + k
+    ids = tl.load(route.to(tl.pointer_type(tl.int32)) + at, mask=k < K, other=-1)
+    came = (owner_of(ids, E, R)[None, :] == r[:, None]) & (got > 0)[:, None]
+    if KEPT:
+        kept = _kept_of(slot_of(peer_base(peers, me), half, r, t, R, M, K, LC, SLOT), KEPT)[:, None] + k[None, :]
+        came = came & (tl.load(kept, mask=came & (k < K)[None, :], other=0, cache_modifier=".cg") != 0)
+    lacks = (ids >= 0) & (tl.max(came.to(tl.int32), axis=0) == 0)
+    total = tl.sum(k * 0.0)
+    if tl.max(lacks.to(tl.int32)) > 0:
+        weight = k * 0.0 + 1.0
+        if WEIGHTED == 1:
+            weight = tl.load(route.to(tl.pointer_type(tl.float32)) + T.to(tl.int64) * K + at, mask=k < K, other=0.0)
+        if WEIGHTED == 2:
+            first = tl.load(words(first_pick) + at, mask=k < K, other=0).to(tl.int32)
+            weight = merged_weights(weights, t, ids, tl.where(k < K, first, k), K, KP)
+        for j in range(K):
+            total += tl.sum(tl.where(lacks & (k == j + 0), weight, 0.0))
+    tl.store(lost.to(tl.pointer_type(tl.float32)) + t, total)
+
+
+@triton.jit
 def _add_rows(
-    peers, state, active, route, bias0, bias1, out, call, half, me, t, timeout,
+    peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, t, T, timeout,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, KEPT: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
     """Step 4 for my token ``t``."""
     k, r = tl.arange(0, KP), tl.arange(0, RP)
@@ -128,6 +165,10 @@ def _add_rows(
         if BIAS1 is not None:
             total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=w < H, other=0.0).to(tl.float32)
         tl.store(tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16) + at, total.to(DTYPE), mask=w < H)
+    if LOST:
+        _tell_lost(
+            peers, weights, route, first_pick, lost, got, half, me, t, T, R, RP, M, K, KP, E, LC, SLOT, WEIGHTED, KEPT
+        )
 
 
 @triton.jit
@@ -146,15 +187,18 @@ def _lead(
     leave_out(active, r, here & (in_same_call(state, last, there, tag, r) == 0))
 
 
-@triton.jit
+@triton.jit(repr=shown_as("low_latency::combine"))
 def low_combine_kernel(
-    peers, state, active, x, slots, weights, route, first_pick, bias0, bias1, out, waits, timeout, tag, T,
+    peers, state, active, x, slots, weights, route, first_pick, bias0, bias1, out, waits, lost, timeout, tag, T,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     WHOLE: tl.constexpr, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-    TIMED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    KEPT: tl.constexpr, TIMED: tl.constexpr, LOST: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``weights``: ``[rows]`` or the owner's ``[T, K]``. A sender has BLOCK channels in flight, a receiver WHOLE."""
+    """See the module. ``weights``: ``[rows]`` or the owner's ``[T, K]``. A sender has BLOCK channels in flight, a receiver WHOLE.
+
+    KEPT: bytes in a slot before what :func:`_kept_of` says, 0 without a capacity.
+    """
     pid = tl.program_id(0)
     T = T.to(tl.int32)
     call = tl.load(epoch_of(state, pid)) + 1
@@ -174,15 +218,15 @@ def low_combine_kernel(
             if is_active(active, s):
                 _send_sum(
                     peers, state, active, x, slots, weights, call, half, me, s, u % M, timeout,
-                    R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED,
+                    R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED, KEPT,
                 )  # fmt: skip
     if RECEIVE:
         if pid == P - 1:
             _lead(peers, state, active, waits, tag, call, half, me, timeout, R, RP, P, M, K, LC, TIMED)
         for token in range(pid, T, P):
             _add_rows(
-                peers, state, active, route, bias0, bias1, out, call, half, me, token + 0, timeout,
-                R, RP, P, M, K, KP, E, LC, SLOT, H, WHOLE, DTYPE, BIAS0, BIAS1,
+                peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, token + 0, T,
+                timeout, R, RP, P, M, K, KP, E, LC, SLOT, H, WHOLE, DTYPE, WEIGHTED, BIAS0, BIAS1, KEPT, LOST,
             )  # fmt: skip
         tl.debug_barrier()
         tl.store(epoch_of(state, pid), call)

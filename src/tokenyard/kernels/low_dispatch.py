@@ -29,6 +29,7 @@ from tokenyard.kernels.low_region import (
     slot_of, start_of, value_in,
 )  # fmt: skip
 from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flag, wait_notes, wait_ready
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_values, store_cast, zero_row
 from tokenyard.kernels.plan import first_expert, owner_of
 from tokenyard.kernels.region import peer_base
@@ -150,6 +151,7 @@ def _send_token(
             tl.store(status + _BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
     if WEIGHTED:
         weights = merged_weights(topk_weights, t, ids, first, K, KP)
+        tl.store(route.to(tl.pointer_type(tl.float32)) + T.to(tl.int64) * K + at, weights, mask=k < K)
     goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
     goes = tl.where(here, goes, 0)
     for i in tl.static_range(R):
@@ -325,7 +327,7 @@ def _receive_slot(
     tl.store(slots.to(tl.pointer_type(tl.int32)) + (s * M + t).to(tl.int64) * K + k, place, mask=k < K)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("low_latency::dispatch"))
 def low_dispatch_kernel(
     peers, state, active, topk_idx, topk_weights, x, scales, out, out_scales, row_weights, source, slots, route, first_pick,
     tokens_per_expert, blocks, overflow, loads, waits, timeout, tag, T, num_rows, alignment,
@@ -335,7 +337,10 @@ def low_dispatch_kernel(
     GP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, PADDED: tl.constexpr,
     PADDING: tl.constexpr, LOADS: tl.constexpr, TIMED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``timeout``: ns. H, DTYPE: of ``x``. N, BITS: words of a row on the wire; S: of its scales. HB: bins for LC."""
+    """See the module. ``timeout``: ns. H, DTYPE: of ``x``. N, BITS: words of a row on the wire; S: of its scales. HB: bins for LC.
+
+    ``route``: int32 ``[2, T, K]``, ids of merged picks and the bits of their weights.
+    """
     pid = tl.program_id(0)
     T, num_rows, alignment = T.to(tl.int32), num_rows.to(tl.int32), alignment.to(tl.int32)
     call = tl.load(epoch_of(state, pid)) + 1

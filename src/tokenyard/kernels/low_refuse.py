@@ -11,11 +11,12 @@ import triton.language as tl
 
 from tokenyard.kernels.low_region import RANK, epoch_of, flag_of, note, note_of, weight_of
 from tokenyard.kernels.low_wait import are_active, is_active, leave_out, tell, wait_notes
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import words
 
 
-@triton.jit
+@triton.jit(repr=shown_as("low_latency::refuse"))
 def low_refuse_kernel(
     peers, state, active, timeout,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     TICKETS, arrival_of, block_of, bounds_of, first_expert, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
     out_bound, owner_of, peer_base, place_of, start_of,
@@ -306,7 +307,7 @@ def _tell_host(
     return doubts
 
 
-@triton.jit
+@triton.jit(repr=shown_as("plan"))
 def plan_kernel(
     topk_idx, topk_weights, peers, state, scratch, plan, meta, first_pick, tokens_per_expert, offsets, ranges, overflow,
     header_in, header_out, nonce, tag, T, E, M, num_rows, alignment,

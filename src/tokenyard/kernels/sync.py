@@ -116,8 +116,10 @@ def wait_at_least(counter, want, state, phase, peer, number, grace_ns=0):
         while (seen < want) & live:
             seen = load_acquire(counter)
             live = still_time(state, deadline)
-        if (seen < want) & is_late(state):
-            give_up(state, TIMED_OUT, phase, peer, number, want, seen)
+        if not live:  # also if it came at the last moment: others have been told to stop
+            if is_late(state):
+                give_up(state, TIMED_OUT, phase, peer, number, want, seen)
+            seen = tl.minimum(seen, want - 1)
     tl.debug_barrier()
     return seen
 
@@ -129,23 +131,43 @@ def lacking(seen, wants, mask):
 
 
 @triton.jit
+def last_lacking(seen, wants, mask):
+    """The last counter that has not got there; -1: all have."""
+    return tl.max(tl.where((seen < wants) & mask, tl.arange(0, seen.shape[0]), -1))
+
+
+@triton.jit
+def look_at_all(counters, mask):
+    """The values of a small tensor of counters (acquire)."""
+    return tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def give_up_on_one(state, phase, numbers, wants, seen, mask):
+    """Give up on the last of those counters that have not got there; on the last of all if they have by now."""
+    i, short = tl.arange(0, seen.shape[0]), last_lacking(seen, wants, mask)
+    peer = tl.where(short < 0, tl.max(tl.where(mask, i, -1)), short)
+    number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
+    give_up(state, TIMED_OUT, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
+
+
+@triton.jit
 def wait_for_all(counters, wants, mask, state, phase, numbers, grace_ns=0):
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`."""
-    seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
-    short = lacking(seen, wants, mask)
-    if short > 0:
+    seen = look_at_all(counters, mask)
+    if lacking(seen, wants, mask) > 0:
         deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS) + grace_ns
-        live = True
-        while (short > 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
-            short = lacking(tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys"), wants, mask)
+        short = last_lacking(seen, wants, mask)
+        last, live = short, True
+        while (short >= 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+            last = short
+            short = last_lacking(look_at_all(counters, mask), wants, mask)
             live = still_time(state, deadline)
-        seen = tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")
-        if (short > 0) & is_late(state):
-            i = tl.arange(0, seen.shape[0])
-            peer = tl.max(tl.where((seen < wants) & mask, i, -1))
-            number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
-            give_up(state, TIMED_OUT, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
-        if short > 0:
+        seen = look_at_all(counters, mask)
+        if not live:
+            if is_late(state):
+                peer = tl.where(short < 0, last, short)  # not one that has long been there
+                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == peer)
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen

@@ -1,14 +1,16 @@
 # pyright: basic
 """Combine over two levels: a node's rows of a token are summed there, and one row per (token, node) crosses the network.
 
-G nodes of P ranks. Grid ``R C + 1``: a reducer per channel, a combiner per (other node, channel), a sender per (owner with another local
-index, channel), the greeter. Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3: rank 3 sends its partial sum to rank 2,
-whose combiner adds its own in rank order, rounds and puts one row to rank 0, whose reducer adds node 0's sum and this row.
+G nodes of P ranks. Grid ``W C + 1``: W workers per channel (``kernels/two_turns.py``), the greeter. Tasks of a channel: a reducer, a combiner
+per other node, a sender per owner with another local index. Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3: rank 3
+sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and puts one row to rank 0, whose reducer adds node 0's
+sum and this row.
 
 The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype; then nodes in order (``docs/semantics.md``).
 
 Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``. A combiner stores sums to staging
-slots, and puts a chunk with its number onto ``net tail``; it adds to ``heads`` of local senders (release) behind its reads of a batch.
+slots, and puts a chunk with its number onto ``net tail``. Combiners and reducers add to ``heads`` of local senders (release) at the end of
+a turn, behind all its reads: a release waits for all that was stored before.
 
 Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a reducer waits for a row of a
 network ring, all earlier ones are taken but those of its step (at most B - 1), and less than CREDIT are held back, so with
@@ -20,16 +22,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows, send_sums
+from tokenyard.kernels.combine import partial_rows, send_sums_chunk
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    first_expert, first_in, head_of, in_bound, out_bound, peer_base, place_of, tail_of, taken_from,
+    first_expert, first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.sync import RANK, RELAYED_NS, add_release, given_up, lacking, wait_at_least, wait_for_all, words
+from tokenyard.kernels.sync import (
+    ON_ROOM, RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire, look_at_all, now_ns, words,
+)  # fmt: skip
 from tokenyard.kernels.two_letters import greet_all
 from tokenyard.kernels.two_net import credit, put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, ON_PARTS, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, rest_at, table_of, table_rows,
+    ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, rest_at,
+    table_of, table_rows,
 )  # fmt: skip
+from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, reports
 
 
 @triton.jit
@@ -82,52 +89,59 @@ def _node_weights(reduce, mine, at, own_row, node, me, c, K: tl.constexpr, P: tl
 
 
 @triton.jit
-def _combine_far(
-    peers, state, plan, x, slots, row_weights, reduce, T, E, me, node, c,
+def _combine_turn(
+    peers, state, plan, x, slots, row_weights, reduce, T, E, me, node, c, done, step,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
     H: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
     NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
     FAR: tl.constexpr, NET: tl.constexpr,
 ):  # fmt: skip
-    """Sums of my node for owner (``node``, my local index), channel ``c``, into its network ring."""
-    b, q = tl.arange(0, B), tl.arange(0, PP)
-    mine, home = peer_base(peers, me), me // P
-    owner = node * P + me % P
-    others = (q < P) & (q != me % P)
+    """Sums of my node for owner (``node``, my local index), channel ``c``, into its network ring, up to the end of a chunk.
+
+    Returns the rows that are left, as all turns do.
+    """
+    G: tl.constexpr = R // P
     lo, hi = tl.load(in_bound(plan, R + node, c, D, C)), tl.load(in_bound(plan, R + node, c + 1, D, C))
-    a0 = tl.load(first_in(plan, owner, D, C)) + tl.load(in_bound(plan, owner, c, D, C))
-    cap = tl.load(table_rows(plan, R, D, C))
-    local = first_expert(me + 1, E, R) - first_expert(me, E, R)
-    table = table_of(plan, T, local, cap, other(node, home), D, P, C)
-    here_ring = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
-    there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
-    heads = head_of(tl.load(words(peers) + home * P + q, mask=others, other=0), owner, c, R, C)
-    tails = tail_of(mine, node * P + q, c, R, C)
-    bases = tl.load(taken_from(state, node * P + q, c, R, C), mask=others, other=0)
-    head = words(mine + net_head(node, c, R // P, C, FAR))
-    base = tl.load(net_sent_to(state, node, c, R, R // P, C))
-    want = base
-    ok = wait_at_least(head, want, state, ON_NET_ROOM, node, c) >= want
-    taken, seen = tl.zeros((PP,), tl.int64), tl.zeros((PP,), tl.int64)
-    for i0 in range(lo, hi, NCHUNK):
-        n = tl.minimum(NCHUNK, hi - i0)
-        if ok:
-            want = base + (i0 - lo) + n - NQ
-            ok = wait_at_least(head, want, state, ON_NET_ROOM, node, c) >= want
-        first = (i0 - lo) % NQ
-        for j in range(0, n, B):
-            i, here = i0 + j + b, (j + b < n) & (i0 + j + b < cap)
-            rows = table + i.to(tl.int64)[:, None] * P + q[None, :]
-            at = tl.load(rows, mask=here[:, None] & (q < P)[None, :], other=-1)
+    i0 = tl.load(done).to(tl.int32)
+    base = tl.load(net_sent_to(state, node, c, R, G, C))
+    left = hi - lo - i0
+    if left > 0:
+        b, q = tl.arange(0, B), tl.arange(0, PP)
+        mine, home, owner = peer_base(peers, me), me // P, node * P + me % P
+        others = (q < P) & (q != me % P)
+        a0 = tl.load(first_in(plan, owner, D, C)) + tl.load(in_bound(plan, owner, c, D, C))
+        cap = tl.load(table_rows(plan, R, D, C))
+        local = first_expert(me + 1, E, R) - first_expert(me, E, R)
+        table = table_of(plan, T, local, cap, other(node, home), D, P, C)
+        here_ring = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
+        there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
+        heads = head_of(tl.load(words(peers) + home * P + q, mask=others, other=0), owner, c, R, C)
+        taken_at, bases_at = moved_of(state, 0, node * P + q, c, R, G, C), taken_from(state, node * P + q, c, R, C)
+        bases = tl.load(bases_at, mask=others, other=0)
+        before = tl.load(taken_at, mask=others & (i0 > 0), other=0)
+        taken = before
+        first = i0 // NCHUNK * NCHUNK
+        end = tl.minimum(first + NCHUNK, hi - lo)
+        want = base + tl.maximum(end - NQ, 0)  # ring and staging are drained before the first row
+        room = load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)
+        tl.debug_barrier()
+        if reports(step, room < want, False):
+            give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
+        i, ok = i0, room >= want
+        while (i < end) & ok:
+            inside = i + b < end
+            row = lo + i + b
+            rows = table + row.to(tl.int64)[:, None] * P + q[None, :]
+            at = tl.load(rows, mask=(inside & (row < cap))[:, None] & (q < P)[None, :], other=-1)
             upto = tl.where(others, tl.maximum(tl.max(at + 1, axis=0).to(tl.int64), taken), 0)
-            if ok & (tl.max((upto > seen).to(tl.int32)) > 0):
-                found = wait_for_all(tails, bases + upto, others, state, ON_PARTS, node * C + c + (q * 0))
-                ok = lacking(found, bases + upto, others) == 0
-                seen = tl.where(others, found - bases, 0)
+            ok = (lacking(tails, bases + upto, others) == 0) & (step == ON_TIME)
+            if reports(step, lacking(tails, bases + upto, others) > 0, False):
+                give_up_on_one(state, ON_PARTS, node * C + c + (q * 0), bases + upto, tails, others)
             if ok:
                 own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)
-                slot = mine + here_ring + (first + j + b).to(tl.int64) * SLOT
+                slot = (i + b) % NQ
                 for k0 in range(0, H, BLOCK):
                     w = k0 + tl.arange(0, BLOCK)
                     v = _node_sum(
@@ -135,24 +149,65 @@ def _combine_far(
                         PLACED, WEIGHTED,
                     )  # fmt: skip
                     to = tl.multiple_of((mine + here_ring).to(tl.pointer_type(DTYPE)), 16)
-                    to = to + (first + j + b).to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                    tl.store(to + w[None, :], v.to(DTYPE), mask=(j + b < n)[:, None] & (w < H)[None, :])
+                    to = to + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
+                    tl.store(to + w[None, :], v.to(DTYPE), mask=inside[:, None] & (w < H)[None, :])
                 if REDUCE:
                     k = tl.arange(0, triton.next_power_of_2(K))
                     v = _node_weights(reduce, mine, at, own, node, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
-                    to = (slot + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :]
-                    tl.store(to, v, mask=(j + b < n)[:, None] & (k < K)[None, :])
-                add_release(heads, upto - taken, others & (upto > taken))
+                    to = (mine + here_ring + slot.to(tl.int64) * SLOT + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :]
+                    tl.store(to, v, mask=inside[:, None] & (k < K)[None, :])
                 taken = upto
-        if ok:
-            offset = first.to(tl.int64) * SLOT
-            put(
-                peers, net_bytes(state, node, R, R // P, C), mine, owner, there + offset, here_ring + offset, n.to(tl.int64) * SLOT, net_tail(home, c, C, FAR),
-                n.to(tl.int64), 2, NET,
+                i = tl.minimum(i + B, end)
+        if i > i0:
+            add_release(heads, taken - before, others & (taken > before))
+            if i == end:
+                offset = (first % NQ).to(tl.int64) * SLOT
+                n = (end - first).to(tl.int64)
+                put(
+                    peers, net_bytes(state, node, R, G, C), mine, owner, there + offset, here_ring + offset, n * SLOT,
+                    net_tail(home, c, C, FAR), n, 2, NET,
+                )  # fmt: skip
+            left = hi - lo - i
+            tl.store(done, i.to(tl.int64))
+            tl.store(taken_at, taken, mask=others)
+            if left == 0:
+                tl.store(bases_at, bases + taken, mask=others)
+                tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)
+    return left
+
+
+@triton.jit
+def _send_turn(
+    peers, state, plan, x, slots, row_weights, reduce, me, s, c, done, step,
+    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
+    RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """A chunk of partial sums of rows that came from ``s``, into the ring of the local rank that has ``s``'s local index."""
+    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
+    i = tl.load(done).to(tl.int32)
+    base = tl.load(sent_to(state, s, c, R, C))
+    left = hi - lo - i
+    if left > 0:
+        n = tl.minimum(left, CHUNK)
+        want = base + tl.maximum(i + n - Q, 0)  # the ring is drained before the first row
+        seen = load_acquire(head_of(peer_base(peers, me), s, c, R, C))
+        tl.debug_barrier()
+        if step != ON_TIME:
+            if reports(step, seen < want, False):
+                give_up(state, TIMED_OUT, ON_ROOM, s, c, want, seen)
+        elif seen >= want:
+            there = peer_base(peers, me // P * P + s % P)
+            as_me = s // P * P + me % P
+            send_sums_chunk(
+                x, slots, row_weights, reduce, there + RINGS + (as_me * C + c).to(tl.int64) * RING, tail_of(there, as_me, c, R, C),
+                lo + i, n, lo, tl.load(first_in(plan, s, D, C)), K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
             )  # fmt: skip
-    tl.debug_barrier()
-    tl.store(taken_from(state, node * P + q, c, R, C), bases + taken, mask=others)
-    tl.store(net_sent_to(state, node, c, R, R // P, C), base + hi - lo)
+            left -= n
+            tl.store(done, (i + n).to(tl.int64))
+            if left == 0:
+                tl.store(sent_to(state, s, c, R, C), base + hi - lo)
+    return left
 
 
 @triton.jit
@@ -173,139 +228,168 @@ def _return_credits(
 
 
 @triton.jit
-def _reduce(
-    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
+def _reduce_turn(
+    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
     J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, Q: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, CREDIT: tl.constexpr,
-    B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr,
-    REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+    PAY: tl.constexpr, Q: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, TURN: tl.constexpr,
+    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
+    WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of this channel's tokens, B tokens at a time: my node's here, other nodes' as they come."""
-    r, b, q = tl.arange(0, RP), tl.arange(0, B), tl.arange(0, PP)
-    home, local = me // P, me % P
-    G: tl.constexpr = R // P
-    near = (r < R) & (r // P == home) & (r != me)
-    far = (r >= R) & (r < D) & (r != R + home)
-    awaited = near | far
+    """Sum the rows of TURN of this channel's tokens, B tokens at a time: my node's here, other nodes' as they come."""
     share = (T + C - 1) // C
     t1 = tl.minimum(c * share + share, T)
-    mine = peer_base(peers, me)
-    node = tl.maximum(r - R, 0)
-    bases = tl.load(taken_from(state, r, c, R, C), mask=near, other=0)
-    bases += tl.load(net_taken_from(state, node, c, R, G, C), mask=far, other=0)
-    tails = tl.where(far, mine + net_tail(node, c, C, FAR), tail_of(mine, r, c, R, C).to(tl.int64))
-    lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
-    heads = head_of(tl.load(words(peers) + r, mask=near, other=0), me, c, R, C)
-    a0 = tl.load(first_in(plan, me, D, C))
-    my_low = tl.sum(tl.where(r == me, lows, 0))
-    low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
-    taken, seen, owed = tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64)
-    ok = True
-    for t0 in range(c * share, t1, B):
-        t = t0 + b
-        here = t < t1
-        table = place_of(plan, t, T, D, C)[:, None] + r[None, :]
-        places = tl.load(table, mask=here[:, None] & (r < D)[None, :], other=-1)
-        upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
-        upto = tl.where(awaited, upto, 0)
-        if ok & (tl.max((upto > seen).to(tl.int32)) > 0):
-            found = wait_for_all(words(tails), bases + upto, awaited, state, ON_BOTH, c + (r * 0), RELAYED_NS)
-            ok = lacking(found, bases + upto, awaited) == 0
-            seen = tl.where(awaited, found - bases, 0)
-        if ok:
-            beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]
-            at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
-            at = tl.where(at >= 0, at - low_near[None, :], -1)
-            own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
-            for k0 in range(0, H, BLOCK):
-                w = k0 + tl.arange(0, BLOCK)
-                v_home = _node_sum(
-                    x, slots, row_weights, mine, at, own, home, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
-                    PLACED, WEIGHTED,
-                )  # fmt: skip
-                if G > 1:
-                    v_home = v_home.to(DTYPE).to(tl.float32)
-                total = tl.zeros((B, BLOCK), tl.float32)
-                for g in tl.static_range(G):
-                    place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
-                    slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-                    ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING
-                    rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-                    rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                    got = (place >= 0) & (home != g)
-                    v = tl.load(
-                        rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg"
-                    )
-                    total = total + tl.where(home == g, v_home, v.to(tl.float32))
-                to_row = t.to(tl.int64)[:, None] * H + w[None, :]
-                mask = here[:, None] & (w < H)[None, :]
-                if BIAS0 is not None:
-                    total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + to_row, mask=mask, other=0.0).to(tl.float32)
-                if BIAS1 is not None:
-                    total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + to_row, mask=mask, other=0.0).to(tl.float32)
-                to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-                tl.store(to + to_row, total.to(DTYPE), mask=mask, cache_modifier=".cs")
-            if REDUCE:
-                k = tl.arange(0, triton.next_power_of_2(K))
-                weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-                w_home = _node_weights(reduce, mine, at, own, home, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
-                for g in tl.static_range(G):
-                    place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
-                    slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-                    ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING + PAY
-                    rows = (ring + slot.to(tl.int64) * SLOT).to(tl.pointer_type(tl.float32))
-                    got = (place >= 0) & (home != g)
-                    v = tl.load(rows[:, None] + k[None, :], mask=got[:, None] & (k < K)[None, :], other=0.0)
-                    weight += tl.where(home == g, w_home, v)
-                to = reduced.to(tl.pointer_type(tl.float32)) + t.to(tl.int64)[:, None] * K + k[None, :]
-                tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
-            add_release(heads, upto - taken, near & (upto > taken))
-            owed += tl.where(far, upto - taken, 0)
-            taken = upto
-            owed = _return_credits(
-                peers, state, mine, home, local, c, owed, t0 + B >= t1, R, P, C, RP, W, CREDIT, FAR, NET
-            )
-    tl.debug_barrier()
-    tl.store(taken_from(state, r, c, R, C), bases + taken, mask=near)
-    tl.store(net_taken_from(state, node, c, R, G, C), bases + taken, mask=far)
+    tokens = tl.maximum(t1 - c * share, 0)
+    i0 = tl.load(done).to(tl.int32)
+    left = tokens - i0
+    if left > 0:
+        r, b, q = tl.arange(0, RP), tl.arange(0, B), tl.arange(0, PP)
+        home, local = me // P, me % P
+        G: tl.constexpr = R // P
+        near = (r < R) & (r // P == home) & (r != me)
+        far = (r >= R) & (r < D) & (r != R + home)
+        awaited = near | far
+        mine = peer_base(peers, me)
+        node = tl.maximum(r - R, 0)
+        near_at, far_at = taken_from(state, r, c, R, C), net_taken_from(state, node, c, R, G, C)
+        taken_at, owed_at = moved_of(state, 0, r, c, R, G, C), moved_of(state, 1, r, c, R, G, C)
+        bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
+        before = tl.load(taken_at, mask=awaited & (i0 > 0), other=0)
+        taken = before
+        owed = tl.load(owed_at, mask=far & (i0 > 0), other=0)
+        lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
+        heads = head_of(tl.load(words(peers) + r, mask=near, other=0), me, c, R, C)
+        a0 = tl.load(first_in(plan, me, D, C))
+        my_low = tl.sum(tl.where(r == me, lows, 0))
+        low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
+        tails = tl.where(far, mine + net_tail(node, c, C, FAR), tail_of(mine, r, c, R, C).to(tl.int64))
+        found = look_at_all(words(tails), awaited)
+        tl.debug_barrier()
+        i, ok = i0, True
+        end = tl.minimum(i0 + TURN, tokens)
+        while (i < end) & ok:
+            t = c * share + i + b
+            here = t < t1
+            table = place_of(plan, t, T, D, C)[:, None] + r[None, :]
+            places = tl.load(table, mask=here[:, None] & (r < D)[None, :], other=-1)
+            upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
+            upto = tl.where(awaited, upto, 0)
+            ok = (lacking(found, bases + upto, awaited) == 0) & (step == ON_TIME)
+            if reports(step, lacking(found, bases + upto, awaited) > 0, True):
+                give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, awaited)
+            if ok:
+                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]
+                at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
+                at = tl.where(at >= 0, at - low_near[None, :], -1)
+                own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
+                for k0 in range(0, H, BLOCK):
+                    w = k0 + tl.arange(0, BLOCK)
+                    v_home = _node_sum(
+                        x, slots, row_weights, mine, at, own, home, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
+                        PLACED, WEIGHTED,
+                    )  # fmt: skip
+                    if G > 1:
+                        v_home = v_home.to(DTYPE).to(tl.float32)
+                    total = tl.zeros((B, BLOCK), tl.float32)
+                    for g in tl.static_range(G):
+                        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
+                        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
+                        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING
+                        rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
+                        rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
+                        got = (place >= 0) & (home != g)
+                        v = tl.load(
+                            rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg"
+                        )
+                        total = total + tl.where(home == g, v_home, v.to(tl.float32))
+                    to_row = t.to(tl.int64)[:, None] * H + w[None, :]
+                    mask = here[:, None] & (w < H)[None, :]
+                    if BIAS0 is not None:
+                        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + to_row, mask=mask, other=0.0).to(tl.float32)
+                    if BIAS1 is not None:
+                        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + to_row, mask=mask, other=0.0).to(tl.float32)
+                    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
+                    tl.store(to + to_row, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+                if REDUCE:
+                    k = tl.arange(0, triton.next_power_of_2(K))
+                    weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
+                    w_home = _node_weights(reduce, mine, at, own, home, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
+                    for g in tl.static_range(G):
+                        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
+                        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
+                        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING + PAY
+                        rows = (ring + slot.to(tl.int64) * SLOT).to(tl.pointer_type(tl.float32))
+                        got = (place >= 0) & (home != g)
+                        v = tl.load(rows[:, None] + k[None, :], mask=got[:, None] & (k < K)[None, :], other=0.0)
+                        weight += tl.where(home == g, w_home, v)
+                    to = reduced.to(tl.pointer_type(tl.float32)) + t.to(tl.int64)[:, None] * K + k[None, :]
+                    tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
+                taken = upto
+                i = tl.minimum(i + B, tokens)
+        if i > i0:
+            left = tokens - i
+            add_release(heads, taken - before, near & (taken > before))
+            owed += tl.where(far, taken - before, 0)
+            owed = _return_credits(peers, state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR, NET)
+            tl.store(done, i.to(tl.int64))
+            tl.store(taken_at, taken, mask=awaited)
+            tl.store(owed_at, owed, mask=far)
+            if left == 0:
+                tl.store(near_at, bases + taken, mask=near)
+                tl.store(far_at, bases + taken, mask=far)
+    return left
 
 
-@triton.jit
+@triton.jit(repr=shown_as("twolevel::combine"))
 def two_combine_kernel(
     peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, tag, T, E,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
     J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
     PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr,
     NQ: tl.constexpr, NCHUNK: tl.constexpr, CREDIT: tl.constexpr, SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+    BLOCK: tl.constexpr, TURN: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and ``combine_kernel``. Combiners and reducers have B rows of BLOCK channels in flight."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     T, E = T.to(tl.int32), E.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     home, local = me // P, me % P
-    c, role = pid % C, pid // C
+    c, worker = pid % C, pid // C
     G: tl.constexpr = R // P
     BESIDE: tl.constexpr = P - 1 if P > 1 else 1
-    if (pid >= 0) & (role < 1):
-        _reduce(
-            peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
-            R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, CREDIT, B, BLOCK, DTYPE, PLACED, WEIGHTED,
-            REDUCE, BIAS0, BIAS1, FAR, NET,
-        )  # fmt: skip
-    elif (pid >= 0) & (role < G):
-        _combine_far(
-            peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + role) % G, c,
-            R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, DTYPE, PLACED, WEIGHTED,
-            REDUCE, FAR, NET,
-        )  # fmt: skip
-    elif (pid >= 0) & (role < R):
-        node, beside = (home + (role - G) // BESIDE) % G, (local + 1 + (role - G) % BESIDE) % P
-        send_sums(
-            peers, state, plan, x, slots, row_weights, reduce, me, node * P + beside, c, home * P + beside, node * P + local,
-            R, D, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
-        )  # fmt: skip
-    elif role == R:
+    if (pid >= 0) & (pid < WORKERS * C):
+        begin_tasks(state, worker, c, R, WORKERS, R, G, C)
+        step, idle, since = worker * 0, worker * 0, now_ns()
+        before, left = worker * 0, worker * 0 + 1
+        while (left > 0) & (step < OVER):
+            left, direct = worker * 0, worker * 0
+            for turn in range((R + WORKERS - 1) // WORKERS):
+                task = dealt(worker, turn, WORKERS)
+                done = done_in(state, task, c, R, G, C)
+                rows = worker * 0
+                if task < 1:
+                    rows = _reduce_turn(
+                        peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
+                        R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, DTYPE,
+                        PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, FAR, NET,
+                    )  # fmt: skip
+                elif task < G:
+                    rows = _combine_turn(
+                        peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + task) % G, c, done, step,
+                        R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, DTYPE, PLACED,
+                        WEIGHTED, REDUCE, FAR, NET,
+                    )  # fmt: skip
+                elif task < R:
+                    node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
+                    rows = _send_turn(
+                        peers, state, plan, x, slots, row_weights, reduce, me, node * P + beside, c, done, step,
+                        R, D, P, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
+                    )  # fmt: skip
+                tl.debug_barrier()  # what the turn has noted, it reads in the next
+                left += rows
+                direct += tl.where(task < 1, 0, rows)
+            step, idle, since = next_step(state, step, left, before, direct, idle, since)
+            before = left
+    elif pid == WORKERS * C:
         greet_all(peers, state, tag, R, C, RP, P, W, FAR, NET)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.greet import count_call, greeted
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
 )  # fmt: skip
@@ -129,7 +130,7 @@ def greet_all(
     count_call(state)
 
 
-@triton.jit
+@triton.jit(repr=shown_as("twolevel::greet"))
 def two_greet_kernel(
     peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
     NET: tl.constexpr,

@@ -29,6 +29,7 @@ _STATE = tl.constexpr(STATE_WORDS)
 ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(phase) for phase in range(6, 11))
 
 
+@triton.constexpr_function
 def letter_words(ranks: int, channels: int, header_words: int) -> int:
     """int64 words of a letter, even."""
     return -(-(header_words + ranks + 2 + 2 * channels + 1) // 2) * 2
@@ -40,9 +41,15 @@ def far_words(ranks: int, nodes: int, channels: int, header_words: int) -> int:
     return -(-words // 32) * 32
 
 
-def far_state_words(nodes: int, channels: int) -> int:
+@triton.constexpr_function
+def num_tasks(ranks: int, nodes: int) -> int:
+    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``)."""
+    return ranks + ranks // nodes + nodes - 2
+
+
+def far_state_words(ranks: int, nodes: int, channels: int) -> int:
     """Words of local state behind those of ``region.state_words``."""
-    return 2 * nodes * channels + nodes
+    return 2 * nodes * channels + nodes + (num_tasks(ranks, nodes) + 2 * (ranks + nodes)) * channels
 
 
 def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
@@ -70,14 +77,14 @@ def net_head(node, channel, G: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr)
 @triton.jit
 def letter_at(outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: the letter from ``peer``, or mine to it (``outbox``)."""
-    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    LW: tl.constexpr = letter_words(R, C, W)
     return FAR + (2 * (R // P) * C + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
 
 
 @triton.jit
 def tag_at(half, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: my tag to be put."""
-    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    LW: tl.constexpr = letter_words(R, C, W)
     return FAR + (2 * (R // P) * C + 4 * R * LW + half).to(tl.int64) * 8
 
 
@@ -97,6 +104,22 @@ def net_taken_from(state, node, channel, R: tl.constexpr, G: tl.constexpr, C: tl
 def net_bytes(state, node, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
     """Local: bytes of all kinds that this rank has put to ``node``, in total."""
     return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + 2 * G * C + node
+
+
+@triton.jit
+def done_in(state, task, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: rows (tokens) of this call that a task is done with. One program touches it per kernel."""
+    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + 2 * G * C + G + task * C + channel
+
+
+@triton.jit
+def moved_of(state, what: tl.constexpr, r, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: rows of this call put into (0: or taken out of) the rings of destination r, or taken but not credited (1).
+
+    A forwarder and a combiner have those of one node's ranks, a reducer those of its own node's ranks and of other nodes.
+    """
+    start: tl.constexpr = _STATE + 2 * R * C + 2 * G * C + G + (num_tasks(R, G) + what * (R + G)) * C
+    return state.to(tl.pointer_type(tl.int64)) + start + r * C + channel
 
 
 @triton.jit
@@ -121,5 +144,5 @@ def table_of(plan, tokens, local, cap, number, D: tl.constexpr, P: tl.constexpr,
 @triton.jit
 def rest_at(R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: what nobody reads."""
-    LW: tl.constexpr = (W + R + 2 + 2 * C + 1 + 1) // 2 * 2
+    LW: tl.constexpr = letter_words(R, C, W)
     return tl.full((), FAR + (2 * (R // P) * C + 4 * R * LW + 2) * 8, tl.int64)

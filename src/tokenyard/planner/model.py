@@ -113,17 +113,16 @@ def flat_call(work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: R
 
 
 def twolevel_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """Rows cross the network once per (token, node), then forwarders hand them on inside, to their own rank too."""
+    """Rows cross the network once per (token, node), then forwarders hand them on inside, or keep them."""
     network, inner = sizes.rings
     inside, across = moved.nvlink.busiest * work.row_bytes, moved.nic.busiest * work.row_bytes
     handed_on = inside * (work.nodes - 1) / work.nodes
-    kept = moved.own.busiest * work.row_bytes * (work.nodes - 1)
     last = _last_puts(moved.nic.busiest, network, network.chunk) / moved.nic.busiest * handed_on
     drained = _last_chunks(moved.nvlink.busiest, inner, inner.chunk, work.gpus_per_node) * work.row_bytes
     return Terms(
         nvlink=inside / (rates.dispatch.link_gbs * US),
         nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.chunk) * rates.put_us,
-        programs=_programs(max(across, handed_on + kept), sizes.senders, rates.dispatch),
+        programs=by_turns(_touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates),
         latency=rates.dispatch.fixed_us + 2 * rates.latency_us,
         fill=last / (rates.dispatch.link_gbs * US) + drained / (rates.copy_gbs * US),
     )
@@ -133,18 +132,32 @@ def twolevel_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates)
     """Rows are summed inside a node first, then cross the network once per (token, node)."""
     network, inner = sizes.rings
     inside, across = moved.nvlink.busiest * work.back_bytes, moved.nic.busiest * work.back_bytes
-    summed = inside * (work.nodes - 1) / work.nodes
     last = _last_puts(moved.nic.busiest, network, network.back_chunk) * work.back_bytes
     drained = _last_chunks(moved.nvlink.busiest, inner, inner.back_chunk, work.gpus_per_node) * work.back_bytes
-    combiners = _programs(summed, sizes.senders, rates.combine)
-    reducers = _programs(inside - summed + across, sizes.reducers, rates.combine)
     return Terms(
         nvlink=inside / (rates.combine.link_gbs * US),
         nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.back_chunk) * rates.put_us,
-        programs=max(combiners, reducers),
+        programs=by_turns(_touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates),
         latency=rates.combine.fixed_us + 2 * rates.latency_us,
         fill=(last + drained) / (rates.copy_gbs * US),
     )
+
+
+def _touched(moved: Traffic, work: Workload) -> float:
+    """Rows that a GPU's programs read, each time they do.
+
+    Dispatch: into staging, to local ranks, out of rings, and rows that stay, also those that forwarders keep. Combine: the same
+    backwards. Puts are the NIC's work.
+    """
+    return moved.nic.busiest + 2 * moved.nvlink.busiest + work.nodes * moved.own.busiest
+
+
+def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) -> float:
+    """How long programs take that share all copies (``num_bytes`` in total): what they do alone, then what memory does.
+
+    Not the larger of the two, as it is the same threads that wait for both.
+    """
+    return num_bytes / (programs * program_gbs * US) + num_bytes / (rates.copy_gbs * US)
 
 
 def _puts(rows: float, ring: Ring, chunk: int) -> float:

@@ -31,6 +31,8 @@ class Rates:
         dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch into views.
         collective, collective_back: engine ``collective``, cached dispatch and combine.
         copy_gbs: rows copied inside a GPU (each byte read and written).
+        turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks together, in dispatch and combine,
+            were memory endless.
         nic_gbs: a GPU's share of the network, one way; latency_us: one way, put and signal; put_us: what each put costs
             besides its bytes.
         source: where these come from.
@@ -42,6 +44,8 @@ class Rates:
     collective: Leg
     collective_back: Leg
     copy_gbs: float
+    turns_gbs: float
+    turns_back_gbs: float
     nic_gbs: float
     latency_us: float
     put_us: float
@@ -83,10 +87,13 @@ H200 = Rates(
     collective=Leg(269.0, 275.0),
     collective_back=Leg(459.0, 115.0),
     copy_gbs=2074.0,
+    turns_gbs=34.0,
+    turns_back_gbs=27.0,
     nic_gbs=45.0,
     latency_us=5.0,
     put_us=0.1,
     source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261121 and collective-4xh200-20261121",
 )
 """Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is half of what a local copy was
-seen to read and write, in no record. The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""
+seen to read and write, in no record. ``turns_*``: from two figures each, 23 and 128 programs on two GPUs as two nodes
+(docs/performance.md, "Engine twolevel"). The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenyard.engines.rings import Form, Shape, form_of, meta_words, shape_for
-from tokenyard.engines.twolevel_ground import Tuning, tuning_for
+from tokenyard.engines.twolevel_ground import Tuning, most_channels, tuning_for
 from tokenyard.planner.workload import Workload
 from tokenyard.rows import Payload
-from tokenyard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +32,10 @@ class Sizes:
 
     Attributes:
         channels: contiguous shares of a rank's tokens.
-        senders: programs that send rows in a dispatch; of twolevel, programs of each role between nodes (network senders,
-            forwarders, combiners). reducers, writers: of a combine, of a dispatch in place.
+        senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel,
+            senders and reducers are all its workers: each does whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: of rings, per GPU; counters and headers (under 1 MiB for 8 ranks) and views come on top.
-        note: what is not the engine's own choice; empty if all is.
     """
 
     channels: int
@@ -46,7 +44,6 @@ class Sizes:
     rings: tuple[Ring, ...]
     symmetric_bytes: int
     writers: int = 0
-    note: str = ""
 
 
 def nvlink_sizes(workload: Workload) -> Sizes:
@@ -70,29 +67,24 @@ def nvlink_sizes(workload: Workload) -> Sizes:
 
 
 def twolevel_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``twolevel``. Where it would refuse the grid, those of one channel, with its reason in ``note``.
+    """Sizes of engine ``twolevel``.
 
     Raises:
         ValueError: rings that hold less than two rows.
     """
     nodes, grid = workload.nodes, workload.grid
-    every, note = workload.sms == workload.most_sms, ""
-    try:
-        tuning = tuning_for(workload.sms, grid, all_sms=every)
-    except ValueError as refusal:
-        note = f"engine twolevel refuses this grid: {refusal}. What is shown is one channel, as if it fitted"
-        tuning = replace(tuning_for(workload.sms, Topology(1, 1), all_sms=every), channels=1)
+    channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
+    tuning = tuning_for(workload.sms, grid, all_sms=workload.sms == workload.most_sms, channels=channels)
     links, far = (nodes - 1) * tuning.channels, int(workload.buffer_bytes * tuning.net_share)
     each = (workload.buffer_bytes - far) // (workload.ranks * tuning.channels) // 256 * 256
     inner = _ring("NVLink", workload.ranks * tuning.channels, each, workload, tuning)
     network = _network(_ring("NIC", links, far // (2 * links) // 256 * 256, workload, tuning), tuning)
     return Sizes(
         channels=tuning.channels,
-        senders=links,
-        reducers=tuning.channels,
+        senders=tuning.channels * tuning.workers,
+        reducers=tuning.channels * tuning.workers,
         rings=(network, inner),
         symmetric_bytes=inner.count * inner.num_bytes + 2 * network.count * network.num_bytes,
-        note=note,
     )
 
 

@@ -24,26 +24,70 @@ _INTEGERS = (tl.int32, tl.int64)
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
 
 
-class _Shape:
+class Shape:
     """What a block of these dimensions needs again and again."""
 
     def __init__(self, dims: tuple[int, ...]) -> None:
+        self.dims = dims
+        self._blocks: dict[str, Any] = {}
+        self._beside: dict[Shape, Shape | None] = {}
+        self._expanded: dict[tuple[bool, ...], Shape | None] = {}
         self.numel = validate_block_shape(list(dims))
         self.constexpr_numel = tl.core.constexpr(math.prod(dims))
-        self.of_type = tl.core.tuple(dims)
+        self.of_type: Any = tl.core.tuple(dims)
         self.of_tensor = tl.core.tuple([tl.core.constexpr(dim) for dim in dims])
         self.of_type.__dict__["dims"] = self.of_tensor.__dict__["dims"] = dims
         self.text = str(self.of_type)
+        self.of_tensor.__dict__["known"] = self
+
+    def block(self, kind: Any) -> Any:
+        """The type of a block of ``kind``. (Pointer types are not kept: they come and go.)"""
+        if type(kind) is tl.pointer_type:
+            return tl.core.block_type(kind, self.of_type)
+        found = self._blocks.get(kind.name)
+        if found is None:
+            found = self._blocks[kind.name] = tl.core.block_type(kind, self.of_type)
+        return found
+
+    def beside(self, other: Shape) -> Shape | None:
+        """What both are spread to; None if they do not fit."""
+        if other is self:
+            return self
+        if other not in self._beside:
+            self._beside[other] = _spread(self.dims, other.dims)
+        return self._beside[other]
+
+    def expanded(self, new: tuple[bool, ...]) -> Shape | None:
+        """With a dimension of 1 wherever ``new``; None if that are too many others."""
+        if new not in self._expanded:
+            left = list(self.dims)
+            fits = len(new) - sum(new) <= len(left)
+            wider = [1 if each else left.pop(0) for each in new] if fits else []
+            self._expanded[new] = _shapes[(*wider, *left)] if fits else None
+        return self._expanded[new]
 
 
-class _Shapes(dict[tuple[int, ...], _Shape]):
-    def __missing__(self, dims: tuple[int, ...]) -> _Shape:
-        made = self[dims] = _Shape(dims)
+class _Shapes(dict[tuple[int, ...], Shape]):
+    def __missing__(self, dims: tuple[int, ...]) -> Shape:
+        made = self[dims] = Shape(dims)
         return made
 
 
 _shapes = _Shapes()
-_SCALAR = _shapes[()]
+SCALAR = _shapes[()]
+
+
+def _spread(left: tuple[int, ...], right: tuple[int, ...]) -> Shape | None:
+    longest = max(len(left), len(right))
+    both = list(zip((1,) * (longest - len(left)) + left, (1,) * (longest - len(right)) + right, strict=True))
+    if any(a != b and 1 not in (a, b) for a, b in both):
+        return None
+    return _shapes[tuple(max(each) for each in both)]
+
+
+def shape_of(tensor: Any) -> Shape:
+    """The shape of a tensor."""
+    return tensor.shape.__dict__["known"]
 
 
 def _dims(shape: Any) -> tuple[int, ...]:
@@ -63,7 +107,7 @@ def _new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _new_tensor(self: Any, handle: Any, kind: Any) -> None:
-    known = _shapes[_dims(kind.shape)] if kind.is_block() else _SCALAR
+    known = _shapes[_dims(kind.shape)] if kind.is_block() else SCALAR
     self.handle, self.type, self.dtype = handle, kind, kind.scalar
     self.numel, self.shape = known.constexpr_numel, known.of_tensor
 

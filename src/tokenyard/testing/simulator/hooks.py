@@ -71,6 +71,8 @@ class _Hooks:
         """Of the builder, by name. (Functions: they are called with the builder first.)"""
         builder = interpreter.Builder
         methods: dict[str, Callable[..., Any]] = {
+            "create_load": lambda _, ptrs, *__: self.load(ptrs, None, None),
+            "create_store": lambda _, ptrs, value, *__: self.store(ptrs, value, None),
             "create_masked_load": lambda _, *args, **kwargs: self.load(*args, **kwargs),
             "create_masked_store": lambda _, *args, **kwargs: self.store(*args, **kwargs),
             "create_atomic_rmw": lambda builder, *args: self.rmw(builder, *args),
@@ -87,25 +89,28 @@ class _Hooks:
         element = ptrs.get_element_ty()
         dtype = upstream._get_np_dtype(element)
         shape = ptrs.data.shape
-        out = np.zeros(shape, dtype) if other is None else np.array(np.broadcast_to(other.data, shape), dtype)
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            values = self._operations.load(addresses, lambda: _gather(addresses, dtype.itemsize), dtype.itemsize)
-            flat = out.reshape(-1)
-            flat[lanes] = values.astype(bool) if dtype == np.bool_ else values.view(dtype)
+            bits = self._operations.load(addresses, lambda: _gather(addresses, dtype.itemsize), dtype.itemsize)
+            values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
+            if lanes is _ALL:
+                return TensorHandle(values.reshape(shape), element)
+        out = np.zeros(shape, dtype) if other is None else np.array(np.broadcast_to(other.data, shape), dtype)
+        if addresses.size:
+            out.reshape(-1)[lanes] = values
         return TensorHandle(out, element)
 
     def store(self, ptrs: Any, value: Any, mask: Any, *_: Any, **__: Any) -> None:
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            data = np.broadcast_to(value.data, ptrs.data.shape).reshape(-1)[lanes]
+            data = _spread(value.data, ptrs.data.shape).reshape(-1)[lanes]
             self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]))
 
     def rmw(self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         out = np.zeros(ptr.data.shape, value.data.dtype)
         addresses, lanes = _lanes(ptr.data, mask)
         if addresses.size:
-            data = np.ascontiguousarray(np.broadcast_to(value.data, ptr.data.shape).reshape(-1)[lanes])
+            data = np.ascontiguousarray(_spread(value.data, ptr.data.shape).reshape(-1)[lanes])
             kind = builder.ir_rmw_op_to_interpreter_rmw_op[op]
             bits = data.view(UNSIGNED[data.itemsize]) if op == ir.ATOMIC_OP.XCHG else data
             all_lanes = np.ones(addresses.size, bool)
@@ -166,15 +171,21 @@ _ALL = slice(None)
 
 
 def _lanes(ptrs: np.ndarray, mask: Any) -> tuple[np.ndarray, Any]:
-    """Flat addresses of the lanes that take part, and which they are."""
+    """Flat addresses of the lanes that take part (all without a mask), and which they are."""
     flat = np.ascontiguousarray(ptrs).reshape(-1)
+    if mask is None:
+        return flat, _ALL
     wanted = np.asarray(mask.data)
     if wanted.all():
         return flat, _ALL
     if wanted.size == 1:
         return flat[:0], slice(0, 0)
-    lanes = np.flatnonzero(np.broadcast_to(wanted, ptrs.shape).reshape(-1))
+    lanes = np.flatnonzero(_spread(wanted, ptrs.shape).reshape(-1))
     return flat[lanes], lanes
+
+
+def _spread(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return data if data.shape == shape else np.broadcast_to(data, shape)
 
 
 def _gather(addresses: np.ndarray, size: int) -> np.ndarray:

@@ -53,7 +53,7 @@ class Program(Pending):
         self._greenlet: greenlet.greenlet | None = None
         self.asleep = False
         self.nap = 0  # counts sleeps, so that old alarms are recognised
-        self.patience = 0  # fruitless reads that it may still make without falling asleep
+        self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
         self.deadline: int | None = None
         self.reads_clock = False
         self.seen: dict[Key, bytes] = {}
@@ -101,7 +101,7 @@ class Program(Pending):
             return False
         if key in self.round:
             if self.patience > 0:
-                self.patience -= 1
+                self.patience -= key == next(iter(self.round))
                 return None
             return True
         self.round[key] = addresses

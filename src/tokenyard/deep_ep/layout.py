@@ -1,0 +1,101 @@
+"""DeepEP's layout: where the tokens of one rank go. Asks nobody, and waits for no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.deep_ep.handles import RANKS_PER_NODE, num_nodes, per_node
+from tokenyard.engines import select
+from tokenyard.layout import power_of_two_at_least, tokens_in_ranks
+
+Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``; tokens' ranks bool ``[T, R]``."""
+
+PROGRAMS, WARPS = 64, 4
+MOST_COMPARED = 4096
+"""Pairs of picks and ranks that a program looks at together."""
+
+
+def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+    """From ``topk_idx [T, K]``, int64 or int32, -1 = none. One launch on a GPU where kernels can be made, else by torch.
+
+    Raises:
+        ValueError: ids are of another dtype.
+    """
+    if topk_idx.dtype is not torch.int64 and topk_idx.dtype is not torch.int32:
+        raise ValueError(f"topk_idx is {topk_idx.dtype}, but must be int64 or int32")
+    if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
+        launch = bound(index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64)
+        return fill(topk_idx, num_experts, num_ranks, launch)
+    return by_torch(topk_idx, num_experts, num_ranks)
+
+
+# By torch
+
+
+def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+    """Few operations, as this stands before every dispatch."""
+    in_ranks = _in_ranks(topk_idx, num_experts, num_ranks)
+    nodes = per_node(in_ranks).sum(0, dtype=torch.int32) if num_nodes(num_ranks) > 1 else None
+    place = topk_idx.reshape(-1).long().remainder(num_experts + 1)  # -1 comes last
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+    per_expert.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[:num_experts], in_ranks
+
+
+def _in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    share, rest = divmod(num_experts, num_ranks)
+    if rest:
+        return tokens_in_ranks(topk_idx, num_experts, num_ranks).contiguous()
+    owners = topk_idx.div(share, rounding_mode="floor").unsqueeze(2)
+    return (owners == torch.arange(num_ranks, device=topk_idx.device)).any(1)
+
+
+# By a kernel
+
+
+@cache
+def has_kernels(index: int) -> bool:
+    """Whether kernels work on CUDA device ``index``, with the Triton that is here."""
+    return not select._obstacle(torch.device("cuda", index))  # pyright: ignore[reportPrivateUsage]
+
+
+@cache
+def bound(index: int, num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> Callable[..., None]:
+    """The kernel's launch on CUDA device ``index``; compiles at the first call."""
+    from tokenyard.kernels.layout import layout_kernel  # pyright: ignore[reportUnknownVariableType]
+    from tokenyard.memory.launch import kernels_of, multiprocessors
+
+    sms = multiprocessors(torch.device("cuda", index))
+    return kernels_of(index, sms).bind(
+        layout_kernel, min(PROGRAMS, sms), WARPS, None, constants(num_experts, num_ranks, num_topk, wide)
+    )
+
+
+def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
+    """Of the kernel."""
+    nodes = num_nodes(num_ranks) > 1
+    picks, ranks = power_of_two_at_least(num_topk), power_of_two_at_least(num_ranks)
+    return {
+        "E": num_experts, "R": num_ranks, "K": num_topk, "KP": picks, "RP": ranks, "EP": power_of_two_at_least(num_experts),
+        "P": RANKS_PER_NODE, "TB": max(1, min(32, MOST_COMPARED // (picks * ranks))), "WIDE": wide, "NODES": nodes,
+    }  # fmt: skip
+
+
+def fill(topk_idx: Tensor, num_experts: int, num_ranks: int, launch: Callable[..., None]) -> Layout:
+    """Make the tensors and let ``launch`` fill them."""
+    tokens, nodes, device = topk_idx.shape[0], num_nodes(num_ranks), topk_idx.device
+    counts = torch.zeros(num_experts + num_ranks + nodes, dtype=torch.int32, device=device)
+    in_ranks = torch.empty((tokens, num_ranks), dtype=torch.bool, device=device)
+    experts_at = counts.data_ptr()
+    ranks_at = experts_at + 4 * num_experts
+    launch(
+        topk_idx.data_ptr(), *topk_idx.stride(), in_ranks.data_ptr(), experts_at, ranks_at, ranks_at + 4 * num_ranks, tokens
+    )  # fmt: skip
+    per_expert, per_rank, per_node = counts.split_with_sizes((num_experts, num_ranks, nodes))
+    return per_rank, per_node if nodes > 1 else None, per_expert, in_ranks

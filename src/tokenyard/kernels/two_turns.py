@@ -1,0 +1,66 @@
+# pyright: basic
+"""How programs of the two-level engine share work: by turns, none of which waits.
+
+A channel's work is a row of *tasks*: to send to one rank, to forward from one node, and so on. W programs of a channel, its workers, have
+them dealt among them. A worker goes round its tasks; in each turn a task does what is possible at once, a chunk at most, and notes how
+far it is (``done_in``), then the next has its turn. So a worker is busy as long as any of its tasks can go on, whatever tasks take, and
+the number of programs is free of the number of ranks.
+
+Nobody waits in a circle: a turn never waits, so each task goes on as if it had a program of its own, and for those ``docs/twolevel.md``
+has the argument. All workers are resident.
+
+A worker of whose tasks none could go on for the timeout gives up: on the first task that lacks something and that nobody else hands rows
+on to; else on the first that lacks something, ``RELAYED_NS`` later; else (it came at the last moment) on the first that is not done.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.sync import RELAYED_NS, TIMEOUT_NS, is_late, now_ns, still_time, words
+from tokenyard.kernels.two_region import done_in
+
+SPINS = tl.constexpr(16)
+"""Rounds in vain between two looks at the clock."""
+ON_TIME, DIRECT_REPORT, REPORT, ANY_REPORT, OVER = (tl.constexpr(step) for step in range(5))
+"""What a worker is at: work; then tasks report what they lack, those first that wait for no relayed rows; then any."""
+
+
+@triton.jit
+def dealt(worker, turn, W: tl.constexpr):
+    """The task of a worker in a turn. Heavy tasks come first; who has the heaviest of one round has the lightest of the next."""
+    return turn * W + tl.where(turn % 2 == 0, worker, W - 1 - worker)
+
+
+@triton.jit
+def begin_tasks(state, worker, channel, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """This worker's tasks are at their beginning."""
+    for turn in range((TASKS + W - 1) // W):
+        task = dealt(worker, turn, W)
+        if task < TASKS:
+            tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))
+    tl.debug_barrier()
+
+
+@triton.jit
+def next_step(state, step, left, before, direct, idle, since):
+    """After a round: the step of the next one, rounds in vain, and since when. ``left``: rows to do, ``before`` this round too;
+    ``direct``: of tasks that wait for no relayed rows."""
+    if step != ON_TIME:
+        step += 1
+    elif left < before:
+        idle, since = idle * 0, now_ns()
+    else:
+        idle += 1
+        if idle % SPINS == 0:
+            grace_ns = tl.where(direct > 0, 0, RELAYED_NS)
+            if not still_time(state, since + tl.load(words(state) + TIMEOUT_NS) + grace_ns):
+                step = tl.where(is_late(state), DIRECT_REPORT, OVER)
+    return step, idle, since
+
+
+@triton.jit
+def reports(step, lacks, relayed):
+    """Whether an unfinished task says now what it waits for. ``lacks``: it has not got that."""
+    return (step == ANY_REPORT) | (lacks & ((step == REPORT) | ((step == DIRECT_REPORT) & (not relayed))))

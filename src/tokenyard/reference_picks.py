@@ -1,0 +1,61 @@
+"""The oracle's picks: equal ones merged, and what those weigh that a sum lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+
+def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Let the first of a token's equal picks hold them all.
+
+    Args:
+        topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 for none.
+        topk_weights: ``[T, K]`` float32, or None.
+
+    Returns:
+        ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick order, 0 where ``idx`` is
+        -1) or None, and ``first_pick [T, K]`` int64: the position that now holds this pick (its own, if unmerged).
+    """
+    idx = topk_idx.clone()
+    weights = None if topk_weights is None else topk_weights.to(torch.float32, copy=True)
+    first_pick = torch.arange(idx.shape[1]).repeat(idx.shape[0], 1)
+    for token, experts in enumerate(lists(topk_idx)):
+        seen: dict[int, int] = {}
+        for position, expert in enumerate(experts):
+            first = seen.setdefault(expert, position)
+            if expert < 0 or first == position:
+                continue
+            idx[token, position] = -1
+            first_pick[token, position] = first
+            if weights is not None:
+                weights[token, first] += weights[token, position]
+    if weights is not None:
+        weights[idx < 0] = 0.0
+    return idx, weights, first_pick
+
+
+def lost_weights(topk_idx: Tensor, topk_weights: Tensor | None, rows_of_picks: Sequence[Tensor]) -> Tensor:
+    """What the merged picks weigh that no rank has a row for, added in pick order: ``[T]`` float32.
+
+    Args:
+        topk_idx, topk_weights: of one owner, as given; without weights every pick weighs 1.
+        rows_of_picks: per rank ``[T, K]``, -1 for no row.
+    """
+    idx, weights, _ = merge_picks(topk_idx, topk_weights)
+    lacks = idx >= 0
+    for rows in rows_of_picks:
+        lacks &= rows < 0
+    weights = torch.ones(idx.shape) if weights is None else weights
+    total = torch.zeros(len(idx))
+    for position in range(idx.shape[1]):
+        total = total + torch.where(lacks[:, position], weights[:, position], 0.0)
+    return total
+
+
+def lists(matrix: Tensor) -> list[list[int]]:
+    """Rows of a matrix as lists."""
+    return cast("list[list[int]]", matrix.tolist())  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,339 @@
+"""``tokenyard bench --suite twolevel``: rows beside the picks, sums beside the oracle, lines that fail alone, and its page."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import tokenyard as ty
+from nvlink_pool import run_all, without_devices
+from tokenyard import reference
+from tokenyard.cli import app, bench, bench_twolevel_report
+from tokenyard.cli import bench_twolevel as network
+from tokenyard.cli.bench_batches import Batch, share
+from tokenyard.cli.bench_nvlink_cases import COMBINE_NAME, KINDS, PLAIN
+from tokenyard.cli.bench_twolevel import BAR_SMS, FIRST, NCCL, REST, Crossing, TwoLevel, run_twolevel
+from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
+from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
+from tokenyard.layout import expert_bounds, host_ints
+from tokenyard.testing import Ranks, distributed_test, payload, routing
+from tokenyard.topology import Topology
+
+TINY = TwoLevel(
+    topology=(2, 1), tokens=6, hidden=256, experts=8, topk=3, curve=(6,), sms=(BAR_SMS,), overfull=4, calls=2, iterations=1,
+    warmup=1,
+)  # fmt: skip
+FACTS: dict[str, Any] = {"devices": ["NVIDIA H200"] * 4, "versions": {"torch": "2", "nvshmem": "3.4"}, "date": "2026-11-22",
+                         "commit": "abc", "command": "tokenyard bench"}  # fmt: skip
+DISPATCH = KINDS[PLAIN].name
+
+
+# What must cross, and what must come
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("per_node", [True, False])
+def test_rows_across_are_those_of_the_picks(nodes: int, per_node: bool) -> None:
+    grid, experts = Topology(nodes, 2), 7 * nodes
+    size = grid.world_size
+    idx = [routing("dropped", rank, size, 11, 3, experts, 5)[0] for rank in range(size)]
+    first, sent, received = expert_bounds(experts, size), [0] * size, [0] * size
+    for rank, tokens in enumerate(idx):
+        for picks in tokens:
+            owners = {bisect_right(first, pick) - 1 for pick in host_ints(picks) if pick >= 0}
+            away = {peer for peer in owners if grid.node_of(peer) != grid.node_of(rank)}
+            if per_node:
+                away = {grid.rank_at(grid.node_of(peer), grid.local_of(rank)) for peer in away}
+            sent[rank] += len(away)
+            for peer in away:
+                received[peer] += 1
+    rows = rows_across(torch.stack(idx), experts, grid, per_node=per_node)
+    assert (rows.sent, rows.received) == (sent, received)
+    assert any(sent) == (nodes > 1)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
+    size, tokens, experts = 4, 9, 8
+    x = [payload(rank, tokens, 264, torch.bfloat16, 1) for rank in range(size)]
+    picks = [routing("uniform", rank, size, tokens, 3, experts, 1) for rank in range(size)]
+    idx, weights = ([pick[at] for pick in picks] for at in (0, 1))
+    received = reference.dispatch(x, idx, weights, num_experts=experts)
+    rows = [each.x * share(rank) for rank, each in enumerate(received)]
+    tree = None if per_node == 4 else per_node
+    want = reference.combine(rows, received, ranks_per_node=tree)
+    other = reference.combine(rows, received, ranks_per_node=None if per_node == 2 else 2)
+    truths = [
+        GridTruth(Batch(x[rank], torch.stack(idx), torch.stack(weights), rank, experts), torch.cat(x), per_node)
+        for rank in range(size)
+    ]
+    for truth, each in zip(truths, want, strict=True):
+        truth.check_combined(each.x)
+    assert any(not torch.equal(each.x, wrong.x) for each, wrong in zip(want, other, strict=True))
+
+
+@without_devices
+def test_the_engines_own_count_is_the_plans() -> None:
+    """Engine twolevel, simulated: results of all kinds of calls are right, and so many rows have crossed."""
+    for counted, planned in run_all("twolevel_bench.check", [(2, 2)])[0]:
+        assert counted == planned
+        assert all(counted)
+
+
+# Lines
+
+
+class Pretended:
+    """An object of engine ``collective`` that calls itself another, and spoils what ``spoil`` says, on rank 1."""
+
+    why = "twolevel: NVSHMEM between nodes of 2 GPUs"
+
+    def __init__(self, ep: ty.ExpertParallel, engine: str, spoil: str) -> None:
+        self.ep, self.engine, self.rank = ep, engine, ep.rank
+        self.spoil = spoil if ep.rank == 1 else ""
+        self.calls = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 4321 + (self.spoil == "memory" and self.calls > 0)
+
+    def check(self) -> None:
+        self.ep.check()
+
+    def close(self) -> None:
+        self.ep.close()
+
+    def stats(self) -> Any:
+        across = self.ep.stats().across
+        late = self.spoil == "a row" and self.calls > 0
+        return SimpleNamespace(across=across._replace(rows_sent=across.rows_sent + late))
+
+    def dispatch(self, x: Any, *args: Any, **options: Any) -> ty.Received:
+        return self.ep.dispatch(x, *args, **options)
+
+    def combine(self, *args: Any) -> torch.Tensor:
+        self.calls += 1
+        y = self.ep.combine(*args)
+        if self.spoil == "later bits" and self.calls > 8:  # right when checked first, wrong when checked again
+            y += 1
+        return y
+
+
+def pretend(spoil: str) -> Any:
+    """All objects of the suite meanwhile; ``spoil``: "small" refuses objects with rings of a given size."""
+    make = ty.ExpertParallel
+
+    def instead(*, engine: str, buffer_bytes: int | None, **options: Any) -> Any:
+        if spoil == "small" and buffer_bytes is not None:
+            raise ValueError(f"buffer_bytes ({buffer_bytes}) holds nothing")
+        return Pretended(make(engine="collective", **options), engine, spoil)
+
+    return mock.patch.object(network.ty, "ExpertParallel", instead)
+
+
+def quick_peak(call: Any, number: int, device: torch.device) -> int:
+    """Stands in for the profiler, which takes a second to start."""
+    call(number)
+    return 1 << 20
+
+
+@distributed_test(world_size=2)
+def test_lines(ranks: Ranks) -> None:
+    """Of one run; then of runs with something wrong, which takes its time from one line alone."""
+    with mock.patch.object(network, "peak_extra_bytes", quick_peak):
+        with pretend("small"):
+            *lines, refused = run_twolevel(ranks.device, TINY, "twolevel")
+        names = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME]
+        assert [line.what for line in lines[:4]] == names
+        assert [line.engine for line in lines] == ["twolevel"] * 4 + [NCCL] * 2
+        for line in lines:
+            assert (line.error, len(line.times), len(line.wall)) == ("", 1, 1)
+            assert min(line.times) > 0
+        for line in lines[:4]:
+            assert line.rows == line.planned
+            assert len(line.rows) == 2
+            assert line.put_bytes == pytest.approx([rows * (-(-line.row_bytes // 16) * 16) for rows in line.rows])
+            assert (line.nvshmem, line.symmetric_bytes, line.tokens, line.num_sms) == (True, [4321, 4321], 6, BAR_SMS)
+        assert [line.row_bytes for line in lines[:4]] == [512, 264, 264, 512]
+        assert refused.error.startswith("wrong on rank 0, 1 (input 0)")
+        assert "holds nothing" in refused.error
+        alone = replace(TINY, sms=())
+        with pretend("later bits"):
+            there, back = run_twolevel(ranks.device, alone, "twolevel")
+        assert there.times
+        assert not back.times
+        assert "wrong on rank 1 (input" in back.error
+        assert there.rings is not None
+        assert there.payload_bytes >= alone.overfull * there.rings
+        assert there.other_bytes is not None
+        assert 0 < there.other_bytes < 1 << 20
+        with pretend("a row"):
+            there, back = run_twolevel(ranks.device, alone, "twolevel")
+        assert there.times
+        assert "wrong on rank 1 (input 0)" in back.error
+        assert back.rows != back.planned
+        with pretend("memory"):
+            grown = run_twolevel(ranks.device, alone, "twolevel")
+        assert {line.error for line in grown} == {"memory grew from 4321 to 4322 bytes"}
+        assert not any(line.times for line in grown)
+    (line,) = run_twolevel(ranks.device, TINY, "nvlink")
+    assert "engine 'nvlink' cannot work here" in line.error
+
+
+def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run came to before it died is kept, and the other engine is measured none the less."""
+
+    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, *, device: str) -> Any:
+        assert (fn, ranks, suite, device) == (run_twolevel, 2, TINY, "cuda")
+        found = [line(engine, DISPATCH, 500.0), line(engine, COMBINE_NAME, 500.0)]
+        if engine == "nvlink":
+            return [found] * ranks
+        kept.write_text(json.dumps(asdict(found[0])) + "\n")
+        raise RuntimeError("rank 1 failed:\nPeerTimeout: rank 0 did not come\n")
+
+    monkeypatch.setattr(network.launch, "spawn", spawn)
+    monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
+    kept, lost, *others = network.on_all_ranks(TINY, "cuda")
+    assert kept == line("twolevel", DISPATCH, 500.0)
+    assert (lost.what, lost.error, lost.times) == (REST, "PeerTimeout: rank 0 did not come", [])
+    assert [each.engine for each in others] == ["nvlink"] * 2
+
+
+# The record
+
+
+def line(engine: str, what: str, us: float, tokens: int = 4096, sms: int | None = BAR_SMS, **options: Any) -> Crossing:
+    """58.7 MB to other nodes in ``us`` for 4096 tokens."""
+    rows = [float(tokens)] * 4
+    known: dict[str, Any] = {"planned": rows, "rows": [] if engine == NCCL else rows, "row_bytes": 14336, **options}
+    if engine != NCCL:
+        known = {"nvshmem": engine == "twolevel", "symmetric_bytes": [9_000_000, 9_000_000], **known}
+        known.setdefault("put_bytes", [14336 * 1.5 * tokens] * 4)
+    times = [] if "error" in options else [us, us + 1, us + 2]
+    return Crossing(
+        engine=engine, what=what, tokens=tokens, num_sms=sms, times=times, wall=[2 * us for us in times], **known
+    )
+
+
+def lines(there_us: float, back_us: float) -> list[Crossing]:
+    return [
+        line("twolevel", DISPATCH, there_us),
+        line("twolevel", COMBINE_NAME, back_us),
+        line("twolevel", DISPATCH, 2 * there_us, tokens=8192),
+        line("twolevel", DISPATCH, 200.0, sms=None),
+        line("twolevel", DISPATCH, 4 * there_us, tokens=8192, rings=3_670_016, other_bytes=2_000_000),
+        line("nvlink", DISPATCH, 300.0),
+        line(NCCL, "all_to_all_single BF16", 310.0, sms=None),
+    ]
+
+
+def page(found: list[Crossing], **options: Any) -> str:
+    return twolevel_markdown(found, TwoLevel(**options), FACTS)
+
+
+def test_the_page_says_what_was_counted_and_reached() -> None:
+    text = page(lines(499.0, 585.0))
+    assert "on 4x NVIDIA H200 as 2x2" in text
+    assert "torch 2, nvshmem 3.4" in text
+    first = (
+        "| `twolevel`: dispatch BF16 | 24 | 4096 | **500.0** (499.0, 501.0) | **1,000.0** (998.0, 1,002.0) | 117.4 |"
+    )
+    assert f"{first} reached | 16,384.0 | 16,384.0 | 50.00 | yes | 9.0 |" in text
+    assert (
+        "| `twolevel`: dispatch BF16 | all | 4096 | **201.0** (200.0, 202.0) | **402.0** (400.0, 404.0) | 292.1 | - |"
+        in text
+    )
+    assert "| 195.1 | - | 16,384.0 | 16,384.0 | 50.00 | no | 9.0 |" in text
+    assert "| *all_to_all_single BF16* | - | 4096 |" in text
+    assert "4096 tokens per rank: 24 SMs: reached.\n" in text
+    assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 100.2 GB/s: reached" in text
+    assert "| 3.670 | 32.00 | 9.000 | 9.000 | 2.000 | **1,997.0** (1,996.0, 1,998.0) | 58.8 | 0.50 |" in text
+    assert "No time" not in text
+    missed = page(lines(499.0, 590.0), topology=(4, 1))
+    assert "24 SMs: missed. The project's bar is for 2x2; this is 4x1." in missed
+    assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 99.4 GB/s: missed" in missed
+
+
+def test_what_was_wrong_has_no_time() -> None:
+    wrong = line("twolevel", COMBINE_NAME, 0.0, rows=[4095.0] * 4, error="rank 0 has put 4095 rows")
+    none = Crossing(engine="twolevel", what=FIRST, tokens=4096, num_sms=8, error="too small")
+    text = page([*lines(499.0, 585.0)[:1], wrong, none])
+    assert "| `twolevel`: combine BF16 | 24 | 4096 | **no time** | **no time** | - | - | 16,380.0 | 16,384.0 |" in text
+    assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: rank 0 has put 4095 rows" in text
+    assert "- twolevel: first calls, 8 SMs, 4096 tokens: too small" in text
+    assert "not measured" in text
+
+
+def test_only_the_engine_with_few_multiprocessors_is_judged() -> None:
+    found = lines(499.0, 585.0)
+    assert [judged(each, TwoLevel()) for each in found] == ["reached", "reached", "reached", "", "missed", "", ""]
+
+
+# The command
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
+    """What the command wants measured; GPUs are pretended."""
+    found: list[TwoLevel] = []
+
+    def on_all_ranks(suite: TwoLevel, device: str) -> list[Crossing]:
+        found.append(suite)
+        return lines(499.0, 585.0)
+
+    def names(_: str) -> list[str]:
+        return ["NVIDIA H200"] * 8
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "on_all_ranks", on_all_ranks)
+    monkeypatch.setattr(bench.launch, "under_torchrun", lambda: False)
+    monkeypatch.setattr(bench_twolevel_report, "versions", lambda: {"torch": "2"})
+    monkeypatch.setattr(bench_twolevel_report, "device_names", names)
+    return found
+
+
+def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> None:
+    result = run("--suite", "twolevel", "--iterations", "7", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "# Engine `twolevel` on 4x NVIDIA H200 as 2x2" in result.output
+    (text,), (content,) = (list(tmp_path.glob(f"twolevel-4xh200-*.{kind}")) for kind in ("md", "json"))
+    assert text.read_text() in result.output
+    found = json.loads(content.read_text())
+    assert (found["suite"]["topology"], found["suite"]["iterations"], found["suite"]["seed"]) == ([2, 2], 7, 0)
+    assert [row["bar"] for row in found["rows"]][:2] == ["reached", "reached"]
+    assert found["rows"][0]["rows"] == found["rows"][0]["planned"]
+    for arguments, grid in ((["--ranks", "2"], (2, 1)), (["--ranks", "6", "--topology", "3x2"], (3, 2))):
+        assert run("--suite", "twolevel", *arguments, "--out", str(tmp_path)).exit_code == 0
+        assert asked[-1] == TwoLevel(topology=grid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "twolevel", "--topology", "2x3"], "--topology '2x3' must be NODESxRANKS, of two nodes at least, for all 4"),
+        (["--suite", "twolevel", "--topology", "1x4"], "'1x4' must be NODESxRANKS, of two nodes"),
+        (["--suite", "twolevel", "--topology", "two"], "'two' must be NODESxRANKS"),
+        (["--suite", "twolevel", "--ranks", "3"], "--topology '2x1' must be"),
+        (["--suite", "twolevel", "--engine", "nvlink", "--tokens", "3"], "--suite twolevel has no use for --tokens, --engine"),
+        (["--suite", "nvlink", "--topology", "2x2"], "--topology goes with --suite twolevel"),
+        (["--topology", "2x2"], "--topology goes with --suite twolevel"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_named(asked: list[TwoLevel], arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not asked

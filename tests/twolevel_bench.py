@@ -1,0 +1,53 @@
+"""What the suite ``twolevel`` checks before and after it times, on simulated ranks of that engine.
+
+``python tests/twolevel_bench.py 2 2``: 2 nodes of 2 ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+import tokenyard as ty
+from tokenyard.cli.bench_batches import Batch
+from tokenyard.cli.bench_nvlink_cases import Library
+from tokenyard.cli.bench_twolevel import ALL_KINDS, TwoLevel
+from tokenyard.cli.bench_twolevel_cases import Counted, GridTruth
+from tokenyard.testing import payload, routing
+from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.testing.simulator.group import SimulatedGroup
+from tokenyard.topology import Topology
+
+
+def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
+    """Rows that each rank has put to other nodes, by kind of call, as counted and as planned. Every result was right."""
+    grid = Topology(nodes, per_node)
+    size, found = grid.world_size, dict[int, tuple[list[int], list[int]]]()
+    job = TwoLevel(hidden=128, topk=2, experts=2 * size).job(5)
+    x = [payload(rank, job.tokens, job.hidden, torch.bfloat16, 1) for rank in range(size)]
+    picks = [routing("uniform", rank, size, job.tokens, job.topk, job.experts, 1) for rank in range(size)]
+    idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
+
+    def body(ranks: SimulatedRank) -> None:
+        ep = ty.ExpertParallel(
+            SimulatedGroup(ranks), num_experts=job.experts, hidden=job.hidden, num_topk=job.topk,
+            max_tokens_per_rank=job.tokens, engine="twolevel", topology=(nodes, per_node), buffer_bytes=64 << 10,
+        )  # fmt: skip
+        batch = Batch(x[ep.rank], idx, weights, ep.rank, job.experts)
+        counted = [Counted(ep, probe, [batch], grid) for probe in Library(ep, job, [batch]).probes(ALL_KINDS)]
+        for each in counted:
+            each.attempt(0, GridTruth(batch, torch.cat(x), each.tree))
+        found[ep.rank] = [each.rows[0] for each in counted], [int(each.planned[ep.rank]) for each in counted]
+        ep.close()
+
+    simulate(size, body, seed=0, max_steps=2_000_000)
+    return [found[rank] for rank in range(size)]
+
+
+if __name__ == "__main__":
+    print(check(*map(int, sys.argv[1:])))
