@@ -37,7 +37,7 @@ def partial_rows(
     """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to the wire dtype."""
     rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
     if PLACED:
-        j = tl.arange(0, triton.next_power_of_2(J))
+        j = tl.arange(0, triton.next_power_of_2(J if J > 0 else 1))  # 0: a rank without experts
         at = slots.to(tl.pointer_type(tl.int64)) + a.to(tl.int64)[:, None] * J + j[None, :]
         slot = tl.load(at, mask=here[:, None] & (j < J)[None, :], other=-1)
         if WEIGHTED:
