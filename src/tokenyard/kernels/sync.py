@@ -31,7 +31,7 @@ TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase) for phase in range(6))
 
 RELAYED_NS = tl.constexpr(500_000_000)
-"""Less than ``engines/blame.py`` waits for reports."""
+"""How much longer than others those wait who wait for one that waits itself; less than ``engines/blame.py`` waits for reports."""
 
 
 @triton.jit
@@ -102,16 +102,15 @@ def is_late(state):
 
 
 @triton.jit
-def wait_at_least(counter, want, state, phase, peer, number, grace_ns=0):
+def wait_at_least(counter, want, state, phase, peer, number):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if that did not happen:
     give up then, touching nothing more.
 
-    ``phase``, ``peer`` and ``number`` (of the counter) are for the status. ``grace_ns``: how much longer to wait; ``RELAYED_NS`` for
-    who waits for one that waits itself, and shall give up before.
+    ``phase``, ``peer`` and ``number`` (of the counter) are for the status.
     """
     seen = load_acquire(counter)
     if seen < want:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS) + grace_ns
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
         live = True
         while (seen < want) & live:
             seen = load_acquire(counter)
@@ -152,11 +151,11 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask):
 
 
 @triton.jit
-def wait_for_all(counters, wants, mask, state, phase, numbers, grace_ns=0):
+def wait_for_all(counters, wants, mask, state, phase, numbers):
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`."""
     seen = look_at_all(counters, mask)
     if lacking(seen, wants, mask) > 0:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS) + grace_ns
+        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
         short = last_lacking(seen, wants, mask)
         last, live = short, True
         while (short >= 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
