@@ -45,6 +45,12 @@ def normal(buffer: Any, world: World) -> None:
     assert torch.equal(bare[0], recv_x) and bare[3] == counts
 
 
+def check_strides(scales: torch.Tensor) -> None:
+    """DeepEP's, which has no single columns: a view of ``[L, S, R * M]``."""
+    _, rows, columns = scales.shape
+    assert scales.stride() == (columns * rows, 1, rows if columns > 1 else 1)
+
+
 def low_latency(buffer: Any, world: World) -> None:
     """Two batches outstanding at once, each behind a hook; tensors are there before it and filled by it."""
     rank = buffer.rank
@@ -81,7 +87,7 @@ def low_latency(buffer: Any, world: World) -> None:
             assert all(torch.equal(plain[expert, at], scale * world.x[s][t]) for at, (s, t) in enumerate(want))
             assert handle[0][expert, : len(want)].tolist() == [token for _, token in want]
         if isinstance(rows, tuple):
-            assert rows[1].transpose(1, 2).is_contiguous()
+            check_strides(rows[1])
         out = torch.empty_like(world.x[rank]) if scale == 1 else None
         combined.append(
             buffer.low_latency_combine(
@@ -93,9 +99,16 @@ def low_latency(buffer: Any, world: World) -> None:
     for scale, (out, _, hook) in enumerate(combined, start=1):
         hook()
         assert torch.allclose(out.float(), scale * world.weighted(rank), rtol=0.02, atol=0.03)
-    rows, _, handle, _, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, world.num_experts, use_fp8=False)
-    out, _, none = buffer.low_latency_combine(rows, idx, weights, handle)
-    assert hook is None is none and torch.allclose(out.float(), world.weighted(rank), rtol=0.02, atol=0.03)
+    for cast in {"use_fp8": False}, {"round_scale": True, "use_ue8m0": True}:
+        rows, got, handle, _, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, world.num_experts, **cast)
+        plain = from_fp8(*rows) if isinstance(rows, tuple) else rows
+        for expert, want in enumerate(world.expert_rows(rank)):
+            assert int(got[expert]) == len(want)
+            assert all(torch.equal(plain[expert, at], world.x[s][t]) for at, (s, t) in enumerate(want))
+        if isinstance(rows, tuple):
+            check_strides(rows[1])
+        out, _, none = buffer.low_latency_combine(plain, idx, weights, handle)
+        assert hook is None is none and torch.allclose(out.float(), world.weighted(rank), rtol=0.02, atol=0.03)
     status = torch.ones(world.size, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * world.size
@@ -114,7 +127,7 @@ def check(seed: int) -> None:
         group: Any = SimulatedGroup(here)
         buffer = deep_ep.Buffer(group, enable_shrink=True)
         for tokens in ("only last", "few"):
-            world = World(2, tokens, 5, 2, 128, seed)
+            world = World(2, tokens, 5, 2, 384, seed)
             with torch.inference_mode(tokens == "only last"):  # what is made inside must serve outside
                 normal(buffer, world)
                 low_latency(buffer, world)

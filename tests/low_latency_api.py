@@ -35,6 +35,10 @@ def capacity(seed: int) -> None:
     _on_ranks(bodies.capacity, static(2, seed=seed, layout=MAJOR, expert_alignment=4, num_tokens=8), seed)
 
 
+def by_column(world_size: int, options: dict[str, Any]) -> None:
+    _on_ranks(bodies.by_column, static(world_size, **options), world_size)
+
+
 def left_out(world_size: int, options: dict[str, Any]) -> None:
     _on_ranks(bodies.left_out, static(world_size, **options), world_size)
 

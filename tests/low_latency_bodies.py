@@ -94,6 +94,46 @@ def check_lost(
     check_combined(lost, case, ranks.rank, want.lost_weights, "lost weights")
 
 
+def by_column(ranks: Ranks, case: Case, num_sms: int | None) -> None:
+    """Scales by column, in one launch and in two, and where autograd looks on; the others of a group need not ask for them."""
+    rank, here, options = ranks.rank, ranks.device, ty.CallOptions(scales_by_column=True)
+    local, rows = case.expected[rank].tokens_per_expert.numel(), ranks.world_size * case.num_tokens
+    with case.make(ranks, num_sms=num_sms) as ep:
+
+        def check(recv: ty.Received) -> None:
+            check_received(recv, case, rank)
+            scales = recv.scales
+            assert scales is not None and scales.shape[:2] == (local, rows) and scales.transpose(1, 2).is_contiguous()
+            columns = scales.shape[2]
+            assert scales.stride() == (columns * rows, 1, rows) or columns == 1
+            if rows and recv.x.dtype is torch.float8_e4m3fn and scales.dtype is torch.float32:
+                valid = recv.source >= 0
+                by_row = ty.quant.dequantize(recv.x[valid], scales[valid].contiguous(), torch.float32)
+                assert torch.equal(recv.dequantize(torch.float32)[valid], by_row)
+
+        check(dispatch(ranks, ep, case, options=options))
+        hooked = dispatch(ranks, ep, case, return_hook=True, options=options)
+        ahead = hooked.ahead.scales
+        hooked.hook()
+        assert hooked.scales is ahead
+        check(hooked)
+        recv = dispatch(ranks, ep, case, **({"options": options} if rank % 2 else {}))
+        check_received(recv, case, rank)
+        assert recv.scales is not None and (rank % 2 or recv.scales.is_contiguous())
+        if case.quantize is not None:
+            x = case.x[rank].to(here).requires_grad_()
+            idx, weights = (each.to(here) for each in case.picks[rank])
+            for later in (False, True):
+                check(ep.dispatch(x, idx, weights, **case.options, async_op=later, options=options))
+        for peer in set(range(ranks.world_size)) - {rank}:
+            ep.mask(peer)
+        alone, by_row = dispatch(ranks, ep, case, options=options), dispatch(ranks, ep, case)
+        valid = by_row.source >= 0
+        assert torch.equal(alone.source, by_row.source) and (by_row.source[valid] >> 32 == rank).all()
+        assert alone.scales is not None and by_row.scales is not None
+        assert torch.equal(alone.scales[valid], by_row.scales[valid])
+
+
 def left_out(ranks: Ranks, case: Case, num_sms: int | None) -> None:
     """Sums lack nothing; then what a rank would have added that is left out by hand, before a combine, and before a dispatch."""
     rank, size = ranks.rank, ranks.world_size
@@ -129,6 +169,12 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         (ValueError, "options.timeout", {"options": ty.CallOptions(timeout=-1.0)}),
         (ValueError, "options.lost_weights tells what the sums of a combine lack: leave it out of a dispatch",
          {"options": ty.CallOptions(lost_weights=torch.zeros(5, device=here))}),
+        (ValueError, "needs scales and Layout.EXPERT_PADDED, but this dispatch has no scales",
+         {"options": ty.CallOptions(scales_by_column=True)}),
+        (ValueError, "needs scales and Layout.EXPERT_PADDED, but this dispatch has Layout.EXPERT_MAJOR",
+         {"options": ty.CallOptions(scales_by_column=True), "layout": MAJOR, "quantize": ty.Quantize.FP8}),
+        (ValueError, r"options.loads is torch.float32 \[4\], but must be a contiguous torch.int64 or torch.int32 \[4\]",
+         {"options": ty.CallOptions(loads=torch.zeros(4, device=here))}),
         (ValueError, "async_op and return_hook", {"async_op": True, "return_hook": True}),
     ]  # fmt: skip
     with case.make(ranks, num_sms=num_sms) as ep:
@@ -145,6 +191,8 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         loads = torch.zeros(4, dtype=torch.int64, device=here)
         with pytest.raises(ValueError, match="loads counts rows of a dispatch"):
             ep.combine(rows, recv.handle, options=ty.CallOptions(loads=loads))
+        with pytest.raises(ValueError, match="scales_by_column arranges what a dispatch brings"):
+            ep.combine(rows, recv.handle, options=ty.CallOptions(scales_by_column=True))
         lost = torch.zeros(recv.handle.num_tokens + 1, device=here)
         with pytest.raises(ValueError, match=r"options.lost_weights is torch.float32 \[\d\], but must be a contiguous"):
             ep.combine(rows, recv.handle, options=ty.CallOptions(lost_weights=lost))

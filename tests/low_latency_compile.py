@@ -63,6 +63,12 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     run("options", engine.dispatch, Payload(x, None), idx, weights, major, Quantize.FP8, options=options)
     hook = run("hook send", engine.dispatch, Payload(x, None), idx.int(), None, major, Quantize.FP8, in_two=True)
     _, plan, _ = run("hook receive", hook)
+    columns = CallOptions(loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int32), scales_by_column=True)
+    sent = Payload(x, None), idx.int(), None, padded
+    for mode in (Quantize.FP8, Quantize.FP8_UE8M0):
+        run(f"{mode.name} by column", engine.dispatch, *sent, mode, options=columns)
+    hook = run("hook send", engine.dispatch, *sent, Quantize.FP8, options=columns, in_two=True)
+    run("FP8 by column, hook receive", hook)
     rows, by_rows = x.expand(1, HIDDEN), torch.zeros(1)
     run("plain", engine.combine, rows, plan, padded)
     run("float16, two biases", engine.combine, rows.half(), plan, padded, bias=(x, x.float()))

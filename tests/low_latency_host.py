@@ -1,25 +1,27 @@
 """What a call of engine low_latency does on the host once its kind is known. Reached through ``nvlink_pool.py``.
 
-``python tests/low_latency_host.py`` prints the host time of native calls without a GPU (launches do nothing, tensors on the CPU):
-microseconds of thread time, the best of 200 rounds, so that other processes hardly count.
+``python tests/low_latency_host.py`` prints the host time of native calls, and of the drop-in's, without a GPU (launches do nothing,
+tensors on the CPU): microseconds of thread time, the best of 200 rounds, so that other processes hardly count.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenyard as ty
+from operations import counted
+from tokenyard import deep_ep
 from tokenyard.config import Config
+from tokenyard.deep_ep import low_latency
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_ground import Shape
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Spec
 from tokenyard.memory.base import Region
 from tokenyard.rows import Payload
@@ -61,29 +63,11 @@ class Idle:
     def close(self) -> None: ...
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def engine_on(memory: Any) -> LowLatencyEngine:
     config = Config(
         num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=RANKS, timeout=5.0
     )  # fmt: skip
     return LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), Shape(programs=4), None)
-
-
-def counted(call: Callable[[], Any]) -> dict[str, int]:
-    with Operations() as operations:
-        call()
-    return dict(operations.seen)
 
 
 def few_operations() -> None:
@@ -96,6 +80,7 @@ def few_operations() -> None:
     def dispatch(*arguments: Any, **options: Any) -> Any:
         return engine.dispatch(Payload(x, None), *arguments, **options)
 
+    columns = CallOptions(scales_by_column=True)
     _, plan, _ = dispatch(idx, None, padded, Quantize.FP8)
     rows = torch.ones(ROWS, HIDDEN).bfloat16()
     calls: list[tuple[int, Callable[[], Any]]] = [
@@ -103,6 +88,7 @@ def few_operations() -> None:
         (7, lambda: dispatch(idx.int(), weights, padded, None)),
         (7, lambda: dispatch(idx, weights, major, None)),
         (7, lambda: dispatch(idx, None, padded, Quantize.FP8, in_two=True)()),
+        (6, lambda: dispatch(idx, None, padded, Quantize.FP8, options=columns)),
         (0, lambda: engine.combine(rows, plan, padded, weights=weights)),
         (0, lambda: engine.combine(rows, plan, padded, bias=(x,), in_two=True)()),
     ]
@@ -111,9 +97,10 @@ def few_operations() -> None:
         loaded = memory.bound
         seen = counted(call)
         seen.pop("_to_copy", None)  # the test's own
+        assert seen.pop("new_empty_strided", 0) == (tensors == 6)
         assert seen == ({"empty_like": tensors, "lift_fresh": 1} if tensors else {"new_empty": 1}), seen
         assert memory.bound == loaded
-    assert engine.stats.calls == {"dispatch": 9, "combine": 4}
+    assert engine.stats.calls == {"dispatch": 11, "combine": 4}
     assert engine.stats.rows_sent == [0] * RANKS and all(wait != wait for wait in engine.stats.last_wait)
 
 
@@ -123,6 +110,13 @@ def shapes_and_numbers() -> None:
     x, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).int()
     padded = Spec(layout=Layout.EXPERT_PADDED, exact=False)
     none = Spec(layout=Layout.EXPERT_MAJOR, exact=False, capacity=0)
+    columns = CallOptions(scales_by_column=True)
+    for mode, strides in (
+        (Quantize.FP8, (2 * RANKS * TOKENS, 1, RANKS * TOKENS)),
+        (Quantize.FP8_UE8M0, (RANKS * TOKENS, 1, 1)),
+    ):
+        rows, _, _ = engine.dispatch(Payload(x, None), idx, None, padded, mode, options=columns)
+        assert rows.scales.stride() == strides
     for inference in (True, False):
         for spec, shape in ((padded, (LOCAL, RANKS * TOKENS)), (none, (0,))):
             with torch.inference_mode(inference):
@@ -133,7 +127,7 @@ def shapes_and_numbers() -> None:
                 assert tensor.stride() == torch.empty(tensor.shape).stride()
                 assert inference or not tensor.is_inference()
             assert not plan.returns.is_inference()  # shared by all calls
-    assert int(plan.splits[-1]) == 4
+    assert int(plan.splits[-1]) == 6
 
 
 def tags() -> None:
@@ -178,6 +172,56 @@ class Alone:
         return Idle()
 
 
+def drop_in_adds_no_operation() -> None:
+    """Of torch, beyond those of the native call; by column or not, with statistics or not, in one launch or in two."""
+    buffer: Any = deep_ep.Buffer(Alone())  # pyright: ignore[reportArgumentType]
+    x, idx, weights = torch.ones(3, HIDDEN).bfloat16(), torch.zeros(3, TOP).int(), torch.ones(3, TOP)
+    counts, waits = torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    statistics = ((None, None), (counts, None), (None, waits), (counts, waits))
+    casts = {"use_fp8": False}, {}, {"round_scale": True}, {"round_scale": True, "use_ue8m0": True}
+    for cast, mode in zip(casts, (None, *Quantize), strict=True):
+        for loads, timed in statistics:
+            for hooked in (False, True):
+                _same_operations(buffer, x, idx, weights, loads, timed, hooked, cast, mode)
+
+
+def _same_operations(
+    buffer: Any, x: Any, idx: Any, weights: Any, loads: Any, waits: Any, hooked: bool, cast: dict[str, bool], mode: Any
+) -> None:
+    """Of a dispatch and a combine, through the layer and natively."""
+
+    def sent() -> Any:
+        made = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, loads, waits, **cast, return_recv_hook=hooked)
+        return (made[4]() if hooked else None, made)[1]
+
+    sent()  # two objects take turns: what both work out once
+    handle = sent()[2]
+    ep, rows = handle.ep, buffer.get_next_low_latency_combine_buffer(handle)
+
+    def sent_natively() -> None:
+        options = CallOptions(loads=loads, waits=waits, scales_by_column=mode is not None)
+        asked: Any = {"layout": Layout.EXPERT_PADDED, "exact": False, "quantize": mode, "options": options}
+        ep.dispatch(x, idx, **asked, return_hook=hooked).wait()
+
+    def back(**more: Any) -> None:
+        more["return_recv_hook"], more["combine_wait_recv_cost_stats"] = hooked, waits
+        hook = buffer.low_latency_combine(rows, idx, weights, handle, **more)[2]
+        assert (hook is not None) == hooked
+        if hook is not None:
+            hook()
+
+    def back_natively(**more: Any) -> None:
+        more["return_hook"], more["options"] = hooked, CallOptions(waits=waits)
+        if hooked:  # to have the tensor before the hook
+            more = {"out": x.new_empty(3, HIDDEN), **more}
+        got: Any = ep.combine(rows, handle.native, weighted=True, topk_weights=weights, **more)
+        if hooked:
+            got.hook()
+
+    assert (seen := counted(sent)) == (native := counted(sent_natively)), (cast, hooked, seen, native)
+    assert counted(back) == counted(lambda: back(zero_copy=True)) == counted(back_natively), hooked
+
+
 def best(call: Callable[[], Any], rounds: int = 200, number: int = 50) -> float:
     """Microseconds of a call."""
     seconds: list[float] = []
@@ -191,27 +235,38 @@ def best(call: Callable[[], Any], rounds: int = 200, number: int = 50) -> float:
 
 def main() -> None:
     ep: Any = ty.ExpertParallel(
-        Alone(), num_experts=8, hidden=32, num_topk=8, max_tokens_per_rank=16, engine="low_latency"
+        Alone(), num_experts=8, hidden=256, num_topk=8, max_tokens_per_rank=16, engine="low_latency"
     )
-    x, idx, weights = torch.ones(16, 32).bfloat16(), torch.arange(8).repeat(16, 1), torch.ones(16, 8)
+    x, idx, weights = torch.ones(16, 256).bfloat16(), torch.arange(8).repeat(16, 1), torch.ones(16, 8)
     asked: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False, "quantize": ty.Quantize.FP8}
     handle, back = ep.dispatch(x, idx, **asked).handle, {"weighted": True, "topk_weights": weights}
-    rows, waits = torch.ones(8, 16, 32).bfloat16(), ty.CallOptions(waits=torch.zeros(1, dtype=torch.int64))
+    rows, waits = torch.ones(8, 16, 256).bfloat16(), ty.CallOptions(waits=torch.zeros(1, dtype=torch.int64))
+    buffer: Any = deep_ep.Buffer(Alone())  # pyright: ignore[reportArgumentType]
+    counts = torch.zeros(8, dtype=torch.int32)
+    known = buffer.low_latency_dispatch(x, idx, 16, 8)[2]
 
     def hooked(call: Any, *arguments: Any, **options: Any) -> None:
         call(*arguments, **options, return_hook=True).hook()
 
     calls: dict[str, Callable[[], Any]] = {
         "dispatch": lambda: ep.dispatch(x, idx, **asked),
+        "dispatch, by column": lambda: ep.dispatch(x, idx, **asked, options=low_latency.BY_COLUMN),
         "dispatch, waits": lambda: ep.dispatch(x, idx, **asked, options=waits),
         "dispatch, hook": lambda: hooked(ep.dispatch, x, idx, **asked),
         "combine": lambda: ep.combine(rows, handle, **back),
         "combine, waits": lambda: ep.combine(rows, handle, **back, options=waits),
         "combine, hook": lambda: hooked(ep.combine, rows, handle, **back),
+        "drop-in dispatch": lambda: buffer.low_latency_dispatch(x, idx, 16, 8),
+        "drop-in dispatch, counts": lambda: buffer.low_latency_dispatch(x, idx, 16, 8, counts),
+        "drop-in dispatch, hook": lambda: buffer.low_latency_dispatch(x, idx, 16, 8, return_recv_hook=True)[4](),
+        "drop-in combine": lambda: buffer.low_latency_combine(rows, idx, weights, known),
+        "drop-in combine, hook": lambda: buffer.low_latency_combine(rows, idx, weights, known, return_recv_hook=True)[
+            2
+        ](),
     }
     with torch.no_grad():
         for name, call in calls.items():
-            print(f"{name:20}{best(call):8.1f}", flush=True)
+            print(f"{name:26}{best(call):8.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ _READY = 'tl.atomic_xchg(words(state) + READY, call, sem="release", scope="gpu")
 _READY_SEEN = 'tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")'
 _HALF = "    half = (call % 2).to(tl.int32)\n"
 _ONE_HALF = "    half = (call % 1).to(tl.int32)\n"
-_SEND = "    for i in tl.static_range(R):\n        d = (me + i) % R\n"
+_SEND = "    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile\n"
 _SUM = "        for w0 in range(0, H, BLOCK):\n            w = w0 + tl.arange(0, BLOCK)\n            total"
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
-from cases import Case, check_combined, check_received, rows_to_combine
+from cases import QUANTIZED, Case, check_combined, check_received, rows_to_combine
 from low_latency_cases import PADDED, Round, Scenario, draw, rehearsal
 from low_latency_plants import planted
 from nvlink_cases import payload_of, spec_of
@@ -91,10 +91,18 @@ class RankRun:
     def round(self, each: Round) -> None:
         """All calls of a round, checked."""
         case = known(each.case)
-        recv = self.dispatch(case, each.in_two, each.weighted)
+        by_column = self.by_column(case)
+        recv = self.dispatch(case, each.in_two, each.weighted, **({"scales_by_column": True} if by_column else {}))
         self.check(recv, case)
+        if recv.scales is not None:
+            assert (recv.scales.transpose(-1, -2) if by_column else recv.scales).is_contiguous()
         for way in each.ways:
             self.combine(recv, case, way, each.in_two)
+
+    def by_column(self, case: Case) -> bool:
+        """Whether this rank asks for scales by column: half of the ranks, where there may be some."""
+        scaled = case.quantize is not None or case.dtype in QUANTIZED
+        return scaled and case.layout is PADDED and (case.seed // 2 + self.rank) % 2 == 0
 
     def check(self, recv: ty.Received, case: Case) -> None:
         """Against the oracle, rows without a source too."""
@@ -190,7 +198,8 @@ def counts_and_waits(seed: int) -> None:
 
     def body(ranks: SimulatedRank) -> None:
         mine = RankRun(ranks, scenario)
-        loads, waits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        loads = torch.zeros(2, dtype=torch.int32 if seed % 2 else torch.int64)
+        waits = torch.zeros(2, dtype=torch.int64)
         want = torch.zeros(2, dtype=torch.int64)
         mine.own.adopt(loads, waits)
         for each in scenario.rounds:
@@ -198,7 +207,7 @@ def counts_and_waits(seed: int) -> None:
             recv = mine.dispatch(case, loads=loads, waits=waits, timeout=1.0)
             mine.check(recv, case)
             want += case.expected[mine.rank].tokens_per_expert
-            assert torch.equal(loads, want)
+            assert torch.equal(loads.long(), want)
             assert (waits > before).all()
             before = waits.clone()
             check_combined(

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import tokenyard as ty
 from deep_ep_calls import fresh
 from deep_ep_world import TOKENS, World, calc_diff, from_fp8, to_fp8
+from operations import counted
 from tokenyard import deep_ep
 from tokenyard.deep_ep import layout
 from tokenyard.deep_ep.handles import InternodeHandle, NormalHandle, kind_for
@@ -210,6 +212,41 @@ def test_dtypes_bias_and_alignment(ranks: Ranks) -> None:
         one, two = (bias[0].to(dtype), tuple(each.to(dtype) for each in bias))
         assert torch.equal(buffer.combine(rows, handle, bias=one)[0].float(), want + 1)
         assert torch.equal(buffer.combine(rows, handle, None, two)[0], (want + 3).to(dtype))
+
+
+@distributed_test(world_size=2)
+def test_no_operation_of_torch_but_those_of_native_calls(ranks: Ranks) -> None:
+    """Fresh and cached dispatch, pairs too, combine with weights or without; static shapes are cut into views, nothing else."""
+    buffer, world = deep_ep.Buffer(ranks.group), World.of(ranks)
+    x, idx, weights = (each[ranks.rank] for each in (world.x, world.idx, world.weights))
+    per_expert = buffer.get_dispatch_layout(idx, world.num_experts)[2]
+    known = {"num_tokens_per_expert": per_expert, "topk_idx": idx, "topk_weights": weights}
+    worst, pair = 2 * max(map(len, world.x)), to_fp8(x)
+    rows, _, recv_weights, _, handle, _ = buffer.dispatch(x, **known)
+    static = buffer.dispatch(x, **known, num_worst_tokens=worst)[4]
+    ep, plan = handle.ep, handle.native
+    calls = [
+        (lambda: buffer.dispatch(x, **known), lambda: ep.dispatch(x, idx, weights)),
+        (lambda: buffer.dispatch(pair, **known), lambda: ep.dispatch(ty.Quantized(*pair), idx, weights)),
+        (
+            lambda: buffer.dispatch(x, **known, num_worst_tokens=worst),
+            lambda: static.ep.dispatch(x, idx, weights, exact=False),
+        ),
+        (lambda: buffer.dispatch(x, handle), lambda: ep.dispatch(x, handle=plan)),
+        (lambda: buffer.combine(rows, handle), lambda: ep.combine(rows, plan)),
+        (
+            lambda: buffer.combine(rows, handle, recv_weights),
+            lambda: ep.combine(rows, plan, reduce_weights=recv_weights),
+        ),
+    ]
+    for at, (layer, native) in enumerate(calls):
+        layer(), native()  # what is worked out once
+        with torch.no_grad():
+            through, alone = counted(layer), counted(native)
+        if at == 2:
+            through["slice"] = through.get("slice", 0) - 3
+            alone.setdefault("slice", 0)
+        assert through == alone, (at, through, alone)
 
 
 @distributed_test(world_size=2)

@@ -49,6 +49,22 @@ def test_quantised_in_the_send() -> None:
     run_all("low_latency_api.shared_body", calls)
 
 
+def test_scales_by_column() -> None:
+    """Words of scales that are no power of two, and one; given with the rows; ranks without tokens, or without experts."""
+    fp8 = ty.Quantize.FP8
+    calls = [
+        (1, {"hidden": 300, "quantize": fp8}),
+        (3, {"hidden": 1100, "quantize": fp8, "num_tokens": 4, "routing": "duplicates"}),
+        (2, {"hidden": 1100, "quantize": ty.Quantize.FP8_UE8M0, "num_tokens": 4}),
+        (3, {"hidden": 40, "quantize": ty.Quantize.FP8_POW2, "num_tokens": 2, "num_experts": 2}),
+        (2, {"hidden": 33, "dtype": torch.int8}),
+        (2, {"hidden": 300, "quantize": ty.Quantize.FP8_UE8M0, "routing": "dropped"}),
+        (2, {"hidden": 300, "quantize": fp8, "num_tokens": 1}),
+        (2, {"hidden": 130, "quantize": fp8, "routing": "none"}),
+    ]
+    run_all("low_latency_api.by_column", calls)
+
+
 def test_blocks_are_aligned() -> None:
     options = [{"layout": LAYOUTS[0], "expert_alignment": alignment, "num_experts": 11} for alignment in (2, 16)]
     run_all("low_latency_api.shared_body", [(2, 0, each) for each in options])
@@ -77,6 +93,6 @@ def test_calls(what: str) -> None:
     run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])
 
 
-@pytest.mark.parametrize("what", ["few_operations", "shapes_and_numbers", "tags"])
+@pytest.mark.parametrize("what", ["few_operations", "shapes_and_numbers", "tags", "drop_in_adds_no_operation"])
 def test_on_the_host(what: str) -> None:
     run_all(f"low_latency_host.{what}", [()])

@@ -63,6 +63,15 @@ def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout) -> None:
 
 
 @on_ranks
+def test_scales_by_column(ranks: Ranks) -> None:
+    for sizes in (
+        {"quantize": ty.Quantize.FP8, "hidden": 1100}, {"quantize": ty.Quantize.FP8_UE8M0, "hidden": 1100},
+        {"dtype": torch.int8, "hidden": 33}, {"quantize": ty.Quantize.FP8_POW2, "hidden": 40, "num_tokens": 1},
+    ):  # fmt: skip
+        bodies.by_column(ranks, static(ranks.world_size, **sizes), NUM_SMS)
+
+
+@on_ranks
 def test_hooks(ranks: Ranks) -> None:
     bodies.hooks(ranks, static(ranks.world_size, num_tokens=20), NUM_SMS)
 
@@ -100,9 +109,10 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in
     with cases[0].make(ranks) as ep:
         sent = [tuple(t.to(here) for t in (case.x[rank], *case.picks[rank])) for case in cases]
         inputs = tuple(torch.empty_like(t) for t in sent[0])
+        cast, options = ty.Quantize.FP8, ty.CallOptions(scales_by_column=layout is PADDED)
 
         def step() -> tuple[ty.Received, torch.Tensor]:
-            recv = ep.dispatch(*inputs, layout=layout, exact=False, quantize=ty.Quantize.FP8, return_hook=in_two)
+            recv = ep.dispatch(*inputs, layout=layout, exact=False, quantize=cast, return_hook=in_two, options=options)
             if in_two:
                 recv.hook()
             rows = recv.x.view(torch.float8_e4m3fn).bfloat16()

@@ -23,7 +23,7 @@ from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.lane import NO_TICKET, Lane, Waitable, When
 from tokenyard.layout import merge_weights
-from tokenyard.results import Combined, Received, received_fields
+from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.rows import Payload, take_values
 from tokenyard.types import Layout, Quantize
 
@@ -201,6 +201,9 @@ class Calls:
                     ticket,
                 )
                 scales = flat[1] if flat[1].dim() == 2 else None
+                options: CallOptions | None = (when.extras or {}).get("options")
+                if scales is not None and options is not None and options.scales_by_column:  # the operator has rows
+                    scales = by_column(scales.view(*self._padded, scales.shape[1]))
                 moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
             else:
                 moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place, **extras)

@@ -60,7 +60,8 @@ class Received(_Later):
 
     Attributes:
         x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory.
-        scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32 if the payload is quantised, else None.
+        scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32 if the payload is quantised, else None. Row by row, unless
+            ``CallOptions.scales_by_column`` asks otherwise.
         topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype of the argument; else None.
         topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else None. Differentiable.
         row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else None. Differentiable.
@@ -120,6 +121,16 @@ class Combined(_Later):
     topk_weights: Tensor | None
 
 
+def by_column(scales: Tensor) -> Tensor:
+    """Scales ``[L, R * M, S]`` copied so that they lie column by column in each block: a view of ``[L, S, R * M]``.
+
+    A single column lies as it is, with strides as usual: ``contiguous().view(torch.uint8)`` would not take others.
+    """
+    if scales.shape[2] == 1:
+        return scales
+    return scales.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
     """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``; ``x``, scales and source may have it."""
     arrived, layout = handle.arrived, handle.spec.layout
@@ -127,7 +138,7 @@ def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape
     weights = arrived.weights if handle.has_weights else None
     if len(rows_shape) > source.dim():
         x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
-        scales = None if scales is None else scales.view(*rows_shape, scales.shape[1])
+        scales = None if scales is None else scales.view(*rows_shape, scales.shape[-1])
     if weights is not None and layout is Layout.EXPERT_PADDED:
         weights = weights.view(*rows_shape)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from math import isnan
 from typing import Any
 
@@ -15,11 +14,14 @@ from tokenyard.deep_ep.config import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.results import Received
+from tokenyard.results import by_column
 from tokenyard.types import Layout, Quantize
 
 MOST_PICKS = 16
 """Picks per token that the size hint leaves room for."""
+
+BY_COLUMN = CallOptions(scales_by_column=True)
+"""Of a dispatch that was asked for no statistics."""
 
 Rows = Any
 """``[L, R * M, H]``, or the pair of FP8 data and scales, column-major, as DeepGEMM reads them."""
@@ -64,40 +66,36 @@ def dispatch(
     Counts are added to ``stats`` and waiting times to ``waits``, by the hook if there is one.
     """
     ep = natives.low_latency(sizes)
-    in_two = hooked and ep.engine == LOW_LATENCY
-    options = {} if waits is None else _options(ep, waits, "dispatch_wait_recv_cost_stats")
-    recv = ep.dispatch(
-        x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode, return_hook=in_two, **options
-    )
-    seen = recv.ahead if in_two else recv
-    counts, scales = seen.tokens_per_expert, seen.scales
-    by_column = None if scales is None else _by_column(scales)
-    rows, handle = seen.x if scales is None else (seen.x, by_column), LowLatencyHandle.of(ep, seen.handle)
-    rest = ep, recv, stats, counts, waits, scales, by_column
-    if in_two:
-        return rows, counts, handle, partial(_finish, *rest)
-    _finish(*rest)
-    return rows, counts, handle, nothing_left if hooked else None
-
-
-def _finish(
-    ep: ExpertParallel,
-    recv: Received,
-    stats: Tensor | None,
-    counts: Tensor,
-    waits: Tensor | None,
-    scales: Tensor | None,
-    by_column: Tensor | None,
-) -> None:
-    """The receive of a dispatch, and what follows from it."""
-    recv.hook()
     if stats is not None:
-        _check_stats("cumulative_local_expert_recv_stats", stats, torch.int32, counts.numel())
+        _check_stats("cumulative_local_expert_recv_stats", stats, torch.int32, ep.config.num_local_experts)
+    if waits is not None:
+        waits = _checked_waits("dispatch_wait_recv_cost_stats", ep, waits)
+    if ep.engine != LOW_LATENCY:
+        return *_dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits), nothing_left if hooked else None
+    options = None if mode is None else BY_COLUMN
+    if stats is not None or waits is not None:
+        options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
+    recv = ep.dispatch(
+        x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
+    )
+    seen = recv.ahead if hooked else recv
+    rows = seen.x if mode is None else (seen.x, seen.scales)
+    handle = LowLatencyHandle.of(ep, seen.handle)
+    return rows, seen.tokens_per_expert, handle, recv.hook if hooked else None
+
+
+def _dispatch_elsewhere(
+    ep: ExpertParallel, x: Tensor, topk_idx: Tensor, mode: Quantize | None, stats: Tensor | None, waits: Tensor | None
+) -> tuple[Rows, Tensor, LowLatencyHandle]:
+    """On other engines statistics are added, and scales transposed, behind the call."""
+    recv = ep.dispatch(x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode)
+    counts, scales = recv.tokens_per_expert, recv.scales
+    if stats is not None:
         stats.add_(counts)
     if waits is not None:
         _add_waits(ep, waits)
-    if scales is not None and by_column is not None and by_column is not scales:
-        by_column.copy_(scales)
+    rows = recv.x if scales is None else (recv.x, by_column(scales))
+    return rows, counts, LowLatencyHandle.of(ep, recv.handle)
 
 
 def combine(
@@ -118,16 +116,18 @@ def combine(
             )
         x = handle.next_buffer
     ep, native = handle.ep, handle.native
-    options = {} if waits is None else _options(ep, waits, "combine_wait_recv_cost_stats")
-    in_two = hooked and ep.engine == LOW_LATENCY
+    waits = None if waits is None else _checked_waits("combine_wait_recv_cost_stats", ep, waits)
+    low = ep.engine == LOW_LATENCY
+    options = CallOptions(waits=waits) if low and waits is not None else None
+    in_two = hooked and low
     if in_two and out is None:
         out = x.new_empty(native.num_tokens, x.shape[-1])
     combined: Any = ep.combine(
-        x, native, weighted=True, topk_weights=topk_weights, out=out, return_hook=in_two, **options
+        x, native, weighted=True, topk_weights=topk_weights, out=out, return_hook=in_two, options=options
     )
     if in_two and out is not None:
         return out, combined.hook
-    if waits is not None:
+    if waits is not None and not low:
         _add_waits(ep, waits)
     return combined, nothing_left if hooked else None
 
@@ -152,34 +152,21 @@ def nothing_left() -> None:
     """The hook of a call whose rows are good for the current stream already."""
 
 
-def _by_column(scales: Tensor) -> Tensor:
-    """Room for scales ``[L, R * M, S]`` that lie column by column; themselves if one column is all there is."""
-    if scales.shape[2] == 1:
-        return scales
-    return torch.empty_like(scales.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
 # Statistics
 
 
-def _options(ep: ExpertParallel, waits: Tensor, name: str) -> dict[str, Any]:
-    """Let the engine for decoding measure waits on the device."""
-    _check_stats(name, _mine(ep, waits), torch.int64, ep.world_size)
-    return {"options": CallOptions(waits=_mine(ep, waits))} if ep.engine == LOW_LATENCY else {}
-
-
 def _add_waits(ep: ExpertParallel, waits: Tensor) -> None:
-    """Of other engines, add the nanoseconds that the last call waited for each rank, where they can tell."""
-    if ep.engine == LOW_LATENCY:
-        return
+    """Add the nanoseconds that the last call waited for each rank, where an engine can tell."""
     last = [0 if isnan(seconds) else int(seconds * 1e9) for seconds in ep.stats().last_wait]
     if any(last):
-        _mine(ep, waits).add_(torch.tensor(last, dtype=torch.int64, device="cpu").to(waits.device))
+        waits.add_(torch.tensor(last, dtype=torch.int64, device="cpu").to(waits.device))
 
 
-def _mine(ep: ExpertParallel, waits: Tensor) -> Tensor:
+def _checked_waits(name: str, ep: ExpertParallel, waits: Tensor) -> Tensor:
     """This rank's part of a vector ``[R]``, or of a table ``[R, R]``."""
-    return waits[ep.rank] if waits.dim() == 2 else waits
+    mine = waits[ep.rank] if waits.dim() == 2 else waits
+    _check_stats(name, mine, torch.int64, ep.world_size)
+    return mine
 
 
 def _check_stats(name: str, stats: Tensor, dtype: torch.dtype, length: int) -> None:

@@ -98,15 +98,17 @@ class LowLatencyEngine:
         Raises:
             NotSupported: names the engine that can. ValueError: rows do not fit into slots, options are wrong.
         """
-        self._checked(payload, spec, mode, cached=cached, in_place=in_place, options=options)
+        by_column = options is not None and options.scales_by_column
+        self._checked(payload, spec, mode, by_column, cached=cached, in_place=in_place, options=options)
 
     def _checked(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool, options: CallOptions | None
+        self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool, *, cached: bool, in_place: bool,
+        options: CallOptions | None,
     ) -> DispatchKind:  # fmt: skip
         if cached or in_place:
             what = "cached dispatch (handle=)" if cached else "in_place=True"
             raise NotSupported(f"engine 'low_latency' has no {what}; engine 'nvlink' has")
-        kind = self._kinds.dispatch(payload, spec, mode)
+        kind = self._kinds.dispatch(payload, spec, mode, by_column)
         self._check_open(options)
         return kind
 
@@ -119,7 +121,8 @@ class LowLatencyEngine:
         ``options`` have passed :meth:`check_dispatch`.
         ``in_two``: make the sending launch only, and return a function that makes the receiving one and returns them.
         """
-        kind = self._checked(payload, spec, mode, cached=False, in_place=in_place, options=None)
+        by_column = options.scales_by_column
+        kind = self._checked(payload, spec, mode, by_column, cached=False, in_place=in_place, options=None)
         with self._memory.tensors():
             payload = Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
@@ -131,6 +134,7 @@ class LowLatencyEngine:
     ) -> _Pending:  # fmt: skip
         ground, weighted, wide = self._ground, weights is not None, topk_idx.dtype == torch.int64
         loads, waits = options.loads, options.waits
+        load_bytes = 0 if loads is None else loads.itemsize
         self._dispatches += 1
         made = self._kinds.results(kind, topk_idx, weighted, self._dispatches)
         out, plan, arrived = made
@@ -145,12 +149,12 @@ class LowLatencyEngine:
         )  # fmt: skip
 
         def launch(parts: Parts) -> Launch:
-            key = (parts, wide, weighted, loads is None, waits is None)
+            key = (parts, wide, weighted, load_bytes, waits is None)
             kept = kind.launches.get(key)
             if kept is None:
                 kept = kind.launches[key] = self._launches.dispatch(
-                    kind.form, mode, payload.x.dtype, spec, parts, wide=wide, weighted=weighted, loads=loads is not None,
-                    timed=waits is not None,
+                    kind.form, mode, payload.x.dtype, spec, parts, wide=wide, weighted=weighted, columns=kind.by_column,
+                    loads=load_bytes, timed=waits is not None,
                 )  # fmt: skip
             return kept
 

@@ -29,6 +29,7 @@ class Outlines(NamedTuple):
 
     x: Tensor
     scales: Tensor | None
+    scale_strides: tuple[int, ...] | None  # of scales by column, else None
     blocks: Tensor  # source_ranges or expert_offsets
     weights: Tensor
     source: Tensor
@@ -45,6 +46,7 @@ class DispatchKind:
         form: of a row in a slot.
         tags: what it tells the others, without weights and with them.
         padded: whether experts have blocks of one size.
+        by_column: whether scales lie column by column in these, and are more than one.
         num_rows: of the result.
         launches: once they were needed, by all that a kind has several for.
     """
@@ -52,6 +54,7 @@ class DispatchKind:
     form: Form
     tags: tuple[int, int]
     padded: bool
+    by_column: bool
     num_rows: int
     outlines: Outlines
     launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict[tuple[Any, ...], Launch])
@@ -99,18 +102,18 @@ class Kinds:
         self.route_shape = (ways + config.padded_rows, config.num_topk)
         self.slots_at = 4 * ways * config.num_topk
 
-    def dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None) -> DispatchKind:
-        """The kind of a dispatch.
+    def dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool = False) -> DispatchKind:
+        """The kind of a dispatch. ``by_column``: ``CallOptions.scales_by_column``.
 
         Raises:
-            NotSupported: names the engine that can. ValueError: rows do not fit into slots.
+            NotSupported: names the engine that can. ValueError: rows do not fit into slots, or have no scales in blocks.
         """
         scales = payload.scales
         given = None if scales is None else (scales.dtype, scales.shape[1])
-        key = (payload.x.dtype, given, mode, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
+        key = (payload.x.dtype, given, mode, spec.layout, spec.exact, spec.expert_alignment, spec.capacity, by_column)
         kind = self._dispatches.get(key)
         if kind is None:
-            kind = self._dispatches[key] = self._new_dispatch(payload, spec, mode)
+            kind = self._dispatches[key] = self._new_dispatch(payload, spec, mode, by_column)
         return kind
 
     def combine(self, rows: Tensor, spec: Spec) -> CombineKind:
@@ -128,7 +131,10 @@ class Kinds:
     def results(self, kind: DispatchKind, topk_idx: Tensor, weighted: bool, number: int) -> Rows:
         """What dispatch ``number`` of this object returns, still to be filled."""
         like, likes, ints = torch.empty_like, kind.outlines, self._ints
-        blocks = like(likes.blocks)
+        blocks, scales = like(likes.blocks), likes.scales
+        if scales is not None:
+            strides = likes.scale_strides
+            scales = like(scales) if strides is None else scales.new_empty_strided(scales.shape, strides)
         arrived = Arrived(
             topk_idx=ints,
             weights=like(likes.weights) if weighted else self._floats,
@@ -149,9 +155,9 @@ class Kinds:
             gather=self._longs,
             first_pick=like(topk_idx, dtype=torch.int64),
         )
-        return Payload(like(likes.x), None if likes.scales is None else like(likes.scales)), plan, arrived
+        return Payload(like(likes.x), scales), plan, arrived
 
-    def _new_dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None) -> DispatchKind:
+    def _new_dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool) -> DispatchKind:
         if spec.exact or spec.layout is Layout.FLAT:
             asked = f"exact={spec.exact} with Layout.{spec.layout.name}"
             raise NotSupported(
@@ -159,6 +165,13 @@ class Kinds:
                 "engines 'nvlink' and 'collective' have"
             )
         form = form_of(payload, mode, meta_words(self._config.num_topk))
+        padded = spec.layout is Layout.EXPERT_PADDED
+        if by_column and not (padded and form.scale_words):
+            has = f"Layout.{spec.layout.name}" if form.scale_words else "no scales"
+            raise ValueError(
+                f"options.scales_by_column needs scales and Layout.EXPERT_PADDED, but this dispatch has {has}: leave it out"
+            )
+        by_column = by_column and form.scale_words > 1  # see ``results.by_column``
         self._ground.check_fits(form, f"rows of {payload.x.dtype} x {payload.x.shape[1]}")
         scaled = payload.scales is not None
         prints = (fingerprint_of(DISPATCH, 0, payload, spec, mode, weighted, 0, scaled) for weighted in (False, True))
@@ -166,12 +179,13 @@ class Kinds:
         return DispatchKind(
             form=form,
             tags=(plain, weighted),
-            padded=spec.layout is Layout.EXPERT_PADDED,
+            padded=padded,
+            by_column=by_column,
             num_rows=num_result_rows(spec, self._config, None, 0),
-            outlines=self._outlines(payload, spec, mode, form),
+            outlines=self._outlines(payload, spec, mode, form, by_column),
         )
 
-    def _outlines(self, payload: Payload, spec: Spec, mode: Quantize | None, form: Form) -> Outlines:
+    def _outlines(self, payload: Payload, spec: Spec, mode: Quantize | None, form: Form, by_column: bool) -> Outlines:
         config, num_rows = self._config, num_result_rows(spec, self._config, None, 0)
         local, ints = config.num_local_experts, torch.int32
         scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
@@ -182,6 +196,7 @@ class Kinds:
         return Outlines(
             x=self._outline(payload.x.dtype if mode is None else torch.float8_e4m3fn, *rows, form.hidden),
             scales=self._outline(scale_dtype, *rows, form.scale_words) if form.scale_words else None,
+            scale_strides=(form.scale_words * config.padded_rows, 1, config.padded_rows) if by_column else None,
             blocks=self._outline(ints, local, config.world_size, 2) if padded else self._outline(ints, local + 1),
             weights=self._outline(torch.float32, num_rows),
             source=self._outline(torch.int64, *rows),

@@ -44,20 +44,20 @@ class Launches:
 
     def dispatch(
         self, form: Form, mode: Quantize | None, dtype: torch.dtype, spec: Spec, parts: Parts, *, wide: bool, weighted: bool,
-        loads: bool, timed: bool,
+        columns: bool, loads: int, timed: bool,
     ) -> Launch:  # fmt: skip
-        """``wide``: ids are int64. ``loads``, ``timed``: what :class:`CallOptions` asks for."""
+        """``wide``: ids are int64. ``columns``, ``loads`` (bytes of one), ``timed``: what :class:`CallOptions` asks for."""
         top, tokens = (power_of_two_at_least(n) for n in (self._config.num_topk, self._config.max_tokens_per_rank))
+        asked = parts, wide, weighted, columns and parts.receive, loads, timed
         return self._bound(
-            ("dispatch", form, mode, dtype, spec.layout, spec.expert_alignment > 1, parts, wide, weighted, loads, timed),
-            low_dispatch_kernel,
+            ("dispatch", form, mode, dtype, spec.layout, spec.expert_alignment > 1, *asked), low_dispatch_kernel,
             lambda: self._common(parts, timed) | {
                 "HB": self._ground.expert_bins, "TB": max(1, min(tokens, self._shape.num_warps * PICKS_PER_WARP // top)),
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "PAY": form.payload_bytes,
                 "BLOCK": min(power_of_two_at_least(form.words), self._shape.words),
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
                 "WIDE": wide, "WEIGHTED": weighted, "PADDED": spec.layout is Layout.EXPERT_PADDED,
-                "PADDING": spec.expert_alignment > 1, "LOADS": loads,
+                "PADDING": spec.expert_alignment > 1, "COLUMNS": columns and parts.receive, "LOADS": loads,
             },
         )  # fmt: skip
 

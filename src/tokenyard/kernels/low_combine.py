@@ -65,12 +65,13 @@ def _send_sum(
     SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for token ``t`` of rank ``s``. WEIGHTED: 0 no, 1 by ``weights [rows]``, 2 by the owner's."""
+    """Step 3 for token ``t`` of rank ``s``, unless that is left out. WEIGHTED: 0 no, 1 by ``weights [rows]``, 2 by the owner's."""
     k = tl.arange(0, KP)
     table = slots.to(tl.pointer_type(tl.int32)) + (s * M + t).to(tl.int64) * K
     place = tl.load(table + k, mask=k < K, other=-1)
-    ok = tl.max(place) >= 0
-    if (tl.max(place) < 0) & (tl.min(place) == -2):  # dropped for want of capacity: the owner waits
+    here = is_active(active, s)  # meanwhile
+    ok = here & (tl.max(place) >= 0)
+    if here & (tl.max(place) < 0) & (tl.min(place) == -2):  # dropped for want of capacity: the owner waits
         tell(flag_of(peer_base(peers, s), half, me, t, R, M, LC), 2 * call, s >= 0)
     weight = place * 0.0
     if WEIGHTED == 2:
@@ -89,13 +90,13 @@ def _send_sum(
             for k0 in range(0, K, GROUP):
                 for i in tl.static_range(GROUP):  # side by side
                     at = tl.sum(tl.where(k == k0 + i, place + 1, 0)) - 1
-                    here = at >= 0
+                    got = at >= 0
                     v = tl.load(
-                        rows + at.to(tl.int64) * H + w, mask=here & (w < H), other=0.0, cache_modifier=".cg"
+                        rows + at.to(tl.int64) * H + w, mask=got & (w < H), other=0.0, cache_modifier=".cg"
                     ).to(tl.float32)
                     if WEIGHTED:
                         v = v * tl.sum(tl.where(k == k0 + i, weight, 0.0))
-                    total = total + tl.where(here, v, 0.0)
+                    total = total + tl.where(got, v, 0.0)
             tl.store(tl.multiple_of(to, 16) + w, total.to(DTYPE), mask=w < H)
         if KEPT:
             tl.store(_kept_of(to.to(tl.int64), KEPT) + k, (place >= 0).to(tl.int32), mask=k < K)
@@ -214,12 +215,10 @@ def low_combine_kernel(
                     peers, active, route, first_pick, weights, call, half, me, token + 0, R, RP, M, K, KP, E, LC
                 )
         for u in range(pid, R * M, P):
-            s = (u // M + me) % R
-            if is_active(active, s):
-                _send_sum(
-                    peers, state, active, x, slots, weights, call, half, me, s, u % M, timeout,
-                    R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED, KEPT,
-                )  # fmt: skip
+            _send_sum(
+                peers, state, active, x, slots, weights, call, half, me, (u // M + me) % R, u % M, timeout,
+                R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED, KEPT,
+            )  # fmt: skip
     if RECEIVE:
         if pid == P - 1:
             _lead(peers, state, active, waits, tag, call, half, me, timeout, R, RP, P, M, K, LC, TIMED)

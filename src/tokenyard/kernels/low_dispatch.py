@@ -139,6 +139,24 @@ def _send_token(
         row = as_words(x, BITS) + t.to(tl.int64) * N
         v = tl.load(row + w, mask=w < N, cache_modifier=".cg")
     ids, first, raw = tl.reshape(ids2, [KP]), tl.reshape(first2, [KP]), tl.reshape(raw2, [KP])
+    goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
+    goes = tl.where(here, goes, 0)
+    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile
+        d = (me + i) % R
+        if tl.sum(tl.where(r == d, goes, 0)) > 0:
+            slot = slot_of(tl.sum(tl.where(r == d, bases, 0)), half, me, t, R, M, K, LC, SLOT)
+            if MODE:
+                to = tl.multiple_of(slot.to(tl.pointer_type(tl.float8e4nv)), 16)
+                store_cast(values, scale, to, slot + PAY, H, GP, MODE, S)
+            else:
+                tl.store(as_words(slot, BITS) + w, v, mask=w < N)
+                for w0 in range(BLOCK, N, BLOCK):
+                    more = tl.load(row + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
+                    tl.store(as_words(slot, BITS) + w0 + w, more, mask=w0 + w < N)
+                if S:
+                    s = tl.arange(0, triton.next_power_of_2(S))
+                    given = tl.load(as_words(scales, 32) + t.to(tl.int64) * S + s, mask=s < S)
+                    tl.store(as_words(slot + PAY, 32) + s, given, mask=s < S)
     rank = _tokens_before(topk_idx, ids, t, K, KP, TB, WIDE)
     at = t.to(tl.int64) * K + k
     tl.store(route.to(tl.pointer_type(tl.int32)) + at, ids, mask=k < K)
@@ -149,40 +167,15 @@ def _send_token(
         status = words(tl.load(words(state) + STATUS))
         if tl.atomic_cas(status + _BAD_AT, (t * 0).to(tl.int64), t.to(tl.int64) * K + nth + 1) == 0:
             tl.store(status + _BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
+    metas = slot_of(bases, half, me, t, R, M, K, LC, SLOT) + META
+    meta = metas.to(tl.pointer_type(tl.int32))[:, None] + k[None, :]
+    there = (goes > 0)[:, None] & (k < K)[None, :]
+    tl.store(meta, ids[None, :] + (r * 0)[:, None], mask=there)
+    tl.store(meta + K, rank[None, :] + (r * 0)[:, None], mask=there)
     if WEIGHTED:
         weights = merged_weights(topk_weights, t, ids, first, K, KP)
         tl.store(route.to(tl.pointer_type(tl.float32)) + T.to(tl.int64) * K + at, weights, mask=k < K)
-    goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
-    goes = tl.where(here, goes, 0)
-    for i in tl.static_range(R):
-        d = (me + i) % R
-        if tl.sum(tl.where(r == d, goes, 0)) > 0:
-            slot = slot_of(tl.sum(tl.where(r == d, bases, 0)), half, me, t, R, M, K, LC, SLOT)
-            if MODE:
-                store_cast(
-                    values,
-                    scale,
-                    tl.multiple_of(slot.to(tl.pointer_type(tl.float8e4nv)), 16),
-                    slot + PAY,
-                    H,
-                    GP,
-                    MODE,
-                    S,
-                )
-            else:
-                tl.store(as_words(slot, BITS) + w, v, mask=w < N)
-                for w0 in range(BLOCK, N, BLOCK):
-                    more = tl.load(row + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
-                    tl.store(as_words(slot, BITS) + w0 + w, more, mask=w0 + w < N)
-                if S:
-                    s = tl.arange(0, triton.next_power_of_2(S))
-                    given = tl.load(as_words(scales, 32) + t.to(tl.int64) * S + s, mask=s < S)
-                    tl.store(as_words(slot + PAY, 32) + s, given, mask=s < S)
-            meta = as_words(slot + META, 32)
-            tl.store(meta + k, ids, mask=k < K)
-            tl.store(meta + K + k, rank, mask=k < K)
-            if WEIGHTED:
-                tl.store(meta + 2 * K + k, weights.to(tl.int32, bitcast=True), mask=k < K)
+        tl.store(meta + 2 * K, weights.to(tl.int32, bitcast=True)[None, :] + (r * 0)[:, None], mask=there)
     tl.debug_barrier()
     flags = flag_of(bases, half, me, t, R, M, LC)
     tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")
@@ -241,7 +234,7 @@ def _lead(
             lost = tl.sum(tl.where(held, tl.maximum(totals - kept, 0), 0))
             tl.store(overflow.to(tl.pointer_type(tl.int32)), lost)
     if LOADS:
-        sums = words(loads) + e
+        sums = loads.to(tl.pointer_type(tl.int64 if LOADS == 8 else tl.int32)) + e
         sofar = tl.load(sums, mask=held, other=0)
         tl.debug_barrier()
         tl.store(sums, sofar + totals, mask=held)
@@ -279,7 +272,7 @@ def _receive_slot(
     peers, state, active, out, out_scales, row_weights, source, slots, call, half, me, s, t, num_rows, timeout,
     R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
     LC: tl.constexpr, SLOT: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr,
-    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Step 4 for slot (s, t)."""
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
@@ -320,7 +313,10 @@ def _receive_slot(
                 if to >= 0:
                     tl.store(as_words(out, BITS) + to * N + w, v, mask=w < N)
                     if S:
-                        tl.store(as_words(out_scales, 32) + to * S + sw, scale, mask=sw < S)
+                        at = to * S + sw
+                        if COLUMNS:
+                            at = to // (R * M) * (R * M * S) + to % (R * M) + sw * (R * M)
+                        tl.store(as_words(out_scales, 32) + at, scale, mask=sw < S)
                     for w0 in range(BLOCK, N, BLOCK):
                         more = tl.load(row + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
                         tl.store(as_words(out, BITS) + to * N + w0 + w, more, mask=w0 + w < N)
@@ -335,9 +331,11 @@ def low_dispatch_kernel(
     E: tl.constexpr, LC: tl.constexpr, HB: tl.constexpr, TB: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
     GP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, PADDED: tl.constexpr,
-    PADDING: tl.constexpr, LOADS: tl.constexpr, TIMED: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    PADDING: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr, TIMED: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``timeout``: ns. H, DTYPE: of ``x``. N, BITS: words of a row on the wire; S: of its scales. HB: bins for LC.
+    COLUMNS: scales lie by column in each block, ``[L, S, R * M]`` (with PADDED). LOADS: bytes of each; 0: there are none.
 
     ``route``: int32 ``[2, T, K]``, ids of merged picks and the bits of their weights.
     """
@@ -384,7 +382,7 @@ def low_dispatch_kernel(
         for u in range(pid, R * M, P):
             _receive_slot(
                 peers, state, active, out, out_scales, row_weights, source, slots, call, half, me, u // M, u % M, num_rows,
-                timeout, R, P, M, K, KP, E, LC, SLOT, N, BITS, S, PAY, BLOCK, WEIGHTED,
+                timeout, R, P, M, K, KP, E, LC, SLOT, N, BITS, S, PAY, BLOCK, WEIGHTED, COLUMNS,
             )  # fmt: skip
         tl.debug_barrier()
         tl.store(epoch_of(state, pid), call)
