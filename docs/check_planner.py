@@ -5,48 +5,57 @@ Run it after a change of the planner, of what engines choose, or of a record; ``
 
 from __future__ import annotations
 
-import math
+import json
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.planner.fit import rates_from
-from tokenyard.planner.model import US, Terms, by_turns, predict
+from tokenyard.planner.model import (
+    US,
+    Terms,
+    by_turns,
+    known_traffic,
+    predict,
+    touched,
+    twolevel_combine,
+    twolevel_dispatch,
+)
 from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
 from tokenyard.planner.rates import H200, Rates
-from tokenyard.planner.record import Point, read
+from tokenyard.planner.record import read
+from tokenyard.planner.sizes import twolevel_sizes
 from tokenyard.planner.workload import Dtype, Workload
 
 PAGE = Path(__file__).parent / "planner.md"
 RECORDS = Path(__file__).parent / "benchmarks"
-TWO, FOUR = RECORDS / "nvlink-2xh200-20261121.json", RECORDS / "nvlink-4xh200-dev-20261121.md"
+TWO, FOUR = RECORDS / "nvlink-2xh200-20261121.json", RECORDS / "nvlink-4xh200-20261122.json"
 PORTABLE = RECORDS / "collective-4xh200-20261121.json"
-
-SEEN_ON_FOUR: dict[str, tuple[str, Dtype, tuple[int, ...]]] = {
-    "dispatch BF16, fresh tensors": ("dispatch", "bf16", (132,)),
-    "dispatch FP8, fresh": ("dispatch", "fp8", (132,)),
-    "combine from an ordinary tensor": ("combine", "bf16", (132,)),
-    "dispatch BF16, view": ("in_place", "bf16", (132,)),
-    "the same, 24 SMs / 8 SMs": ("in_place", "bf16", (24, 8)),
-    "dispatch FP8, view": ("in_place", "fp8", (132,)),
-}
-"""Rows of that record's table that a plan speaks of: leg, dtype, SMs of each figure."""
+AS_TWO_BY_ONE = RECORDS / "twolevel-2xh200-dev-20261122.json"
+AS_TWO_BY_TWO = RECORDS / "twolevel-4xh200-dev-20261122.json"
 
 
 class Line(NamedTuple):
-    """A measured time (or its range) beside a prediction."""
+    """A measured time beside a prediction."""
 
-    what: str
     leg: str
     work: Workload
-    low: float
-    high: float
+    us: float
     terms: Terms
 
     @property
     def error(self) -> float:
-        """Relative, beside the middle of the range."""
-        return self.terms.us / ((self.low + self.high) / 2) - 1
+        return self.terms.us / self.us - 1
+
+    @property
+    def group(self) -> str:
+        """Where the model has the same thing to get right."""
+        if self.work.sms < self.work.most_sms:
+            return "fewer SMs"
+        return "all SMs, 1024 tokens or more" if self.work.tokens >= 1024 else "all SMs, fewer tokens"
 
 
 def fitted() -> Rates:
@@ -56,57 +65,82 @@ def fitted() -> Rates:
 
 def fitted_lines(rates: Rates) -> list[Line]:
     """Every point that the rates were fitted to."""
-    return [_line(point, rates) for point in [*read(TWO), *read(PORTABLE)]]
-
-
-def _line(point: Point, rates: Rates) -> Line:
-    return Line(point.leg, point.leg, point.work, point.us, point.us, predict(point.leg, point.work, rates))
+    return [*_lines(TWO, rates), *_lines(PORTABLE, rates)]
 
 
 def unseen_lines(rates: Rates) -> list[Line]:
-    """Four GPUs, to which nothing of the nvlink engine was fitted."""
+    """Engine nvlink on four GPUs: nothing of it was fitted."""
+    return _lines(FOUR, rates)
+
+
+def _lines(record: Path, rates: Rates) -> list[Line]:
+    return [Line(point.leg, point.work, point.us, predict(point.leg, point.work, rates)) for point in read(record)]
+
+
+# Engine twolevel where puts are copies by programs over NVLink too, as NVSHMEM does them inside a machine
+
+TURNS: dict[str, tuple[str, Dtype]] = {
+    "dispatch BF16": ("dispatch", "bf16"),
+    "dispatch FP8": ("dispatch", "fp8"),
+    "combine BF16": ("combine", "bf16"),
+}
+"""Calls in the record of four GPUs that a plan speaks of: leg, dtype."""
+LAST_SHAPES = {24: "24, as it is now but", 132: "all 132, by turns, 2 workers"}
+"""SMs, and how the runs of that shape begin in the record of two GPUs."""
+
+
+def turns_lines(rates: Rates) -> list[Line]:
+    """Four GPUs as 2x2, none of which any rate knows, then two as 2x1, where the rates were chosen with earlier shapes."""
+    return [*_two_by_two(rates), *_two_by_one(rates)]
+
+
+def _two_by_two(rates: Rates) -> list[Line]:
+    record: dict[str, Any] = json.loads(AS_TWO_BY_TWO.read_text())
+    nodes, gpus = record["topology"]
     lines: list[Line] = []
-    for row in FOUR.read_text().splitlines():
-        cells = [cell.strip() for cell in row.split("|")]
-        if len(cells) > 2 and cells[1] in SEEN_ON_FOUR:
-            lines += _seen(cells[1], cells[2], rates)
-    return lines
+    for row in record["rows"]:
+        if row["what"] in TURNS:
+            leg, dtype = TURNS[row["what"]]
+            rings = {} if row["rings_mb"] is None else {"buffer_bytes": round(row["rings_mb"] * 1e6)}
+            work = _as_nodes(nodes, gpus, row["tokens"], dtype, row["num_sms"], **rings)
+            lines.append(Line(leg, work, row["us"], over_nvlink(leg, work, rates)))
+    return sorted(lines, key=_order)
 
 
-def _seen(label: str, times: str, rates: Rates) -> list[Line]:
-    leg, dtype, limits = SEEN_ON_FOUR[label]
+def _two_by_one(rates: Rates) -> list[Line]:
+    record: dict[str, Any] = json.loads(AS_TWO_BY_ONE.read_text())
     lines: list[Line] = []
-    for sms, text in zip(limits, times.split("/"), strict=True):
-        numbers = [float(number) for number in re.findall(r"\d+", text)]
-        work = Workload(
-            nodes=1, gpus_per_node=4, tokens=4096, hidden=7168, experts=256, topk=8, dtype=dtype, sms=sms
-        )  # fmt: skip
-        lines.append(Line(label, leg, work, numbers[0], numbers[-1], predict(leg, work, rates)))
-    return lines
+    for leg in ("combine", "dispatch"):
+        for sms, beginning in LAST_SHAPES.items():
+            [run] = [run for run in record["runs"] if run["what"].startswith(beginning)]
+            work = _as_nodes(2, 1, record["tokens"], "bf16", sms)
+            lines.append(Line(leg, work, run[f"{leg}_us"], over_nvlink(leg, work, rates)))
+    return sorted(lines, key=_order)
 
 
-SEEN_BY_TURNS = [
-    ("dispatch", 23, 5, "99-106"),
-    ("dispatch", 128, 5, "205-210"),
-    ("combine", 23, 4, "118"),
-    ("combine", 128, 4, "188-203"),
-    ("dispatch, own rows kept by the forwarder", 23, 4, "137-147"),
-    ("dispatch, own rows kept by the forwarder", 128, 4, "244-262"),
-]
-"""Engine twolevel on two GPUs as two nodes (``performance.md``): workers, copies of each row that crosses, GB/s seen."""
-CROSSING = 4082 * 14336
-"""Bytes of the rows that cross there: 4096 tokens, all but a few to the other GPU."""
+def _as_nodes(nodes: int, gpus: int, tokens: int, dtype: Dtype, sms: int | None, **rings: int) -> Workload:
+    limits = rings if sms is None else {**rings, "sms": sms}
+    return Workload(
+        nodes=nodes, gpus_per_node=gpus, tokens=tokens, hidden=7168, experts=256, topk=8, dtype=dtype, **limits
+    )
 
 
-def turns_table(rates: Rates) -> str:
-    """Puts between these two are copies by programs over NVLink, so there is one link, and no network."""
-    rows = ["| call | workers | copies of a row | seen GB/s | planned GB/s |", "|---|---:|---:|---:|---:|"]
-    for call, workers, copies, seen in SEEN_BY_TURNS:
-        leg, gbs = (rates.combine, rates.turns_back_gbs) if call == "combine" else (rates.dispatch, rates.turns_gbs)
-        busy = by_turns(copies * CROSSING, workers, gbs, rates)
-        us = leg.fixed_us + math.hypot(CROSSING / (leg.link_gbs * US), busy)
-        rows.append(f"| {call} | {workers} | {copies} | {seen} | {CROSSING / us / US:.0f} |")
-    return "\n".join(rows)
+def over_nvlink(leg: str, work: Workload, rates: Rates) -> Terms:
+    """A call of engine twolevel without a network: one more copy of each row that crosses, and one link for both levels."""
+    moved, sizes = known_traffic(work, "uniform"), twolevel_sizes(work)
+    if leg == "combine":
+        terms, row_bytes = twolevel_combine(work, moved, sizes, rates), work.back_bytes
+        link, gbs, programs = rates.combine, rates.turns_back_gbs, sizes.reducers
+    else:
+        terms, row_bytes = twolevel_dispatch(work, moved, sizes, rates), work.row_bytes
+        link, gbs, programs = rates.dispatch, rates.turns_gbs, sizes.senders
+    return replace(
+        terms,
+        nvlink=(moved.nic.busiest + moved.nvlink.busiest) * row_bytes / (link.link_gbs * US),
+        nic=0.0,
+        programs=by_turns((touched(moved, work) + moved.nic.busiest) * row_bytes, programs, gbs, rates),
+        latency=link.fixed_us,
+    )
 
 
 def machines(rates: Rates) -> list[Plan]:
@@ -118,22 +152,79 @@ def machines(rates: Rates) -> list[Plan]:
 
 
 def lines_table(lines: list[Line]) -> str:
-    """Sorted by leg, dtype, SMs, tokens."""
+    """Sorted by leg, dtype, SMs, tokens, rings."""
     rows = [
-        f"| {line.leg.replace('_', ' ')} {line.work.dtype} | {line.work.gpus_per_node} | {line.work.tokens} | {line.work.sms} "
-        f"| {_range(line)} | {line.terms.us:,.1f} | {100 * line.error:+.1f} % | {line.terms.bound} |"
+        f"| {_call(line)} | {line.work.gpus_per_node} | {line.work.tokens} | {line.work.sms} | {_times(line)} |"
         for line in sorted(lines, key=_order)
     ]
-    heads = ("call", "GPUs", "tokens", "SMs", "measured us", "planned us", "error", "bound by")
-    return "\n".join([f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---:|---:|---|", *rows])
+    return _table("call", ["GPUs", "tokens", "SMs", "measured us", "planned us", "error"], rows)
 
 
-def _order(line: Line) -> tuple[str, str, int, int]:
-    return line.leg, line.work.dtype, -line.work.sms, line.work.tokens
+def errors_table(lines: list[Line]) -> str:
+    """Of each call: how many lines, mean size of errors, and the least and the largest error."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in sorted(lines, key=_order):
+        found.setdefault((_name(line), line.group), []).append(100 * line.error)
+    rows = [
+        f"| {name} | {group} | {len(errors)} | {sum(map(abs, errors)) / len(errors):.1f} % "
+        f"| {min(errors):+.1f} to {max(errors):+.1f} % |"
+        for (name, group), errors in found.items()
+    ]
+    return "\n".join(["| call | | lines | mean size | errors |", "|---|---|---:|---:|---:|", *rows])
 
 
-def _range(line: Line) -> str:
-    return f"{line.low:,.1f}" if line.low == line.high else f"{line.low:,.0f}-{line.high:,.0f}"
+def turns_table(lines: Iterable[Line]) -> str:
+    """With the copies of each row that crosses, its put among them, and the bytes that cross over the time."""
+    rows: list[str] = []
+    for line in lines:
+        work, moved = line.work, known_traffic(line.work, "uniform")
+        crossing = moved.nic.busiest * (work.back_bytes if line.leg == "combine" else work.row_bytes)
+        cells = [
+            _call(line),
+            f"{work.nodes}x{work.gpus_per_node}",
+            str(work.tokens),
+            str(work.sms),
+            str(twolevel_sizes(work).senders),
+            f"{touched(moved, work) / moved.nic.busiest + 1:.1f}",
+            f"{crossing / line.us / US:.1f}",
+            f"{crossing / line.terms.us / US:.1f}",
+            _times(line),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    heads = [
+        "grid",
+        "tokens",
+        "SMs",
+        "workers",
+        "copies",
+        "seen GB/s",
+        "planned GB/s",
+        "seen us",
+        "planned us",
+        "error",
+    ]
+    return _table("call", heads, rows)
+
+
+def _table(first: str, heads: list[str], rows: list[str]) -> str:
+    return "\n".join([f"| {' | '.join([first, *heads, 'bound by'])} |", f"|---|{'---:|' * len(heads)}---|", *rows])
+
+
+def _order(line: Line) -> tuple[str, str, int, int, int]:
+    return line.leg, line.work.dtype, -line.work.sms, line.work.tokens, -line.work.buffer_bytes
+
+
+def _name(line: Line) -> str:
+    return f"{line.leg.replace('_', ' ')} {line.work.dtype}"
+
+
+def _call(line: Line) -> str:
+    size = line.work.buffer_bytes
+    return _name(line) if size == DEFAULT_BUFFER_BYTES else f"{_name(line)}, rings of {size / 1e6:,.1f} MB"
+
+
+def _times(line: Line) -> str:
+    return f"{line.us:,.1f} | {line.terms.us:,.1f} | {100 * line.error:+.1f} % | {line.terms.bound}"
 
 
 def scaling_table(plans: list[Plan]) -> str:
@@ -168,9 +259,10 @@ def tables() -> dict[str, str]:
     """The tables of the page by the name that stands above each."""
     known = fitted()
     return {
+        "unseen errors": errors_table(unseen_lines(known)),
         "unseen": lines_table(unseen_lines(known)),
         "fitted": lines_table(fitted_lines(known)),
-        "turns": turns_table(H200),
+        "turns": turns_table(turns_lines(H200)),
         "machines": scaling_table(machines(H200)),
     }
 

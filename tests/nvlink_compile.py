@@ -198,13 +198,15 @@ def facts_of(number: int) -> dict[str, Any]:
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1])
     fit = resident_programs(HOPPER, launch["warps"], registers, compiled.metadata.shared)
-    return {"registers": registers, "grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
+    sizes = {"registers": registers, "shared": compiled.metadata.shared, "fit": fit}
+    return sizes | {"grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
 
 
 def code_facts(ptx: str, sass: str) -> dict[str, Any]:
     """Instructions that matter, counted."""
     return {
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "copies 128": len(re.findall(r"\bLDGSTS\.E[.\w]*\.128", sass)),
         "loads 128": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
         "stores 128": len(re.findall(r"\bSTG\.E[.\w]*\.128", sass)),
         "acquires": len(re.findall(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire", ptx)),

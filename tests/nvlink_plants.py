@@ -86,15 +86,25 @@ PLANTS = {
         "dispatch",
         _moved(
             "    add_release(tail, n.to(tl.int64), None)",
-            "    for j in range(0, n, B):\n        i = i0 + j + b\n",
+            "    for j in range(0, n, B):\n        i, here = i0",
         ),
+    ),
+    "dispatch: flag before what rides along": Plant(
+        "flag before data",
+        "dispatch",
+        _moved("    add_release(tail, n.to(tl.int64), None)", "    if MW or (S and not MODE):\n"),
+    ),
+    "dispatch: credit before what rode along is read": Plant(
+        "credit before read",
+        "dispatch",
+        _moved("    add_release(head, n.to(tl.int64), None)", "    if not PLACED and (S or FRESH):\n"),
     ),
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
         _moved(
             "    add_release(head, n.to(tl.int64), None)",
-            "    for j in range(0, n, B):\n        i = taken + j + b\n",
+            "    for j in range(0, n, B):\n        i, here = taken",
         ),
     ),
     "dispatch: one slot too many": Plant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,8 +104,10 @@ def test_worst_case_rows(ranks: Ranks) -> None:
 def test_without_top_k(ranks: Ranks) -> None:
     """Layout tensors alone: the same rows and counts, no ids; the handle serves cached dispatches and combine."""
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
-    for tokens in TOKENS:
-        world = World.of(ranks, tokens, 13)
+    for tokens, num_experts in product(
+        TOKENS, (13, 16)
+    ):  # some ranks hold one more, or all as many as fill whole words
+        world = World.of(ranks, tokens, num_experts)
         recv_x, _, weights, counts, handle, _ = fresh(buffer, world, topk_weights=None)
         assert weights is None
         _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)

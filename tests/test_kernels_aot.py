@@ -19,9 +19,7 @@ pytestmark = without_devices
 Facts = dict[str, dict[str, Any]]
 
 SPILLS = {
-    "direct_kernel FLAT exact fresh in place bf16 @132": 2,
     "FP8": 40,  # a row that is cast is held in registers
-    "combine_kernel FLAT exact back float32 @132": 10,
     "combine_kernel EXPERT_MAJOR exact back @24": 13,  # eight rows on their way at once, 16 warps
     "dispatch_kernel EXPERT_MAJOR exact fresh fp8 @132": 4,
     "dispatch_kernel EXPERT_MAJOR static fresh fp8 @132": 4,
@@ -56,7 +54,24 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
         if name.startswith(("dispatch_kernel", "direct_kernel", "combine_kernel FLAT"))
     }
     assert len(moving) > 10
-    assert not wrong(moving, lambda _, each: each["loads 128"] >= 3 and each["stores 128"] >= 4)
+    assert not wrong(moving, lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4)
+
+
+def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
+    """Through shared memory, 16 bytes at a time; not of results by expert, where a row is the sum of several."""
+    copying = {name: each for name, each in real.items() if name.startswith("combine_kernel FLAT exact back")}
+    assert len(copying) >= 3
+    assert not wrong(copying, lambda _, each: each["copies 128"] >= 4)
+
+
+def test_shared_memory_suffices(real: Facts) -> None:
+    """227 KiB of a multiprocessor, for all its programs if they spread over as many as the engine may use."""
+
+    def fits(name: str, each: dict[str, Any]) -> bool:
+        programs = -(-each["grid"] // int(name.split("@")[1]))
+        return programs * (each["shared"] + 1024) <= 227 << 10 and programs <= each["fit"]
+
+    assert not wrong(real, fits)
 
 
 def test_every_wait_acquires(real: Facts) -> None:

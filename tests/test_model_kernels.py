@@ -30,8 +30,8 @@ from tokenyard.topology import Topology
 pytestmark = without_devices
 
 VERBS = (
-    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_rows", "place_rows",
-    "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "_return_credits",
+    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_payload", "pack_riders",
+    "copy_rows", "place_rows", "place_riders", "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "_return_credits",
 )  # fmt: skip
 OUTLINES = {
     ("dispatch", "send_rows"): """
@@ -45,7 +45,10 @@ tl.store(sent_to(state, to, c, R, C))
 """,  # model_rings.send
     ("dispatch", "send_chunk"): """
 for range(0, n, B)
-  pack_rows(x)
+  pack_payload(x)
+if MW or (S and (not MODE))
+  for range(0, n, TOGETHER)
+    pack_riders(scales)
 add_release(tail)
 """,  # model_rings.send
     ("dispatch", "receive_rows"): """
@@ -57,7 +60,13 @@ tl.store(taken_from(state, s, c, R, C))
 """,  # model_rings.receive
     ("dispatch", "receive_chunk"): """
 for range(0, n, B)
-  place_rows(ring)
+  if PLACED
+    place_rows(ring)
+  else
+    copy_rows(as_words(ring, BITS))
+if not PLACED and (S or FRESH)
+  for range(0, n, TOGETHER)
+    place_riders(ring + PAY)
 add_release(head)
 """,  # model_rings.receive
     ("combine", "send_sums"): """
@@ -82,7 +91,7 @@ for range(c * share, t1, B)
   if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
     wait_for_all(tail_of(mine, r, c, R, C))
   if ok
-    for range(0, H, BLOCK)
+    for tl.range(0, H, BLOCK, num_stages=STAGES)
       tl.store(to + at)
     if REDUCE
       tl.store(to)
@@ -116,7 +125,10 @@ if left > 0
   else
     if seen >= want
       for range(0, n, B)
-        pack_rows(x)
+        pack_payload(x)
+      if MW or (S and (not MODE))
+        for range(0, n, TOGETHER)
+          pack_riders(scales)
       put(peers)
       tl.store(done)
       if left == 0
@@ -132,8 +144,13 @@ if left > 0
         if FRESH
           tl.store(rows)
         if ok
-          place_rows(ring)
+          if AT_ONCE
+            place_riders(ring + PAY)
+          else
+            place_rows(ring)
           for range(0, SLOT // 4 if P > 1 else 0, BLOCK)
+            if AT_ONCE
+              tl.store(to)
             for tl.static_range(P)
               tl.store(to)
       if moved > 0

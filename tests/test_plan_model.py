@@ -21,6 +21,7 @@ from tokenyard.planner.model import (
     Terms,
     collective_call,
     flat_call,
+    nvlink_combine,
     nvlink_dispatch,
     nvlink_in_place,
     twolevel_combine,
@@ -70,6 +71,23 @@ def test_a_dispatch_by_hand() -> None:
     assert terms.us == pytest.approx(10 + math.sqrt(200) + 0.02)
     # In place: 100 writers write as many rows that stay, too.
     assert nvlink_in_place(work, rows, sizes, ROUND) == Terms(nvlink=10.0, programs=10.0, latency=10.0)
+
+
+def test_a_combine_by_hand() -> None:
+    """4 GPUs, an expert each, top-2, 1000 tokens of 2000 bytes: 1500 rows come from others, 3 MB, so 30 us at 100 GB/s.
+
+    5 reducers store 1000 results, 2 MB, at 2 GB/s each: 200 us, with two GPUs too.
+    """
+    ring = Ring(name="NVLink", count=20, num_bytes=8000, slots=4, chunk=2, back_slots=4, back_chunk=1)
+    sizes = Sizes(channels=5, senders=50, writers=100, reducers=5, rings=(ring,), symmetric_bytes=80000)
+    rates = replace(ROUND, combine=Leg(10.0, 100.0, 2.0))
+    found: list[Terms] = []
+    for gpus in (2, 4):
+        work = Workload(nodes=1, gpus_per_node=gpus, tokens=1000, hidden=1000, experts=4, topk=2)
+        found.append(nvlink_combine(work, traffic(work, "uniform"), sizes, rates))
+    assert [terms.programs for terms in found] == [200.0, 200.0]
+    assert found[1].nvlink == pytest.approx(30.0) and found[1].latency == 10.0
+    assert found[1].fill == pytest.approx(15 * 2000 / 1e6)  # the last row of 15 rings
 
 
 def test_two_hops_by_hand() -> None:
@@ -232,6 +250,13 @@ def test_a_sweep_of_the_bench_is_read() -> None:
         (leg, tokens, 4) for tokens in (128, 1024, 4096) for leg in ("collective", "collective_back")
     ]
     assert points[0].us == pytest.approx(299.024, abs=0.001)
+
+
+def test_rings_of_a_record_are_read() -> None:
+    """The section of bounded memory has the same call with two sizes of rings."""
+    points = read(RECORD.with_name("nvlink-4xh200-20261122.json"))
+    sizes = {point.work.buffer_bytes for point in points if point.leg == "combine" and point.work.tokens > 16384}
+    assert len(sizes) == 2 and min(sizes) == DEFAULT_BUFFER_BYTES
 
 
 def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:

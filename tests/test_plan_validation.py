@@ -15,6 +15,8 @@ from tokenyard.planner.model import predict
 from tokenyard.planner.rates import H200, LEGS, Leg
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import nvlink_sizes
+from tokenyard.planner.traffic import traffic
+from tokenyard.planner.workload import Workload
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -52,11 +54,41 @@ def test_every_point_of_the_fit_is_near(rates: Any) -> None:
 
 
 def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
-    """No time on four GPUs went into the nvlink rates (the formula was chosen knowing them). 8 SMs: 16 % off; others: 6 %."""
+    """No time on four GPUs went into the nvlink rates. Large batches fill the link: 10 %; small ones in place are 24 % off.
+
+    Combine with fewer SMs is bounded below only: the rates are those of reducers that were slower than later ones.
+    """
     lines = tables.unseen_lines(rates)
-    assert len(lines) == 7 and all(line.work.ranks == 4 for line in lines)
+    assert len(lines) == 42 and all(line.work.ranks == 4 for line in lines)
+    most = {"all SMs, 1024 tokens or more": 0.1, "all SMs, fewer tokens": 0.24, "fewer SMs": 0.16}
     for line in lines:
-        assert abs(line.error) < (0.16 if line.work.sms == 8 else 0.06), line
+        later = line.leg == "combine" and line.group == "fewer SMs"
+        assert -most[line.group] < line.error < (1.0 if later else most[line.group]), line
+
+
+def test_two_by_two_is_foretold_from_two_by_one() -> None:
+    """Engine twolevel over NVLink, rates chosen on two GPUs: what the page says of each kind of line."""
+    lines = tables.turns_lines(H200)
+    four, two = ([line for line in lines if line.work.ranks == ranks] for ranks in (4, 2))
+    assert (len(four), len(two)) == (20, 4)
+    small = [line for line in four if line.work.buffer_bytes < 1e8]
+    assert len(small) == 2 and all(-0.65 < line.error < -0.5 for line in small)  # the model knows nothing of credits
+    for line in [*two, *four]:
+        usual = line.work.dtype == "bf16" and line.work.tokens == 4096
+        assert line in small or abs(line.error) < (0.14 if usual else 0.24), line
+
+
+def test_bytes_between_nodes_are_the_benchs_own() -> None:
+    """GB/s as the bench printed them, from its own count of rows."""
+    for row in json.loads(tables.AS_TWO_BY_TWO.read_text())["rows"]:
+        if row["what"] in tables.TURNS:
+            leg, dtype = tables.TURNS[row["what"]]
+            work = Workload(
+                nodes=2, gpus_per_node=2, tokens=row["tokens"], hidden=7168, experts=256, topk=8, dtype=dtype
+            )
+            row_bytes = work.back_bytes if leg == "combine" else work.row_bytes
+            crossing = traffic(work, "uniform").nic.busiest * row_bytes
+            assert crossing / row["us"] / 1e3 == pytest.approx(row["network_gbs"], abs=0.15), row
 
 
 def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import SkipTest
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tokenyard.kernels.sync import words
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.memory.store import CooperativeStore
 from tokenyard.rendezvous import agree
+from tokenyard.testing.job import Ranks
 from tokenyard.testing.simulator import (
     AddressError,
     Deadlock,
@@ -30,6 +32,7 @@ from tokenyard.testing.simulator import (
     SimulatedRank,
     simulate,
 )
+from tokenyard.testing.virtual import run_in_simulator
 
 
 @triton.jit
@@ -282,3 +285,15 @@ def test_host_code_that_polls_for_ever_is_a_deadlock() -> None:
 
     with pytest.raises(Deadlock, match="rank 0, host: polls"):
         simulate(2, body)
+
+
+def skip_from(ranks: Ranks, first: int) -> None:
+    if ranks.rank >= first:
+        pytest.skip("no such grid")
+
+
+def test_a_skip_must_be_that_of_every_simulated_rank() -> None:
+    with pytest.raises(SkipTest, match=r"^no such grid$"):
+        run_in_simulator(skip_from, "nvlink", {"first": 0}, 2, 0)
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks skipped \(no such grid\), but not every rank did"):
+        run_in_simulator(skip_from, "nvlink", {"first": 1}, 2, 0)

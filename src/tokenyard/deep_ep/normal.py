@@ -171,9 +171,8 @@ def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
     width = -(-num_experts // size)
     width += -width % COUNT_WORDS
     table = torch.zeros(size, width, dtype=torch.int32, device=device)
-    share, more = divmod(num_experts, size)  # the first ``more`` ranks hold one more
-    table[:more, : share + 1] = per_expert[: bounds[more]].reshape(more, share + 1)
-    table[more:, :share] = per_expert[bounds[more] :].reshape(size - more, share)
+    for rank in range(size):
+        table[rank, : bounds[rank + 1] - bounds[rank]] = per_expert[bounds[rank] : bounds[rank + 1]]
     ep = natives.normal((width, size, 1, size, device))
     recv = ep.dispatch(table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1))
     mine = bounds[natives.rank + 1] - bounds[natives.rank]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Form, Ground
+from tokenyard.engines.rings import Cut, Form, Ground, stages_for
 from tokenyard.handle import Spec
 from tokenyard.kernels.combine import combine_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.direct import direct_kernel, unpack_kernel  # pyright: ignore[reportUnknownVariableType]
@@ -99,13 +99,17 @@ class Launches:
         chunk = send.chunk_of(slots)
         tiles = combine_tiles(form.hidden, send, reduce, chunk, chunk, placed=placed)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        grid = config.world_size * self._shape.channels + 1
+        token = config.world_size * dtype.itemsize + sum(kind.itemsize for kind in bias)  # per channel
+        per_sm = -(-grid // self._shape.writers)
         return self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
-            combine_kernel, config.world_size * self._shape.channels + 1, reduce.num_warps, reduce.max_registers,
+            combine_kernel, grid, reduce.num_warps, reduce.max_registers,
             lambda: self._ring(form) | {
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
                 "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "REDUCE": picks > 0, "BIAS0": kinds[0],
                 "BIAS1": kinds[1], "BATCHES": max(1, min(MOST_BATCHES, (slots + 1 - chunk) // tiles["B"])),
+                "STAGES": 1 if placed else stages_for(reduce.stages, tiles["B"] * tiles["BLOCK"] * token, per_sm),
             } | tiles,
         )  # fmt: skip
 
@@ -118,8 +122,8 @@ class Launches:
             lambda: {
                 "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
-                "B": cut.rows_of(block, 8), "BLOCK": block, "MODE": 0 if mode is None else mode.value,
-                "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+                "B": 1 if mode is not None else cut.rows_of(block, 8), "BLOCK": block,
+                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
         )  # fmt: skip
 

@@ -16,6 +16,8 @@ from tokenyard.rows import Payload, padded
 from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
+SHARED_BYTES = 200 << 10
+"""Shared memory of a multiprocessor for rows on their way: 227 KiB there are, some of them are for sums and scans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Cut:
         chunk: rows per release.
         num_warps: per program; all roles of a kernel have the same.
         max_registers: per thread; None: as many as the compiler likes.
+        stages: of reducers: rounds of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
     """
 
     rows: int
@@ -34,6 +37,7 @@ class Cut:
     chunk: int = 8
     num_warps: int = 8
     max_registers: int | None = None
+    stages: int = 1
 
     def chunk_of(self, slots: int) -> int:
         """Rows per release through a ring of ``slots``: two chunks must fit."""
@@ -45,12 +49,20 @@ class Cut:
         return 1 << (rows.bit_length() - 1)
 
 
+def stages_for(stages: int, round_bytes: int, programs_per_sm: int = 1) -> int:
+    """Of ``stages``, as many as ``programs_per_sm`` programs on a multiprocessor have shared memory for; one less is kept there.
+
+    Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have room for one such round each.
+    """
+    return max(1, min(stages, 1 + SHARED_BYTES // programs_per_sm // round_bytes))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How work is cut into programs: channels (one number, as plans know it), and each role's own cut.
 
     Attributes:
-        writers: programs of a direct dispatch.
+        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
     """
 
     channels: int
@@ -66,15 +78,21 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
     if num_sms < (num_ranks if all_sms else 2 * num_ranks):
         raise ValueError(f"num_sms ({num_sms}) must be at least {2 * num_ranks} for {num_ranks} ranks")
     channels = min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
-    warps = 8 if all_sms else 16
+    if all_sms:
+        return Shape(
+            channels=channels,
+            dispatch=Cut(rows=1, block=4096, chunk=16, max_registers=64),
+            send=Cut(rows=1, block=8192, chunk=4),
+            reduce=Cut(rows=4, block=1024, max_registers=128, stages=3),
+            direct=Cut(rows=1, block=4096),
+            writers=num_sms,
+        )
     return Shape(
         channels=channels,
-        dispatch=Cut(rows=1 if all_sms else 2, block=4096, chunk=16, num_warps=warps, max_registers=64),
-        send=Cut(rows=1, block=8192, chunk=4, num_warps=warps),
-        reduce=Cut(rows=4, block=1024, chunk=4, num_warps=warps, max_registers=128),
-        direct=Cut(
-            rows=1 if all_sms else 2 if num_sms > 16 else 4, block=4096, num_warps=warps if num_sms > 16 else 32
-        ),
+        dispatch=Cut(rows=2, block=4096, chunk=16, num_warps=16, max_registers=64),
+        send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
+        reduce=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
+        direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
         writers=num_sms,
     )
 

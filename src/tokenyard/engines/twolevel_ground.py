@@ -47,7 +47,7 @@ def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
 
 
 def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS) -> Tuning:
-    """The tuning for ``num_sms`` multiprocessors: a program on each, of 32 warps, or of 16 if they are all there are.
+    """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps; of 32 in combine if these are not all there are.
 
     Args:
         channels: at most.
@@ -59,17 +59,17 @@ def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = M
         raise ValueError(f"num_sms ({num_sms}) must be at least 2: one program greets, and one moves rows")
     tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 2
     channels = min(channels, num_sms - 1)
-    warps, registers = (16, 128) if all_sms else (32, 64)  # all that a multiprocessor has
-    dispatch = Cut(rows=4, block=4096, chunk=32, num_warps=warps, max_registers=registers)
+    dispatch = Cut(rows=4, block=4096, chunk=32, num_warps=16, max_registers=128)
+    warps, registers = (16, 128) if all_sms else (32, 64)  # of combine
     return Tuning(
         channels=channels,
         dispatch=dispatch,
-        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=warps),
+        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 32, num_warps=warps),
         reduce=Cut(rows=8, block=1024, num_warps=warps, max_registers=registers),
         direct=dispatch,
         writers=channels,
         workers=max(1, min(tasks, (num_sms - 1) // channels)),
-        forward=Cut(rows=4, block=4096, num_warps=warps),
+        forward=Cut(rows=4, block=4096, num_warps=16),
         net_chunk=32,
         turn=32,
     )

@@ -121,9 +121,13 @@ def _reduce(
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, BATCHES: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr, BATCHES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of this channel's tokens, B tokens at a time, and return credits BATCHES times as many at a time."""
+    """Sum the rows of this channel's tokens, B tokens at a time, and return credits BATCHES times as many at a time.
+
+    STAGES rounds of BLOCK channels are under way at once, all of rows that have been waited for: that loop begins behind the wait
+    and ends with all of them read.
+    """
     r, b = tl.arange(0, RP), tl.arange(0, B)
     remote = (r < R) & (r != me)
     share = (T + C - 1) // C
@@ -150,7 +154,7 @@ def _reduce(
             seen = tails - bases
         if ok:
             own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)
-            for k0 in range(0, H, BLOCK):
+            for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
                 w = k0 + tl.arange(0, BLOCK)
                 if PLACED:
                     v_own = partial_rows(
@@ -208,11 +212,11 @@ def combine_kernel(
     RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
     SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-    BATCHES: tl.constexpr,
+    BATCHES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``bias0``, ``bias1``: dtype BIAS0, BIAS1 or none. ``reduce``: ``[Nb, K]`` float32 if REDUCE.
 
-    A sender has SB rows of SBLOCK channels in flight, a reducer B tokens of BLOCK channels.
+    A sender has SB rows of SBLOCK channels in flight, a reducer B tokens of BLOCK channels in each of STAGES rounds.
     """
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     T = T.to(tl.int32)
@@ -221,7 +225,7 @@ def combine_kernel(
     if (pid >= 0) & (pid < C):
         _reduce(
             peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
-            R, C, RP, K, J, H, RINGS, RING, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, BATCHES,
+            R, C, RP, K, J, H, RINGS, RING, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, BATCHES, STAGES,
         )  # fmt: skip
     elif (pid >= 0) & (pid < R * C):
         s = (me + pid // C) % R

@@ -31,31 +31,32 @@ from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for
 
 
 @triton.jit
-def _write_words(src, t, here, plan, views, T, at, N: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                 B: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Words of tokens ``t [B]`` from ``src`` to part ``at`` of the views of all ranks that they go to."""
-    for k0 in range(0, N, BLOCK):
-        w = k0 + tl.arange(0, BLOCK)
-        mask = here[:, None] & (w < N)[None, :]
-        v = tl.load(as_words(src, BITS) + t.to(tl.int64)[:, None] * N + w[None, :], mask=mask, cache_modifier=".cg")
-        for d in tl.static_range(R):
-            place = tl.load(place_of(plan, t, T, R, C) + d, mask=here, other=-1)
-            row = (tl.load(first_out(plan, d, R, C)) + place).to(tl.int64)
-            to = as_words(peer_base(views, d) + at, BITS) + row[:, None] * N + w[None, :]
-            tl.store(to, v, mask=mask & (place >= 0)[:, None], cache_modifier=".cs")
+def _load_words(src, t, here, w, N: tl.constexpr, BITS: tl.constexpr):
+    """Words ``w [BLOCK]`` of tokens ``t [B]``."""
+    mask = here[:, None] & (w < N)[None, :]
+    return tl.load(as_words(src, BITS) + t.to(tl.int64)[:, None] * N + w[None, :], mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
-def _write_cast(x, t, plan, views, T, rows_at, scales_at, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """The same for one token that is cast on the way."""
-    values, scale = cast_values(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, H, GP, MODE)
+def _store_words(v, rows, w, parts, N: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
+    """Words ``w [BLOCK]`` of each token to its ``rows [B, RP]`` (-1: none) of what begins at ``parts [RP]`` in the ranks' views."""
+    r = tl.arange(0, RP)
     for d in tl.static_range(R):
-        place = tl.load(place_of(plan, t, T, R, C) + d)
-        if place >= 0:
-            row = (tl.load(first_out(plan, d, R, C)) + place).to(tl.int64)
-            base = peer_base(views, d)
-            to = tl.multiple_of((base + rows_at).to(tl.pointer_type(tl.float8e4nv)), 16) + row * H
+        row = tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1)
+        to = as_words(tl.sum(tl.where(r == d, parts, 0)), BITS) + row.to(tl.int64)[:, None] * N + w[None, :]
+        tl.store(to, v, mask=(row >= 0)[:, None] & (w < N)[None, :], cache_modifier=".cs")
+
+
+@triton.jit
+def _store_cast(values, scale, rows, bases, scales_at, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+                MODE: tl.constexpr, GP: tl.constexpr):  # fmt: skip
+    """The same for one token that was cast, with its scales."""
+    r = tl.arange(0, RP)
+    for d in tl.static_range(R):
+        row = tl.sum(tl.where((r == d)[None, :], rows, 0)).to(tl.int64)
+        if row >= 0:
+            base = tl.sum(tl.where(r == d, bases, 0))
+            to = tl.multiple_of(base.to(tl.pointer_type(tl.float8e4nv)), 16) + row * H
             store_cast(values, scale, to, base + scales_at + row * (S * 4), H, GP, MODE, S)
 
 
@@ -65,7 +66,7 @@ def direct_kernel(
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
     S: tl.constexpr, MW: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Rows begin at 0 of a view, scales and meta at ``scales_at`` and ``meta_at`` bytes."""
+    """See the module. Rows begin at 0 of a view, scales and meta at ``scales_at`` and ``meta_at`` bytes. B: tokens at a time, 1 if MODE."""
     pid = tl.program_id(0)
     T = T.to(tl.int32)
     r = tl.arange(0, RP)
@@ -76,20 +77,32 @@ def direct_kernel(
         if pid == 0:
             say_hello(peers, state, tag, R, C, RP)
         if greeted(peers, state, tag, R, C, RP):
+            firsts = tl.load(first_out(plan, r, R, C), mask=r < R, other=0)
+            parts = tl.load(words(views) + r, mask=r < R, other=0)
+            SP: tl.constexpr = triton.next_power_of_2(S if S > 0 else 1)
+            MP: tl.constexpr = triton.next_power_of_2(MW if MW > 0 else 1)
             for t0 in range(pid * B, T, P * B):
                 t = t0 + tl.arange(0, B)
                 here = t < T
-                if MODE:
-                    for i in range(t0, tl.minimum(t0 + B, T)):
-                        _write_cast(x, i + 0, plan, views, T, 0, scales_at, H, S, R, C, MODE, GP, DTYPE)
-                else:
-                    _write_words(x, t, here, plan, views, T, 0, N, BITS, R, C, B, BLOCK)
-                    if S:
-                        _write_words(
-                            scales, t, here, plan, views, T, scales_at, S, 32, R, C, B, triton.next_power_of_2(S)
-                        )
+                table = place_of(plan, t, T, R, C)[:, None] + r[None, :]
+                places = tl.load(table, mask=here[:, None] & (r < R)[None, :], other=-1)
+                rows = tl.where(places >= 0, places + firsts[None, :], -1)
                 if MW:
-                    _write_words(meta, t, here, plan, views, T, meta_at, MW, 32, R, C, B, triton.next_power_of_2(MW))
+                    m = _load_words(meta, t, here, tl.arange(0, MP), MW, 32)
+                if MODE:
+                    floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + (t0 + 0).to(tl.int64) * H
+                    values, scale = cast_values(floats, H, GP, MODE)
+                    _store_cast(values, scale, rows, parts, scales_at, H, S, R, RP, MODE, GP)
+                else:
+                    if S:
+                        s = _load_words(scales, t, here, tl.arange(0, SP), S, 32)
+                    for k0 in range(0, N, BLOCK):
+                        w = k0 + tl.arange(0, BLOCK)
+                        _store_words(_load_words(x, t, here, w, N, BITS), rows, w, parts, N, BITS, R, RP)
+                    if S:
+                        _store_words(s, rows, tl.arange(0, SP), parts + scales_at, S, 32, R, RP)
+                if MW:
+                    _store_words(m, rows, tl.arange(0, MP), parts + meta_at, MW, 32, R, RP)
             bases = tl.load(words(peers) + r, mask=r < R, other=0)
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:

@@ -28,21 +28,23 @@ import triton.language as tl
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_values, copy_rows, store_cast, zero_row
-from tokenyard.kernels.place import place_rows
+from tokenyard.kernels.place import place_riders, place_rows
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
     block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
 
+TOGETHER = tl.constexpr(16)
+"""Rows whose riders are moved at once: short, so that they cost their latency only."""
+
 
 @triton.jit
-def pack_rows(
-    x, scales, meta, token, ring, slot, here, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
-    MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr,
-    DTYPE: tl.constexpr,
+def pack_payload(
+    x, token, ring, slot, here, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, SLOT: tl.constexpr,
+    PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload (cast on the way if MODE), scales, meta."""
+    """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload, with MODE cast on the way and with its scales."""
     if MODE:
         for i in tl.static_range(B):
             one = tl.arange(0, B) == i
@@ -54,11 +56,19 @@ def pack_rows(
                 store_cast(values, scale, to, ring + at * SLOT + PAY, H, GP, MODE, S)
     else:
         copy_rows(as_words(x, BITS), token, N, as_words(ring, BITS), slot, SLOT * 8 // BITS, here, N, BLOCK)
-        if S:
-            copy_rows(
-                as_words(scales, 32), token, S, as_words(ring + PAY, 32), slot, SLOT // 4, here, S,
-                triton.next_power_of_2(S),
-            )  # fmt: skip
+
+
+@triton.jit
+def pack_riders(
+    scales, meta, token, ring, slot, here, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    """What rides along: scales, unless they are made on the way, and meta."""
+    if S and not MODE:
+        copy_rows(
+            as_words(scales, 32), token, S, as_words(ring + PAY, 32), slot, SLOT // 4, here, S,
+            triton.next_power_of_2(S),
+        )  # fmt: skip
     if MW:
         META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
         copy_rows(
@@ -99,23 +109,34 @@ def put_own_rows(
     a0 = tl.load(first_in(plan, me, D, C))
     for i0 in range(lo, hi, B):
         i = i0 + b
-        token = tl.load(order + i, mask=i < hi, other=0)
+        here = i < hi
+        token = tl.load(order + i, mask=here, other=0)
         if MODE:
-            pack_rows(
-                x, scales, meta, token, ring, b, i < hi, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
-            )
+            pack_payload(x, token, ring, b, here, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE)
+            pack_riders(scales, meta, token, ring, b, here, S, MW, SLOT, PAY, MODE)
             tl.debug_barrier()
             place_rows(
-                ring, ring + PAY, ring + META, b, a0 + i, i < hi, me, first, end, plan, T, num_rows, out,
+                ring, ring + PAY, ring + META, b, a0 + i, here, me, first, end, plan, T, num_rows, out,
                 out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
                 D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
             tl.debug_barrier()
-        else:
+        elif PLACED:
             place_rows(
-                x, scales, meta, token, a0 + i, i < hi, me, first, end, plan, T, num_rows, out,
+                x, scales, meta, token, a0 + i, here, me, first, end, plan, T, num_rows, out,
                 out_scales, topk_idx, picks, weights, source, gather, slots, N, S, MW,
                 D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+            )  # fmt: skip
+        else:
+            copy_rows(as_words(x, BITS), token, N, as_words(out, BITS), a0 + i, N, here, N, BLOCK)
+    if not PLACED and not MODE:
+        several = tl.arange(0, TOGETHER)
+        for i0 in range(lo, hi, TOGETHER):
+            i = i0 + several
+            token = tl.load(order + i, mask=i < hi, other=0)
+            place_riders(
+                scales, meta, token, a0 + i, i < hi, me, first, end, out_scales, topk_idx, weights, source, slots, gather,
+                S, MW, K, KP, S, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
 
 
@@ -126,14 +147,16 @@ def send_chunk(
     Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Rows ``i0`` .. ``i0 + n - 1`` of ``order`` into a ring whose first row of the call is ``lo``."""
-    b = tl.arange(0, B)
+    b, several = tl.arange(0, B), tl.arange(0, TOGETHER)
     for j in range(0, n, B):
-        i = i0 + j + b
-        here = j + b < n
+        i, here = i0 + j + b, j + b < n
         token = tl.load(order + i, mask=here, other=0)
-        pack_rows(
-            x, scales, meta, token, ring, (i - lo) % Q, here, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
-        )
+        pack_payload(x, token, ring, (i - lo) % Q, here, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE)
+    if MW or (S and not MODE):
+        for j in range(0, n, TOGETHER):
+            i, here = i0 + j + several, j + several < n
+            token = tl.load(order + i, mask=here, other=0)
+            pack_riders(scales, meta, token, ring, (i - lo) % Q, here, S, MW, SLOT, PAY, MODE)
     add_release(tail, n.to(tl.int64), None)
 
 
@@ -176,14 +199,24 @@ def receive_chunk(
     first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
     ROW: tl.constexpr = SLOT * 8 // BITS
-    b = tl.arange(0, B)
+    b, several = tl.arange(0, B), tl.arange(0, TOGETHER)
     for j in range(0, n, B):
-        i = taken + j + b
-        place_rows(
-            ring, ring + PAY, ring + META, i % Q, a0 + i, j + b < n, s, first, end, plan, T, num_rows, out,
-            out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
-            D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-        )  # fmt: skip
+        i, here = taken + j + b, j + b < n
+        if PLACED:
+            place_rows(
+                ring, ring + PAY, ring + META, i % Q, a0 + i, here, s, first, end, plan, T, num_rows, out,
+                out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
+                D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+            )  # fmt: skip
+        else:
+            copy_rows(as_words(ring, BITS), i % Q, ROW, as_words(out, BITS), a0 + i, N, here, N, BLOCK)
+    if not PLACED and (S or FRESH):
+        for j in range(0, n, TOGETHER):
+            i = taken + j + several
+            place_riders(
+                ring + PAY, ring + META, i % Q, a0 + i, j + several < n, s, first, end, out_scales, topk_idx, weights, source,
+                slots, gather, SLOT // 4, SLOT // 4, K, KP, S, FRESH, WEIGHTED, STATIC,
+            )  # fmt: skip
     add_release(head, n.to(tl.int64), None)
 
 

@@ -74,6 +74,22 @@ def unpack_placed(
 
 
 @triton.jit
+def place_riders(
+    scales, meta, row, a, here, source_rank, first, end, out_scales, topk_idx, weights, source, slots, gather,
+    SCALE: tl.constexpr, META: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, FRESH: tl.constexpr,
+    WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """What comes with rows of a ``FLAT`` result: scales, and in a fresh dispatch ids, weights and sources."""
+    if S:
+        copy_rows(as_words(scales, 32), row, SCALE, as_words(out_scales, 32), a, S, here, S, triton.next_power_of_2(S))
+    if FRESH:
+        unpack_flat(
+            meta, row, a, here, source_rank, first, end, topk_idx, weights, source, slots, gather, K, KP, META,
+            WEIGHTED, STATIC,
+        )  # fmt: skip
+
+
+@triton.jit
 def place_rows(
     rows, scales, meta, row, a, here, source_rank, first, end, plan, T, num_rows, out, out_scales,
     topk_idx, picks, weights, source, gather, slots,
@@ -106,12 +122,7 @@ def place_rows(
                     )  # fmt: skip
     else:
         copy_rows(as_words(rows, BITS), row, ROW, as_words(out, BITS), a, N, here, N, BLOCK)
-        if S:
-            copy_rows(
-                as_words(scales, 32), row, SCALE, as_words(out_scales, 32), a, S, here, S, triton.next_power_of_2(S)
-            )
-        if FRESH:
-            unpack_flat(
-                meta, row, a, here, source_rank, first, end, topk_idx, weights, source, slots, gather, K, KP, META,
-                WEIGHTED, STATIC,
-            )  # fmt: skip
+        place_riders(
+            scales, meta, row, a, here, source_rank, first, end, out_scales, topk_idx, weights, source, slots, gather,
+            SCALE, META, K, KP, S, FRESH, WEIGHTED, STATIC,
+        )  # fmt: skip

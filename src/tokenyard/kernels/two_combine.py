@@ -365,7 +365,7 @@ def two_combine_kernel(
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
             for turn in range((R + WORKERS - 1) // WORKERS):
-                task = dealt(worker, turn, WORKERS)
+                task = dealt(worker, turn, c, WORKERS, R)
                 done = done_in(state, task, c, R, G, C)
                 rows = worker * 0
                 if task < 1:

@@ -24,9 +24,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.dispatch import pack_rows, put_own_rows, receive_chunk, send_chunk, zero_padding
+from tokenyard.kernels.dispatch import TOGETHER, pack_payload, pack_riders, put_own_rows, receive_chunk, send_chunk, zero_padding
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.place import place_rows
+from tokenyard.kernels.payload import as_words
+from tokenyard.kernels.place import place_riders, place_rows
 from tokenyard.kernels.region import (
     first_expert, first_in, go_of, head_of, in_bound, order_of, out_bound, owner_of, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
@@ -166,12 +167,16 @@ def _far_turn(
             order = order_of(plan, R + node, T, D, C)
             first = i % NQ  # chunks begin at multiples of NCHUNK, and so does the end of the ring
             b = tl.arange(0, B)
+            several = tl.arange(0, TOGETHER)
             for j in range(0, n, B):
                 token = tl.load(order + lo + i + j + b, mask=j + b < n, other=0)
-                pack_rows(
-                    x, scales, meta, token, mine + here, first + j + b, j + b < n, H, N, BITS, S, MW, SLOT, PAY, BLOCK, B, MODE, GP,
-                    DTYPE,
-                )  # fmt: skip
+                pack_payload(
+                    x, token, mine + here, first + j + b, j + b < n, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
+                )
+            if MW or (S and not MODE):
+                for j in range(0, n, TOGETHER):
+                    token = tl.load(order + lo + i + j + several, mask=j + several < n, other=0)
+                    pack_riders(scales, meta, token, mine + here, first + j + several, j + several < n, S, MW, SLOT, PAY, MODE)
             at = first.to(tl.int64) * SLOT
             put(
                 peers, net_bytes(state, node, R, G, C), mine, node * P + me % P, there + at, here + at, n.to(tl.int64) * SLOT,
@@ -206,6 +211,8 @@ def _forward_turn(
     """A chunk of rows of channel ``c`` from ``node`` out of the network ring: to their places, and into the rings (source, c) of the other
     local ranks that need them."""
     G: tl.constexpr = R // P
+    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
+    AT_ONCE: tl.constexpr = P > 1 and BITS == 32 and not PLACED  # a row is read once for all its places
     lo, hi = tl.load(in_bound(plan, R + node, c, D, C)), tl.load(in_bound(plan, R + node, c + 1, D, C))
     i0 = tl.load(done).to(tl.int32)
     base = tl.load(net_taken_from(state, node, c, R, G, C))
@@ -241,7 +248,7 @@ def _forward_turn(
                 rows = table + (lo + i).to(tl.int64)[:, None] * P + q[None, :]
                 inside = here[:, None] & near[None, :] & (lo + i < cap)[:, None]
                 if FRESH:
-                    hit = tl.where(inside, _hits(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, PAY + (S * 4 + 15) // 16 * 16), 0)
+                    hit = tl.where(inside, _hits(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, META), 0)
                     earlier = (b[None, :] < b[:, None])[:, :, None]  # Triton 3.6 crashes on a scan of so few rows
                     at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
                     tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
@@ -254,21 +261,29 @@ def _forward_turn(
                 if reports(step, lacking(rooms, wants, beside) > 0, False):
                     give_up_on_one(state, ON_ROOMS, node * C + c + (q * 0), wants, rooms, beside)
                 if ok:
-                    ROW: tl.constexpr = SLOT * 8 // BITS
-                    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
                     mine_at = tl.sum(tl.where(my, at, 0), axis=1)
-                    place_rows(
-                        ring, ring + PAY, ring + META, i % NQ, a0 + mine_at,
-                        (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most), source, begin, end, plan, T, num_rows, out, out_scales, topk_idx, picks,
-                        weights, gather_source, gather, slots, ROW, SLOT // 4, SLOT // 4, D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED,
-                        FRESH, WEIGHTED, STATIC,
-                    )  # fmt: skip
+                    stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
+                    place = a0 + mine_at
+                    if AT_ONCE:
+                        place_riders(
+                            ring + PAY, ring + META, i % NQ, place, stays, source, begin, end, out_scales, topk_idx, weights,
+                            gather_source, slots, gather, SLOT // 4, SLOT // 4, K, KP, S, FRESH, WEIGHTED, STATIC,
+                        )  # fmt: skip
+                    else:
+                        place_rows(
+                            ring, ring + PAY, ring + META, i % NQ, place, stays, source, begin, end, plan, T, num_rows, out,
+                            out_scales, topk_idx, picks, weights, gather_source, gather, slots, SLOT * 8 // BITS, SLOT // 4, SLOT // 4,
+                            D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
+                        )  # fmt: skip
                     for k0 in range(0, SLOT // 4 if P > 1 else 0, BLOCK):
                         w = k0 + tl.arange(0, BLOCK)
                         mask = here[:, None] & (w < SLOT // 4)[None, :]
                         words_of = tl.multiple_of(ring.to(tl.pointer_type(tl.int32)), 16)
                         words_of = words_of + (i % NQ).to(tl.int64)[:, None] * (SLOT // 4) + w[None, :]
                         v = tl.load(words_of, mask=mask, cache_modifier=".cg")
+                        if AT_ONCE:
+                            to = as_words(out, 32) + place.to(tl.int64)[:, None] * N + w[None, :]
+                            tl.store(to, v, mask=stays[:, None] & (w < N)[None, :], cache_modifier=".cs")
                         for p in tl.static_range(P):
                             one = ((q == p) & beside)[None, :]
                             goes = tl.sum(tl.where(one, hit, 0), axis=1) > 0
@@ -331,7 +346,7 @@ def two_dispatch_kernel(
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
             for turn in range((TASKS + WORKERS - 1) // WORKERS):
-                task = dealt(worker, turn, WORKERS)
+                task = dealt(worker, turn, c, WORKERS, TASKS)
                 done = done_in(state, task, c, R, G, C)
                 rows, relayed = worker * 0, worker * 0
                 if task < G - 1:

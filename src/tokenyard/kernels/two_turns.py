@@ -28,16 +28,22 @@ ON_TIME, DIRECT_REPORT, REPORT, ANY_REPORT, OVER = (tl.constexpr(step) for step 
 
 
 @triton.jit
-def dealt(worker, turn, W: tl.constexpr):
-    """The task of a worker in a turn. Heavy tasks come first; who has the heaviest of one round has the lightest of the next."""
-    return turn * W + tl.where(turn % 2 == 0, worker, W - 1 - worker)
+def dealt(worker, turn, channel, W: tl.constexpr, TASKS: tl.constexpr):
+    """The task of a worker in a turn. Heavy tasks come first; who has the heaviest of one round has the lightest of the next.
+
+    Each channel begins a round elsewhere: if all were at the same kind of task at once, links would be idle while rows are copied
+    inside ranks, and too narrow while they are stored to others.
+    """
+    ROUND: tl.constexpr = (TASKS + W - 1) // W
+    i = (turn + channel) % ROUND
+    return i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
 
 
 @triton.jit
 def begin_tasks(state, worker, channel, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
     """This worker's tasks are at their beginning."""
     for turn in range((TASKS + W - 1) // W):
-        task = dealt(worker, turn, W)
+        task = dealt(worker, turn, channel, W, TASKS)
         if task < TASKS:
             tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))
     tl.debug_barrier()

@@ -79,12 +79,15 @@ def nvlink_in_place(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) 
 
 
 def nvlink_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """A combine through rings inside a node."""
+    """A combine through rings inside a node.
+
+    A reducer takes as long for a token of four ranks as of two, since it loads the rows of all ranks at once: its work is results.
+    """
     sent = moved.nvlink.busiest * work.back_bytes
     left = _last_chunks(moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].back_chunk, work.gpus_per_node)
     return Terms(
         nvlink=sent / (rates.combine.link_gbs * US),
-        programs=_programs(sent, sizes.reducers, rates.combine),
+        programs=_programs(work.tokens * work.back_bytes, sizes.reducers, rates.combine),
         latency=rates.combine.fixed_us,
         fill=left * work.back_bytes / (rates.copy_gbs * US),
     )
@@ -122,7 +125,7 @@ def twolevel_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates
     return Terms(
         nvlink=inside / (rates.dispatch.link_gbs * US),
         nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.chunk) * rates.put_us,
-        programs=by_turns(_touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates),
+        programs=by_turns(touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates),
         latency=rates.dispatch.fixed_us + 2 * rates.latency_us,
         fill=last / (rates.dispatch.link_gbs * US) + drained / (rates.copy_gbs * US),
     )
@@ -137,14 +140,14 @@ def twolevel_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates)
     return Terms(
         nvlink=inside / (rates.combine.link_gbs * US),
         nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.back_chunk) * rates.put_us,
-        programs=by_turns(_touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates),
+        programs=by_turns(touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates),
         latency=rates.combine.fixed_us + 2 * rates.latency_us,
         fill=(last + drained) / (rates.copy_gbs * US),
     )
 
 
-def _touched(moved: Traffic, work: Workload) -> float:
-    """Rows that a GPU's programs read, each time they do.
+def touched(moved: Traffic, work: Workload) -> float:
+    """Rows that a GPU's programs of engine twolevel copy, each time they do.
 
     Dispatch: into staging, to local ranks, out of rings, and rows that stay, also those that forwarders keep. Combine: the same
     backwards. Puts are the NIC's work.

@@ -15,7 +15,7 @@ class Leg(NamedTuple):
     Attributes:
         fixed_us: what an empty call takes: launch, greetings, last signal.
         link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
-        program_gbs: what one program that moves rows does; None: no limit known.
+        program_gbs: what one program that moves rows does, in a combine what one reducer stores of results; None: no limit known.
     """
 
     fixed_us: float
@@ -83,7 +83,7 @@ def _faster(leg: Leg, scale: float) -> Leg:
 H200 = Rates(
     dispatch=Leg(11.6, 364.0, 31.6),
     in_place=Leg(12.6, 360.0, 60.7),
-    combine=Leg(12.9, 357.0, 11.8),
+    combine=Leg(12.9, 357.0, 11.9),
     collective=Leg(269.0, 275.0),
     collective_back=Leg(459.0, 115.0),
     copy_gbs=2074.0,
@@ -95,5 +95,6 @@ H200 = Rates(
     source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261121 and collective-4xh200-20261121",
 )
 """Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is half of what a local copy was
-seen to read and write, in no record. ``turns_*``: from two figures each, 23 and 128 programs on two GPUs as two nodes
-(docs/performance.md, "Engine twolevel"). The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""
+seen to read and write, in no record. ``turns_*``: chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of
+shapes that changed since (docs/performance.md, "Engine twolevel"); four GPUs as 2x2 test them (docs/planner.md). The network was
+not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""

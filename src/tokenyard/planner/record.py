@@ -71,8 +71,9 @@ def _point(row: dict[str, Any], ranks: int) -> Point | None:
     if leg is None or clock is None or job["skew"] != "uniform" or job["layout"] != "flat" or job["dtype"] != "bf16":
         return None
     sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
-    limit = {} if row["sms"] is None else {"sms": row["sms"]}
-    return Point(leg, Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, **sizes, **limit), clock["median"])
+    limits = {"sms": row["sms"], "buffer_bytes": row.get("rings")}
+    given = {name: value for name, value in limits.items() if value is not None}
+    return Point(leg, Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, **sizes, **given), clock["median"])
 
 
 def _leg(row: dict[str, Any], job: dict[str, Any]) -> tuple[str | None, Dtype]:

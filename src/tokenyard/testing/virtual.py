@@ -8,7 +8,7 @@ from unittest import SkipTest
 
 from tokenyard.memory.virtual import VirtualGroup, run_virtual_ranks
 from tokenyard.testing.job import Ranks
-from tokenyard.testing.worker import call_body
+from tokenyard.testing.worker import call_body, skip_exceptions
 
 ON_KERNELS = ("nvlink", "twolevel", "low_latency")
 """Engines that ranks of one process have."""
@@ -19,11 +19,13 @@ def run_on_virtual_ranks(
 ) -> None:
     """Run ``body`` once per rank. It gets the same :class:`Ranks`, with a group that ``ExpertParallel`` takes."""
     _skip_others(engine)
+    skipped: list[str] = []
 
     def rank(group: VirtualGroup) -> None:
-        call_body(body, arguments, Ranks(group.rank(), world_size, group.device, engine, group))
+        _call(body, arguments, Ranks(group.rank(), world_size, group.device, engine, group), skipped)
 
     run_virtual_ranks(world_size, rank, "cuda", timeout)
+    _skip_as_ranks_did(skipped, world_size)
 
 
 def run_in_simulator(
@@ -34,10 +36,28 @@ def run_in_simulator(
     from tokenyard.testing.simulator import SimulatedRank, simulate
     from tokenyard.testing.simulator.group import SimulatedGroup
 
+    skipped: list[str] = []
+
     def rank(here: SimulatedRank) -> None:
-        call_body(body, arguments, Ranks(here.rank, world_size, here.device, engine, SimulatedGroup(here)))
+        _call(body, arguments, Ranks(here.rank, world_size, here.device, engine, SimulatedGroup(here)), skipped)
 
     simulate(world_size, rank, seed=seed)
+    _skip_as_ranks_did(skipped, world_size)
+
+
+def _call(body: Callable[..., Any], arguments: dict[str, Any], ranks: Ranks, skipped: list[str]) -> None:
+    """Be one rank; add to ``skipped`` why it skips."""
+    try:
+        call_body(body, arguments, ranks)
+    except skip_exceptions() as error:
+        skipped.append(str(error))
+
+
+def _skip_as_ranks_did(skipped: list[str], world_size: int) -> None:
+    if len(skipped) == world_size:
+        raise SkipTest("; ".join(sorted(set(skipped))))
+    if skipped:
+        raise RuntimeError(f"{len(skipped)} of {world_size} ranks skipped ({skipped[0]}), but not every rank did")
 
 
 def _skip_others(engine: str) -> None:

@@ -78,14 +78,14 @@ def call_body(body: Callable[..., Any], arguments: dict[str, Any], ranks: Ranks)
 
 
 def _outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, _skip_exceptions()):
+    if isinstance(error, skip_exceptions()):
         return Outcome(Ending.SKIPPED, str(error))
     report = TracebackException(type(error), error, _without_this_file(error.__traceback__))
     last = "".join(report.format_exception_only())
     return Outcome(Ending.FAILED, last.rstrip("\n"), "".join(report.format()).removesuffix(last))
 
 
-def _skip_exceptions() -> tuple[type[BaseException], ...]:
+def skip_exceptions() -> tuple[type[BaseException], ...]:
     outcomes = sys.modules.get("_pytest.outcomes")
     return (SkipTest,) if outcomes is None else (SkipTest, outcomes.Skipped)
 
