@@ -21,6 +21,8 @@ Facts = dict[str, dict[str, Any]]
 SPILLS = {
     "FP8": 40,  # a row that is cast is held in registers
     "combine_kernel EXPERT_MAJOR exact back @24": 13,  # eight rows on their way at once, 16 warps
+    "combine_kernel EXPERT_MAJOR exact back float32 @132": 7,
+    "combine_kernel EXPERT_MAJOR exact back with two biases @132": 3,
     "dispatch_kernel EXPERT_MAJOR exact fresh fp8 @132": 4,
     "dispatch_kernel EXPERT_MAJOR static fresh fp8 @132": 4,
 }

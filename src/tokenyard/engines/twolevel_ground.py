@@ -98,7 +98,7 @@ class TwoGround(Ground):
         if config.topology is None:
             raise NotSupported("engine 'twolevel' needs a grid of ranks: pass topology=(num_nodes, ranks_per_node)")
         self.grid, self.tuning = config.topology, shape
-        self.net = bool(getattr(memory, "ranks_per_node", 0))
+        self.net = memory.ranks_per_node > 0
         super().__init__(config, memory, shape, buffer_bytes)
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:

@@ -20,6 +20,8 @@ class DeviceMemory:
         kernels: those loaded on it. Launches go to its current stream.
     """
 
+    ranks_per_node = 0
+
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self.device = device
         self._kernels = kernels

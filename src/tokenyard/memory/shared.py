@@ -42,6 +42,8 @@ class SharedMemory:
         num_sms: programs that a launch should have at most; each is a process.
     """
 
+    ranks_per_node = 0
+
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: float, language: Language, num_sms: int = 2
     ) -> None:
