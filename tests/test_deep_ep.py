@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tokenyard as ty
 from deep_ep_calls import fresh
@@ -119,6 +122,35 @@ def test_without_top_k(ranks: Ranks) -> None:
         assert torch.equal(bare[4][0], handle[0]) and bare[4][4] is in_ranks
         assert torch.equal(buffer.dispatch(world.x[rank], handle=bare[4])[0], recv_x)
         assert torch.equal(buffer.combine(recv_x, bare[4])[0], buffer.combine(recv_x, handle)[0])
+
+
+class Seen(TorchFunctionMode):
+    """Counts calls of torch, as ``torch.set_default_device`` would look at each of them."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@distributed_test(world_size=2)
+def test_a_default_device_is_not_asked_for_each_call_of_torch(ranks: Ranks) -> None:
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    world = World.of(ranks, "uneven", 12)
+    x, idx, weights = world.x[rank], world.idx[rank], world.weights[rank]
+    _, _, _, _, handle, _ = fresh(buffer, world)
+    blocks = buffer.low_latency_dispatch(x, idx, 28, 12)
+    calls: list[Callable[[], Any]] = [
+        lambda: fresh(buffer, world),
+        lambda: buffer.dispatch(x, handle=handle),
+        lambda: buffer.low_latency_dispatch(x, idx, 28, 12),
+        lambda: buffer.low_latency_combine(from_fp8(*blocks[0]), idx, weights, blocks[2]),
+    ]
+    for call in calls:
+        with Seen() as seen:
+            call()
+        assert seen.count < 12, seen.count
 
 
 @distributed_test(world_size=(2, 3))

@@ -281,7 +281,8 @@ class Buffer:
         stats = cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
             use_fp8, stats = stats, None
-        names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
+        if fork:
+            names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
         names.check_one_way(async_finish, return_recv_hook)
         waits, mode = dispatch_wait_recv_cost_stats, low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
 
@@ -321,7 +322,8 @@ class Buffer:
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
         """
-        names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
+        if fork:
+            names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
         names.check_one_way(async_finish, return_recv_hook)
         known, waits = low_latency.check_handle(handle), combine_wait_recv_cost_stats
 

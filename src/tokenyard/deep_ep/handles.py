@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, SupportsIndex, TypeVar
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -31,11 +31,8 @@ def per_node(in_ranks: Tensor) -> Tensor:
     return whole.view(-1, num_nodes(ranks), RANKS_PER_NODE).any(2)
 
 
-_Lazy = TypeVar("_Lazy", bound="LazyTuple")
-
-
 class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read, and kept.
+    """A tuple whose items are made when they are read, and kept. To C code that does not ask it, its items are None.
 
     Attributes:
         ep, native: the object that dispatched, and its handle.
@@ -43,18 +40,15 @@ class LazyTuple(tuple[Any, ...]):
     """
 
     makers: ClassVar[tuple[Callable[[Any], Any], ...]]
+    _blank: ClassVar[tuple[None, ...]]
     ep: ExpertParallel
     native: Handle
     made_on: Any = None
     _kept_for: tuple[Any, ...] = ()
-    _items: dict[int, Any]
+    _items: dict[int, Any] | None = None
 
-    @classmethod
-    def _start(cls: type[_Lazy], ep: ExpertParallel, native: Handle) -> _Lazy:
-        """To C code that reads tuples without asking them, a tuple of as many items."""
-        handle = tuple.__new__(cls, (None,) * len(cls.makers))
-        handle.ep, handle.native, handle._items = ep, native, {}
-        return handle
+    def __init_subclass__(cls) -> None:
+        cls._blank = (None,) * len(cls.makers)
 
     def keep_for(self, stream: Any) -> None:
         """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of another stream."""
@@ -66,6 +60,8 @@ class LazyTuple(tuple[Any, ...]):
         if isinstance(at, slice):
             return tuple(self)[at]
         place = range(len(self.makers))[at]
+        if self._items is None:
+            self._items = {}
         if place not in self._items:
             if self.made_on is not None:  # this stream reads its memory now
                 arrived = self.native.arrived
@@ -112,8 +108,9 @@ class NormalHandle(LazyTuple):
         num_sms: int,
     ) -> NormalHandle:
         """``in_ranks`` or ``topk_idx`` says where tokens go."""
-        handle = cls._start(ep, native)
-        handle.num_rows, handle._in_ranks, handle._topk_idx, handle._num_sms = num_rows, in_ranks, topk_idx, num_sms
+        handle = tuple.__new__(cls, cls._blank)
+        handle.ep, handle.native, handle.num_rows = ep, native, num_rows
+        handle._in_ranks, handle._topk_idx, handle._num_sms = in_ranks, topk_idx, num_sms
         return handle
 
     @property
@@ -241,7 +238,9 @@ class LowLatencyHandle(LazyTuple):
 
     @classmethod
     def of(cls, ep: ExpertParallel, native: Handle) -> LowLatencyHandle:
-        return cls._start(ep, native)
+        handle = tuple.__new__(cls, cls._blank)
+        handle.ep, handle.native = ep, native
+        return handle
 
     def packed_recv_src_info(self) -> Tensor:
         config = self.ep.config

@@ -78,10 +78,12 @@ def dispatch(
     recv = ep.dispatch(
         x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
     )
-    seen = recv.ahead if hooked else recv
+    seen, hook = recv, None
+    if hooked:
+        seen, hook = recv.ahead, recv.hook
+        seen.wait()  # sooner than by reading
     rows = seen.x if mode is None else (seen.x, seen.scales)
-    handle = LowLatencyHandle.of(ep, seen.handle)
-    return rows, seen.tokens_per_expert, handle, recv.hook if hooked else None
+    return rows, seen.tokens_per_expert, LowLatencyHandle.of(ep, seen.handle), hook
 
 
 def _dispatch_elsewhere(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import NamedTuple
 
@@ -40,10 +40,11 @@ max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
 
 
 class Turns(NamedTuple):
-    """Objects of low-latency mode, and whose turn it is."""
+    """Objects of low-latency mode, whose turn it is, and a question to each (none with masks): which rank it found silent."""
 
     objects: list[ExpertParallel]
     turns: Iterator[ExpertParallel]
+    silent: list[Callable[[], int | None]]
 
 
 class Natives:
@@ -72,25 +73,15 @@ class Natives:
         made = self._low.get(sizes)
         if made is None:
             objects = self._make_low_latency(sizes)
-            made = self._low[sizes] = Turns(objects, cycle(objects))
-        if not self._masks:
-            self._check_silence(made.objects)
-        return next(made.turns)
-
-    def _check_silence(self, objects: list[ExpertParallel]) -> None:
-        """Without masks nobody asks who was left out, so the next call tells.
-
-        Raises:
-            PeerTimeout: a rank stayed silent in an earlier call.
-        """
-        for made in objects:
-            low = made._calls.low  # pyright: ignore[reportPrivateUsage]
-            rank = None if low is None else low.silent_rank()
+            made = self._low[sizes] = Turns(objects, cycle(objects), [] if self._masks else _questions(objects))
+        for silent in made.silent:  # without masks nobody asks who was left out, so the next call tells
+            rank = silent()
             if rank is not None:
                 raise PeerTimeout(
-                    f"rank {rank} was silent for {made.config.timeout} s in an earlier low-latency call, and its tokens are "
-                    "missing there: restart it, or go on without it with Buffer(enable_shrink=True)", rank
+                    f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier low-latency call, and its "
+                    "tokens are missing there: restart it, or go on without it with Buffer(enable_shrink=True)", rank
                 )  # fmt: skip
+        return next(made.turns)
 
     def all_low_latency(self) -> list[ExpertParallel]:
         """Every object of low-latency mode."""
@@ -134,3 +125,8 @@ class Natives:
             made.close()
         self._normal.clear()
         self._low.clear()
+
+
+def _questions(objects: list[ExpertParallel]) -> list[Callable[[], int | None]]:
+    lows = [made._calls.low for made in objects]  # pyright: ignore[reportPrivateUsage]
+    return [low.silent_rank for low in lows if low is not None]

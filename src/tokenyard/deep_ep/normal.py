@@ -31,12 +31,14 @@ Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int], NormalHandle]
 
 def parts_of(x: Any) -> tuple[Payload, Tensor, Tensor | None]:
     """``x`` as the native calls take it, its rows, and its scales if it is a pair of FP8 data and scales."""
+    if isinstance(x, Tensor) and x.dim() == 2:
+        return x, x, None
     data, scales = x, None
     if isinstance(x, (tuple, list)) and len(x) == 2:  # pyright: ignore[reportUnknownArgumentType]
         data, scales = cast("tuple[Any, Any]", x)
-    if not isinstance(data, Tensor) or data.dim() != 2:
+    if data is x or not isinstance(data, Tensor) or data.dim() != 2:
         raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
-    return (data if data is x else Quantized(data, cast("Tensor", scales))), data, scales
+    return Quantized(data, cast("Tensor", scales)), data, cast("Tensor", scales)
 
 
 def dispatch(
@@ -61,7 +63,9 @@ def dispatch(
         return rows, idx, recv_weights, [], kind_for(size).of(ep, recv.handle, worst, in_ranks, topk_idx, num_sms)
     native = recv.handle
     handle = kind_for(size).of(ep, native, native.num_rows, in_ranks, topk_idx, num_sms)
-    return _rows(recv), recv.topk_idx, recv.topk_weights, aligned(recv.tokens_per_expert_list, alignment), handle
+    counts = host_ints(native.plan.splits)  # ``recv.tokens_per_expert_list``, sooner
+    del counts[: -recv.tokens_per_expert.shape[0] or None]
+    return _rows(recv), recv.topk_idx, recv.topk_weights, aligned(counts, alignment), handle
 
 
 def check_bare(in_ranks: Tensor | None, topk_weights: Tensor | None, num_worst_tokens: int) -> Tensor:

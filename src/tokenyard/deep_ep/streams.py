@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
@@ -45,6 +46,9 @@ class Streams:
     ) -> tuple[Result, EventOverlap]:
         """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any), without autograd, as DeepEP does.
 
+        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which DeepEP's own programs call, is one,
+        under which even ``tensor.shape`` costs ten times as much.
+
         Args:
             call: returns a tensor, or a tuple of tensors, a handle and other things.
             later: on the communication stream, else on the current one.
@@ -55,13 +59,16 @@ class Streams:
         if tracks:
             torch.set_grad_enabled(False)  # sooner than no_grad()
         try:
-            if not like.is_cuda:
-                return call(*arguments), EventOverlap(EventHandle() if later else None)
-            device, event = like.device, None if after is None else after.event
-            if device.index == torch.cuda.current_device():
-                return self._on_gpu(call, arguments, device, event, later, reads, handle)
-            with torch.cuda.device(device):
-                return self._on_gpu(call, arguments, device, event, later, reads, handle)
+            with DisableTorchFunction():
+                if not like.is_cuda:
+                    return call(*arguments), EventOverlap(EventHandle() if later else None)
+                device = like.device
+                if device.index != torch.cuda.current_device():
+                    with torch.cuda.device(device):
+                        return self._on_gpu(call, arguments, device, after, later, reads, handle)
+                if later or after is not None or handle is not None:
+                    return self._on_gpu(call, arguments, device, after, later, reads, handle)
+                return call(*arguments), EventOverlap()  # as there: sooner
         finally:
             if tracks:
                 torch.set_grad_enabled(True)
@@ -71,11 +78,12 @@ class Streams:
         call: Callable[..., Result],
         arguments: tuple[Any, ...],
         device: torch.device,
-        event: EventHandle | None,
+        after: EventOverlap | None,
         later: bool,
         reads: tuple[Any, ...],
         handle: LazyTuple | None,
     ) -> tuple[Result, EventOverlap]:
+        event = None if after is None else after.event
         if not later:
             if event is not None:
                 event.current_stream_wait()
