@@ -46,8 +46,8 @@ class Streams:
     ) -> tuple[Result, EventOverlap]:
         """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any), without autograd, as DeepEP does.
 
-        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which DeepEP's own programs call, is one,
-        under which even ``tensor.shape`` costs ten times as much.
+        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which DeepEP's own programs call,
+        sets one, under which even ``tensor.shape`` costs ten times as much.
 
         Args:
             call: returns a tensor, or a tuple of tensors, a handle and other things.
