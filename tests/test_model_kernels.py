@@ -141,9 +141,9 @@ if left > 0
     if seen >= want
       look_at_all(heads)
       while (moved < n) & ok
-        if FRESH
-          tl.store(rows)
         if ok
+          if FRESH
+            tl.store(rows)
           if AT_ONCE
             place_riders(ring + PAY)
           else

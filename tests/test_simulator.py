@@ -140,6 +140,34 @@ def test_pollers_sleep_until_something_changes() -> None:
 
 
 @triton.jit
+def look_thrice_then_answer(mem, out):
+    """Read one word three times, which looks like polling, and only then the one that has been set."""
+    for _ in range(3):
+        tl.load(words(mem) + 1)
+    tl.store(words(out), tl.atomic_add(words(mem) + 2, 0, sem="acquire", scope="sys"))
+    tl.atomic_add(words(mem) + 3, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def store_until_answered(mem, scratch):
+    seen = tl.full((), 0, tl.int64)
+    while seen < 1:
+        tl.store(words(scratch), seen)
+        seen = tl.atomic_add(words(mem) + 3, 0, sem="acquire", scope="sys")
+
+
+def test_who_fell_asleep_wrongly_wakes_beside_others_that_never_rest() -> None:
+    for seed in range(4):
+        sim = Simulator(2, seed=seed, max_steps=100_000)
+        mem, scratch, out = sim.allocate(64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        mem.view(np.int64)[2] = 5
+        sim.launch(0, look_thrice_then_answer, 1, mem.ctypes.data, out.ctypes.data)
+        sim.launch(1, store_until_answered, 1, mem.ctypes.data, scratch.ctypes.data)
+        sim.run()
+        assert out[0] == 5
+
+
+@triton.jit
 def read_again_and_again(mem, out, n, m):
     """Nothing changes meanwhile, and nobody else is there."""
     total = tl.full((), 0, tl.int64)

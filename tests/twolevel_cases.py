@@ -49,7 +49,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
 def long_batch(per_node: int, seed: int) -> Scenario:
     """2 nodes, one pick per token, many tokens through rings of two slots."""
-    ranks, tokens = 2 * per_node, 215 * per_node
+    ranks, tokens = 2 * per_node, 240 * per_node
     case = Case(ranks, num_tokens=tokens, num_topk=1, num_experts=ranks, hidden=40, dtype=torch.float32, seed=seed)
     base = rehearsal("rings" if seed % 2 == 0 else "peers", seed)
     rounds = (Round(case, ("plain",), case),)

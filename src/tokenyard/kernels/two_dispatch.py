@@ -251,7 +251,6 @@ def _forward_turn(
                     hit = tl.where(inside, _hits(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, META), 0)
                     earlier = (b[None, :] < b[:, None])[:, :, None]  # Triton 3.6 crashes on a scan of so few rows
                     at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
-                    tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
                 else:
                     at = tl.load(rows, mask=inside, other=-1)
                     hit = (at >= 0).to(tl.int32)
@@ -261,6 +260,8 @@ def _forward_turn(
                 if reports(step, lacking(rooms, wants, beside) > 0, False):
                     give_up_on_one(state, ON_ROOMS, node * C + c + (q * 0), wants, rooms, beside)
                 if ok:
+                    if FRESH:
+                        tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
                     mine_at = tl.sum(tl.where(my, at, 0), axis=1)
                     stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
                     place = a0 + mine_at

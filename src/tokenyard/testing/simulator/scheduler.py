@@ -23,6 +23,9 @@ from tokenyard.testing.simulator.program import Launch, Program, Stream
 from tokenyard.testing.simulator.standstill import Standstill
 from tokenyard.testing.simulator.weak import WeakMemory
 
+_MOST_SLEEP = 20_000
+"""Steps after which sleepers look again: whether a poller has come round is a guess, and others may never be at rest."""
+
 
 class Simulator:
     """Runs programs and host code of all ranks, one step of one of them at a time, in an order that the seed decides.
@@ -77,7 +80,7 @@ class Simulator:
         self._speeds = self.hardware.speeds(self.rng, world_size)
         self._standstill = Standstill(self)
         self._ready: list[Program] = []
-        self._serial = self._events = 0
+        self._serial = self._events = self._slept_until = 0
         self._errors: dict[int, BaseException] = {}
         self._kept: list[Any] = []
         self._hub = greenlet.getcurrent()
@@ -187,6 +190,10 @@ class Simulator:
     def _run_one(self) -> bool:
         """Let somebody go on. False if all have ended."""
         self.network.pass_time()
+        if self.steps >= self._slept_until + _MOST_SLEEP:
+            self._slept_until = self.steps
+            for p in [p for p in self.live.values() if p.asleep]:
+                self.wake(p)
         if self.hardware.late and self.rng.random() < self.hardware.late:
             self._leak_late()
         for _ in range(8 if self._ready or self.hosts else 0):
