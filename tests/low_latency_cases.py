@@ -41,18 +41,19 @@ class Scenario:
     programs: int
     rounds: tuple[Round, ...]
     words: int = 64
-    picks: int = 2
+    pieces: int = 2
+    shares: int = 2
 
     @property
     def shape(self) -> Shape:
         """Rows take several steps, and programs several rows."""
-        return Shape(programs=self.programs, words=self.words, part=32, whole=64, picks=self.picks)
+        return Shape(programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=self.shares)
 
     @property
     def buffer_bytes(self) -> int:
         """Room for rows of float32."""
         tokens = 2 * self.world_size * self.max_tokens
-        slot = 4 * self.hidden + 16 * self.num_topk + 512
+        slot = 4 * self.hidden + 16 * self.num_topk + 512 + 64
         return tokens * slot + 64 * tokens * (self.num_topk + 2) + 64 * self.world_size * (self.num_experts + 2)
 
     def config(self, rank: int, timeout: float = 5.0) -> Config:
@@ -74,6 +75,8 @@ def draw(world_size: int, seed: int) -> Scenario:
         hidden=random.choice((8, 16, 24, 40, 132, 17)),
         programs=world_size + random.choice((0, 1, 3)),
         words=random.choice((8, 64)),
+        pieces=random.choice((1, 2)),
+        shares=random.choice((1, 2, 2, 4, 8)),
         rounds=(),
     )
     rounds = [_round(scenario, random, 4 * seed + i) for i in range(1 if few else random.choice((1, 2, 3)))]

@@ -15,13 +15,14 @@ from torch import Tensor
 import tokenyard as ty
 from cases import Case
 from low_latency_cases import PADDED, Scenario
+from low_latency_plants import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun
 from tokenyard import reference
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.header import COMBINE, DISPATCH
 from tokenyard.testing import assert_same_bits, poisoned
-from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.testing.simulator import RanksFailed, SimulatedRank, simulate
 
 TIMEOUT = 5.0
 WAYS = ("plain", "weighted", "weighted by the owner")
@@ -217,6 +218,17 @@ def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[b
     for death in range(deaths):
         play(scenario, body, seed, kill={1: first + (ended - first) * death // deaths})
     return told[1:]
+
+
+def torn(seeds: int, agree: bool) -> int:
+    """The first of so many seeds in which a token lacks a rank that dies in a combine in some of its channels only; -1 if there is none."""
+    with planted("" if agree else TORN.kind):
+        for seed in range(seeds):
+            try:
+                deaths_in_a_combine(2, seed, 4)
+            except (AssertionError, RanksFailed):
+                return seed
+    return -1
 
 
 def meet(mine: RankRun, name: str) -> None:

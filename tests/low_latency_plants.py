@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from plants import Plant, planted_in
 
 _ROW_FLAG = '    tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")\n'
-_ROW_FLAGS = "    flags = flag_of(bases, half, me, t, R, M, LC)\n" + _ROW_FLAG
+_ROW_FLAGS = "    flags = flag_of(bases, half, me, t, R, M, LC) + piece\n" + _ROW_FLAG
 _SUM_FLAG = '        tl.atomic_max(flag_of(base, half, me, t, R, M, LC), 2 * call + 1, sem="release", scope="sys")\n'
 _READY = 'tl.atomic_xchg(words(state) + READY, call, sem="release", scope="gpu")'
 _READY_SEEN = 'tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")'
@@ -59,8 +59,12 @@ PLANTS = {
     # What is waited for
     "plain load for an acquire": _plant(
         "acquire",
-        "sync",
-        ('    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")', "    return tl.load(counter)"),
+        "wait",
+        ('tl.min(tl.atomic_add(flags, 0, sem="acquire", scope="sys"))', "tl.min(tl.load(flags))"),
+        times=2,
+    ),
+    "one piece waited for": _instead(
+        "acquire", "wait", "flags = flag + tl.arange(0, PIECES)", "tl.arange(0, PIECES)", "tl.arange(0, 1)"
     ),
     "plain loads for acquires": _plant(
         "acquire",
@@ -70,7 +74,7 @@ PLANTS = {
     ),
     "READY seen without order": _instead("acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2),
     "no barrier behind a flag": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_flags"),
-    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "_have_come"),
+    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "agree"),
     "no barrier behind READY": _without("barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("),
     # Which call it is
     "dispatch: flags of the last but one": _instead(
@@ -96,12 +100,17 @@ PLANTS = {
         "reused too early", "combine", ("        if pid == P - 1:\n", "        if pid == P:\n"), within=40
     ),
     # What is sent at all
-    "dispatch: last token dropped": _instead("last token", "dispatch", "for token in range(pid, T, P)", "T", "T - 1"),
+    "dispatch: last piece dropped": _instead(
+        "last token", "dispatch", "for u in range(pid, T * PIECES, P)", "T * PIECES", "T * PIECES - 1"
+    ),
     "combine: last slot dropped": _instead("last token", "combine", "for u in range(pid, R * M, P)", "M", "M - 1"),
 }
 """By name."""
 
+TORN = Plant("torn sum", "low_wait", (("    if tl.max(doubted.to(tl.int32)) > 0:\n", "    if tl.max(doubted.to(tl.int32)) > 1:\n"),), 1)
+"""Found only where ranks die: ``low_latency_failures.torn``."""
+
 
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies without one."""
-    return planted_in("tokenyard.engines.low_latency_launches", PLANTS[name] if name else None)
+    return planted_in("tokenyard.engines.low_latency_launches", (PLANTS | {TORN.kind: TORN})[name] if name else None)

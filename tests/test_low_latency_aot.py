@@ -67,8 +67,6 @@ def test_products_are_rounded_before_sums(real: Facts) -> None:
 
 
 def test_nothing_is_spilled(real: Facts) -> None:
-    """But what the cast of FP8 takes beyond 128 registers in programs of 4 warps: as measured, they are faster all the same."""
+    """But one word where rows are sent as they are."""
     spilled = {name: each["spills"] for name, each in real.items() if each["spills"]}
-    casts = {"FP8", "FP8 by column", "options", "hook send"}
-    assert set(spilled) <= {f"low_dispatch_kernel {name}" for name in casts}
-    assert all(count <= 8 for count in spilled.values()), spilled
+    assert set(spilled) <= {"low_dispatch_kernel None"} and sum(spilled.values()) <= 2, spilled

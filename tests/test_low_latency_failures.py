@@ -44,6 +44,12 @@ def test_what_a_sum_lacks_is_told_token_by_token() -> None:
     assert any(any(weights) and not all(weights) for weights in lost)
 
 
+def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
+    """Programs that share a token see a rank die at different times, and agree. If they did not, it would show."""
+    fine, found = run_all("low_latency_failures.torn", [(6 * SOAK, True), (6, False)])
+    assert fine == -1 < found
+
+
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
     for endings in run_all(f"low_latency_failures.{story}", [(size, seed) for size in (2, 3) for seed in range(2)]):

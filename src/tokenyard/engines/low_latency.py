@@ -145,7 +145,7 @@ class LowLatencyEngine:
             address(payload.scales), out.x.data_ptr(), address(out.scales), arrived.weights.data_ptr(), arrived.source.data_ptr(),
             route + self._kinds.slots_at, route, plan.first_pick.data_ptr(), arrived.tokens_per_expert.data_ptr(),
             blocks.data_ptr(), arrived.overflow.data_ptr(), address(loads), address(waits), self._limit(options),
-            kind.tags[weighted], topk_idx.shape[0], kind.num_rows, spec.expert_alignment,
+            kind.tags[weighted], self.config.rank, topk_idx.shape[0], kind.num_rows, spec.expert_alignment,
         )  # fmt: skip
 
         def launch(parts: Parts) -> Launch:
@@ -213,7 +213,7 @@ class LowLatencyEngine:
             ground.peers, ground.state_at, ground.active_at, rows.data_ptr(), route + self._kinds.slots_at, address(weights),
             route, plan.first_pick.data_ptr(), *(term.data_ptr() for term in terms), *(0,) * (2 - len(terms)),
             total.data_ptr(), address(waits), address(lost), self._limit(options),
-            kind.tag(weighted == 2, host_ints(plan.splits)[-1]), tokens,
+            kind.tag(weighted == 2, host_ints(plan.splits)[-1]), self.config.rank, tokens,
         )  # fmt: skip
 
         def launch(parts: Parts) -> Launch:

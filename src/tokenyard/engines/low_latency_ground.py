@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,29 +29,32 @@ class Shape:
         max_registers: per thread.
         words: 4-byte words of a row that a dispatch has in flight at once.
         part, whole: channels that a combine has in flight, where rows are summed by token and where by rank.
-        picks: rows of one token that are summed side by side.
+        pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
+        shares: of a token's channels, each added up by a program of its own in a combine; a power of two.
     """
 
     programs: int
     num_warps: int = 8
     max_registers: int | None = 128
     words: int = 4096
-    part: int = 2048
+    part: int = 8192
     whole: int = 8192
-    picks: int = 8
+    pieces: int = 1
+    shares: int = 1
 
 
 def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than the former, as each takes one.
+    Rows are cut into as many parts as there are programs for, besides those that count.
 
     Raises:
         ValueError: too few multiprocessors.
     """
     if 2 * num_sms < num_ranks:
         raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
-    if num_ranks * max_tokens > 2 * num_sms:
-        return Shape(programs=4 * num_sms, num_warps=4)
-    return Shape(programs=2 * num_sms)
+    shape = Shape(programs=4 * num_sms, num_warps=4) if num_ranks * max_tokens > 2 * num_sms else Shape(programs=2 * num_sms)
+    parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
+    return replace(shape, pieces=min(parts, region.PIECES), shares=parts)
 
 
 def meta_words(num_topk: int) -> int:
@@ -100,7 +103,8 @@ class Ground:
         self.num_bytes = self.bytes_for(self.slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        state = torch.zeros(region.state_words(ranks, shape.programs, experts), dtype=torch.int64, device="cpu")
+        voters = tokens * shape.shares if shape.shares > 1 else 0
+        state = torch.zeros(region.state_words(ranks, shape.programs, experts, voters), dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)

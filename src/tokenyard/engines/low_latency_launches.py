@@ -19,9 +19,6 @@ from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
 
-PICKS_PER_WARP = 64
-"""That a program looks at at once."""
-
 Launch = Callable[..., None]
 
 
@@ -47,15 +44,17 @@ class Launches:
         columns: bool, loads: int, timed: bool,
     ) -> Launch:  # fmt: skip
         """``wide``: ids are int64. ``columns``, ``loads`` (bytes of one), ``timed``: what :class:`CallOptions` asks for."""
-        top, tokens = (power_of_two_at_least(n) for n in (self._config.num_topk, self._config.max_tokens_per_rank))
         asked = parts, wide, weighted, columns and parts.receive, loads, timed
         return self._bound(
             ("dispatch", form, mode, dtype, spec.layout, spec.expert_alignment > 1, *asked), low_dispatch_kernel,
             lambda: self._common(parts, timed) | {
-                "HB": self._ground.expert_bins, "TB": max(1, min(tokens, self._shape.num_warps * PICKS_PER_WARP // top)),
+                "HB": self._ground.expert_bins,
+                "TB": min(power_of_two_at_least(self._config.max_tokens_per_rank), 32 * self._shape.num_warps),
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "PAY": form.payload_bytes,
+                "PIECES": self._shape.pieces, "PART": max(1, power_of_two_at_least(form.words) // self._shape.pieces),
                 "BLOCK": min(power_of_two_at_least(form.words), self._shape.words),
-                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+                "MODE": 0 if mode is None else mode.value,
+                "GP": max(1, groups_of(form.hidden) // self._shape.pieces), "DTYPE": kernel_type(dtype),
                 "WIDE": wide, "WEIGHTED": weighted, "PADDED": spec.layout is Layout.EXPERT_PADDED,
                 "PADDING": spec.expert_alignment > 1, "COLUMNS": columns and parts.receive, "LOADS": loads,
             },
@@ -71,15 +70,16 @@ class Launches:
         return self._bound(
             ("combine", dtype, weighted, bias, parts, kept, timed, lost), low_combine_kernel,
             lambda: self._common(parts, timed) | {
-                "H": self._config.hidden, "BLOCK": min(hidden, shape.part), "WHOLE": min(hidden, shape.whole),
-                "GROUP": min(self._config.num_topk, shape.picks), "DTYPE": kernel_type(dtype), "WEIGHTED": weighted,
+                "H": self._config.hidden, "SHARES": shape.shares, "PART": max(1, hidden // shape.shares),
+                "BLOCK": min(hidden, shape.part), "WHOLE": min(max(1, hidden // shape.shares), shape.whole),
+                "DTYPE": kernel_type(dtype), "WEIGHTED": weighted,
                 "BIAS0": kinds[0], "BIAS1": kinds[1], "KEPT": kept, "LOST": lost,
             },
         )  # fmt: skip
 
     def refuse(self) -> Launch:
         """A call to which this rank brings nothing."""
-        names = ("R", "RP", "P", "M", "K", "LC")
+        names = ("R", "RP", "P", "M", "K", "LC", "EARLY")
         return self._bound(
             ("refuse",),
             low_refuse_kernel,
@@ -92,7 +92,7 @@ class Launches:
             "R": config.world_size, "RP": ground.rank_bins, "P": self._shape.programs, "M": config.max_tokens_per_rank,
             "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "E": config.num_experts,
             "LC": config.most_local_experts, "SLOT": ground.slot_bytes, "TIMED": timed, "SEND": parts.send,
-            "RECEIVE": parts.receive,
+            "RECEIVE": parts.receive, "EARLY": ground.memory.alone,
         }  # fmt: skip
 
     def _bound(self, key: tuple[Any, ...], kernel: Any, constants: Callable[[], dict[str, Any]]) -> Launch:

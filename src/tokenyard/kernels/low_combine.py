@@ -10,8 +10,9 @@ Who publishes what, who may read when:
 2. With weights of the owner: a program per token stores them at all its ranks, each word with its call, so they need no order either.
 3. A program per (owner, token) that has rows here sums them, stores the sum into slot (me, token) of the owner, and sets its flag there
    to ``2 * call + 1`` (release).
-4. A program per own token waits for the flags of the ranks that the token went to (acquire), then reads the slots. The last program waits
-   for the notes of all ranks, so that a launch ends only when all have come to the call. If asked, it also tells what the sum lacks.
+4. A program per share of an own token's channels waits for the flags of the ranks that the token went to (acquire), then reads the slots. If
+   it has to go on without one, it first agrees with the programs of the other shares. The last program waits for the notes of all ranks, so
+   that a launch ends only when all have come to the call. If asked, the first share's program also tells what the sum lacks.
 
 Why a slot may be reused: as in ``kernels/low_dispatch.py``; calls of both kinds are numbered together.
 """
@@ -21,15 +22,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_dispatch import merged_weights
+from tokenyard.kernels.low_picks import merged_weights
 from tokenyard.kernels.low_region import (
-    RANK, epoch_of, flag_of, note, note_of, slot_of, weight_of,
+    epoch_of, flag_of, note, note_of, slot_of, weight_of,
 )  # fmt: skip
-from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flags, wait_notes, wait_weights
+from tokenyard.kernels.low_wait import agree, are_active, in_same_call, is_active, leave_out, tell, wait_flags, wait_notes, wait_weights
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.plan import owner_of
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import words
+from tokenyard.kernels.sync import follow, words
 
 
 @triton.jit
@@ -62,17 +63,18 @@ def _kept_of(slot, KEPT: tl.constexpr):
 def _send_sum(
     peers, state, active, x, slots, weights, call, half, me, s, t, timeout,
     R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LC: tl.constexpr,
-    SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for token ``t`` of rank ``s``, unless that is left out. WEIGHTED: 0 no, 1 by ``weights [rows]``, 2 by the owner's."""
     k = tl.arange(0, KP)
     table = slots.to(tl.pointer_type(tl.int32)) + (s * M + t).to(tl.int64) * K
     place = tl.load(table + k, mask=k < K, other=-1)
+    base = peer_base(peers, s)
     here = is_active(active, s)  # meanwhile
     ok = here & (tl.max(place) >= 0)
     if here & (tl.max(place) < 0) & (tl.min(place) == -2):  # dropped for want of capacity: the owner waits
-        tell(flag_of(peer_base(peers, s), half, me, t, R, M, LC), 2 * call, s >= 0)
+        tell(flag_of(base, half, me, t, R, M, LC), 2 * call, s >= 0)
     weight = place * 0.0
     if WEIGHTED == 2:
         if ok:
@@ -81,22 +83,18 @@ def _send_sum(
     if WEIGHTED == 1:
         weight = tl.load(weights.to(tl.pointer_type(tl.float32)) + place, mask=place >= 0, other=0.0)
     if ok:
-        base = peer_base(peers, s)
         rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
         to = slot_of(base, half, me, t, R, M, K, LC, SLOT).to(tl.pointer_type(DTYPE))
         for w0 in range(0, H, BLOCK):
             w = w0 + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
-            for k0 in range(0, K, GROUP):
-                for i in tl.static_range(GROUP):  # side by side
-                    at = tl.sum(tl.where(k == k0 + i, place + 1, 0)) - 1
-                    got = at >= 0
-                    v = tl.load(
-                        rows + at.to(tl.int64) * H + w, mask=got & (w < H), other=0.0, cache_modifier=".cg"
-                    ).to(tl.float32)
+            for j in range(K):
+                at = tl.sum(tl.where(k == j + 0, place + 1, 0)) - 1
+                if at >= 0:
+                    v = tl.load(rows + at.to(tl.int64) * H + w, mask=w < H, other=0.0, cache_modifier=".cg").to(tl.float32)
                     if WEIGHTED:
-                        v = v * tl.sum(tl.where(k == k0 + i, weight, 0.0))
-                    total = total + tl.where(got, v, 0.0)
+                        v = v * tl.sum(tl.where(k == j + 0, weight, 0.0))
+                    total = total + v
             tl.store(tl.multiple_of(to, 16) + w, total.to(DTYPE), mask=w < H)
         if KEPT:
             tl.store(_kept_of(to.to(tl.int64), KEPT) + k, (place >= 0).to(tl.int32), mask=k < K)
@@ -134,12 +132,13 @@ def _tell_lost(
 
 @triton.jit
 def _add_rows(
-    peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, t, T, timeout,
+    peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, t, share, T, timeout,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, KEPT: tl.constexpr, LOST: tl.constexpr,
+    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, SHARES: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    KEPT: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
-    """Step 4 for my token ``t``."""
+    """Step 4 for a share of my token ``t``, PART channels."""
     k, r = tl.arange(0, KP), tl.arange(0, RP)
     mine = peer_base(peers, me)
     ids = tl.load(route.to(tl.pointer_type(tl.int32)) + t.to(tl.int64) * K + k, mask=k < K, other=-1)
@@ -150,7 +149,10 @@ def _add_rows(
         flag_of(mine, half, r, t, R, M, LC), 2 * call, here, peers, active, r, state, call, timeout, R, P, M, K, LC
     )
     got = (here & (seen == 2 * call + 1)).to(tl.int32)
-    for w0 in range(0, H, BLOCK):
+    if SHARES > 1:
+        doubted = goes & ((here == 0) | (seen < 2 * call))
+        got = agree(state, flag_of(mine, half, r, t, R, M, LC), 2 * call, got, doubted, t, share, r, R, P, LC, SHARES)
+    for w0 in range(share * PART, tl.minimum(share * PART + PART, H), BLOCK):
         w = w0 + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for d in tl.static_range(R):
@@ -167,9 +169,10 @@ def _add_rows(
             total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=w < H, other=0.0).to(tl.float32)
         tl.store(tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16) + at, total.to(DTYPE), mask=w < H)
     if LOST:
-        _tell_lost(
-            peers, weights, route, first_pick, lost, got, half, me, t, T, R, RP, M, K, KP, E, LC, SLOT, WEIGHTED, KEPT
-        )
+        if share == 0:
+            _tell_lost(
+                peers, weights, route, first_pick, lost, got, half, me, t, T, R, RP, M, K, KP, E, LC, SLOT, WEIGHTED, KEPT
+            )
 
 
 @triton.jit
@@ -190,25 +193,26 @@ def _lead(
 
 @triton.jit(repr=shown_as("low_latency::combine"))
 def low_combine_kernel(
-    peers, state, active, x, slots, weights, route, first_pick, bias0, bias1, out, waits, lost, timeout, tag, T,
+    peers, state, active, x, slots, weights, route, first_pick, bias0, bias1, out, waits, lost, timeout, tag, me, T,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE: tl.constexpr, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-    KEPT: tl.constexpr, TIMED: tl.constexpr, LOST: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    E: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, SHARES: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+    KEPT: tl.constexpr, TIMED: tl.constexpr, LOST: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``weights``: ``[rows]`` or the owner's ``[T, K]``. A sender has BLOCK channels in flight, a receiver WHOLE.
 
     KEPT: bytes in a slot before what :func:`_kept_of` says, 0 without a capacity.
     """
     pid = tl.program_id(0)
-    T = T.to(tl.int32)
+    me, T = me.to(tl.int32), T.to(tl.int32)
+    follow(EARLY)
     call = tl.load(epoch_of(state, pid)) + 1
     half = (call % 2).to(tl.int32)
-    me = tl.load(words(state) + RANK).to(tl.int32)
     if SEND:
-        to = (me + P - 1 - pid) % R
-        if (pid >= P - R) & is_active(active, to):
-            tell(note_of(peer_base(peers, to), half, me, LC, R, LC), note(call, tag), to >= 0)
+        if pid >= P - R:
+            to = (me + P - 1 - pid) % R
+            if is_active(active, to):
+                tell(note_of(peer_base(peers, to), half, me, LC, R, LC), note(call, tag), to >= 0)
         if WEIGHTED == 2:
             for token in range(pid, T, P):
                 _bring_weights(
@@ -217,15 +221,15 @@ def low_combine_kernel(
         for u in range(pid, R * M, P):
             _send_sum(
                 peers, state, active, x, slots, weights, call, half, me, (u // M + me) % R, u % M, timeout,
-                R, P, M, K, KP, LC, SLOT, H, BLOCK, GROUP, DTYPE, WEIGHTED, KEPT,
+                R, P, M, K, KP, LC, SLOT, H, BLOCK, DTYPE, WEIGHTED, KEPT,
             )  # fmt: skip
     if RECEIVE:
         if pid == P - 1:
             _lead(peers, state, active, waits, tag, call, half, me, timeout, R, RP, P, M, K, LC, TIMED)
-        for token in range(pid, T, P):
+        for u in range(pid, T * SHARES, P):
             _add_rows(
-                peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, token + 0, T,
-                timeout, R, RP, P, M, K, KP, E, LC, SLOT, H, WHOLE, DTYPE, WEIGHTED, BIAS0, BIAS1, KEPT, LOST,
+                peers, state, active, weights, route, first_pick, bias0, bias1, out, lost, call, half, me, u // SHARES, u % SHARES, T,
+                timeout, R, RP, P, M, K, KP, E, LC, SLOT, H, SHARES, PART, WHOLE, DTYPE, WEIGHTED, BIAS0, BIAS1, KEPT, LOST,
             )  # fmt: skip
         tl.debug_barrier()
         tl.store(epoch_of(state, pid), call)

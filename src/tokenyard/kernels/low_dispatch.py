@@ -24,141 +24,67 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_picks import columns_of, count, merged, merged_weights, picks_at, tokens_with
 from tokenyard.kernels.low_region import (
-    BAD_AT, BAD_VALUE, RANK, READY, STATUS, block_of, epoch_of, flag_of, note, note_of, pairs_of, present_of,
+    BAD_AT, BAD_VALUE, READY, STATUS, block_of, epoch_of, flag_of, note, note_of, pairs_of, present_of,
     slot_of, start_of, value_in,
 )  # fmt: skip
-from tokenyard.kernels.low_wait import are_active, in_same_call, is_active, leave_out, tell, wait_flag, wait_notes, wait_ready
+from tokenyard.kernels.low_wait import (
+    are_active,
+    in_same_call,
+    is_active,
+    leave_out,
+    tell,
+    wait_flag,
+    wait_notes,
+    wait_ready,
+)
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast_values, store_cast, zero_row
+from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast, zero_row
 from tokenyard.kernels.plan import first_expert, owner_of
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import words
+from tokenyard.kernels.sync import follow, words
 
 _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
-_SIDE_BY_SIDE = tl.constexpr(8)
-"""Loads of picks that do not wait for each other."""
-
-
-@triton.jit
-def _picks(topk_idx, WIDE: tl.constexpr):
-    """``topk_idx`` as a pointer."""
-    return topk_idx.to(tl.pointer_type(tl.int64 if WIDE else tl.int32))
-
-
-@triton.jit
-def merged_picks(topk_idx, t, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
-    """Picks ``[B, KP]`` of tokens ``t [B]``: ids (bad ones -1), the pick that each was merged into, and as they were given."""
-    k = tl.arange(0, KP)
-    at = t[:, None].to(tl.int64) * K + k[None, :]
-    raw = tl.load(_picks(topk_idx, WIDE) + at, mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
-    ids = tl.where((raw < 0) | (raw >= E), -1, raw).to(tl.int32)
-    first = tl.min(tl.where(ids[:, :, None] == ids[:, None, :], k[None, None, :], KP), axis=2)
-    first = tl.where(ids < 0, k[None, :], first)
-    return tl.where(first == k[None, :], ids, -1), first, raw
-
-
-@triton.jit
-def merged_weights(topk_weights, t, merged, first, K: tl.constexpr, KP: tl.constexpr):
-    """Weights ``[KP]`` of one token's merged picks, added in pick order."""
-    k = tl.arange(0, KP)
-    row = topk_weights.to(tl.pointer_type(tl.float32)) + t.to(tl.int64) * K
-    total = tl.where(merged < 0, 0.0, tl.load(row + k, mask=k < K, other=0.0))
-    if tl.max(((first != k) & (k < K)).to(tl.int32)) > 0:
-        for j in range(1, K):
-            here = j + 0
-            into = tl.sum(tl.where(k == here, first, 0))
-            total += tl.where((k == into) & (into != here), tl.load(row + here), 0.0)
-    return total
-
-
-@triton.jit
-def _tokens_before(topk_idx, ids, t, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr, WIDE: tl.constexpr):
-    """How many tokens before ``t`` picked each of ``ids [KP]``. Theirs are compared one pick of TB tokens at a time: no reduction
-    but one at the end, as each would cost as much as many comparisons."""
-    total = tl.zeros((TB, KP), tl.int32)
-    for tb in range(0, t, TB):
-        before = tb + tl.arange(0, TB)
-        row = _picks(topk_idx, WIDE) + before.to(tl.int64) * K
-        same = tl.zeros((TB, KP), tl.int1)
-        for j0 in range(0, K, _SIDE_BY_SIDE):
-            for i in tl.static_range(_SIDE_BY_SIDE):
-                theirs = tl.load(row + j0 + i, mask=(before < t) & (j0 + i < K), other=-1)
-                same = same | (theirs[:, None] == ids[None, :])
-        total += same.to(tl.int32)
-    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def _announce(
     topk_idx, peers, active, tag, T, call, half, me, to, R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    E: tl.constexpr, LC: tl.constexpr, HB: tl.constexpr, TB: tl.constexpr, WIDE: tl.constexpr,
+    E: tl.constexpr, LC: tl.constexpr, HB: tl.constexpr, TB: tl.constexpr, WIDE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Notes for ``to``, and the flags of tokens that do not go there."""
     first, end = first_expert(to, E, R), first_expert(to + 1, E, R)
     base = peer_base(peers, to)
-    e, k = tl.arange(0, HB), tl.arange(0, KP)[None, :]
+    e = tl.arange(0, HB)
     counts = tl.zeros((HB,), tl.int32)
     for tb in range(0, M, TB):
+        more, goes = count(columns_of(topk_idx, tb, T, K, TB, WIDE), first, end, K, KP, HB, TB)
+        counts += more
         t = tb + tl.arange(0, TB)
-        pick = _picks(topk_idx, WIDE) + t[:, None].to(tl.int64) * K + k
-        inside = (t < T)[:, None] & (k < K)
-        ids = tl.load(pick, mask=inside, other=-1)
-        there = (ids >= first) & (ids < end)
-        goes = tl.max(there.to(tl.int32), axis=1)
-        for j0 in range(1, K, _SIDE_BY_SIDE):  # an expert picked again counts once
-            for i in tl.static_range(_SIDE_BY_SIDE):
-                earlier = tl.load(pick - j0 - i, mask=inside & (k >= j0 + i), other=-1)
-                there = there & (earlier != ids)
-        flat = tl.reshape(tl.where(there, (ids - first).to(tl.int32), HB), [TB * KP])
-        counts += tl.histogram(flat, HB, mask=flat < HB)
-        none = (t * 0).to(tl.int64) + 2 * call
-        tell(flag_of(base, half, me, t, R, M, LC), none, (t < M) & (goes == 0))
+        pieces = flag_of(base, half, me, t, R, M, LC)[:, None] + tl.arange(0, PIECES)[None, :]
+        none = tl.zeros((TB, PIECES), tl.int64) + 2 * call
+        tell(pieces, none, ((t < M) & (goes == 0))[:, None])
     tell(note_of(base, half, me, e, R, LC), note(call, counts.to(tl.int64)), e < LC)
     tell(note_of(base, half, me, LC, R, LC), note(call, tag), to >= 0)
 
 
 @triton.jit
-def _send_token(
-    peers, state, active, topk_idx, topk_weights, x, scales, route, first_pick, T, call, half, me, t,
-    R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
-    LC: tl.constexpr, TB: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
-    S: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-    WIDE: tl.constexpr, WEIGHTED: tl.constexpr,
+def _send_meta(
+    state, topk_idx, topk_weights, scales, route, first_pick, raw, ids, columns, goes, slots, T, t,
+    K: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, E: tl.constexpr, TB: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr,
+    MODE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Token ``t`` to all its ranks."""
-    k, r, w = tl.arange(0, KP), tl.arange(0, RP), tl.arange(0, BLOCK)
+    """What rides behind the payload of token ``t`` in ``slots [RP]``, as far as it ``goes`` there; and what this rank keeps of its picks.
+    ``columns``: of the first TB tokens before."""
+    k = tl.arange(0, KP)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    here = are_active(active, r, r < R)
-    bases = tl.load(words(peers) + r, mask=r < R, other=0)
-    one = t + tl.arange(0, 1)
-    ids2, first2, raw2 = merged_picks(topk_idx, one, T, E, K, KP, WIDE)
-    if MODE:
-        values, scale = cast_values(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, H, GP, MODE)
-    else:
-        row = as_words(x, BITS) + t.to(tl.int64) * N
-        v = tl.load(row + w, mask=w < N, cache_modifier=".cg")
-    ids, first, raw = tl.reshape(ids2, [KP]), tl.reshape(first2, [KP]), tl.reshape(raw2, [KP])
-    goes = tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1)
-    goes = tl.where(here, goes, 0)
-    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile
-        d = (me + i) % R
-        if tl.sum(tl.where(r == d, goes, 0)) > 0:
-            slot = slot_of(tl.sum(tl.where(r == d, bases, 0)), half, me, t, R, M, K, LC, SLOT)
-            if MODE:
-                to = tl.multiple_of(slot.to(tl.pointer_type(tl.float8e4nv)), 16)
-                store_cast(values, scale, to, slot + PAY, H, GP, MODE, S)
-            else:
-                tl.store(as_words(slot, BITS) + w, v, mask=w < N)
-                for w0 in range(BLOCK, N, BLOCK):
-                    more = tl.load(row + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
-                    tl.store(as_words(slot, BITS) + w0 + w, more, mask=w0 + w < N)
-                if S:
-                    s = tl.arange(0, triton.next_power_of_2(S))
-                    given = tl.load(as_words(scales, 32) + t.to(tl.int64) * S + s, mask=s < S)
-                    tl.store(as_words(slot + PAY, 32) + s, given, mask=s < S)
-    rank = _tokens_before(topk_idx, ids, t, K, KP, TB, WIDE)
     at = t.to(tl.int64) * K + k
+    ids, first = merged(ids, KP)
+    before = tokens_with(columns, ids, E, K, KP, TB)
+    for tb in range(TB, t, TB):
+        before += tokens_with(columns_of(topk_idx, tb, t, K, TB, WIDE), ids, E, K, KP, TB)
+    rank = tl.sum(before, axis=0)
     tl.store(route.to(tl.pointer_type(tl.int32)) + at, ids, mask=k < K)
     tl.store(words(first_pick) + at, first.to(tl.int64), mask=k < K)
     bad = (raw < -1) | (raw >= E)
@@ -167,17 +93,65 @@ def _send_token(
         status = words(tl.load(words(state) + STATUS))
         if tl.atomic_cas(status + _BAD_AT, (t * 0).to(tl.int64), t.to(tl.int64) * K + nth + 1) == 0:
             tl.store(status + _BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
-    metas = slot_of(bases, half, me, t, R, M, K, LC, SLOT) + META
-    meta = metas.to(tl.pointer_type(tl.int32))[:, None] + k[None, :]
+    if S and not MODE:
+        s = tl.arange(0, triton.next_power_of_2(S))[None, :]
+        given = tl.load(as_words(scales, 32) + t.to(tl.int64) * S + s, mask=s < S) + (goes * 0)[:, None]
+        tl.store(as_words(slots + PAY, 32)[:, None] + s, given, mask=(goes > 0)[:, None] & (s < S))
+    meta = as_words(slots + META, 32)[:, None] + k[None, :]
     there = (goes > 0)[:, None] & (k < K)[None, :]
-    tl.store(meta, ids[None, :] + (r * 0)[:, None], mask=there)
-    tl.store(meta + K, rank[None, :] + (r * 0)[:, None], mask=there)
+    everywhere = tl.zeros((RP, KP), tl.int32)
+    tl.store(meta, everywhere + ids[None, :], mask=there)
+    tl.store(meta + K, everywhere + rank[None, :], mask=there)
     if WEIGHTED:
         weights = merged_weights(topk_weights, t, ids, first, K, KP)
         tl.store(route.to(tl.pointer_type(tl.float32)) + T.to(tl.int64) * K + at, weights, mask=k < K)
-        tl.store(meta + 2 * K, weights.to(tl.int32, bitcast=True)[None, :] + (r * 0)[:, None], mask=there)
+        tl.store(meta + 2 * K, everywhere + weights.to(tl.int32, bitcast=True)[None, :], mask=there)
+
+
+@triton.jit
+def _send_piece(
+    peers, state, active, topk_idx, topk_weights, x, scales, route, first_pick, T, call, half, me, t, piece,
+    R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
+    LC: tl.constexpr, TB: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
+    S: tl.constexpr, PAY: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr,
+    DTYPE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """A piece of token ``t``, PART words or GP groups, to all the token's ranks; with the first go ids and weights."""
+    k, r, w = tl.arange(0, KP), tl.arange(0, RP), piece * PART + tl.arange(0, BLOCK)
+    raw = tl.load(picks_at(topk_idx, WIDE) + t.to(tl.int64) * K + k, mask=k < K, other=-1)
+    bases = tl.load(words(peers) + r, mask=r < R, other=0)
+    if MODE:
+        floats = load_groups(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, H, GP, piece * GP)
+    else:
+        row = as_words(x, BITS) + t.to(tl.int64) * N
+        v = tl.load(row + w, mask=w < N, cache_modifier=".cg")
+    columns = columns_of(topk_idx, t * 0, tl.where(piece == 0, t, 0), K, TB, WIDE)
+    # all loads are under way before the first is waited for, and before anything is stored: behind stores they would wait for those
+    here = are_active(active, r, r < R)
+    ids = tl.where((raw < 0) | (raw >= E), -1, raw).to(tl.int32)
+    goes = tl.where(here, tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
+    slots = slot_of(bases, half, me, t, R, M, K, LC, SLOT)
+    if MODE:
+        values, scale = cast(floats, H, GP, MODE, piece * GP)
+    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile
+        d = (me + i) % R
+        if tl.sum(tl.where(r == d, goes, 0)) > 0:
+            slot = tl.sum(tl.where(r == d, slots, 0))
+            if MODE:
+                to = tl.multiple_of(slot.to(tl.pointer_type(tl.float8e4nv)), 16)
+                store_cast(values, scale, to, slot + PAY, H, GP, MODE, S, piece * GP)
+            else:
+                tl.store(as_words(slot, BITS) + w, v, mask=w < N)
+                for w0 in range(BLOCK, PART, BLOCK):
+                    more = tl.load(row + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
+                    tl.store(as_words(slot, BITS) + w0 + w, more, mask=w0 + w < N)
+    if piece == 0:
+        _send_meta(
+            state, topk_idx, topk_weights, scales, route, first_pick, raw, ids, columns, goes, slots, T, t, K, KP, RP, E, TB, S, PAY, MODE,
+            WIDE, WEIGHTED,
+        )  # fmt: skip
     tl.debug_barrier()
-    flags = flag_of(bases, half, me, t, R, M, LC)
+    flags = flag_of(bases, half, me, t, R, M, LC) + piece
     tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")
 
 
@@ -272,7 +246,7 @@ def _receive_slot(
     peers, state, active, out, out_scales, row_weights, source, slots, call, half, me, s, t, num_rows, timeout,
     R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
     LC: tl.constexpr, SLOT: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr,
-    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Step 4 for slot (s, t)."""
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
@@ -283,7 +257,7 @@ def _receive_slot(
     if tl.load(present_of(state, s, R, P, LC)) != 0:
         want = 2 * call
         seen = wait_flag(
-            flag_of(mine, half, s, t, R, M, LC), want, peers, active, s, state, call, timeout, R, P, M, K, LC
+            flag_of(mine, half, s, t, R, M, LC), want, peers, active, s, state, call, timeout, R, P, M, K, LC, PIECES
         )
         if seen < want:  # silent in mid-call: its other rows may still say that they are there
             for e in range(0, first_expert(me + 1, E, R) - first_expert(me, E, R)):
@@ -326,32 +300,33 @@ def _receive_slot(
 @triton.jit(repr=shown_as("low_latency::dispatch"))
 def low_dispatch_kernel(
     peers, state, active, topk_idx, topk_weights, x, scales, out, out_scales, row_weights, source, slots, route, first_pick,
-    tokens_per_expert, blocks, overflow, loads, waits, timeout, tag, T, num_rows, alignment,
+    tokens_per_expert, blocks, overflow, loads, waits, timeout, tag, me, T, num_rows, alignment,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, LC: tl.constexpr, HB: tl.constexpr, TB: tl.constexpr, SLOT: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
-    GP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, PADDED: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, PAY: tl.constexpr, PIECES: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, PADDED: tl.constexpr,
     PADDING: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr, TIMED: tl.constexpr, SEND: tl.constexpr,
-    RECEIVE: tl.constexpr,
+    RECEIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``timeout``: ns. H, DTYPE: of ``x``. N, BITS: words of a row on the wire; S: of its scales. HB: bins for LC.
+    """See the module. ``timeout``: ns. H, DTYPE: of ``x``. N, BITS: words of a row on the wire; S: of its scales. HB: bins for LC. TB: tokens looked at at once.
     COLUMNS: scales lie by column in each block, ``[L, S, R * M]`` (with PADDED). LOADS: bytes of each; 0: there are none.
 
     ``route``: int32 ``[2, T, K]``, ids of merged picks and the bits of their weights.
     """
     pid = tl.program_id(0)
-    T, num_rows, alignment = T.to(tl.int32), num_rows.to(tl.int32), alignment.to(tl.int32)
+    me, T, num_rows, alignment = me.to(tl.int32), T.to(tl.int32), num_rows.to(tl.int32), alignment.to(tl.int32)
+    follow(EARLY)
     call = tl.load(epoch_of(state, pid)) + 1
     half = (call % 2).to(tl.int32)
-    me = tl.load(words(state) + RANK).to(tl.int32)
     if SEND:
-        to = (me + P - 1 - pid) % R
-        if (pid >= P - R) & is_active(active, to):
-            _announce(topk_idx, peers, active, tag, T, call, half, me, to, R, M, K, KP, E, LC, HB, TB, WIDE)
-        for token in range(pid, T, P):
-            _send_token(
-                peers, state, active, topk_idx, topk_weights, x, scales, route, first_pick, T, call, half, me, token + 0,
-                R, RP, M, K, KP, E, LC, TB, SLOT, H, N, BITS, S, PAY, BLOCK, MODE, GP, DTYPE, WIDE, WEIGHTED,
+        if pid >= P - R:
+            to = (me + P - 1 - pid) % R
+            if is_active(active, to):
+                _announce(topk_idx, peers, active, tag, T, call, half, me, to, R, M, K, KP, E, LC, HB, TB, WIDE, PIECES)
+        for u in range(pid, T * PIECES, P):
+            _send_piece(
+                peers, state, active, topk_idx, topk_weights, x, scales, route, first_pick, T, call, half, me, u // PIECES,
+                u % PIECES, R, RP, M, K, KP, E, LC, TB, SLOT, H, N, BITS, S, PAY, PART, min(PART, BLOCK), MODE, GP, DTYPE, WIDE, WEIGHTED,
             )  # fmt: skip
     if RECEIVE:
         if pid == P - 1:
@@ -382,7 +357,7 @@ def low_dispatch_kernel(
         for u in range(pid, R * M, P):
             _receive_slot(
                 peers, state, active, out, out_scales, row_weights, source, slots, call, half, me, u // M, u % M, num_rows,
-                timeout, R, P, M, K, KP, E, LC, SLOT, N, BITS, S, PAY, BLOCK, WEIGHTED, COLUMNS,
+                timeout, R, P, M, K, KP, E, LC, SLOT, N, BITS, S, PAY, BLOCK, WEIGHTED, COLUMNS, PIECES,
             )  # fmt: skip
         tl.debug_barrier()
         tl.store(epoch_of(state, pid), call)

@@ -9,20 +9,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_region import RANK, epoch_of, flag_of, note, note_of, weight_of
+from tokenyard.kernels.low_region import PIECES, RANK, epoch_of, flag_of, note, note_of, weight_of
 from tokenyard.kernels.low_wait import are_active, is_active, leave_out, tell, wait_notes
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import words
+from tokenyard.kernels.sync import follow, words
+
+_PIECES = tl.constexpr(PIECES)
 
 
 @triton.jit(repr=shown_as("low_latency::refuse"))
 def low_refuse_kernel(
     peers, state, active, timeout,
     R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
     pid = tl.program_id(0)
+    follow(EARLY)
     call = tl.load(epoch_of(state, pid)) + 1
     half = (call % 2).to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
@@ -33,9 +37,9 @@ def low_refuse_kernel(
         for e in range(0, LC + 1, 256):
             at = note_of(base, half, me, e + i, R, LC)
             tell(at, note(call, (i * 0).to(tl.int64)), e + i <= LC)
-        for t in range(0, M, 256):
+        for j in range(0, M * _PIECES, 256):
             none = (i * 0).to(tl.int64) + 2 * call
-            tell(flag_of(base, half, me, t + i, R, M, LC), none, t + i < M)
+            tell(flag_of(base, half, me, 0, R, M, LC) + j + i, none, j + i < M * _PIECES)
         for j in range(0, M * K, 256):
             zero = (i * 0).to(tl.int64) + ((call & 0x7FFFFFFF) << 32)
             to_weights = weight_of(base, half, me, 0, R, M, K, LC) + j + i

@@ -5,7 +5,7 @@ R ranks, M tokens of a rank at most, K picks, LC local experts at most, P progra
 The symmetric region, in int64 words (``call`` numbers dispatches and combines together, from 1 on):
 
     notes    [2, R, LC + 1]  written by the source: ``call << 24 | tokens for my expert e``; last ``call << 24 | tag``
-    flags    [2, R, M]       written by the source: ``2 * call + 1`` when its row is here, ``2 * call`` if there is none
+    flags    [2, R, M, 2]    written by the source: ``2 * call + 1`` when this piece of its row is here, ``2 * call`` if there is none
     weights  [2, R, M, K]    written by the token's owner: ``call << 32 | weight``, if it brings weights to a combine
     pulses   [R]             written by the peer: the last call in which it waited long for others
 
@@ -27,6 +27,10 @@ COUNT_BITS = 24
 """Of a note; ``max_tokens_per_rank`` must fit."""
 _COUNT_BITS, _VALUES = tl.constexpr(COUNT_BITS), tl.constexpr((1 << COUNT_BITS) - 1)
 
+PIECES = 2
+"""Of a row that a dispatch sends, at most: a program of its own may send each. Sums come in one."""
+_PIECES = tl.constexpr(PIECES)
+
 BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK = 0, 1, 2, 3
 """Words of the status (host memory): first pick out of range + 1 and its value; a rank that was in another call + 1; one that was left
 out for its silence + 1."""
@@ -34,13 +38,19 @@ out for its silence + 1."""
 
 def slots_at(ranks: int, tokens: int, topk: int, experts: int) -> int:
     """Bytes before the slots, a multiple of 256. ``experts``: local ones at most."""
-    words = 2 * ranks * (experts + 1 + tokens + tokens * topk) + ranks
+    words = 2 * ranks * (experts + 1 + tokens * PIECES + tokens * topk) + ranks
     return -(-8 * words // 256) * 256
 
 
-def state_words(ranks: int, programs: int, experts: int) -> int:
-    """int64 words of a rank's local state: fixed words, epochs ``[P]``, late ``[P]``, then the table as int32."""
+@triton.constexpr_function
+def _votes_at(ranks: int, programs: int, experts: int) -> int:
+    """Word of the local state from which on votes stand."""
     return FIXED_WORDS + 2 * programs + -(-(experts * (2 * ranks + 3) + ranks) // 2)
+
+
+def state_words(ranks: int, programs: int, experts: int, voters: int) -> int:
+    """int64 words of a rank's local state: fixed words, epochs ``[P]``, late ``[P]``, the table as int32, votes ``[voters, R]``."""
+    return _votes_at(ranks, programs, experts) + voters * ranks
 
 
 # The symmetric region
@@ -54,20 +64,20 @@ def note_of(base, half, rank, expert, R: tl.constexpr, LC: tl.constexpr):
 
 @triton.jit
 def flag_of(base, half, rank, token, R: tl.constexpr, M: tl.constexpr, LC: tl.constexpr):
-    """Whether ``rank``'s row of ``token`` is here."""
-    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1) + (half * R + rank) * M + token
+    """Whether the first piece of ``rank``'s row of ``token`` is here; those of its other pieces follow."""
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1) + ((half * R + rank) * M + token) * _PIECES
 
 
 @triton.jit
 def weight_of(base, half, rank, token, R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr):
     """The first of the K weights of ``rank``'s token."""
-    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1 + M) + ((half * R + rank) * M + token) * K
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1 + M * _PIECES) + ((half * R + rank) * M + token) * K
 
 
 @triton.jit
 def pulse_of(base, rank, R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr):
     """A sign of life of ``rank``."""
-    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1 + M + M * K) + rank
+    return base.to(tl.pointer_type(tl.int64)) + 2 * R * (LC + 1 + M * _PIECES + M * K) + rank
 
 
 @triton.jit
@@ -75,7 +85,7 @@ def slot_of(
     base, half, rank, token, R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, LC: tl.constexpr, SLOT: tl.constexpr
 ):
     """Address of a slot."""
-    START: tl.constexpr = (16 * R * (LC + 1 + M + M * K) + 8 * R + 255) // 256 * 256
+    START: tl.constexpr = (16 * R * (LC + 1 + M * _PIECES + M * K) + 8 * R + 255) // 256 * 256
     return base + START + ((half * R + rank) * M + token).to(tl.int64) * SLOT
 
 
@@ -140,3 +150,9 @@ def block_of(state, expert, R: tl.constexpr, P: tl.constexpr, LC: tl.constexpr):
 def present_of(state, rank, R: tl.constexpr, P: tl.constexpr, LC: tl.constexpr):
     """Whether ``rank`` takes part in this dispatch. ``[R]``."""
     return _table(state, P) + 2 * LC * R + 3 * LC + rank
+
+
+@triton.jit
+def vote_of(state, voter, rank, R: tl.constexpr, P: tl.constexpr, LC: tl.constexpr):
+    """Whether the program that adds up a share of a token has ``rank``'s sum: ``2 * call + 1``, or ``2 * call``. ``[T * SHARES, R]``."""
+    return state.to(tl.pointer_type(tl.int64)) + _votes_at(R, P, LC) + voter * R + rank

@@ -19,9 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_region import OTHER_RANK, READY, RANK, SILENT_RANK, STATUS, call_in, late_of, pulse_of, value_in
+from tokenyard.kernels.low_region import (
+    OTHER_RANK, READY, RANK, SILENT_RANK, STATUS, call_in, late_of, pulse_of, value_in, vote_of,
+)  # fmt: skip
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import load_acquire, now_ns, words
+from tokenyard.kernels.sync import now_ns, words
 
 SPINS = tl.constexpr(16)
 _OTHER_RANK, _SILENT_RANK = tl.constexpr(OTHER_RANK), tl.constexpr(SILENT_RANK)
@@ -112,21 +114,25 @@ def wait_ready(state, call):
 @triton.jit
 def wait_flag(
     flag, want, peers, active, rank, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
-    LC: tl.constexpr,
+    LC: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Wait until ``rank`` has set a flag to at least ``want`` (acquire) and return it; less comes back if ``rank`` is left out."""
-    seen = load_acquire(flag)
+    """Wait until ``rank`` has set all flags of a row to at least ``want`` (acquire) and return the least; less than ``want`` comes back
+    if ``rank`` is left out."""
+    flags = flag + tl.arange(0, PIECES)
+    seen = tl.min(tl.atomic_add(flags, 0, sem="acquire", scope="sys"))
     if seen < want:
         begin, stamp = now_ns(), stamp_of(state, P)
         live = True
         while live:
             n = 0
             while (seen < want) & (n < SPINS):
-                seen = load_acquire(flag)
+                seen = tl.min(tl.atomic_add(flags, 0, sem="acquire", scope="sys"))
                 n += 1
-            live = (seen < want) & is_active(active, rank)
-            if live:
-                judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+            live = seen < want
+            if live:  # nothing is looked at once the flag is there: what comes next waits for it
+                live = is_active(active, rank)
+                if live:
+                    judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
     tl.debug_barrier()
     return seen
 
@@ -136,26 +142,59 @@ def wait_flags(
     flags, want, mask, peers, active, ranks, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     K: tl.constexpr, LC: tl.constexpr,
 ):  # fmt: skip
-    """The same for a small tensor of flags, of which ``i`` belongs to rank ``ranks[i]``."""
+    """The same for one flag of each of ``ranks``, a small tensor: all flags as they were seen."""
     seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
-    short = tl.sum(((seen < want) & mask).to(tl.int32))
-    if short > 0:
+    least = tl.min(tl.where(mask, seen, want + 1))
+    if least < want:
         begin, stamp = now_ns(), stamp_of(state, P)
         live = True
         while live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
             n = 0
-            while (short > 0) & (n < SPINS):
+            while (least < want) & (n < SPINS):
                 polled = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
-                short = tl.sum(((polled < want) & mask).to(tl.int32))
+                least = tl.min(tl.where(mask, polled, want + 1))
                 n += 1
-            here = are_active(active, ranks, mask)
-            lack = here & (tl.atomic_add(flags, 0, mask=here, sem="acquire", scope="sys") < want)
-            live = tl.sum(lack.to(tl.int32)) > 0
+            live = least < want
             if live:
-                judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
-        seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+                here = are_active(active, ranks, mask)
+                lack = here & (tl.atomic_add(flags, 0, mask=here, sem="acquire", scope="sys") < want)
+                live = tl.sum(lack.to(tl.int32)) > 0
+                if live:
+                    judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+        seen = tl.where(mask, want + 1, 0)
+        if least <= want:  # they are not all alike: look again
+            seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def agree(
+    state, flags, want, got, doubted, token, share, ranks, R: tl.constexpr, P: tl.constexpr, LC: tl.constexpr, SHARES: tl.constexpr
+):  # fmt: skip
+    """From which ranks a token's sum takes rows, the same for the programs that each add up a share of its channels.
+
+    Each votes for what it ``got``. Who got all that there is to get goes on. Who doubts waits for all votes, which come as every wait ends,
+    and takes what anybody got: so also what those have who did not wait, and it waits for these flags, as they are there. No circle: a
+    program votes on its tokens in order, and of the first token that lacks a vote all programs are at that token.
+    """
+    tl.atomic_max(vote_of(state, token * SHARES + share, ranks, R, P, LC), want + got, mask=ranks < R, sem="relaxed", scope="gpu")
+    if tl.max(doubted.to(tl.int32)) > 0:
+        q = tl.arange(0, SHARES)
+        votes = vote_of(state, token * SHARES + q[:, None], ranks[None, :], R, P, LC)
+        inside = (q >= 0)[:, None] & (ranks < R)[None, :]
+        missing = 1
+        while missing > 0:
+            cast = tl.atomic_add(votes, 0, mask=inside, sem="relaxed", scope="gpu")
+            missing = tl.sum(((cast < want) & inside).to(tl.int32))
+        cast = tl.atomic_add(votes, 0, mask=inside, sem="relaxed", scope="gpu")
+        got = tl.max(((cast == want + 1) & inside).to(tl.int32), axis=0)
+        missing = 1
+        while missing > 0:
+            seen = tl.atomic_add(flags, 0, mask=got > 0, sem="acquire", scope="sys")
+            missing = tl.sum(((seen < want) & (got > 0)).to(tl.int32))
+        tl.debug_barrier()
+    return got
 
 
 @triton.jit
@@ -187,10 +226,14 @@ def wait_notes(
                 waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
             short = tl.sum((here & (there == 0)).to(tl.int32))
             n += 1
-        lack = are_active(active, ranks, here & (_have_come(look(notes, inside), inside, look(tags, here), here, call) == 0))
-        live = tl.sum(lack.to(tl.int32)) > 0
+        live = short > 0
         if live:
-            judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+            lack = are_active(
+                active, ranks, here & (_have_come(look(notes, inside), inside, look(tags, here), here, call) == 0)
+            )
+            live = tl.sum(lack.to(tl.int32)) > 0
+            if live:
+                judge(lack, ranks, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
     counts, last = look(notes, inside), look(tags, here)
     there = _have_come(counts, inside, last, here, call)
     if TIMED:
@@ -229,9 +272,11 @@ def wait_weights(
             while (short > 0) & (n < SPINS):
                 short = tl.sum((((look(at, inside) >> 32) != sign) & inside).to(tl.int32))
                 n += 1
-            live = (short > 0) & is_active(active, rank)
+            live = short > 0
             if live:
-                judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
+                live = is_active(active, rank)
+                if live:
+                    judge(rank >= 0, rank, peers, active, state, call, stamp, begin, timeout, R, P, M, K, LC)
     word = look(at, inside)
     tl.debug_barrier()
     return short == 0, word.to(tl.int32).to(tl.float32, bitcast=True)

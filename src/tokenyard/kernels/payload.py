@@ -61,15 +61,27 @@ def groups_of(hidden: int) -> int:
 
 @triton.jit
 def cast_values(src, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr):
-    """One row of H floats as E4M3 ``[GP, 128]`` and what its scales are stored as ``[GP]`` (``docs/semantics.md``, Quantisation).
+    """One row of H floats, cast: see :func:`cast`."""
+    return cast(load_groups(src, H, GP), H, GP, MODE)
+
+
+@triton.jit
+def load_groups(src, H: tl.constexpr, GP: tl.constexpr, first=0):
+    """Groups ``first`` to ``first + GP`` of a row of H floats, ``[GP, 128]``."""
+    at = (first + tl.arange(0, GP))[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return tl.load(src + at, mask=at < H, other=0.0)
+
+
+@triton.jit
+def cast(floats, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, first=0):
+    """Groups ``[GP, 128]`` of a row of H floats as E4M3, and what their scales are stored as ``[GP]`` (``docs/semantics.md``, Quantisation).
 
     ``MODE``: the value of a ``Quantize``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
     """
-    g, i = tl.arange(0, GP), tl.arange(0, 128)
-    at = g[:, None] * 128 + i[None, :]
-    x = tl.load(src + at, mask=at < H, other=0.0).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    amax = tl.where(tl.max((x != x).to(tl.int32), axis=1) > 0, float("nan"), amax)
+    g, x = first + tl.arange(0, GP), floats.to(tl.float32)
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # of magnitudes, which order as their bits do; NaNs are above all
+    amax = tl.maximum(most.to(tl.float32, bitcast=True), 1e-4)
+    amax = tl.where(most > 0x7F800000, float("nan"), amax)
     scale = tl.div_rn(amax, tl.full((GP,), 448.0, tl.float32))
     factor = tl.div_rn(tl.full((GP,), 448.0, tl.float32), amax)
     if MODE != 1:
@@ -85,9 +97,11 @@ def cast_values(src, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
-def store_cast(values, scale, dst, scales, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """Store what :func:`cast_values` made: to ``dst`` (pointer to float8e4nv) and S 4-byte words at the address ``scales``."""
-    g, i = tl.arange(0, GP), tl.arange(0, 128)
+def store_cast(
+    values, scale, dst, scales, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr, first=0
+):
+    """Store what :func:`cast` made: to ``dst`` (pointer to float8e4nv) and S 4-byte words at the address ``scales``, of the whole row."""
+    g, i = first + tl.arange(0, GP), tl.arange(0, 128)
     at = g[:, None] * 128 + i[None, :]
     if MODE == 3:
         tl.store(scales.to(tl.pointer_type(tl.int8)) + g, scale, mask=g < 4 * S)

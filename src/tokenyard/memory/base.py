@@ -33,6 +33,8 @@ class SymmetricMemory(Protocol):
     """Multiprocessors that the kernels of this rank may fill."""
     ranks_per_node: int
     """Ranks of other nodes than my own are reached by NVSHMEM only, and have no address in a :class:`Region`. 0: there are none."""
+    alone: bool
+    """No other rank has this GPU: programs may be set up there before the launch ahead of them is over."""
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on every rank.

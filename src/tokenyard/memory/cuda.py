@@ -35,6 +35,8 @@ class CudaMemory(DeviceMemory):
         store: part of a store for this object alone (default: opened on ``group``).
     """
 
+    alone = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

@@ -112,6 +112,7 @@ class Loaded(NamedTuple):
     function: int  # the driver's handle
     packed: tuple[int, ...]  # warps, programs of a cluster, shared bytes, as the launcher reads them
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
+    early: bool  # whether programs may be set up while the launch before still runs: the kernel waits for its end itself
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
 
@@ -171,7 +172,7 @@ class Kernels:
         else:
             enter = leave = details = None
         loaded.call(
-            grid, 1, 1, self._stream(self._index), loaded.function, False, False, None, None,
+            grid, 1, 1, self._stream(self._index), loaded.function, False, loaded.early, None, None,
             loaded.packed, details, enter, leave, *args, *loaded.constants,
         )  # fmt: skip
 
@@ -201,6 +202,7 @@ class Kernels:
             compiled.function,
             compiled.packed_metadata,
             (None,) * len(constants),
+            bool(constants.get("EARLY")),
             residents * self._num_sms,
             (kernel, compiled),
         )
