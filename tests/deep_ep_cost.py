@@ -104,14 +104,9 @@ class Bench:
         self.weights = torch.rand(TOKENS, TOP, device=device)
         self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
         per_rank, _, per_expert, in_ranks, _ = self.buffer.get_dispatch_layout(self.idx, EXPERTS)
-        self.known = {
-            "num_tokens_per_rank": per_rank,
-            "is_token_in_rank": in_ranks,
-            "num_tokens_per_expert": per_expert,
-        }
-        self.known |= {"topk_idx": self.idx, "topk_weights": self.weights}
+        self.routing = None, per_rank, None, in_ranks, per_expert, self.idx, self.weights
         self.gpu = device.type == "cuda"
-        handle = self.buffer.dispatch(self.x, **self.known)[4]
+        handle = self.buffer.dispatch(self.x, *self.routing)[4]
         padded = self.buffer.low_latency_dispatch(self.x, self.idx, TOKENS, EXPERTS, use_fp8=False)[2]
         natives: Any = self.buffer._natives
         self.objects: list[Any] = [*natives._normal.values(), *natives.all_low_latency()]
@@ -132,82 +127,85 @@ class Bench:
         } | self._hooks()  # fmt: skip
 
     def _normal_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
-        buffer, ep, x, options = self.buffer, self.normal, self.x, {"async_finish": later}
-        recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **self.known)
-        native = ep.dispatch(x, self.idx, self.weights).handle
+        buffer, ep, x, both = self.buffer, self.normal, self.x, later and self.gpu
+        _, per_rank, _, in_ranks, per_expert, idx, weights = self.routing
+        recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, *self.routing)
+        native = ep.dispatch(x, idx, weights).handle
 
         def waited(result: Any) -> None:
             if later:
                 result[-1].current_stream_wait()
 
-        both, weighted = {"async_op": later and self.gpu}, {"reduce_weights": recv_weights}
         return {
             "dispatch": (
-                lambda: waited(buffer.dispatch(x, **self.known, **options)),
-                lambda: ep.dispatch(x, self.idx, self.weights, **both).wait(),
+                lambda: waited(buffer.dispatch(x, None, per_rank, None, in_ranks, per_expert, idx, weights, async_finish=later)),
+                lambda: ep.dispatch(x, idx, weights, async_op=both).wait(),
             ),
             "cached dispatch": (
-                lambda: waited(buffer.dispatch(x, handle, **options)),
-                lambda: ep.dispatch(x, handle=native, **both).wait(),
+                lambda: waited(buffer.dispatch(x, handle, async_finish=later)),
+                lambda: ep.dispatch(x, handle=native, async_op=both).wait(),
             ),
             "combine": (
-                lambda: waited(buffer.combine(recv_x, handle, **options)),
-                (lambda: ep.combine(recv_x, native, **both).wait()) if both["async_op"] else lambda: ep.combine(recv_x, native),
+                lambda: waited(buffer.combine(recv_x, handle, async_finish=later)),
+                (lambda: ep.combine(recv_x, native, async_op=True).wait()) if both else lambda: ep.combine(recv_x, native),
             ),
             "combine with weights": (
-                lambda: waited(buffer.combine(recv_x, handle, recv_weights, **options)),
-                lambda: ep.combine(recv_x, native, **weighted, **both).wait(),
+                lambda: waited(buffer.combine(recv_x, handle, recv_weights, async_finish=later)),
+                lambda: ep.combine(recv_x, native, reduce_weights=recv_weights, async_op=both).wait(),
             ),
         }  # fmt: skip
 
     def _low_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
-        buffer, ep, x, idx, options = self.buffer, self.low, self.x, self.idx, {"async_finish": later}
+        buffer, ep, x, idx = self.buffer, self.low, self.x, self.idx
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
-        static: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False}
-        native = ep.dispatch(x, idx, **static).handle
-        both, back = {"async_op": later and self.gpu}, {"weighted": True, "topk_weights": self.weights}
+        weights, padded, both = self.weights, ty.Layout.EXPERT_PADDED, later and self.gpu
+        native = ep.dispatch(x, idx, layout=padded, exact=False).handle
 
         def dispatch() -> None:
-            event = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, **options)[3]
+            event = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, async_finish=later)[3]
             if later:
                 event.current_stream_wait()
 
         def combine() -> None:
-            event = buffer.low_latency_combine(rows, idx, self.weights, handle, **options)[1]
+            event = buffer.low_latency_combine(rows, idx, weights, handle, async_finish=later)[1]
             if later:
                 event.current_stream_wait()
 
         def combine_native() -> None:
-            result: Any = ep.combine(rows, native, **back, **both)
-            if both["async_op"]:
+            result: Any = ep.combine(rows, native, weighted=True, topk_weights=weights, async_op=both)
+            if both:
                 result.wait()
 
         return {
-            "low_latency_dispatch": (dispatch, lambda: ep.dispatch(x, idx, **static, **both).wait()),
+            "low_latency_dispatch": (
+                dispatch,
+                lambda: ep.dispatch(x, idx, layout=padded, exact=False, async_op=both).wait(),
+            ),
             "low_latency_combine": (combine, combine_native),
         }
 
     def _hooks(self) -> dict[str, tuple[Call, Call | None]]:
         buffer, ep, x, idx = self.buffer, self.low, self.x, self.idx
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
-        in_two = {"return_hook": ep.engine == "low_latency"}
-        static: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False, **in_two}
-        native = ep.dispatch(x, idx, **static)
+        weights, padded, in_two = self.weights, ty.Layout.EXPERT_PADDED, ep.engine == "low_latency"
+        native = ep.dispatch(x, idx, layout=padded, exact=False, return_hook=in_two)
         native.hook()
 
         def combine_native() -> None:
-            out = torch.empty_like(x) if in_two["return_hook"] else None
-            result: Any = ep.combine(rows, native.handle, weighted=True, topk_weights=self.weights, out=out, **in_two)
-            if in_two["return_hook"]:
+            out = torch.empty_like(x) if in_two else None
+            result: Any = ep.combine(
+                rows, native.handle, weighted=True, topk_weights=weights, out=out, return_hook=in_two
+            )
+            if in_two:
                 result.hook()
 
         return {
             "low_latency_dispatch, hook": (
                 lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True)[4](),
-                lambda: ep.dispatch(x, idx, **static).hook(),
+                lambda: ep.dispatch(x, idx, layout=padded, exact=False, return_hook=in_two).hook(),
             ),
             "low_latency_combine, hook": (
-                lambda: buffer.low_latency_combine(rows, idx, self.weights, handle, return_recv_hook=True)[2](),
+                lambda: buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True)[2](),
                 combine_native,
             ),
         }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +34,8 @@ class Machine:
                 machine.log.append(f"{stream or machine.now} waits for {self.of}")
 
         class Stream:
-            def __init__(self, name: Any) -> None:
-                self.name = "comm" if name == GPU else name
+            def __init__(self, name: str = "comm") -> None:
+                self.name = name
 
             def __repr__(self) -> str:
                 return self.name
@@ -47,25 +49,34 @@ class Machine:
             def wait_event(self, event: Event) -> None:
                 event.wait(self)
 
-        self.make, self.now = Stream, Stream("compute")
+        self.make, self.now, self.index = Stream, Stream("compute"), GPU.index
         self.cuda = {
             "Event": Event,
             "Stream": Stream,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "current_stream": lambda device=None: self.now,
-            "current_device": lambda: GPU.index,
+            "device": self.on,
             "set_stream": self.go,
         }
 
     def go(self, stream: Any) -> None:
         self.now = stream
 
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        before, self.index = self.index, index
+        yield
+        self.index = before
+
 
 class Memory(torch.Tensor):
     """A tensor that says which streams keep it."""
 
     is_cuda, device = True, GPU
+
+    def get_device(self) -> int:
+        return GPU.index
 
     def record_stream(self, stream: Any) -> None:
         self.keepers = [*getattr(self, "keepers", []), repr(stream)]
@@ -84,17 +95,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     for name, stand_in in made.cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.index, raising=False)
     return made
 
 
 def run(machine: Machine, made: streams.Streams, **options: Any) -> tuple[Any, EventOverlap, list[Memory]]:
     reads, results = [memory(), memory()], (memory(), (memory(), None), [1, 2])
 
-    def call() -> Any:
+    def call(*_: Any) -> Any:
         machine.log.append(f"call on {machine.now}")
         return results
 
-    got, event = made.run(call, (), memory(), options["after"], options["later"], (reads[0], (reads[1], None)))
+    got, event = made.run(call, (reads[0], (reads[1], None), 2), memory(), options["after"], options["later"])
     assert got is results
     return results, event, reads
 
@@ -103,7 +115,7 @@ def handle_of(plan: tuple[Any, ...] = (), *arrived: Any) -> Any:
     names = dict(zip(("source", "source_ranges"), arrived, strict=False))
     native: Any = SimpleNamespace(plan=plan, arrived=SimpleNamespace(**names))
     ep: Any = None
-    return NormalHandle.of(ep, native, 1, None, None, 20)
+    return NormalHandle.of(ep, native, None, None, 20)
 
 
 def test_at_once(machine: Machine) -> None:
@@ -138,6 +150,16 @@ def test_later(machine: Machine) -> None:
     assert machine.log == ["comm waits for side", "call on comm", "record comm"] and machine.now.name == "compute"
 
 
+def test_on_another_device_than_the_current_one(machine: Machine) -> None:
+    """The device of the tensors is the current one during the call, and only then; streams are its own."""
+    made, seen = streams.Streams(), []
+    for later in (False, True):
+        machine.index = 1
+        made.run(lambda: seen.append((machine.index, machine.now.name)), (), memory(), None, later)
+        assert machine.index == 1
+    assert seen == [(0, "compute"), (0, "comm")]
+
+
 def test_a_call_that_raises(machine: Machine) -> None:
     """Stream and autograd are as before."""
 
@@ -146,7 +168,7 @@ def test_a_call_that_raises(machine: Machine) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        streams.Streams().run(call, (), memory(), None, True, ())
+        streams.Streams().run(call, (), memory(), None, True)
     assert machine.now.name == "compute" and torch.is_grad_enabled()
 
 
@@ -155,13 +177,13 @@ def test_plans_are_kept_for_the_streams_that_read_them(machine: Machine) -> None
     made, other = streams.Streams(), streams.Streams()
     mine, early = memory(), memory()
     handle, before = handle_of((mine, None)), handle_of((early,))
-    made.run(lambda: (memory(), handle), (), memory(), None, True, ())
+    made.run(lambda: (memory(), handle), (), memory(), None, True)
     assert handle.made_on is made.comm() and before.made_on is None
     for later in (True, False, True, False):
         for each in (handle, before):
-            made.run(lambda: None, (), memory(), None, later, (), each)
+            made.run(lambda _: None, (each,), memory(), None, later, each)
     assert keepers(mine, early) == [["compute"], ["comm"]]
-    other.run(lambda: None, (), memory(), None, True, (), handle)
+    other.run(lambda _: None, (handle,), memory(), None, True, handle)
     assert keepers(mine) == [["compute", "comm"]]
 
 
@@ -169,7 +191,7 @@ def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Mac
     """What they are worked out from may not be given away before: a handle dies as soon as its caller lets it go."""
     source, ranges = memory(), memory()
     handle, before = handle_of((), source, ranges), handle_of((), memory(), memory())
-    streams.Streams().run(lambda: (handle,), (), memory(), None, True, ())
+    streams.Streams().run(lambda: (handle,), (), memory(), None, True)
     assert keepers(source) == [[]]
     assert handle[3].tolist() == before[3].tolist() == [0]
     assert handle[3] is handle[3] and keepers(source, ranges) == [["compute"]] * 2
@@ -177,14 +199,14 @@ def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Mac
 
 
 class Asked(Exception):
-    """Instead of a call: what it would have read."""
+    """Instead of a call: its arguments, and its handle."""
 
 
 def test_what_calls_read() -> None:
-    """Every tensor that a call reads on the device is kept for its stream, and the plan of its handle."""
+    """Every tensor that a call reads on the device is among its arguments, so it is kept for its stream, and so is its handle."""
 
-    def ask(call: Any, arguments: Any, like: Any, after: Any, later: bool, reads: Any, handle: Any = None) -> Any:
-        raise Asked([part for each in reads for part in (each if isinstance(each, tuple) else (each,))], handle)
+    def ask(call: Any, arguments: Any, like: Any, after: Any, later: bool, handle: Any = None) -> Any:
+        raise Asked(arguments, handle)
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     buffer: Any = deep_ep.Buffer(group)
@@ -197,20 +219,22 @@ def test_what_calls_read() -> None:
     bare = {"num_tokens_per_expert": counts, "is_token_in_rank": mask}
     calls: list[tuple[Any, list[Any], Any]] = [
         (lambda: buffer.get_dispatch_layout(idx, 4), [idx], None),
-        (lambda: buffer.dispatch(x, **known), [x, idx, weights], None),
-        (lambda: buffer.dispatch([x, scales], **known), [x, scales, idx, weights], None),
+        (lambda: buffer.dispatch(x, **known), [x, idx, weights, mask], None),
+        (lambda: buffer.dispatch([x, scales], **known), [x, scales, idx, weights, mask], None),
         (lambda: buffer.dispatch((x, scales), **bare), [x, scales, mask, counts], None),
         (lambda: buffer.dispatch(x, handle), [x], handle),
         (lambda: buffer.combine(x, handle, weights, (mask, out)), [x, weights, mask, out], handle),
         (lambda: buffer.low_latency_dispatch(x, idx, 4, 4, counts, waits), [x, idx, counts, waits], None),
         (lambda: buffer.low_latency_combine(x, idx, weights, low, out=mask), [x, weights, mask], low),
-        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [x, weights, out], low),
+        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [weights, out], low),
     ]
     for call, expected, used in calls:
         with pytest.raises(Asked) as asked:
             call()
-        reads, uses = asked.value.args
-        assert {id(each) for each in reads if each is not None} == set(map(id, expected)) and uses is used
+        arguments, uses = asked.value.args
+        parts = [part for each in arguments for part in (each if type(each) is tuple else (each,))]
+        assert {id(part) for part in parts if isinstance(part, torch.Tensor)} == set(map(id, expected))
+        assert uses is used and (used is None or any(part is used for part in parts))
 
 
 @distributed_test(world_size=1)

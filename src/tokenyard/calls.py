@@ -117,10 +117,7 @@ class Calls:
         **extras: Any,
     ) -> tuple[Payload, Plan, Arrived]:
         """A fresh dispatch, or the result of the one behind ``ticket``."""
-
-        def call() -> tuple[Payload, Plan, Arrived]:
-            return self.engine.dispatch(payload, topk_idx, weights, spec, mode, in_place=in_place, **extras)
-
+        call = partial(self.engine.dispatch, payload, topk_idx, weights, spec, mode, in_place=in_place, **extras)
         return self._run(call, ticket)
 
     def run_redispatch(
@@ -368,4 +365,8 @@ def _tracks(*tensors: Tensor | None) -> bool:
     """Whether autograd or a compiler must see this call."""
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a generator would cost a frame for each
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

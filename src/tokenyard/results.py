@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tokenyard.handle import Handle
-from tokenyard.layout import host_ints
 from tokenyard.types import Layout
 
 
@@ -96,8 +95,7 @@ class Received(_Later):
             raise ValueError(
                 "tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device"
             )
-        known = host_ints(handle.plan.splits)
-        return known[len(known) - self.tokens_per_expert.numel() :]
+        return rows_of_experts(handle)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to the dispatched tensor."""
@@ -107,6 +105,13 @@ class Received(_Later):
                 "dequantize() needs a dispatch with quantize= or a Quantized payload; this one carried plain rows"
             )
         return self._dequantize(self.x, scales, dtype)
+
+
+def rows_of_experts(handle: Handle) -> list[int]:
+    """Rows of each local expert in a dispatch with exact shapes, unaligned; the host does not wait."""
+    known: list[int] = handle.plan.splits.tolist()  # pyright: ignore[reportUnknownVariableType]
+    del known[: len(known) - handle.arrived.tokens_per_expert.numel()]
+    return known
 
 
 class Combined(_Later):

@@ -18,6 +18,8 @@ from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 
+ONE_WAY = "async_finish and return_recv_hook exclude each other: wait by an event or by a hook"
+
 
 class Buffer:
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors alike.
@@ -141,7 +143,7 @@ class Buffer:
             each token goes to (bool ``[T, R]``); the event.
         """
         (ranks, nodes, experts, in_ranks), event = self._streams.run(
-            layout.layout, (topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish, (topk_idx,)
+            layout.layout, (topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish
         )
         return ranks, nodes, experts, in_ranks, event
 
@@ -180,27 +182,30 @@ class Buffer:
             ``[N, K]`` float32; rows of each local expert; the handle; the event (``event.event`` is None unless
             ``async_finish``). The middle four are None with ``handle``.
         """
-        run, (payload, data, scales) = self._streams.run, normal.parts_of(x)
+        run, data, scales = self._streams.run, x, None
+        if not isinstance(x, Tensor) or x.dim() != 2:
+            data, scales = normal.check_pair(x)
         if handle is not None:
-            known = normal.check_cached(handle, topk_idx, topk_weights)
-            reads: tuple[Any, ...] = (data, scales)
-            rows, event = run(normal.redispatch, (payload, known), data, previous_event, async_finish, reads, known)
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError(
+                    "topk_idx or topk_weights given together with handle: leave them out, the handle knows the routing"
+                )
+            known = normal.check_handle(handle)
+            rows, event = run(normal.redispatch, (data, scales, known), data, previous_event, async_finish, known)
             return rows, None, None, None, None, event
         if num_tokens_per_expert is None:
             raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
         num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is None:
             bare = normal.check_bare(is_token_in_rank, topk_weights, num_worst_tokens)
-            arguments = (self._natives, payload, data, bare, num_tokens_per_expert, expert_alignment, num_sms)
-            reads = (data, scales, bare, num_tokens_per_expert)
-            result, event = run(normal.dispatch_bare, arguments, data, previous_event, async_finish, reads)
+            arguments = (self._natives, data, scales, bare, num_tokens_per_expert, expert_alignment, num_sms)
+            result, event = run(normal.dispatch_bare, arguments, data, previous_event, async_finish)
         else:
             arguments = (
-                self._natives, payload, data, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert.shape[0],
+                self._natives, data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert.numel(),
                 expert_alignment, num_worst_tokens, num_sms,
             )  # fmt: skip
-            reads = (data, scales, topk_idx, topk_weights)
-            result, event = run(normal.dispatch, arguments, data, previous_event, async_finish, reads)
+            result, event = run(normal.dispatch, arguments, data, previous_event, async_finish)
         rows, idx, weights, counts, made = result
         return rows, idx, weights, counts, made, event
 
@@ -227,9 +232,9 @@ class Buffer:
             ``[T, H]`` in the dtype of ``x``; ``[T, K]`` or None; the event.
         """
         known = normal.check_handle(handle)
-        arguments, reads = (x, known, topk_weights, bias), (x, topk_weights, bias)
+        arguments = (x, known, topk_weights, bias)
         (combined, weights), event = self._streams.run(
-            normal.combine, arguments, x, previous_event, async_finish, reads, known
+            normal.combine, arguments, x, previous_event, async_finish, known
         )
         return combined, weights, event
 
@@ -283,15 +288,14 @@ class Buffer:
             use_fp8, stats = stats, None
         if fork:
             names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
-        names.check_one_way(async_finish, return_recv_hook)
-        waits, mode = dispatch_wait_recv_cost_stats, low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
-
+        if async_finish and return_recv_hook:
+            raise ValueError(ONE_WAY)
+        waits, mode = dispatch_wait_recv_cost_stats, None
+        if use_fp8:
+            mode = low_latency.mode_of(round_scale, use_ue8m0)
         sizes = x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.device
         arguments = (self._natives, sizes, x, topk_idx, mode, stats, waits, return_recv_hook)
-        reads = (x, topk_idx, stats, waits)
-        (rows, counts, handle, hook), event = self._streams.run(
-            low_latency.dispatch, arguments, x, None, async_finish, reads
-        )
+        (rows, counts, handle, hook), event = self._streams.run(low_latency.dispatch, arguments, x, None, async_finish)
         return rows, counts, handle, event, hook
 
     def low_latency_combine(
@@ -324,12 +328,13 @@ class Buffer:
         """
         if fork:
             names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
-        names.check_one_way(async_finish, return_recv_hook)
+        if async_finish and return_recv_hook:
+            raise ValueError(ONE_WAY)
         known, waits = low_latency.check_handle(handle), combine_wait_recv_cost_stats
-
-        arguments = (x, known, topk_weights, zero_copy, out, waits, return_recv_hook)
-        reads = (x, known.next_buffer if zero_copy else None, topk_weights, out, waits)
-        (combined, hook), event = self._streams.run(low_latency.combine, arguments, x, None, async_finish, reads, known)
+        if zero_copy:
+            x = low_latency.written_buffer(known)
+        arguments = (x, known, topk_weights, out, waits, return_recv_hook)
+        (combined, hook), event = self._streams.run(low_latency.combine, arguments, x, None, async_finish, known)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -89,10 +89,10 @@ class NormalHandle(LazyTuple):
     the others are -1.
 
     Attributes:
-        num_rows: rows of the dispatched result.
+        cut_to: rows of the dispatched result if the native one has more, else None.
     """
 
-    num_rows: int
+    cut_to: int | None = None
     _in_ranks: Tensor | None
     _topk_idx: Tensor | None
     _num_sms: int
@@ -102,14 +102,13 @@ class NormalHandle(LazyTuple):
         cls,
         ep: ExpertParallel,
         native: Handle,
-        num_rows: int,
         in_ranks: Tensor | None,
         topk_idx: Tensor | None,
         num_sms: int,
     ) -> NormalHandle:
         """``in_ranks`` or ``topk_idx`` says where tokens go."""
         handle = tuple.__new__(cls, cls._blank)
-        handle.ep, handle.native, handle.num_rows = ep, native, num_rows
+        handle.ep, handle.native = ep, native
         handle._in_ranks, handle._topk_idx, handle._num_sms = in_ranks, topk_idx, num_sms
         return handle
 
@@ -152,7 +151,7 @@ class NormalHandle(LazyTuple):
         return self._before_channels(self.received())
 
     def recv_src_idx(self) -> Tensor:
-        return (self.native.arrived.source[: self.num_rows] & _TOKEN).to(torch.int32)
+        return (self.native.arrived.source[: self.cut_to] & _TOKEN).to(torch.int32)
 
     def send_head(self) -> Tensor:
         """Place of each token among those that go to the same rank, -1 if it does not go there."""
@@ -165,7 +164,7 @@ class NormalHandle(LazyTuple):
 
     def recv_src_meta(self) -> Tensor:
         """Source rank and token of each row: int32 ``[N, 2]``."""
-        source = self.native.arrived.source[: self.num_rows]
+        source = self.native.arrived.source[: self.cut_to]
         return torch.stack([source >> 32, source & _TOKEN], dim=1).to(torch.int32)
 
     def send_rdma_head(self) -> Tensor:

@@ -62,7 +62,7 @@ def _in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 @cache
 def has_kernels(index: int) -> bool:
     """Whether kernels work on CUDA device ``index``, with the Triton that is here."""
-    return not select._obstacle(torch.device("cuda", index))  # pyright: ignore[reportPrivateUsage]
+    return not select.obstacle_of(torch.device("cuda", index))
 
 
 @cache

@@ -20,6 +20,9 @@ from tokenyard.types import Layout, Quantize
 MOST_PICKS = 16
 """Picks per token that the size hint leaves room for."""
 
+PADDED = Layout.EXPERT_PADDED
+"""The layout of this mode."""
+
 BY_COLUMN = CallOptions(scales_by_column=True)
 """Of a dispatch that was asked for no statistics."""
 
@@ -42,10 +45,8 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
     return max(RING_BYTES, LOW_LATENCY_OBJECTS * (-(-one // 256) * 256))
 
 
-def mode_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quantize | None:
+def mode_of(round_scale: bool, use_ue8m0: bool) -> Quantize:
     """The cast in the send."""
-    if not use_fp8:
-        return None
     if use_ue8m0:
         return Quantize.FP8_UE8M0
     return Quantize.FP8_POW2 if round_scale else Quantize.FP8
@@ -75,12 +76,10 @@ def dispatch(
     options = None if mode is None else BY_COLUMN
     if stats is not None or waits is not None:
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
-    recv = ep.dispatch(
-        x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
-    )
+    recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=hooked, options=options)
     seen, hook = recv, None
     if hooked:
-        seen, hook = recv.ahead, recv.hook
+        seen, hook = recv.ahead, recv.wait
         seen.wait()  # sooner than by reading
     rows = seen.x if mode is None else (seen.x, seen.scales)
     return rows, seen.tokens_per_expert, LowLatencyHandle.of(ep, seen.handle), hook
@@ -90,7 +89,7 @@ def _dispatch_elsewhere(
     ep: ExpertParallel, x: Tensor, topk_idx: Tensor, mode: Quantize | None, stats: Tensor | None, waits: Tensor | None
 ) -> tuple[Rows, Tensor, LowLatencyHandle]:
     """On other engines statistics are added, and scales transposed, behind the call."""
-    recv = ep.dispatch(x, topk_idx, layout=Layout.EXPERT_PADDED, exact=False, quantize=mode)
+    recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode)
     counts, scales = recv.tokens_per_expert, recv.scales
     if stats is not None:
         stats.add_(counts)
@@ -104,19 +103,11 @@ def combine(
     x: Tensor,
     handle: LowLatencyHandle,
     topk_weights: Tensor,
-    zero_copy: bool,
     out: Tensor | None,
     waits: Tensor | None,
     hooked: bool,
 ) -> tuple[Tensor, Hook | None]:
     """The weighted sum of each token's rows, and a hook if asked for. Waiting times are added to ``waits``."""
-    if zero_copy:
-        if handle.next_buffer is None:
-            raise ValueError(
-                "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but nobody asked for it: "
-                "write the experts' output there first, or leave zero_copy out"
-            )
-        x = handle.next_buffer
     ep, native = handle.ep, handle.native
     waits = None if waits is None else _checked_waits("combine_wait_recv_cost_stats", ep, waits)
     low = ep.engine == LOW_LATENCY
@@ -128,7 +119,7 @@ def combine(
         x, native, weighted=True, topk_weights=topk_weights, out=out, return_hook=in_two, options=options
     )
     if in_two and out is not None:
-        return out, combined.hook
+        return out, combined.wait
     if waits is not None and not low:
         _add_waits(ep, waits)
     return combined, nothing_left if hooked else None
@@ -138,6 +129,20 @@ def next_buffer(handle: LowLatencyHandle) -> Tensor:
     """Where the experts may write what combine is to send: bf16 ``[L, R * M, H]``, one per handle."""
     if handle.next_buffer is None:
         handle.next_buffer = handle.ep.empty_for_combine(handle.native)
+    return handle.next_buffer
+
+
+def written_buffer(handle: LowLatencyHandle) -> Tensor:
+    """What :func:`next_buffer` gave out.
+
+    Raises:
+        ValueError: nobody asked for it.
+    """
+    if handle.next_buffer is None:
+        raise ValueError(
+            "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but nobody asked for it: "
+            "write the experts' output there first, or leave zero_copy out"
+        )
     return handle.next_buffer
 
 

@@ -41,9 +41,3 @@ def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) ->
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
         if known[name] and value:
             raise NotSupported(f"{call}({name}={value!r}) asks for {known[name]}")
-
-
-def check_one_way(async_finish: bool, return_recv_hook: bool) -> None:
-    """An event or a hook, not both."""
-    if async_finish and return_recv_hook:
-        raise ValueError("async_finish and return_recv_hook exclude each other: wait by an event or by a hook")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.deep_ep.config import RING_BYTES
+from tokenyard.deep_ep.handles import kind_for
 from tokenyard.errors import NotSupported, PeerTimeout
 
 ENGINE_VARIABLE = "TOKENYARD_DEEP_EP_ENGINE"
@@ -48,12 +49,17 @@ class Turns(NamedTuple):
 
 
 class Natives:
-    """The objects by :class:`Sizes`. Making one is collective, as the call that asks for it is."""
+    """The objects by :class:`Sizes`. Making one is collective, as the call that asks for it is.
+
+    Attributes:
+        kind: of handles in normal mode.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, rank: int, world_size: int, num_nvl_bytes: int, masks: bool = False
     ) -> None:
         self.rank, self.world_size, self._masks = rank, world_size, masks
+        self.kind = kind_for(world_size)
         self._group = group
         self._ring_bytes = min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
         self._normal: dict[Sizes, ExpertParallel] = {}

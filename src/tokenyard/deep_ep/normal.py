@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenyard.deep_ep.handles import NormalHandle, kind_for
+from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.layout import expert_bounds, host_ints
-from tokenyard.results import Received
+from tokenyard.results import Received, rows_of_experts
 from tokenyard.types import Quantized
 
 MAX_TOKENS = 128
@@ -22,29 +22,27 @@ COUNT_WORDS = 4
 Rows = Any
 """``[N, H]``, or the pair of FP8 data and scales."""
 
-Payload = Tensor | Quantized
-"""The same as the native calls take it."""
-
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int], NormalHandle]
 """What ``Buffer.dispatch`` returns, less the event."""
 
 
-def parts_of(x: Any) -> tuple[Payload, Tensor, Tensor | None]:
-    """``x`` as the native calls take it, its rows, and its scales if it is a pair of FP8 data and scales."""
-    if isinstance(x, Tensor) and x.dim() == 2:
-        return x, x, None
-    data, scales = x, None
+def check_pair(x: Any) -> tuple[Tensor, Tensor]:
+    """A pair of FP8 data and scales.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if isinstance(x, (tuple, list)) and len(x) == 2:  # pyright: ignore[reportUnknownArgumentType]
         data, scales = cast("tuple[Any, Any]", x)
-    if data is x or not isinstance(data, Tensor) or data.dim() != 2:
-        raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
-    return Quantized(data, cast("Tensor", scales)), data, cast("Tensor", scales)
+        if isinstance(data, Tensor) and data.dim() == 2:
+            return data, scales
+    raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
 
 
 def dispatch(
     natives: Natives,
-    payload: Payload,
     data: Tensor,
+    scales: Tensor | None,
     topk_idx: Tensor,
     weights: Tensor | None,
     in_ranks: Tensor | None,
@@ -53,19 +51,20 @@ def dispatch(
     num_worst_tokens: int,
     num_sms: int,
 ) -> Dispatched:
-    """A fresh dispatch: exact shapes, or ``num_worst_tokens`` rows without a word to the host. ``data``: its rows."""
-    size, worst = natives.world_size, num_worst_tokens
-    bound = -(-worst // size) if worst else MAX_TOKENS
+    """A fresh dispatch: exact shapes, or ``num_worst_tokens`` rows without a word to the host."""
+    worst = num_worst_tokens
+    bound = -(-worst // natives.world_size) if worst else MAX_TOKENS
     ep = natives.normal((data.shape[1], num_experts, topk_idx.shape[1], bound, data.device))
+    payload = data if scales is None else Quantized(data, scales)
     recv = ep.dispatch(payload, topk_idx, weights, exact=not worst)
-    if worst:
-        rows, idx, recv_weights = _cut(recv, worst)
-        return rows, idx, recv_weights, [], kind_for(size).of(ep, recv.handle, worst, in_ranks, topk_idx, num_sms)
     native = recv.handle
-    handle = kind_for(size).of(ep, native, native.num_rows, in_ranks, topk_idx, num_sms)
-    counts = host_ints(native.plan.splits)  # ``recv.tokens_per_expert_list``, sooner
-    del counts[: -recv.tokens_per_expert.shape[0] or None]
-    return _rows(recv), recv.topk_idx, recv.topk_weights, aligned(counts, alignment), handle
+    handle = natives.kind.of(ep, native, in_ranks, topk_idx, num_sms)
+    if worst:
+        if worst != native.num_rows:
+            handle.cut_to = worst
+        return *_cut(recv, worst), [], handle
+    counts = aligned(rows_of_experts(native), alignment)
+    return _rows(recv), recv.topk_idx, recv.topk_weights, counts, handle
 
 
 def check_bare(in_ranks: Tensor | None, topk_weights: Tensor | None, num_worst_tokens: int) -> Tensor:
@@ -90,25 +89,19 @@ def check_handle(handle: Any) -> NormalHandle:
     return handle
 
 
-def check_cached(handle: Any, topk_idx: Tensor | None, topk_weights: Tensor | None) -> NormalHandle:
-    """A handle that comes without picks of its own."""
-    if topk_idx is not None or topk_weights is not None:
-        raise ValueError(
-            "topk_idx or topk_weights given together with handle: leave them out, the handle knows the routing"
-        )
-    return check_handle(handle)
-
-
-def redispatch(payload: Payload, handle: NormalHandle) -> Rows:
-    """The rows of ``payload`` along a known routing."""
+def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
+    """Rows along a known routing."""
+    payload = data if scales is None else Quantized(data, scales)
     recv = handle.ep.dispatch(payload, handle=handle.native)
-    return _rows(recv) if handle.num_rows == handle.native.num_rows else _cut(recv, handle.num_rows)[0]
+    if handle.cut_to is not None:
+        return _cut(recv, handle.cut_to)[0]
+    return _rows(recv)
 
 
 def combine(x: Tensor, handle: NormalHandle, topk_weights: Tensor | None, bias: Any) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and of their weights if there are any."""
     native = handle.native
-    if handle.num_rows != native.num_rows:
+    if handle.cut_to is not None:
         x, topk_weights = _stretch(x, handle), None if topk_weights is None else _stretch(topk_weights, handle)
     if topk_weights is None:
         return handle.ep.combine(x, native, bias=bias), None
@@ -126,7 +119,8 @@ def aligned(counts: list[int], alignment: int) -> list[int]:
 
 
 def _rows(recv: Received) -> Rows:
-    return recv.x if recv.scales is None else (recv.x, recv.scales)
+    x, scales = recv.x, recv.scales
+    return x if scales is None else (x, scales)
 
 
 def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | None]:
@@ -139,10 +133,10 @@ def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | N
 
 def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
     """``rows`` with those that :func:`_cut` took away; nobody reads them. Another number of rows is the native call's to refuse."""
-    if rows.shape[0] != handle.num_rows:
+    if rows.shape[0] != handle.cut_to:
         return rows
     longer = rows.new_empty((handle.native.num_rows, *rows.shape[1:]))
-    longer[: handle.num_rows] = rows
+    longer[: handle.cut_to] = rows
     return longer
 
 
@@ -151,8 +145,8 @@ def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
 
 def dispatch_bare(
     natives: Natives,
-    payload: Payload,
     data: Tensor,
+    scales: Tensor | None,
     in_ranks: Tensor,
     per_expert: Tensor,
     alignment: int,
@@ -162,9 +156,10 @@ def dispatch_bare(
     size = natives.world_size
     ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
     ep = natives.normal((data.shape[1], size, size, MAX_TOKENS, data.device))
+    payload = data if scales is None else Quantized(data, scales)
     recv = ep.dispatch(payload, torch.where(in_ranks, ranks, -1))
     counts = _swap_counts(natives, per_expert)
-    handle = kind_for(size).of(ep, recv.handle, recv.x.shape[0], in_ranks, None, num_sms)
+    handle = natives.kind.of(ep, recv.handle, in_ranks, None, num_sms)
     return _rows(recv), None, None, aligned(counts, alignment), handle
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, _set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
@@ -26,12 +26,12 @@ class Streams:
         self._comm: torch.cuda.Stream | None = None
         self._ready: Any = None
 
-    def comm(self, device: torch.device | None = None) -> Any:
-        """The communication stream; without CUDA one that stands for nothing."""
+    def comm(self) -> Any:
+        """The communication stream, of the device that was current at first; without CUDA one that stands for nothing."""
         if self._comm is None:
             if not torch.cuda.is_available():
                 return torch.cpu.Stream()
-            self._comm = torch.cuda.Stream(device)
+            self._comm = torch.cuda.Stream()
         return self._comm
 
     def run(
@@ -41,7 +41,6 @@ class Streams:
         like: Tensor,
         after: EventOverlap | None,
         later: bool,
-        reads: tuple[Any, ...],
         handle: LazyTuple | None = None,
     ) -> tuple[Result, EventOverlap]:
         """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any), without autograd, as DeepEP does.
@@ -51,46 +50,37 @@ class Streams:
 
         Args:
             call: returns a tensor, or a tuple of tensors, a handle and other things.
+            arguments: all tensors that the call reads are among them, also in tuples, and so is the handle.
             later: on the communication stream, else on the current one.
-            reads: tensors that the call reads, also in tuples.
-            handle: that the call uses; made on a stream of its own time.
+            handle: that the call uses, if any; made on a stream of its own time.
         """
         tracks = torch.is_grad_enabled()
         if tracks:
-            torch.set_grad_enabled(False)  # sooner than no_grad()
+            _set_grad_enabled(False)  # sooner than no_grad()
         try:
             with DisableTorchFunction():
                 if not like.is_cuda:
                     return call(*arguments), EventOverlap(EventHandle() if later else None)
-                device = like.device
-                if device.index != torch.cuda.current_device():
-                    with torch.cuda.device(device):
-                        return self._on_gpu(call, arguments, device, after, later, reads, handle)
-                if later or after is not None or handle is not None:
-                    return self._on_gpu(call, arguments, device, after, later, reads, handle)
-                return call(*arguments), EventOverlap()  # as there: sooner
+                index = like.get_device()
+                if index != torch._C._cuda_getDevice():  # pyright: ignore[reportPrivateUsage]
+                    with torch.cuda.device(index):
+                        return self.run(call, arguments, like, after, later, handle)
+                event = None if after is None else after.event
+                if later:
+                    return self._run_later(call, arguments, event)
+                if event is not None:
+                    event.current_stream_wait()
+                if handle is not None and handle.made_on is not None:
+                    handle.keep_for(torch.cuda.current_stream())
+                return call(*arguments), EventOverlap()
         finally:
             if tracks:
-                torch.set_grad_enabled(True)
+                _set_grad_enabled(True)
 
-    def _on_gpu(
-        self,
-        call: Callable[..., Result],
-        arguments: tuple[Any, ...],
-        device: torch.device,
-        after: EventOverlap | None,
-        later: bool,
-        reads: tuple[Any, ...],
-        handle: LazyTuple | None,
+    def _run_later(
+        self, call: Callable[..., Result], arguments: tuple[Any, ...], event: EventHandle | None
     ) -> tuple[Result, EventOverlap]:
-        event = None if after is None else after.event
-        if not later:
-            if event is not None:
-                event.current_stream_wait()
-            if handle is not None and handle.made_on is not None:
-                handle.keep_for(torch.cuda.current_stream())
-            return call(*arguments), EventOverlap(None)
-        here, stream = torch.cuda.current_stream(), self.comm(device)
+        here, stream = torch.cuda.current_stream(), self.comm()
         if event is not None:
             event.wait_on(stream)
         else:  # one event serves all calls: to wait means to wait for what it was when the wait began
@@ -102,9 +92,11 @@ class Streams:
         finally:
             torch.cuda.set_stream(here)
         done = EventHandle.of(stream)
-        keep_for(reads, stream)
-        if handle is not None:
-            handle.keep_for(stream)
+        for part in arguments:
+            if isinstance(part, LazyTuple):
+                part.keep_for(stream)
+            else:
+                keep_for(part, stream)
         self._hand_over(result, here)
         return result, EventOverlap(done)
 

@@ -277,7 +277,7 @@ class NvlinkEngine:
 
     def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
         """Launch the plan."""
-        config, ground, spec, tokens = self.config, self._ground, kind.spec, len(topk_idx)
+        config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
         launch = kind.plans.get(wide := topk_idx.dtype == torch.int64)
         if launch is None:
             launch = self._launches.plan(spec, kind.form.meta_words, weighted=kind.weighted, wide=wide)
@@ -384,10 +384,10 @@ class NvlinkEngine:
 def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payload:
     """Ordinary memory for ``num_rows`` rows."""
     make, device, form = torch.zeros if zeros else torch.empty, payload.x.device, kind.form
-    x = make((num_rows, form.hidden), dtype=kind.out_dtype, device=device)
+    x = make(num_rows, form.hidden, dtype=kind.out_dtype, device=device)
     if not form.scale_words:
         return Payload(x, None)
-    return Payload(x, make((num_rows, form.scale_words), dtype=kind.scale_dtype, device=device))
+    return Payload(x, make(num_rows, form.scale_words, dtype=kind.scale_dtype, device=device))
 
 
 def _aligned(payload: Payload) -> Payload:

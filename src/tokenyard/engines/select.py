@@ -80,7 +80,7 @@ def choose(
     obstacle, most_sms = "not asked for", 0
     if asked.engine != "collective":
         grid = config.topology if asked.engine == "twolevel" else None
-        obstacle, most_sms = _common_obstacle(store, config, gpu, _obstacle(gpu), grid)
+        obstacle, most_sms = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
     if asked.engine in _ON_KERNELS and obstacle:
         raise NotSupported(f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can")
     if asked.engine != "collective" and not obstacle and gpu is not None:
@@ -163,8 +163,8 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
     return device if device is not None and device.type == "cuda" else None
 
 
-def _obstacle(gpu: torch.device | None) -> str:
-    """Why this rank cannot use nvlink; empty if it can."""
+def obstacle_of(gpu: torch.device | None) -> str:
+    """Why this rank's kernels cannot work on ``gpu``; empty if they can."""
     if gpu is None:
         return "it needs CUDA devices, and a rank works on the CPU"
     if importlib.util.find_spec("triton") is None:
