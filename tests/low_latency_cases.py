@@ -47,7 +47,9 @@ class Scenario:
     @property
     def shape(self) -> Shape:
         """Rows take several steps, and programs several rows."""
-        return Shape(programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=self.shares)
+        return Shape(
+            programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=self.shares
+        )
 
     @property
     def buffer_bytes(self) -> int:

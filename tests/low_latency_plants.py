@@ -107,7 +107,12 @@ PLANTS = {
 }
 """By name."""
 
-TORN = Plant("torn sum", "low_wait", (("    if tl.max(doubted.to(tl.int32)) > 0:\n", "    if tl.max(doubted.to(tl.int32)) > 1:\n"),), 1)
+TORN = Plant(
+    "torn sum",
+    "low_wait",
+    (("    if tl.max(doubted.to(tl.int32)) > 0:\n", "    if tl.max(doubted.to(tl.int32)) > 1:\n"),),
+    1,
+)
 """Found only where ranks die: ``low_latency_failures.torn``."""
 
 

@@ -195,18 +195,21 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
     ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh and cached into views.
     ``greetings``: calls of one token. ``plans``: refusals, so that plan follows plan. ``guesses``: more rows than guessed.
+    ``lines``: rows so long that their slots are whole lines, and longer than they.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
     tiny = replace(base, num_tokens=1, hidden=8)
     cached = replace(base, hidden=24, dtype=torch.float32)
     few = replace(base, hidden=8, routing="local")
+    long = replace(base, num_tokens=5, hidden=2056)
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
         "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),
         "greetings": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
         "plans": (Round(tiny, (), tiny, refusers=(0, 0, 0)), Round(tiny, (), tiny, refusers=(1, 1, 1))),
+        "lines": (Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),),
         "guesses": tuple(Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")),
     }
     return Scenario(
@@ -222,7 +225,14 @@ def rehearsal(part: str, seed: int) -> Scenario:
     )
 
 
-SKEWS = {"rings": "program", "views": "rank", "greetings": "program", "plans": "rank", "guesses": "rank"}
+SKEWS = {
+    "rings": "program",
+    "views": "rank",
+    "greetings": "program",
+    "plans": "rank",
+    "guesses": "rank",
+    "lines": "program",
+}
 """Which hardware shows most in a rehearsal."""
 
 

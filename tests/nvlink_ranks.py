@@ -254,6 +254,11 @@ def passes_unchanged(part: str, seed: int) -> None:
         run(rehearsal(part, seed), seed, max_steps=50_000, skew=SKEWS[part])
 
 
+def check_lines(seed: int) -> None:
+    """Rows whose slots are longer than they pass."""
+    run(rehearsal("lines", seed), seed, skew=SKEWS["lines"])
+
+
 def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
     """The most rows that one ring must take in the first call of a rehearsal, and its slots."""
     scenario = rehearsal(part, seed)

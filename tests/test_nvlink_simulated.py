@@ -26,3 +26,8 @@ def test_rings_go_round() -> None:
     """What the others rely on: more rows go through a ring than it has slots, so senders wait for credits."""
     found = run_all("nvlink_ranks.rows_and_slots", [("rings", seed) for seed in range(8)])
     assert sum(rows > slots for rows, slots in found) > 4, found
+
+
+def test_slots_of_whole_lines() -> None:
+    """The rows of all others are too short for them."""
+    run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(4 * SOAK)])

@@ -166,7 +166,9 @@ def test_sizes_are_the_engines_own() -> None:
         assert (found.channels, found.writers) == (shape.channels, shape.writers)
         assert ring.count == gpus * shape.channels and found.symmetric_bytes == ring.count * ring.num_bytes
         assert DEFAULT_BUFFER_BYTES - 256 * ring.count < found.symmetric_bytes <= DEFAULT_BUFFER_BYTES
-        assert ring.slots == ring.num_bytes // (14336 + 80)  # token, 8 ids and 8 weights, padded to 16 bytes
+        there = forms(layer(gpus=gpus, sms=sms))[0]
+        assert there.row_bytes == 14336 + 80  # with token, 8 ids and 8 weights, padded to 16 bytes: what crosses
+        assert ring.slots == ring.num_bytes // (14336 + 128)  # whole lines of memory: what it takes in a ring
         assert (ring.chunk, ring.back_chunk) == (min(shape.dispatch.chunk, ring.slots // 2), shape.send.chunk)
 
 

@@ -30,3 +30,19 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
 
 def test_at_most_half_is_spared() -> None:
     assert [Asked(spare_sms=spare).room(16) for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("channels", "scales", "meta", "row", "slot"),
+    [
+        (7168, 0, 20, 14416, 14464),
+        (7168, 0, 0, 14336, 14336),
+        (7168, 56, 20, 14640, 14720),
+        (1024, 0, 20, 2128, 2128),
+        (8, 0, 4, 32, 32),
+    ],
+)
+def test_slots_of_long_rows_are_whole_lines(channels: int, scales: int, meta: int, row: int, slot: int) -> None:
+    """They begin at an address that is a multiple of 128; those of short rows do not grow."""
+    form = pytest.importorskip("tokenyard.engines.rings").Form(channels, channels // 2, 32, scales, meta)
+    assert (form.row_bytes, form.slot_bytes) == (row, slot)

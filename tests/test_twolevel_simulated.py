@@ -37,6 +37,11 @@ def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) 
     run_all("twolevel_ranks.check_seed", [(nodes, per_node, seed) for seed in range(SEEDS[nodes, per_node] * SOAK)])
 
 
+def test_slots_of_whole_lines() -> None:
+    """The rows of all others are too short for them."""
+    run_all("twolevel_ranks.check_lines", [(net, seed) for net in (False, True) for seed in range(SOAK)])
+
+
 @pytest.mark.timeout(600 * SOAK)
 def test_any_number_of_workers_gives_the_bits_of_the_oracle() -> None:
     """One that does all, two, one for each task; at the same seeds, so the same calls."""

@@ -22,12 +22,15 @@ def rehearsal(part: str, seed: int) -> Scenario:
     """2 nodes of 2 ranks: fresh, cached and back, again and again, with rows of other sizes each time, through small rings.
 
     ``rings``: network rings of two slots, one row per put. ``long``: of several puts, of several rows each. ``peers``: nodes map
-    each other's memory. ``plans``: refusals, so that plan follows plan.
+    each other's memory. ``plans``: refusals, so that plan follows plan. ``lines``: rows so long that their slots are whole lines,
+    and longer than they.
     """
     base = Case(4, num_tokens=14 if part == "long" else 9, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1)
     cached = replace(base, hidden=24, dtype=torch.float32)
     tiny = replace(base, num_tokens=1, hidden=8)
+    wide = replace(base, num_tokens=3, hidden=2056)
     rounds = {
+        "lines": (Round(wide, ("cached", "plain"), replace(wide, dtype=torch.float8_e4m3fn, hidden=4104)),),
         "rings": (Round(base, ("cached", "plain", "cached", "plain"), cached),),
         "long": (Round(base, ("plain", "cached"), replace(base, hidden=16)),),
         "plans": (Round(tiny, (), tiny, refusers=(0, 3, 0)), Round(tiny, (), tiny, refusers=(2, 1, 2))),

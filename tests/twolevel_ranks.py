@@ -40,6 +40,11 @@ def check_workers(nodes: int, per_node: int, seed: int, workers: int) -> None:
     run(replace(draw(nodes, per_node, seed), workers=workers or tasks), seed, max_steps=MOST_STEPS)
 
 
+def check_lines(net: bool, seed: int) -> None:
+    """Rows whose slots are longer than they pass."""
+    run(replace(rehearsal("lines", seed), net=net), seed, max_steps=MOST_STEPS)
+
+
 def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
     """A batch many times as large as all rings of a rank together. Rows that one rank gets, slots, memory before and after."""
     scenario = long_batch(per_node, seed)

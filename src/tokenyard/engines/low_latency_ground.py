@@ -52,7 +52,11 @@ def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
     """
     if 2 * num_sms < num_ranks:
         raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
-    shape = Shape(programs=4 * num_sms, num_warps=4) if num_ranks * max_tokens > 2 * num_sms else Shape(programs=2 * num_sms)
+    shape = (
+        Shape(programs=4 * num_sms, num_warps=4)
+        if num_ranks * max_tokens > 2 * num_sms
+        else Shape(programs=2 * num_sms)
+    )
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
     return replace(shape, pieces=min(parts, region.PIECES), shares=parts)
 

@@ -378,7 +378,7 @@ class NvlinkEngine:
         out, into = known[:size], known[size : 2 * size]
         if back:
             out, into = into, out
-        self.stats.record(op, out, into, kind.form.slot_bytes, self._no_wait)
+        self.stats.record(op, out, into, kind.form.row_bytes, self._no_wait)
 
 
 def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payload:

@@ -16,6 +16,8 @@ from tokenyard.rows import Payload, padded
 from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
+LINE, LONG_ROW = 128, 4096
+"""Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 % larger at most."""
 SHARED_BYTES = 200 << 10
 """Shared memory of a multiprocessor for rows on their way: 227 KiB there are, some of them are for sums and scans."""
 
@@ -101,6 +103,8 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
 class Form:
     """One row in a slot of a ring: ``[payload | scales | meta]``, each padded to 16 bytes.
 
+    Slots of long rows begin where lines of memory do: stores to a peer that begin inside of one cost two.
+
     Attributes:
         hidden: channels of a row of ``x``.
         words, bits: the payload on the wire as words of 32, 16 or 8 bits.
@@ -119,8 +123,14 @@ class Form:
         return padded(self.words * self.bits // 8)
 
     @property
-    def slot_bytes(self) -> int:
+    def row_bytes(self) -> int:
+        """What is stored to a peer."""
         return self.payload_bytes + padded(4 * self.scale_words) + 4 * self.meta_words
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a row takes in a ring, and what is put to another node."""
+        return self.row_bytes if self.row_bytes < LONG_ROW else -(-self.row_bytes // LINE) * LINE
 
 
 def form_of(payload: Payload, mode: Quantize | None, meta_words: int) -> Form:

@@ -51,14 +51,14 @@ class Tables:
         return Counted(
             route=torch.empty(route_words, dtype=torch.int32, device=device),
             meta=torch.empty(tokens * kind.form.meta_words, dtype=torch.int32, device=device),
-            first_pick=torch.empty((tokens, self._topk), dtype=torch.int64, device=device),
+            first_pick=torch.empty(tokens, self._topk, dtype=torch.int64, device=device),
             tokens_per_expert=torch.empty(self._local, dtype=torch.int32, device=device),
             offsets=none
             if layout is not Layout.EXPERT_MAJOR
             else torch.empty(self._local + 1, dtype=torch.int32, device=device),
             ranges=none
             if layout is not Layout.EXPERT_PADDED
-            else torch.empty((self._local, self._ranks, 2), dtype=torch.int32, device=device),
+            else torch.empty(self._local, self._ranks, 2, dtype=torch.int32, device=device),
             overflow=none if kind.spec.capacity is None else torch.empty(1, dtype=torch.int32, device=device),
         )
 
@@ -92,4 +92,4 @@ class Tables:
     def _table(self, dtype: torch.dtype, hole: float, holey: bool, *shape: int) -> Tensor:
         if holey:
             return torch.full(shape, hole, dtype=dtype, device=self._device)
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(*shape, dtype=dtype, device=self._device)

@@ -91,6 +91,7 @@ class TwolevelEngine(NvlinkEngine):
         self, payload: Payload, counted: Counted, kind: Kind, room: tuple[int, int], *, forced: bool = False
     ) -> tuple[Payload, Plan, Arrived]:
         if forced and self._most_tokens > self._launches.table_rows:
+            self._memory.settle()  # the plan's programs may still write to its tables
             counted = counted._replace(route=self._with_larger_table(counted.route, counted.first_pick.shape[0]))
         return super()._move(payload, counted, kind, room, forced=forced)
 

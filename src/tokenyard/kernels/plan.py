@@ -10,9 +10,10 @@ Who publishes what, who may read when:
 1. Every program counts its tokens and stores its row of ``hist`` and ``marks`` (local memory), then adds to ``TICKETS`` (release) and
    waits for all C of this call (acquire): then all rows may be read. A row is written again in the next call only, a later kernel.
 2. Every program sends its bounds to all peers, the last one also the header and its row of the matrix; then each adds 1 to
-   ``arrivals[me]`` there (release).
-3. Program 0 waits until ``arrivals[source]`` has grown by C for every source (acquire), then reads what step 2 wrote, completes the
-   plan, and stores the headers and then the call's nonce (release) to host memory.
+   ``arrivals[me]`` there (release). Peers wait for that, so what stays here comes behind it: places within the rank.
+3. Program 0 and the judge, program 1 if there is one and no letters, wait until ``arrivals[source]`` has grown by C for every source
+   (acquire), then read what step 2 wrote. Program 0 completes the plan; the judge stores the verdict, and the headers and then the
+   call's nonce (release) to host memory. Neither reads what the other writes.
 
 Why reuse is safe: what peers write alternates between two halves by the parity of the call. A peer writes half ``n % 2`` again in
 its call n + 2, which it enters only after its call n + 1 was complete, for which it needed my arrival n + 1, which I send from a
@@ -27,19 +28,19 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    TICKETS, arrival_of, block_of, bounds_of, first_expert, first_in, first_out, go_of, header_of, in_bound, matrix_of, order_of,
+    TICKETS, arrival_of, block_of, bounds_of, first_expert, first_in, first_out, header_of, in_bound, matrix_of, order_of,
     out_bound, owner_of, peer_base, place_of, start_of,
 )  # fmt: skip
-from tokenyard.kernels.two_letters import lacks_table, open_letters, post_letters, to_letter
+from tokenyard.kernels.two_letters import open_letters, post_letters, to_letter
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_COUNTS, ON_GREETING, ON_PLAN, RANK, STATUS, add_release, give_up, given_up, lacking, wait_at_least,
-    wait_for_all, words,
+    ON_COUNTS, ON_PLAN, RANK, STATUS, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
 )  # fmt: skip
+from tokenyard.kernels.verdict import judge
 
 _STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
 )
-_NONE, _MAGIC, MOST = tl.constexpr(2**62), tl.constexpr(head.MAGIC), tl.constexpr(head.MOST_ROWS)
+_NONE = tl.constexpr(2**62)
 BAD_AT, BAD_VALUE = 6, 7
 """Words of the status where the first pick out of range of calls without a host wait is kept: index + 1, and its value."""
 
@@ -164,11 +165,15 @@ def _experts_before(hist, to, c, E, C: tl.constexpr, CP: tl.constexpr, HIST: tl.
 
 @triton.jit
 def _send_headers(
-    topk_idx, peers, me, hist_total, marks, header_in, status, half, T, E, room, tag,
+    topk_idx, peers, me, hist_total, marks, said, status, half, T, E, room, tag,
     R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     WIDE: tl.constexpr, HOST: tl.constexpr, K: tl.constexpr, P: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The last program: one header to each rank, and this rank's row of the matrix to all; other nodes' into the outbox."""
+    """The last program: one header to each rank, and this rank's row of the matrix to all; other nodes' into the outbox.
+
+    ``said``: what the host says to all, up to its counts; AT_ONCE headers are on their way at a time.
+    """
+    AT_ONCE: tl.constexpr = RP if RP < 4 else 4
     c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
     bad = tl.min(tl.load(marks + 2 * c, mask=c < C, other=_NONE))
     digest = tl.sum(tl.load(marks + 2 * c + 1, mask=c < C, other=0))
@@ -182,74 +187,60 @@ def _send_headers(
             if earlier == 0:
                 tl.store(status + 7, value)
                 tl.store(status + 6, bad + 1)
-    for d in range(R):
-        to = d + 0
-        base = peer_base(peers, to)
+    if HOST:
+        said = tl.where((w == _STATUS_AT) & (bad < _NONE), 2, said)
+        said = tl.where((w == _STATUS_AT + 1) & (bad < _NONE), bad, said)
+        said = tl.where(w == _STATUS_AT + 2, value, said)
+        said = tl.where((w == _STATUS_AT + 3) & (bad < _NONE), K, said)
+    said = tl.where(w == _ROUTING_AT, digest, said)
+    said = tl.where(w == _TOKENS_AT, T.to(tl.int64), said)
+    row = tl.load(hist_total + r).to(tl.int64)
+    for d0 in range(0, R, AT_ONCE):
+        to = d0 + tl.arange(0, AT_ONCE)
+        there = to < R
+        base = tl.load(words(peers) + to, mask=there & (to // P == me // P), other=0)
         to_header, to_matrix = header_of(base, half, me, R, C, W), matrix_of(base, half, me, R, C)
         if P < R:
             to_header, to_matrix = to_letter(to_header, to_matrix, peers, me, half, to, R, C, P, W, FAR)
-        total = tl.load(hist_total + to).to(tl.int64)
-        v = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & HOST, other=0)
-        if HOST:
-            v = tl.where((w == _STATUS_AT) & (bad < _NONE), 2, v)
-            v = tl.where((w == _STATUS_AT + 1) & (bad < _NONE), bad, v)
-            v = tl.where(w == _STATUS_AT + 2, value, v)
-            v = tl.where((w == _STATUS_AT + 3) & (bad < _NONE), K, v)
-        v = tl.where(w == _ROUTING_AT, digest, v)
-        v = tl.where(w == _TOKENS_AT, T.to(tl.int64), v)
-        v = tl.where(w == _ROWS_AT, total, v)
-        expert = first_expert(to, E, R) + w - _COUNTS_AT
-        held = (w >= _COUNTS_AT) & (expert < first_expert(to + 1, E, R))
+        total = tl.load(hist_total + to, mask=there, other=0).to(tl.int64)
+        v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
+        expert = first_expert(to, E, R)[:, None] + w[None, :] - _COUNTS_AT
+        held = (w >= _COUNTS_AT)[None, :] & (expert < first_expert(to + 1, E, R)[:, None]) & there[:, None]
         v = tl.where(held, tl.load(hist_total + RP + expert, mask=held, other=0).to(tl.int64), v)
-        tl.store(to_header + w, v, mask=w < W)
-        tl.store(to_matrix + r, tl.load(hist_total + r).to(tl.int64), mask=r < R)
-        tl.store(to_matrix + R, room.to(tl.int64))
-        tl.store(to_matrix + R + 1, tag)
+        tl.store(to_header[:, None] + w[None, :], v, mask=there[:, None] & (w < W)[None, :])
+        known = there[:, None] & (r < R)[None, :]
+        tl.store(to_matrix[:, None] + r[None, :], row[None, :] + (to * 0)[:, None], mask=known)
+        tl.store(to_matrix + R, room.to(tl.int64) + (to * 0), mask=there)
+        tl.store(to_matrix + R + 1, tag + (to * 0), mask=there)
 
 
 @triton.jit
 def _complete(
-    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
+    mine, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment,
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, W: tl.constexpr,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, HOST: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: what comes from the others, and where it goes. Returns whether a rank lacks room for its rows.
+    """Program 0: what comes from the others, and where it goes.
 
     ``M``: most rows that a rank may announce.
     """
     s, c, e, d = tl.arange(0, RP), tl.arange(0, CP), tl.arange(0, LP), tl.arange(0, RP)
     known = s < R
     both = known[:, None] & (c < C)[None, :]
-    bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
-    tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
-    rows = tl.load(header_of(mine, half, s, R, C, W) + _ROWS_AT, mask=known, other=0)
-    most = tl.max(tl.where(known, rows, 0))
-    if not HOST:  # otherwise the host decides
-        if (most > M) | (tl.min(rows) < 0):
-            give_up(state, DISAGREED, ON_COUNTS, tl.argmax(rows, 0), 0, M, most)
-    tags = tl.load(matrix_of(mine, half, s, R, C) + R + 1, mask=known, other=0)
-    other = known & (tags != tag)
-    if HOST:  # headers tell more, but a rank with static shapes sends none
-        other = other & (tl.load(header_of(mine, half, s, R, C, W), mask=known, other=0) != _MAGIC)
-    peer = tl.max(tl.where(other, s, -1))
-    if peer >= 0:
-        give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
-    tl.store(in_bound(plan, s, C, D, C), rows.to(tl.int32), mask=known)
-    tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
-    table = tl.load(
-        matrix_of(mine, half, s, R, C)[:, None] + d[None, :], mask=known[:, None] & (d < R)[None, :], other=0
-    )
-    earlier = tl.where((s < me)[:, None], table, 0)
-    tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
-    room = tl.load(matrix_of(mine, half, d, R, C) + R, mask=d < R, other=0) & MOST
-    crowded = tl.max(((d < R) & (tl.sum(table, axis=0) > room)).to(tl.int32))
     local = first_expert(me + 1, E, R) - first_expert(me, E, R)
     here = e < local
-    pairs = tl.load(
-        header_of(mine, half, s, R, C, W)[:, None] + _COUNTS_AT + e[None, :],
-        mask=known[:, None] & here[None, :],
-        other=0,
-    ).to(tl.int32)
+    headers, matrix = header_of(mine, half, s, R, C, W), matrix_of(mine, half, s, R, C)
+    # all loads before a store
+    bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
+    rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
+    table = tl.load(matrix[:, None] + d[None, :], mask=known[:, None] & (d < R)[None, :], other=0)
+    pairs = headers[:, None] + _COUNTS_AT + e[None, :]
+    pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
+    tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
+    tl.store(in_bound(plan, s, C, D, C), rows.to(tl.int32), mask=known)
+    tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    earlier = tl.where((s < me)[:, None], table, 0)
+    tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
     counts = tl.sum(pairs, axis=0)
     tl.store(tokens_per_expert.to(tl.pointer_type(tl.int32)) + e, counts, mask=here)
     if EXPERTS:
@@ -274,37 +265,6 @@ def _complete(
         )
         tl.store(block_of(plan, e, local, T, D, C), start + counts, mask=here)
         tl.store(block_of(plan, e, local, T, D, C) + 1, start + (counts if PADDED else aligned), mask=here)
-    return crowded
-
-
-@triton.jit
-def _tell_host(
-    mine, me, half, header_out, nonce, M, crowded, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
-    W: tl.constexpr, WP: tl.constexpr,
-):  # fmt: skip
-    """Program 0: ``[nonce, doubts, crowded, headers [R, W], matrix [R, R]]`` to host memory; the nonce last. Returns the doubts:
-    0 if all headers carry the same call as mine, no refusal, and counts that can be.
-    """
-    w, r = tl.arange(0, WP), tl.arange(0, RP)
-    own = tl.load(header_of(mine, half, me, R, C, W) + w, mask=w < W, other=0)
-    doubts = tl.max(tl.where(w == _STATUS_AT, own, 0))
-    for source in range(R):
-        s = source + 0
-        v = tl.load(header_of(mine, half, s, R, C, W) + w, mask=w < W, other=0)
-        tl.store(words(header_out) + 3 + s * W + w, v, mask=w < W)
-        row = tl.load(matrix_of(mine, half, s, R, C) + r, mask=r < R, other=0)
-        tl.store(words(header_out) + 3 + R * W + s * R + r, row, mask=r < R)
-        rows, tokens = tl.sum(tl.where(w == _ROWS_AT, v, 0)), tl.sum(tl.where(w == _TOKENS_AT, v, 0))
-        counts = tl.where(w >= _COUNTS_AT, v, 0)
-        wrong = ((w <= _STATUS_AT) & (v != own)) | (counts < 0) | (counts > rows)
-        total = tl.sum(counts)
-        bad = (rows < 0) | (rows > tokens) | (rows > M) | (total < rows) | (total > rows * K)
-        doubts += tl.sum(wrong.to(tl.int64)) + bad.to(tl.int64)
-    tl.store(words(header_out) + 1, doubts)
-    tl.store(words(header_out) + 2, crowded.to(tl.int64))
-    tl.debug_barrier()
-    tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")
-    return doubts
 
 
 @triton.jit(repr=shown_as("plan"))
@@ -321,6 +281,7 @@ def plan_kernel(
     D: ranks, and nodes of P ranks each if there are several, which tokens go to. FAR, NET: see ``kernels/two_letters.py``.
     """
     HIST: tl.constexpr = RP + EP
+    JUDGE: tl.constexpr = 1 if P == R and C > 1 else 0  # letters are opened by one program
     c = tl.program_id(0)
     if given_up(state):
         return  # peers may be in other calls
@@ -333,7 +294,10 @@ def plan_kernel(
     share = (T + C - 1) // C
     t0 = c * share
     t1 = tl.minimum(t0 + share, T)
-    r, e = tl.arange(0, RP), tl.arange(0, EP)
+    r, e, w = tl.arange(0, RP), tl.arange(0, EP), tl.arange(0, WP)
+    said = tl.zeros((WP,), tl.int64)
+    if HOST:  # far away, and not needed before all have counted
+        said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
     row = hist + c * HIST
     ranks, held = tl.zeros((RP,), tl.int32), tl.zeros((EP,), tl.int32)
     tl.store(row + RP + e, held)
@@ -357,12 +321,6 @@ def plan_kernel(
         near = (r < R) & (r // P == me // P)
         bases = tl.load(words(peers) + r, mask=near, other=0)
         tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=near)
-        before_row = before_all + c * HIST + RP
-        if EXPERTS:
-            _experts_before(hist, before_row, c, E, C, CP, HIST, RP)
-        tl.debug_barrier()
-        for tb in range(t0, t1, TB):
-            _settle_tile(plan, meta, before_row, before, tb, t1, T, D, C, K, KP, RP, TB, MW, EXPERTS)
         if c == C - 1:
             total = before_all + C * HIST
             tl.store(out_bound(plan, r, C, D, C), before + ranks, mask=r < D)
@@ -371,25 +329,28 @@ def plan_kernel(
             tl.debug_barrier()
             status = words(tl.load(words(state) + STATUS))
             _send_headers(
-                topk_idx, peers, me, total, marks, header_in, status, half, T, E, room, tag, R, C, CP, RP, W, WP, WIDE, HOST, K, P, FAR,
+                topk_idx, peers, me, total, marks, said, status, half, T, E, room, tag, R, C, CP, RP, W, WP, WIDE, HOST, K, P, FAR,
             )  # fmt: skip
             if P < R:
                 post_letters(peers, state, me, half, hist, R, C, CP, P, W, HIST, FAR, NET)
         add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)
-        if c == 0:
+        before_row = before_all + c * HIST + RP
+        if EXPERTS:
+            _experts_before(hist, before_row, c, E, C, CP, HIST, RP)
+            tl.debug_barrier()
+        for tb in range(t0, t1, TB):
+            _settle_tile(plan, meta, before_row, before, tb, t1, T, D, C, K, KP, RP, TB, MW, EXPERTS)
+        if (c == 0) | (c == JUDGE):
             mine = peer_base(peers, me)
             want = (call + 1) * C + (r * 0)
-            if lacking(wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, ON_COUNTS, r), want, r < R) == 0:
+            seen = wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, ON_COUNTS, r, MORE=False)
+            if lacking(seen, want, r < R) == 0:
                 if P < R:
                     open_letters(mine, me, half, plan, R, D, C, CP, RP, P, W, WP, FAR)
-                crowded = _complete(
-                    mine, state, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment, tag,
-                    R, D, C, CP, RP, LP, W, EXPERTS, PADDED, HOST,
-                )  # fmt: skip
-                if P < R:
-                    crowded |= lacks_table(mine, state, half, plan, room, R, D, C, RP, W, HOST)
-                if HOST:
-                    doubts = _tell_host(mine, me, half, header_out, nonce, M, crowded, K, R, C, RP, W, WP)
-                    tl.store(go_of(plan, D, C), ((doubts == 0) & (crowded == 0)).to(tl.int32))
-                else:
-                    tl.store(go_of(plan, D, C), 1)
+                if c == JUDGE:
+                    judge(mine, state, me, half, plan, header_out, nonce, tag, room, M, R, D, C, K, RP, P, W, WP, HOST)
+                if c == 0:
+                    _complete(
+                        mine, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment,
+                        R, D, C, CP, RP, LP, W, EXPERTS, PADDED,
+                    )  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # int64 words at the start of a rank's local state
 RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
@@ -60,6 +61,15 @@ def add_release(counter, count, mask):
     """
     tl.debug_barrier()
     tl.atomic_add(counter, count, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr):
+    """First of all in a kernel of which programs may be set up EARLY, while the launch before it still runs: wait until that is over and
+    what it stored can be read; and let the launch behind be set up."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -114,11 +124,11 @@ def wait_at_least(counter, want, state, phase, peer, number):
         live = True
         while (seen < want) & live:
             seen = load_acquire(counter)
-            live = still_time(state, deadline)
-        if not live:  # also if it came at the last moment: others have been told to stop
+            if seen < want:  # who has seen it looks at nothing else: what comes next waits for it
+                live = still_time(state, deadline)
+        if not live:
             if is_late(state):
                 give_up(state, TIMED_OUT, phase, peer, number, want, seen)
-            seen = tl.minimum(seen, want - 1)
     tl.debug_barrier()
     return seen
 
@@ -151,22 +161,25 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask):
 
 
 @triton.jit
-def wait_for_all(counters, wants, mask, state, phase, numbers):
-    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`."""
+def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True):
+    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`.
+
+    MORE: tells how far they are beyond ``wants``, for one look more.
+    """
     seen = look_at_all(counters, mask)
     if lacking(seen, wants, mask) > 0:
         deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
-        short = last_lacking(seen, wants, mask)
-        last, live = short, True
+        short, live = last_lacking(seen, wants, mask), True
         while (short >= 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
-            last = short
             short = last_lacking(look_at_all(counters, mask), wants, mask)
-            live = still_time(state, deadline)
-        seen = look_at_all(counters, mask)
-        if not live:
-            if is_late(state):
-                peer = tl.where(short < 0, last, short)  # not one that has long been there
-                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == peer)
+            if short >= 0:
+                live = still_time(state, deadline)
+        if live:
+            seen = look_at_all(counters, mask) if MORE else tl.maximum(seen, wants)
+        else:  # also if it has come since: others have been told to stop
+            seen = look_at_all(counters, mask)
+            if is_late(state):  # for the one that lacked then, not one that had long been there
+                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == short)
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen

@@ -112,7 +112,9 @@ class Loaded(NamedTuple):
     function: int  # the driver's handle
     packed: tuple[int, ...]  # warps, programs of a cluster, shared bytes, as the launcher reads them
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
-    early: bool  # whether programs may be set up while the launch before still runs: the kernel waits for its end itself
+    early: (
+        bool  # whether programs may be set up while the launch before still runs: the kernel waits for its end itself
+    )
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
 
