@@ -221,7 +221,7 @@ def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[b
 
 
 def torn(seeds: int, agree: bool) -> int:
-    """The first of so many seeds in which a token lacks a rank that dies in a combine in some of its channels only; -1 if there is none."""
+    """The first of so many seeds in which only some channels of a token lack a rank that dies in a combine; -1: there is none."""
     with planted("" if agree else TORN.kind):
         for seed in range(seeds):
             try:

@@ -72,6 +72,8 @@ def compiled_facts() -> dict[str, Any]:
             "maxnreg": re.findall(r"\.maxnreg (\d+)", ptx),
         }
     sass = compile_for(kernels.multiply_add, {"W": 256}, 4, SM_90).asm["sass"]
+    waits = {early: compile_for(kernels.follower, {"EARLY": early}, 4, SM_90).asm["ptx"] for early in (True, False)}
+    facts["waits"] = [ptx.count("griddepcontrol.wait") for ptx in waits.values()]
     facts["multiplications"] = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("FMUL", "FADD", "FFMA")}
     facts["free"] = re.findall(r"\.maxnreg", compile_for(kernels.double, {"W": 16}, 1, SM_90).asm["ptx"])
     facts["wrong constants"] = refusal(compile_for, kernels.double, {"V": 16}, 4, SM_90)
@@ -102,9 +104,8 @@ class Pretended(Kernels):
         compiled = compile_for(kernel, constants, num_warps, SM_90, max_registers)
         compiled.module, compiled.function = 1, 77
         call = CudaLauncher(compiled.src, compiled.metadata).launch
-        loaded = Loaded(
-            call, compiled.function, compiled.packed_metadata, (None,) * len(constants), 100, (kernel, compiled)
-        )
+        nothing, early = (None,) * len(constants), bool(constants.get("EARLY"))
+        loaded = Loaded(call, compiled.function, compiled.packed_metadata, nothing, early, 100, (kernel, compiled))
         types = map(type, constants.values())
         self._loaded[(id(kernel), num_warps, max_registers, *constants.items(), *types)] = loaded
         return loaded
@@ -129,8 +130,14 @@ def launched_facts(directory: Path) -> dict[str, Any]:
     heard: list[Any] = []
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: heard.append(metadata.get()["name"]))
     pretended.bind(kernels.double, 1, 4, None, {"W": 1})(*(1, 2, 3))
-    facts["heard"] = heard
+    facts["heard"] = heard[:]
     facts["launches"] = seen[0]
+    facts["attributes"] = {}
+    for captures in (False, True):
+        pretended._captures = lambda captures=captures: captures
+        for early in (False, True):
+            pretended.bind(kernels.follower, 1, 4, None, {"EARLY": early})(*(1, 2, 3, 4, 5, 6))
+            facts["attributes"][f"early {early}, captured {captures}"] = seen[7]
     return facts
 
 

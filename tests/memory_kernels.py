@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.sync import RANK, add_release, wait_at_least, words
+from tokenyard.kernels.sync import RANK, add_release, follow, wait_at_least, words
 
 REGION_BYTES = 16384
 PHASE = 7
@@ -85,3 +85,10 @@ def fail(address, odd):
 def constant_in_front(W: tl.constexpr, out):
     """Not launchable: arguments must come first."""
     tl.store(words(out), W)
+
+
+@triton.jit
+def follower(out, a, b, c, d, e, EARLY: tl.constexpr):
+    """May be set up before the launch ahead of it is over."""
+    follow(EARLY)
+    tl.store(words(out), a + b + c + d + e)

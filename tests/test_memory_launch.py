@@ -63,6 +63,11 @@ def test_one_kernel_serves_all_integers_and_one_each_all_constants(launched: dic
     assert launched["loads of 1 and True"] == 2
 
 
+def test_programs_are_set_up_early_in_graphs_only(facts: dict[str, Any], launched: dict[str, Any]) -> None:
+    assert facts["waits"] == [1, 0]
+    assert {case for case, count in launched["attributes"].items() if count} == {"early True, captured True"}
+
+
 def test_a_grid_that_does_not_fit_is_refused(launched: dict[str, Any]) -> None:
     assert launched["too many"] == "grid (101) of double must be at most 100: all programs run together"
 

@@ -112,9 +112,7 @@ class Loaded(NamedTuple):
     function: int  # the driver's handle
     packed: tuple[int, ...]  # warps, programs of a cluster, shared bytes, as the launcher reads them
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
-    early: (
-        bool  # whether programs may be set up while the launch before still runs: the kernel waits for its end itself
-    )
+    early: bool  # whether programs may be set up while the launch before still runs: the kernel waits for that itself
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
 
@@ -142,6 +140,7 @@ class Kernels:
         self._hooks: Any = triton.knobs.runtime
         # bound once: a launch looks up as little as possible
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
+        self._captures: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
     def bind(
@@ -168,13 +167,14 @@ class Kernels:
         return launch
 
     def _call(self, loaded: Loaded, grid: int, args: tuple[int, ...]) -> None:
+        early = loaded.early and self._captures()  # else profilers would count the wait as time of the kernel
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if enter.calls or leave.calls:  # a profiler listens
             details = loaded.kept[1].launch_metadata((grid, 1, 1), self._stream(self._index), *args, *loaded.constants)
         else:
             enter = leave = details = None
         loaded.call(
-            grid, 1, 1, self._stream(self._index), loaded.function, False, loaded.early, None, None,
+            grid, 1, 1, self._stream(self._index), loaded.function, False, early, None, None,
             loaded.packed, details, enter, leave, *args, *loaded.constants,
         )  # fmt: skip
 
