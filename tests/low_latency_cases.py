@@ -47,9 +47,8 @@ class Scenario:
     @property
     def shape(self) -> Shape:
         """Rows take several steps, and programs several rows."""
-        return Shape(
-            programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=self.shares
-        )
+        most = 1 << min(self.shares, self.programs).bit_length() - 1  # no program has two shares of a token
+        return Shape(programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=most)
 
     @property
     def buffer_bytes(self) -> int:

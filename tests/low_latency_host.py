@@ -37,7 +37,7 @@ class Idle:
 
     rank, world_size, num_sms, device = 0, RANKS, 4, torch.device("cpu")
 
-    alone = True
+    early = True
 
     def __init__(self) -> None:
         self.bound = 0

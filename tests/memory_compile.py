@@ -73,6 +73,7 @@ def compiled_facts() -> dict[str, Any]:
         }
     sass = compile_for(kernels.multiply_add, {"W": 256}, 4, SM_90).asm["sass"]
     waits = {early: compile_for(kernels.follower, {"EARLY": early}, 4, SM_90).asm["ptx"] for early in (True, False)}
+    waits["old"] = compile_for(kernels.follower, {"EARLY": False}, 4, gpu_target(80)).asm["ptx"]
     facts["waits"] = [ptx.count("griddepcontrol.wait") for ptx in waits.values()]
     facts["multiplications"] = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("FMUL", "FADD", "FFMA")}
     facts["free"] = re.findall(r"\.maxnreg", compile_for(kernels.double, {"W": 16}, 1, SM_90).asm["ptx"])

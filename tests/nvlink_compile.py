@@ -64,7 +64,7 @@ class Recorder:
     """Memory of rank 0 on which nothing runs."""
 
     rank, world_size, num_sms, device = 0, RANKS, SMS, torch.device("cpu")
-    alone = True
+    early = True
 
     def __init__(self) -> None:
         self.label = ""

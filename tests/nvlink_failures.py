@@ -20,6 +20,7 @@ from nvlink_plants import planted
 from nvlink_ranks import MOST_STEPS, RankRun
 from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.kernels.sync import TIMEOUT_NS
 from tokenyard.testing import poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.types import Quantize
@@ -73,12 +74,36 @@ def life(world_size: int, part: int) -> Scenario:
         num_experts=flat.num_experts,
         num_topk=2,
         max_tokens=4,
-        channels=1,
+        channels=1 + part,  # with two, a plan has a judge besides who completes it
         chunk=1,
         rows=1,
         slots=0,
         rounds=rounds[part],
     )
+
+
+def hurried(seed: int) -> list[bool]:
+    """A plan whose waits hardly have time. Whether each rank's call returned; if so, the plan is complete."""
+    case = Case(2, num_tokens=4, num_topk=2, num_experts=4, hidden=8, layout=MAJOR)
+    scenario = replace(life(2, 1), rounds=(Round(case, (), case),))
+
+    def body(ranks: SimulatedRank) -> bool:
+        mine = RankRun(ranks, scenario, TIMEOUT)
+        mine.engine._ground.state[TIMEOUT_NS.value] = 60 + 137 * (seed % 16)
+        payload, (idx, weights), spec = payload_of(case, mine.rank), case.picks[mine.rank], spec_of(case)
+        mine.own.adopt((payload, idx, weights, spec, None), {})
+        try:
+            with mine.own:
+                _, _, arrived = mine.engine.dispatch(payload, idx, weights, spec, None)
+        except PeerTimeout:
+            return False
+        finally:
+            mine.engine.close()
+        assert torch.equal(arrived.tokens_per_expert, case.expected[mine.rank].tokens_per_expert)
+        return True
+
+    with poisoned():
+        return simulate(2, body, seed=seed, skew="rank", timeouts=True, strict=True)
 
 
 def live(mine: RankRun, scenario: Scenario) -> None:

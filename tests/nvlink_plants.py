@@ -242,7 +242,7 @@ PLANTS = {
         ),
     ),
     "plan: arrivals of the last call": Plant(
-        "wrong epoch", "plan", (("want = (call + 1) * C + (r * 0)", "want = call * C + (r * 0)"),)
+        "wrong epoch", "plan", (("(call + 1) * C + (r * 0)", "call * C + (r * 0)"),)
     ),
     "plan: arrival before the header": Plant(
         "flag before data",

@@ -64,7 +64,7 @@ def test_one_kernel_serves_all_integers_and_one_each_all_constants(launched: dic
 
 
 def test_programs_are_set_up_early_in_graphs_only(facts: dict[str, Any], launched: dict[str, Any]) -> None:
-    assert facts["waits"] == [1, 0]
+    assert facts["waits"] == [1, 0, 0]  # the last for sm_80, which cannot
     assert {case for case, count in launched["attributes"].items() if count} == {"early True, captured True"}
 
 

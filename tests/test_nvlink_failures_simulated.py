@@ -55,6 +55,12 @@ def test_reports_are_relayed() -> None:
     assert any(relayed(3, range(begin, begin + 24)) for begin in range(96, 336, 24))
 
 
+def test_a_call_that_returns_has_a_complete_plan() -> None:
+    """Even if its deadline passes about when the last counts come: one program tells the host, another completes the plan."""
+    returned = run_all("nvlink_failures.hurried", [(seed,) for seed in range(216, 216 + 24 * SOAK)])
+    assert {one for each in returned for one in each} == {True, False}
+
+
 def test_deaths_are_noticed() -> None:
     """What the test above relies on: deaths in mid-life leave no survivor with all its results."""
     seen = run_all("nvlink_failures.death", [(3, seed) for seed in range(8)])

@@ -48,7 +48,7 @@ class ExpertParallel:
             grid, ``docs/twolevel.md``) or "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink
             where it can work.
         buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default: 128 MiB.
-        num_sms: multiprocessors that kernels may fill (nvlink, twolevel). Default: all.
+        num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks. Default: all.
         spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers too, may hold when a call
             begins: NCCL's on another stream, say, for which ``BESIDE_COLLECTIVES`` is enough. Default: none.
         timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).

@@ -234,10 +234,10 @@ def _made(body: Callable[[], Any]) -> _Made:
 
 
 def keep_for(tensors: Any, stream: Any) -> None:
-    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple, that are in memory of another stream."""
+    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple or list, that are in memory of another stream."""
     if isinstance(tensors, torch.Tensor):
         if tensors.is_cuda and tensors.numel():
             tensors.record_stream(stream)
-    elif isinstance(tensors, tuple):
+    elif isinstance(tensors, (tuple, list)):
         for part in tensors:  # pyright: ignore[reportUnknownVariableType]
             keep_for(part, stream)

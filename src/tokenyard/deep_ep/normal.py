@@ -34,7 +34,7 @@ def check_pair(x: Any) -> tuple[Tensor, Tensor]:
     """
     if isinstance(x, (tuple, list)) and len(x) == 2:  # pyright: ignore[reportUnknownArgumentType]
         data, scales = cast("tuple[Any, Any]", x)
-        if isinstance(data, Tensor) and data.dim() == 2:
+        if isinstance(data, Tensor) and isinstance(scales, Tensor) and data.dim() == 2:
             return data, scales
     raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
 

@@ -30,7 +30,7 @@ class Shape:
         words: 4-byte words of a row that a dispatch has in flight at once.
         part, whole: channels that a combine has in flight, where rows are summed by token and where by rank.
         pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
-        shares: of a token's channels, each added up by a program of its own in a combine; a power of two.
+        shares: of a token's channels, each added up by a program of its own in a combine; a power of two, at most ``programs``.
     """
 
     programs: int
@@ -89,6 +89,10 @@ class Ground:
     """
 
     def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int | None) -> None:
+        if shape.shares > shape.programs:
+            raise ValueError(
+                f"shares ({shape.shares}) must be at most programs ({shape.programs}): a program would wait for itself"
+            )
         self.config, self.memory, self.shape = config, memory, shape
         ranks, tokens, experts = config.world_size, config.max_tokens_per_rank, config.most_local_experts
         if tokens > MOST_TOKENS:

@@ -92,7 +92,7 @@ class Launches:
             "R": config.world_size, "RP": ground.rank_bins, "P": self._shape.programs, "M": config.max_tokens_per_rank,
             "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "E": config.num_experts,
             "LC": config.most_local_experts, "SLOT": ground.slot_bytes, "TIMED": timed, "SEND": parts.send,
-            "RECEIVE": parts.receive, "EARLY": ground.memory.alone,
+            "RECEIVE": parts.receive, "EARLY": ground.memory.early,
         }  # fmt: skip
 
     def _bound(self, key: tuple[Any, ...], kernel: Any, constants: Callable[[], dict[str, Any]]) -> Launch:

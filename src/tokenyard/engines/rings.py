@@ -124,7 +124,7 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """What is stored to a peer."""
+        """What a sender stores to a peer. (Forwarders of ``twolevel`` store whole slots.)"""
         return self.payload_bytes + padded(4 * self.scale_words) + 4 * self.meta_words
 
     @property

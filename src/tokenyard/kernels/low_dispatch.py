@@ -8,12 +8,13 @@ to row 1 of expert 0's block.
 Who publishes what, who may read when:
 
 1. A program per destination counts this rank's tokens for each expert there and stores the notes. A note tells its own call, so it needs no
-   order: whoever sees the call sees the count. It also sets flags ``2 * call`` for tokens that do not go there.
-2. A program per token casts it, finds the rank of each pick among this rank's tokens for that expert, stores row and meta into the slots at
-   all its ranks, and sets its flags there to ``2 * call + 1`` (release).
+   order: whoever sees the call sees the count. It also sets all flags of tokens that do not go there to ``2 * call``.
+2. A program per piece of a token (one or two) casts it and stores it into the slots at all the token's ranks; that of the first piece also
+   finds the rank of each pick among this rank's tokens for that expert, and stores the meta. Each sets its own flags there to
+   ``2 * call + 1`` (release).
 3. The last program of a receiver (its *leader*) waits for the notes of all ranks, decides who is present, computes where rows begin, and
    publishes this table by ``READY`` (release, gpu). One program decides, so all agree, even if notes come as the time runs out.
-4. A program per slot waits for READY, then for the slot's flag (both acquire), and copies the row to its places.
+4. A program per slot waits for READY, then for all the slot's flags (both acquire), and copies the row to its places.
 
 Why a slot may be reused: call n + 2 writes the same half as call n. A rank makes it after it has received call n + 1, so after it has seen
 a note of every active rank's call n + 1, which that rank writes in a kernel that runs after its kernel of call n has read the half.

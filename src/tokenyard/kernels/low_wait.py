@@ -142,7 +142,7 @@ def wait_flags(
     flags, want, mask, peers, active, ranks, state, call, timeout, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     K: tl.constexpr, LC: tl.constexpr,
 ):  # fmt: skip
-    """The same for one flag of each of ``ranks``, a small tensor: all flags as they were seen."""
+    """The same for one flag of each of ``ranks``, a small tensor: flags as they were seen; if all are beyond ``want``, ``want + 1``."""
     seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     least = tl.min(tl.where(mask, seen, want + 1))
     if least < want:
@@ -176,7 +176,8 @@ def agree(
 
     Each votes for what it ``got``. Who got all that there is to get goes on. Who doubts waits for all votes, which come as every wait ends,
     and takes what anybody got: so also what those have who did not wait, and it waits for these flags, as they are there. No circle: a
-    program votes on its tokens in order, and of the first token that lacks a vote all programs are at that token.
+    program votes on its tokens in order, and of the first token that lacks a vote all programs are at that token (``SHARES <= P``: no
+    program has two shares of one).
     """
     tl.atomic_max(vote_of(state, token * SHARES + share, ranks, R, P, LC), want + got, mask=ranks < R, sem="relaxed", scope="gpu")
     if tl.max(doubted.to(tl.int32)) > 0:

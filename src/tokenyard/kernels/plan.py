@@ -13,7 +13,8 @@ Who publishes what, who may read when:
    ``arrivals[me]`` there (release). Peers wait for that, so what stays here comes behind it: places within the rank.
 3. Program 0 and the judge, program 1 if there is one and no letters, wait until ``arrivals[source]`` has grown by C for every source
    (acquire), then read what step 2 wrote. Program 0 completes the plan; the judge stores the verdict, and the headers and then the
-   call's nonce (release) to host memory. Neither reads what the other writes.
+   call's nonce (release) to host memory. Neither reads what the other writes. Only the judge has a deadline: program 0 waits until all
+   is there, or the judge has given up, so what the host is told of is completed.
 
 Why reuse is safe: what peers write alternates between two halves by the parity of the call. A peer writes half ``n % 2`` again in
 its call n + 2, which it enters only after its call n + 1 was complete, for which it needed my arrival n + 1, which I send from a
@@ -33,7 +34,7 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.two_letters import open_letters, post_letters, to_letter
 from tokenyard.kernels.sync import (
-    ON_COUNTS, ON_PLAN, RANK, STATUS, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
+    ON_COUNTS, ON_PLAN, RANK, STATUS, add_release, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words,
 )  # fmt: skip
 from tokenyard.kernels.verdict import judge
 
@@ -342,9 +343,12 @@ def plan_kernel(
             _settle_tile(plan, meta, before_row, before, tb, t1, T, D, C, K, KP, RP, TB, MW, EXPERTS)
         if (c == 0) | (c == JUDGE):
             mine = peer_base(peers, me)
-            want = (call + 1) * C + (r * 0)
-            seen = wait_for_all(arrival_of(mine, r, R, C), want, r < R, state, ON_COUNTS, r, MORE=False)
-            if lacking(seen, want, r < R) == 0:
+            arrivals, want = arrival_of(mine, r, R, C), (call + 1) * C + (r * 0)
+            if c == JUDGE:
+                there = lacking(wait_for_all(arrivals, want, r < R, state, ON_COUNTS, r, MORE=False), want, r < R) == 0
+            else:  # the host must not be told of a plan that is not completed
+                there = wait_beside(arrivals, want, r < R, state)
+            if there:
                 if P < R:
                     open_letters(mine, me, half, plan, R, D, C, CP, RP, P, W, WP, FAR)
                 if c == JUDGE:

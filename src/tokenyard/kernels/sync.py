@@ -183,3 +183,18 @@ def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexp
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def wait_beside(counters, wants, mask, state):
+    """Wait for what another program of this rank waits for in :func:`wait_for_all`, without a deadline of its own: whether all is there.
+
+    If the other is in time, so is this one; else it ends when the other has given up.
+    """
+    short, live = lacking(look_at_all(counters, mask), wants, mask), True
+    while (short > 0) & live:
+        short = lacking(look_at_all(counters, mask), wants, mask)
+        if short > 0:
+            live = not given_up(state)
+    tl.debug_barrier()
+    return short == 0

@@ -33,8 +33,9 @@ class SymmetricMemory(Protocol):
     """Multiprocessors that the kernels of this rank may fill."""
     ranks_per_node: int
     """Ranks of other nodes than my own are reached by NVSHMEM only, and have no address in a :class:`Region`. 0: there are none."""
-    alone: bool
-    """No other rank has this GPU: programs may be set up there before the launch ahead of them is over."""
+    early: bool
+    """Programs of a kernel that waits for it itself may be set up before the launch ahead is over: the GPU can, no other rank
+    has it, and this object may fill it, so no call of another object could have run beside."""
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on every rank.

@@ -35,8 +35,6 @@ class CudaMemory(DeviceMemory):
         store: part of a store for this object alone (default: opened on ``group``).
     """
 
-    alone = True
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -48,7 +46,9 @@ class CudaMemory(DeviceMemory):
         store: dist.Store | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.num_sms: int = num_sms or multiprocessors(device)
+        everything = multiprocessors(device)
+        self.num_sms: int = num_sms or everything
+        self.early = self.num_sms == everything and torch.cuda.get_device_capability(device) >= (9, 0)
         super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group = group
         if store is None:

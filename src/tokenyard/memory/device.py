@@ -21,7 +21,7 @@ class DeviceMemory:
     """
 
     ranks_per_node = 0
-    alone = False
+    early = False
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self.device = device

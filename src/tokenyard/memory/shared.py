@@ -43,7 +43,7 @@ class SharedMemory:
     """
 
     ranks_per_node = 0
-    alone = False
+    early = False
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: float, language: Language, num_sms: int = 2

@@ -31,7 +31,7 @@ class SimulatedMemory:
     def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
         self.rank, self.world_size, self.device = here.rank, here.world_size, torch.device("cpu")
         self.num_sms = num_sms
-        self.ranks_per_node, self.alone = 0, False
+        self.ranks_per_node, self.early = 0, False
         self._here, self._timeout = here, timeout
         self._number = here.next_memory()
         self._regions: list[int] = []
