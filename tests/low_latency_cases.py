@@ -54,7 +54,7 @@ class Scenario:
     def buffer_bytes(self) -> int:
         """Room for rows of float32."""
         tokens = 2 * self.world_size * self.max_tokens
-        slot = 4 * self.hidden + 16 * self.num_topk + 512 + 64
+        slot = 4 * self.hidden + 16 * self.num_topk + 512
         return tokens * slot + 64 * tokens * (self.num_topk + 2) + 64 * self.world_size * (self.num_experts + 2)
 
     def config(self, rank: int, timeout: float = 5.0) -> Config:

@@ -52,11 +52,8 @@ def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
     """
     if 2 * num_sms < num_ranks:
         raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
-    shape = (
-        Shape(programs=4 * num_sms, num_warps=4)
-        if num_ranks * max_tokens > 2 * num_sms
-        else Shape(programs=2 * num_sms)
-    )
+    many = num_ranks * max_tokens > 2 * num_sms
+    shape = Shape(programs=4 * num_sms, num_warps=4) if many else Shape(programs=2 * num_sms)
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
     return replace(shape, pieces=min(parts, region.PIECES), shares=parts)
 
@@ -111,7 +108,7 @@ class Ground:
         self.num_bytes = self.bytes_for(self.slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        voters = tokens * shape.shares if shape.shares > 1 else 0
+        voters = tokens * shape.shares
         state = torch.zeros(region.state_words(ranks, shape.programs, experts, voters), dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():

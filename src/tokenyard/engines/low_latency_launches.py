@@ -54,7 +54,7 @@ class Launches:
                 "PIECES": self._shape.pieces, "PART": max(1, power_of_two_at_least(form.words) // self._shape.pieces),
                 "BLOCK": min(power_of_two_at_least(form.words), self._shape.words),
                 "MODE": 0 if mode is None else mode.value,
-                "GP": max(1, groups_of(form.hidden) // self._shape.pieces), "DTYPE": kernel_type(dtype),
+                "GP": groups_of(form.hidden) // self._shape.pieces, "DTYPE": kernel_type(dtype),
                 "WIDE": wide, "WEIGHTED": weighted, "PADDED": spec.layout is Layout.EXPERT_PADDED,
                 "PADDING": spec.expert_alignment > 1, "COLUMNS": columns and parts.receive, "LOADS": loads,
             },
@@ -66,12 +66,13 @@ class Launches:
         """``weighted``: 0 no, 1 by rows, 2 by the owner. ``kept``: bytes before a sum's list of picks; 0: it has none."""
         lost = lost and parts.receive
         hidden, shape = power_of_two_at_least(self._config.hidden), self._shape
+        share = max(1, hidden // shape.shares)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         return self._bound(
             ("combine", dtype, weighted, bias, parts, kept, timed, lost), low_combine_kernel,
             lambda: self._common(parts, timed) | {
-                "H": self._config.hidden, "SHARES": shape.shares, "PART": max(1, hidden // shape.shares),
-                "BLOCK": min(hidden, shape.part), "WHOLE": min(max(1, hidden // shape.shares), shape.whole),
+                "H": self._config.hidden, "SHARES": shape.shares, "PART": share,
+                "BLOCK": min(hidden, shape.part), "WHOLE": min(share, shape.whole),
                 "DTYPE": kernel_type(dtype), "WEIGHTED": weighted,
                 "BIAS0": kinds[0], "BIAS1": kinds[1], "KEPT": kept, "LOST": lost,
             },

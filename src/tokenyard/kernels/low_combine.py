@@ -145,13 +145,12 @@ def _add_rows(
     owner = owner_of(ids, E, R)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
     here = are_active(active, r, goes)
-    seen = wait_flags(
-        flag_of(mine, half, r, t, R, M, LC), 2 * call, here, peers, active, r, state, call, timeout, R, P, M, K, LC
-    )
+    flags = flag_of(mine, half, r, t, R, M, LC)
+    seen = wait_flags(flags, 2 * call, here, peers, active, r, state, call, timeout, R, P, M, K, LC)
     got = (here & (seen == 2 * call + 1)).to(tl.int32)
     if SHARES > 1:
         doubted = goes & ((here == 0) | (seen < 2 * call))
-        got = agree(state, flag_of(mine, half, r, t, R, M, LC), 2 * call, got, doubted, t, share, r, R, P, LC, SHARES)
+        got = agree(state, flags, 2 * call, got, doubted, t, share, r, R, P, LC, SHARES)
     for w0 in range(share * PART, tl.minimum(share * PART + PART, H), BLOCK):
         w = w0 + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)

@@ -78,7 +78,6 @@ def count(columns, first, end, K: tl.constexpr, KP: tl.constexpr, HB: tl.constex
     """Tokens for each expert of ``first`` .. ``end``, ``[HB]``, and whether each token has one of them, ``[TB]``."""
     goes, bins = tl.zeros((TB,), tl.int1), ()
     for j in tl.static_range(KP):
-        there = tl.zeros((TB,), tl.int1)
         if j < K:
             there = (columns[j] >= first) & (columns[j] < end)
             goes = goes | there
@@ -86,6 +85,6 @@ def count(columns, first, end, K: tl.constexpr, KP: tl.constexpr, HB: tl.constex
                 there = there & (columns[i] != columns[j])
             bins = bins + (tl.where(there, columns[j] - first, HB).to(tl.int32),)  # noqa: RUF005
         else:
-            bins = bins + (there.to(tl.int32) + HB,)  # noqa: RUF005
+            bins = bins + (tl.full((TB,), HB, tl.int32),)  # noqa: RUF005
     flat = _all_of(bins, KP)
     return tl.histogram(flat, HB, mask=flat < HB), goes

@@ -183,12 +183,11 @@ def agree(
     if tl.max(doubted.to(tl.int32)) > 0:
         q = tl.arange(0, SHARES)
         votes = vote_of(state, token * SHARES + q[:, None], ranks[None, :], R, P, LC)
-        inside = (q >= 0)[:, None] & (ranks < R)[None, :]
+        inside = (q < SHARES)[:, None] & (ranks < R)[None, :]
         missing = 1
         while missing > 0:
-            cast = tl.atomic_add(votes, 0, mask=inside, sem="relaxed", scope="gpu")
-            missing = tl.sum(((cast < want) & inside).to(tl.int32))
-        cast = tl.atomic_add(votes, 0, mask=inside, sem="relaxed", scope="gpu")
+            missing = tl.sum(((look(votes, inside) < want) & inside).to(tl.int32))
+        cast = look(votes, inside)
         got = tl.max(((cast == want + 1) & inside).to(tl.int32), axis=0)
         missing = 1
         while missing > 0:

@@ -80,7 +80,7 @@ class Simulator:
         self._speeds = self.hardware.speeds(self.rng, world_size)
         self._standstill = Standstill(self)
         self._ready: list[Program] = []
-        self._serial = self._events = self._slept_until = 0
+        self._serial = self._events = self._woken_at = 0
         self._errors: dict[int, BaseException] = {}
         self._kept: list[Any] = []
         self._hub = greenlet.getcurrent()
@@ -152,6 +152,12 @@ class Simulator:
         p.asleep = False
         self._ready.append(p)
 
+    def wake_all(self) -> None:
+        """End all sleeps."""
+        for p in self.live.values():
+            if p.asleep:
+                self.wake(p)
+
     # The run
 
     def run(self) -> None:
@@ -190,10 +196,9 @@ class Simulator:
     def _run_one(self) -> bool:
         """Let somebody go on. False if all have ended."""
         self.network.pass_time()
-        if self.steps >= self._slept_until + _MOST_SLEEP:
-            self._slept_until = self.steps
-            for p in [p for p in self.live.values() if p.asleep]:
-                self.wake(p)
+        if self.steps >= self._woken_at + _MOST_SLEEP:
+            self._woken_at = self.steps
+            self.wake_all()
         if self.hardware.late and self.rng.random() < self.hardware.late:
             self._leak_late()
         for _ in range(8 if self._ready or self.hosts else 0):

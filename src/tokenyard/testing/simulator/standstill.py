@@ -44,8 +44,7 @@ class Standstill:
     def _wake_all(self, patience: int) -> None:
         for p in self._sim.live.values():
             p.patience = patience
-            if p.asleep:
-                self._sim.wake(p)
+        self._sim.wake_all()
         for host in self._sim.hosts:
             host.checked = -1
 
