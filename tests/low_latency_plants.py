@@ -83,7 +83,7 @@ PLANTS = {
     "combine: flags of the last but one": _plant(
         "wrong epoch",
         "combine",
-        ("r, t, R, M, LC), 2 * call, here", "r, t, R, M, LC), 2 * call - 4, here"),
+        ("wait_flags(flags, 2 * call, here", "wait_flags(flags, 2 * call - 4, here"),
         ("seen == 2 * call + 1", "seen >= 2 * call - 3"),
     ),
     "notes of the last but one": _plant(
