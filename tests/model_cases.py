@@ -83,13 +83,16 @@ def flat(call: Call, tokens: int, slots: int, bug: str = "") -> Machines:
     return machines
 
 
-def flows(call: Call, tokens: int, slots: int, far_slots: int, to: tuple[int, ...], bug: str = "") -> Machines:
+def flows(
+    call: Call, tokens: int, slots: int, far_slots: int, to: tuple[int, ...], bug: str = "", *, mapped: bool = False
+) -> Machines:
     """Engine twolevel, 2x2: every routing of rank 0's tokens to ranks ``to``."""
 
     def machines() -> Iterator[Machine]:
         for some in routings(tokens, to, 0, 4):
             calls = [call._replace(routing=some)]
-            yield Grid(calls, grid=(2, 2), cells=slots, far_cells=far_slots, owners=(0,), bug=bug).machine
+            sizes = {"cells": slots, "far_cells": far_slots}
+            yield Grid(calls, grid=(2, 2), **sizes, owners=(0,), mapped=mapped, bug=bug).machine
 
     return machines
 
@@ -175,8 +178,30 @@ CASES = {
     "twolevel, 3x2: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
         one(lambda: Grid(both(everywhere(6, 2)), grid=(3, 2), cells=1, far_cells=1).machine)
     ),
-    "twolevel, 3x3: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
-        one(lambda: Grid(both(everywhere(9, 2)), grid=(3, 3), cells=1, far_cells=1).machine)
+    "twolevel, 3x3: dispatch of all ranks, 2 tokens each, 1 slot": Case(
+        one(lambda: Grid([Call(everywhere(9, 2))], grid=(3, 3), cells=1, far_cells=1).machine)
+    ),
+    "twolevel, 3x3: combine for three ranks, 2 tokens each, 1 slot": Case(
+        one(
+            lambda: (
+                Grid(
+                    [Call(everywhere(9, 2), combine=True)], grid=(3, 3), cells=1, far_cells=1, owners=(0, 4, 8)
+                ).machine
+            )
+        )
+    ),
+    "twolevel, 2x2 mapped: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
+        flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 4, 2, 3, (2, 3), mapped=True)
+    ),
+    "twolevel, 2x2 mapped: combine, every routing of 3 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
+        flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 3, 3, 4, (1, 2, 3), mapped=True)
+    ),
+    "twolevel, 2x2 mapped: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 slots": Case(
+        one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True, mapped=True).machine)
+    ),
+    "twolevel, 2x2 mapped, one dies: dispatch and combine of rank 0, 3 tokens, 2 slots": Case(
+        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,), mapped=True).machine),
+        mortal=each(4),
     ),
     "twolevel, 2x2, one dies: dispatch and combine of rank 0, 3 tokens, 2 slots": Case(
         one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine), mortal=each(4)

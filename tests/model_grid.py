@@ -19,15 +19,16 @@ class Grid:
         channels: of all calls.
         greeters: whether they run.
         owners: only tokens of these ranks go out and come back; none: of all.
+        mapped: writers store into network rings, and put only tags.
         bug: what is wrong.
     """
 
     def __init__(
         self, calls: Sequence[Call], *, grid: tuple[int, int], cells: int, far_cells: int, channels: int = 1,
-        greeters: bool = False, owners: Sequence[int] = (), bug: str = "",
+        greeters: bool = False, owners: Sequence[int] = (), mapped: bool = False, bug: str = "",
     ) -> None:  # fmt: skip
         self._nodes, self._locals, self._channels, self._bug = range(grid[0]), range(grid[1]), range(channels), Bug(bug)
-        ranks = range(grid[0] * grid[1])
+        ranks, self._mapped = range(grid[0] * grid[1]), mapped
         self._kernels = Kernels(len(ranks))
         inner, far = (
             product(ranks, self._nodes, self._locals, self._channels),
@@ -72,6 +73,8 @@ class Grid:
         """Rows through the network ring ``at`` (rank, node, channel), and what carries them."""
         ring, staging, posted = self._far[at]
         flow = self._kernels.flow(ring, rows)
+        if self._mapped:
+            return Far(flow, flow, posted, 0)
         far = Far(flow, flow._replace(ring=ring._replace(cells=staging)), posted, self._puts[at])
         puts = len(chunks(rows, call.far_chunk, self._bug))
         self._puts[at] += puts
@@ -105,7 +108,7 @@ class Grid:
         m, v = divmod(owner, len(self._locals))
         add, name, bug = partial(self._kernels.add, call=number), f"channel {c}", self._bug
         beside: list[Flow] = []
-        back: list[Flow] = []
+        back: list[Far] = []
         for n in self._nodes:
             at = self._rank(n, v)
             flows = [self._near(call, owner, c, (at, m, w), self._rank(n, w)) for w in self._locals if w != v]
@@ -118,7 +121,7 @@ class Grid:
             rows = self._rows(call, owner, c, [self._rank(n, w) for w in self._locals])
             far = self._far_flow(number, call, (owner, n, c), rows)
             add(at, name=f"combiner for {owner}, {name}", program=partial(combine_far, far, flows, call, bug))
-            back.append(far.flow)
+            back.append(far)
         program = partial(reduce_both, beside, back, self._rows(call, owner, c), call, bug)
         add(owner, name=f"reducer, {name}", program=program)
 

@@ -55,11 +55,15 @@ class Store(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Publish all that the process has stored, and add to the counter. (``publishes`` is filled in.)"""
+    """Publish all that the process has stored, and add to the counter. (``publishes`` is filled in.)
+
+    ``owed``: of a process that is a task: its worker does it at the end of the round (``model_turns.py``).
+    """
 
     counter: int
     amount: int = 1
     publishes: tuple[int, ...] = ()
+    owed: bool = False
 
 
 Act = Read | Store | Release

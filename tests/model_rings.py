@@ -144,7 +144,7 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
 
 
 def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
-    """A receiver: takes what is there, at most a chunk at once."""
+    """A receiver: takes what is there, at most a chunk at once. (Credits are owed in engine twolevel only.)"""
     ring, base, rows = flow
     taken = 0
     while taken < len(rows):
@@ -154,7 +154,7 @@ def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
             yield Release(ring.head, n)
         yield from read(flow, range(taken, taken + n), call.row)
         if not bug("credit before read"):
-            yield Release(ring.head, n)
+            yield Release(ring.head, n, owed=True)
         taken += n
 
 

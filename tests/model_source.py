@@ -11,6 +11,8 @@ from typing import Any
 import tokenyard
 
 KERNELS = Path(tokenyard.__file__).parent / "kernels"
+SHOWN = {"owe": 4}
+"""Which argument of a call its outline shows, if not the first: of what is owed, the counter."""
 
 
 class Expression:
@@ -69,9 +71,10 @@ def _outlined(body: list[ast.stmt], verbs: tuple[str, ...], indent: str) -> Iter
                     yield from (indent + title, *inside)
             continue
         for call in sorted((part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda c: c.col_offset):
-            if ast.unparse(call.func) in verbs:
-                first = ast.unparse(call.args[0]) if call.args else ""
-                yield f"{indent}{ast.unparse(call.func)}({first})"
+            verb = ast.unparse(call.func)
+            if verb in verbs:
+                shown = ast.unparse(call.args[SHOWN.get(verb, 0)]) if call.args else ""
+                yield f"{indent}{verb}({shown})"
 
 
 ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "Q")
@@ -87,7 +90,7 @@ ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "_far_turn", "want", "NQ")
 """What a network sender waits for before a chunk."""
 ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "NQ")
 """The same of a combiner."""
-ROOM_AT_FORWARDER = assigned("two_dispatch", "_forward_turn", "wants", "Q")
+ROOM_AT_FORWARDER = assigned("two_forward", "forward_turn", "wants", "Q")
 """What a forwarder waits for before a batch of rows, for each other local rank."""
-CREDIT_OF_FORWARDER = assigned("two_dispatch", "_forward_turn", "owed", "CREDIT")
+CREDIT_OF_FORWARDER = assigned("two_forward", "forward_turn", "owed", "CREDIT")
 """What a forwarder returns after a turn."""

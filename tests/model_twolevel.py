@@ -6,11 +6,15 @@ same order: no state is left out. And a worker goes round until none of its task
 workers are stuck, all these processes are, and if no order of their steps ends there, neither does a worker's. ``model_turns.py``
 explores workers as they are besides.
 
-A turn of a forwarder, combiner or reducer may take several batches, and shows them all at its end; here each batch is a turn. It
+What a turn has done, the worker shows at the end of its round (``owed``). That is what a process does, too, that takes its time
+between its stores and its release: no task has another turn before.
+
+A turn of a forwarder, combiner or reducer may take several batches, and shows them all together; here each batch is a turn. It
 makes no difference: batches behind the first wait for nothing that the turn has not seen, and who sees more sooner is held up less.
 
 A put is a number on ``posted``. A *wire* per network ring takes it from there, later: it copies rows from staging, then adds
 to the tail. So puts of one ring arrive in order (a fence stands before each), and those of different rings in any order.
+Where nodes map each other's memory, a writer stores straight into the network ring, and adds to its tail itself.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Far(NamedTuple):
 
     Attributes:
         flow: at the reader.
-        staging: at the writer: the source of puts. Its counters are those of ``flow``.
+        staging: at the writer: the source of puts. Its counters are those of ``flow``; it is ``flow`` if the ring is mapped.
         posted: puts, in total; ``before`` of them in earlier calls.
     """
 
@@ -43,6 +47,15 @@ class Far(NamedTuple):
     staging: Flow
     posted: int
     before: int
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the writer stores into the ring."""
+        return self.staging == self.flow
+
+    def shown(self, count: int) -> Release:
+        """Rows that are stored become the reader's, now or later."""
+        return Release(self.flow.ring.tail, count, owed=True) if self.mapped else Release(self.posted)
 
 
 def chunks(rows: Sequence[int], size: int, bug: Bug) -> list[range]:
@@ -58,7 +71,7 @@ def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
         want = ROOM_INSIDE[call.combine](base=base, i=chunk.start, n=len(chunk), Q=ring.slots(call.row))
         yield from wait(ring.head, want - bug("one slot too many"))
         yield from store(flow, chunk, call.row)
-        yield Release(ring.tail, len(chunk))
+        yield Release(ring.tail, len(chunk), owed=True)
 
 
 def room_far(far: Far, chunk: range, call: Call, room: Expression, bug: Bug) -> Ops:
@@ -75,7 +88,7 @@ def send_far(far: Far, call: Call, bug: Bug) -> Ops:
     for chunk in chunks(far.flow.rows, call.far_chunk, bug):
         yield from room_far(far, chunk, call, ROOM_FAR_IN_DISPATCH, bug)
         yield from store(far.staging, chunk, call.row)
-        yield Release(far.posted)
+        yield far.shown(len(chunk))
 
 
 def wire(far: Far, call: Call, bug: Bug, only: int | None = None) -> Ops:
@@ -107,13 +120,13 @@ def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
         yield from forward_rows(far.flow, near, batch, (put, after), call, bug)
         put, done = after, batch.stop
         left = total - done
-        if not left or not bug("tails at the end only"):
-            yield from add_all([flow.ring.tail for flow in near], shown, put)
-            shown = put
         kept = bug("last credits kept")
         owed = CREDIT_OF_FORWARDER(left=left or kept, i0=batch.start, i1=done, CREDIT=call.credit)
         if owed and not bug("network credit before read"):
-            yield Release(ring.head, owed)
+            yield Release(ring.head, owed, owed=far.mapped)
+        if not left or not bug("tails at the end only"):
+            yield from add_all([flow.ring.tail for flow in near], shown, put, owed=True)
+            shown = put
 
 
 def forward_rows(
@@ -142,11 +155,11 @@ def forward_in_turn(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops
     yield from add_all([ring.head], [0], [len(rows)])
 
 
-def add_all(counters: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Ops:
+def add_all(counters: Sequence[int], before: Sequence[int], after: Sequence[int], *, owed: bool = False) -> Ops:
     """Publish, and bring counters from ``before`` to ``after``: in any order, as nobody looks at two of them."""
     for counter, low, high in zip(counters, before, after, strict=True):
         if high > low:
-            yield Release(counter, high - low)
+            yield Release(counter, high - low, owed=owed)
 
 
 def upto(flows: Sequence[Flow], taken: Sequence[int], rows: Sequence[int]) -> list[int]:
@@ -176,19 +189,22 @@ def combine_far(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
                 yield from add_all(heads, taken, ends)
             yield from take(near, taken, ends, call)
             yield from store(far.staging, batch, call.row)
+            last = batch.stop == chunk.stop
+            if far.mapped or last:
+                yield far.shown(len(batch))
             if bug("credit before read"):
                 credited = ends
-            elif not bug("inner credits with the put"):
-                yield from add_all(heads, credited, ends)
+            elif last or not bug("inner credits with the put"):
+                yield from add_all(heads, credited, ends, owed=True)
                 credited = ends
             taken = ends
-        yield from add_all(heads, credited, taken)
-        credited = taken
-        yield Release(far.posted)
 
 
-def reduce_both(near: Sequence[Flow], far: Sequence[Flow], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
-    """A reducer: ``near``: partial sums of my node's other ranks; ``far``: sums of other nodes."""
+def reduce_both(near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
+    """A reducer: ``near``: partial sums of my node's other ranks; ``back``: sums of other nodes."""
+    if all(each.mapped for each in back):  # one ring is as the other
+        near, back = [*near, *(each.flow for each in back)], ()
+    far = [each.flow for each in back]
     flows = [*near, *far]
     taken, owed = [0 for _ in flows], [0 for _ in far]
     batch = max(1, len(tokens)) if bug("waits for all rows at once") else call.batch

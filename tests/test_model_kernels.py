@@ -16,6 +16,7 @@ import torch
 
 from model_cases import least_far_slots, least_slots, one
 from model_grid import Grid
+from model_outlines import OUTLINES, VERBS
 from model_plants import first_failure
 from model_rings import Call
 from model_source import outline
@@ -28,197 +29,6 @@ from tokenyard.engines.twolevel_launches import TwoLaunches
 from tokenyard.topology import Topology
 
 pytestmark = without_devices
-
-VERBS = (
-    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_payload", "pack_riders",
-    "copy_rows", "place_rows", "place_riders", "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "_return_credits",
-)  # fmt: skip
-OUTLINES = {
-    ("dispatch", "send_rows"): """
-wait_at_least(head_of(mine, to, c, R, C))
-for range(lo, hi, CHUNK)
-  if ok
-    wait_at_least(head_of(mine, to, c, R, C))
-  if ok
-    send_chunk(x)
-tl.store(sent_to(state, to, c, R, C))
-""",  # model_rings.send
-    ("dispatch", "send_chunk"): """
-for range(0, n, B)
-  pack_payload(x)
-if MW or (S and (not MODE))
-  for range(0, n, TOGETHER)
-    pack_riders(scales)
-add_release(tail)
-""",  # model_rings.send
-    ("dispatch", "receive_rows"): """
-while (taken < total) & ok
-  wait_at_least(tail_of(mine, s, c, R, C))
-  if ok
-    receive_chunk(plan)
-tl.store(taken_from(state, s, c, R, C))
-""",  # model_rings.receive
-    ("dispatch", "receive_chunk"): """
-for range(0, n, B)
-  if PLACED
-    place_rows(ring)
-  else
-    copy_rows(as_words(ring, BITS))
-if not PLACED and (S or FRESH)
-  for range(0, n, TOGETHER)
-    place_riders(ring + PAY)
-add_release(head)
-""",  # model_rings.receive
-    ("combine", "send_sums"): """
-wait_at_least(head_of(mine, s, c, R, C))
-for range(lo, hi, CHUNK)
-  if ok
-    wait_at_least(head_of(mine, s, c, R, C))
-  if ok
-    send_sums_chunk(x)
-tl.store(sent_to(state, s, c, R, C))
-""",  # model_rings.send
-    ("combine", "send_sums_chunk"): """
-for range(0, n, B)
-  for range(0, H, BLOCK)
-    tl.store(to + w[None, :])
-  if REDUCE
-    tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :])
-add_release(tail)
-""",  # model_rings.send
-    ("combine", "_reduce"): """
-for range(c * share, t1, B)
-  if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
-    wait_for_all(tail_of(mine, r, c, R, C))
-  if ok
-    for tl.range(0, H, BLOCK, num_stages=STAGES)
-      tl.store(to + at)
-    if REDUCE
-      tl.store(to)
-    if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1)
-      add_release(heads)
-tl.store(taken_from(state, r, c, R, C))
-""",  # model_rings.reduce
-    ("two_dispatch", "_send_turn"): """
-if left > 0
-  load_acquire(head_of(peer_base(peers, me), to, c, R, C))
-  else
-    if seen >= want
-      send_chunk(x)
-      tl.store(done)
-      if left == 0
-        tl.store(sent_to(state, to, c, R, C))
-""",  # model_twolevel.send_near
-    ("two_dispatch", "_receive_turn"): """
-if left > 0
-  load_acquire(tail_of(mine, s, c, R, C))
-  else
-    if seen >= want
-      receive_chunk(plan)
-      tl.store(done)
-      if left == 0
-        tl.store(taken_from(state, s, c, R, C))
-""",  # model_rings.receive
-    ("two_dispatch", "_far_turn"): """
-if left > 0
-  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
-  else
-    if seen >= want
-      for range(0, n, B)
-        pack_payload(x)
-      if MW or (S and (not MODE))
-        for range(0, n, TOGETHER)
-          pack_riders(scales)
-      put(peers)
-      tl.store(done)
-      if left == 0
-        tl.store(net_sent_to(state, node, c, R, G, C))
-""",  # model_twolevel.send_far
-    ("two_dispatch", "_forward_turn"): """
-if left > 0
-  load_acquire(words(mine + net_tail(node, c, C, FAR)))
-  else
-    if seen >= want
-      look_at_all(heads)
-      while (moved < n) & ok
-        if ok
-          if FRESH
-            tl.store(rows)
-          if AT_ONCE
-            place_riders(ring + PAY)
-          else
-            place_rows(ring)
-          for range(0, SLOT // 4 if P > 1 else 0, BLOCK)
-            if AT_ONCE
-              tl.store(to)
-            for tl.static_range(P)
-              tl.store(to)
-      if moved > 0
-        add_release(tail_of(bases, source, c, R, C))
-        tl.store(done)
-        tl.store(put_at)
-        if owed > 0
-          credit(peers)
-        if left == 0
-          tl.store(sent_at)
-          tl.store(net_taken_from(state, node, c, R, G, C))
-""",  # model_twolevel.forward
-    ("two_combine", "_combine_turn"): """
-if left > 0
-  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
-  look_at_all(tail_of(mine, node * P + q, c, R, C))
-  while (i < end) & ok
-    if ok
-      for range(0, H, BLOCK)
-        tl.store(to + w[None, :])
-      if REDUCE
-        tl.store(to)
-  if i > i0
-    add_release(heads)
-    if i == end
-      put(peers)
-    tl.store(done)
-    tl.store(taken_at)
-    if left == 0
-      tl.store(bases_at)
-      tl.store(net_sent_to(state, node, c, R, G, C))
-""",  # model_twolevel.combine_far
-    ("two_combine", "_send_turn"): """
-if left > 0
-  load_acquire(head_of(peer_base(peers, me), s, c, R, C))
-  else
-    if seen >= want
-      send_sums_chunk(x)
-      tl.store(done)
-      if left == 0
-        tl.store(sent_to(state, s, c, R, C))
-""",  # model_twolevel.send_near
-    ("two_combine", "_reduce_turn"): """
-if left > 0
-  look_at_all(words(tails))
-  while (i < end) & ok
-    if ok
-      for range(0, H, BLOCK)
-        tl.store(to + to_row)
-      if REDUCE
-        tl.store(to)
-  if i > i0
-    add_release(heads)
-    _return_credits(peers)
-    tl.store(done)
-    tl.store(taken_at)
-    tl.store(owed_at)
-    if left == 0
-      tl.store(near_at)
-      tl.store(far_at)
-""",  # model_twolevel.reduce_both
-    ("two_combine", "_return_credits"): """
-for tl.static_range(R // P)
-  if (amount >= CREDIT) | last & (amount > 0)
-    credit(peers)
-""",  # model_twolevel.reduce_both
-}
-"""By file and function; the role of the model behind it."""
 
 
 @pytest.mark.parametrize(("file", "name"), OUTLINES)
@@ -245,7 +55,8 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     """Sizes without memory."""
     ground = object.__new__(kind)
     for name, value in {
-        "shape": shape, "tuning": shape, "grid": GRID, "net": False, "header_words": 16, "memory": SimpleNamespace(world_size=4),
+        "shape": shape, "tuning": shape, "grid": GRID, "net": False, "mapped": False, "header_words": 16,
+        "memory": SimpleNamespace(world_size=4),
     }.items():  # fmt: skip
         setattr(ground, name, value)
     ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]

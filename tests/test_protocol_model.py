@@ -13,7 +13,7 @@ from model_grid import Grid
 from model_machine import Machine
 from model_plants import PLANTS, first_failure, shortest
 from model_rings import Call
-from model_turns import Workers
+from model_turns import ENDS, FORGETS, TWICE, WAITS, Workers
 from nvlink_pool import SOAK, without_devices
 
 pytestmark = without_devices
@@ -54,17 +54,18 @@ def test_a_smaller_network_ring_is_not(call: Call) -> None:
     assert failed is not None and "nobody can go on" in failed[1].failure
 
 
-def _pair(combine: bool) -> Machine:
+def _pair(combine: bool, mapped: bool) -> Machine:
     """2 nodes of 2: rank 0 has tokens for ranks 2 and 3, rank 3 has one for rank 0; rings are as small as they may be."""
     call = Call((((2,), (3,)), (), (), ((0,),)), combine)
     slots = least_slots(call), least_far_slots(call)
-    return Grid([call], grid=(2, 2), cells=slots[0], far_cells=slots[1], owners=(0, 3)).machine
+    return Grid([call], grid=(2, 2), cells=slots[0], far_cells=slots[1], owners=(0, 3), mapped=mapped).machine
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["puts", "mapped"])
 @pytest.mark.parametrize("combine", [False, True], ids=["dispatch", "combine"])
-def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool) -> None:
+def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool, mapped: bool) -> None:
     """So a model with a process for each task shows whatever workers may do. (``model_turns.py``)"""
-    machine = _pair(combine)
+    machine = _pair(combine, mapped)
     tasks = Search(machine)
     assert not tasks.run().failure
     found = Workers(machine, 1).run()
@@ -72,9 +73,20 @@ def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool) -> N
     assert [state for state in found.states if not any(state[: len(machine.processes)])]  # all have ended
 
 
-def test_a_worker_that_waits_in_its_turn_is_found() -> None:
-    """Rank 0 waits for rank 3's row in its second turn, before it sends the row that rank 3 waits for in its first."""
-    assert Workers(_pair(False), 1, patient=True).run().failure == "no worker can go on"
+@pytest.mark.parametrize(
+    ("bug", "combine", "failure"),
+    [
+        (WAITS, False, "no worker can go on"),
+        (FORGETS, False, "no worker can go on"),
+        (FORGETS, True, "no worker can go on"),
+        (ENDS, True, "no worker can go on"),
+        (TWICE, False, "finds"),
+        (TWICE, True, "finds"),
+    ],
+)
+def test_a_bug_of_workers_is_found(bug: str, combine: bool, failure: str) -> None:
+    """Who waits in its turn: before it sends the row that the other waits for likewise."""
+    assert failure in Workers(_pair(combine, True), 1, bug).run().failure
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -68,7 +68,7 @@ def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reaso
 @pytest.mark.parametrize(("what", "field"), [("exact", "hidden"), ("cached", "hidden"), ("combine", "dtype")])
 def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> None:
     """Also those that hear of it through a letter or a tag from another node."""
-    for endings in run_all("twolevel_failures.disagreement", [(what, seed) for seed in range(2)]):
+    for endings in run_all("twolevel_failures.disagreement", [(what, seed) for seed in range(3)]):
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending
@@ -82,7 +82,7 @@ def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> N
     ids=["exact", "static", "cached", "combine"],
 )
 def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
-    for endings in run_all("twolevel_failures.refusal", [(op, exact, seed) for seed in range(2)]):
+    for endings in run_all("twolevel_failures.refusal", [(op, exact, seed) for seed in range(3)]):
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending

@@ -53,6 +53,7 @@ def test_every_kind_of_bug_is_planted() -> None:
         "two_net",
         "two_turns",
         "two_dispatch",
+        "two_forward",
         "two_combine",
         "two_letters",
         "two_region",

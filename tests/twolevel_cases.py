@@ -10,22 +10,28 @@ from cases import Case
 from nvlink_cases import Round, Scenario
 from nvlink_cases import draw as draw_nvlink
 
+PEERS, PUTS, MAPPED = ({"net": net, "mapped": mapped} for net, mapped in ((False, False), (True, False), (True, True)))
+"""How ranks reach other nodes: by pointers; by NVSHMEM, through the simulated network; letters by it, rows by pointers."""
+REACHES = (PEERS, PUTS, MAPPED)
+
 
 def draw(nodes: int, per_node: int, seed: int) -> Scenario:
     """The scenario of a seed; nothing stays in symmetric memory. Every other one crosses the simulated network."""
     scenario = draw_nvlink(nodes * per_node, seed)
     rounds = tuple(replace(each, in_place=False) for each in scenario.rounds)
-    return replace(scenario, rounds=rounds, ranks_per_node=per_node, net=bool(seed % 2), workers=1 + seed // 2 % 3)
+    reach = (PEERS, PUTS, PEERS, MAPPED)[seed % 4]
+    return replace(scenario, rounds=rounds, ranks_per_node=per_node, workers=1 + seed // 2 % 3, **reach)
 
 
 def rehearsal(part: str, seed: int) -> Scenario:
     """2 nodes of 2 ranks: fresh, cached and back, again and again, with rows of other sizes each time, through small rings.
 
-    ``rings``: network rings of two slots, one row per put. ``long``: of several puts, of several rows each. ``peers``: nodes map
-    each other's memory. ``plans``: refusals, so that plan follows plan. ``lines``: rows so long that their slots are whole lines,
-    and longer than they.
+    ``rings``: network rings of two slots, one row per put. ``long``: of several puts, of several rows each. ``peers``,
+    ``long peers``: nodes map each other's memory. ``plans``: refusals, so that plan follows plan. ``lines``: rows so long
+    that their slots are whole lines, and longer than they.
     """
-    base = Case(4, num_tokens=14 if part == "long" else 9, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1)
+    what, long = part.split()[0], part.startswith("long")
+    base = Case(4, num_tokens=14 if long else 9, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1)
     cached = replace(base, hidden=24, dtype=torch.float32)
     tiny = replace(base, num_tokens=1, hidden=8)
     wide = replace(base, num_tokens=3, hidden=2056)
@@ -41,12 +47,12 @@ def rehearsal(part: str, seed: int) -> Scenario:
         num_topk=2,
         max_tokens=base.num_tokens,
         channels=1,
-        chunk=2 if part == "long" else 1,
+        chunk=2 if long else 1,
         rows=1,
-        slots=2 if part == "long" else 0,
-        rounds=rounds.get(part, rounds["rings"]),
+        slots=2 if long else 0,
+        rounds=rounds.get(what, rounds["rings"]),
         ranks_per_node=2,
-        net=part != "peers",
+        net="peers" not in part,
     )
 
 
@@ -64,7 +70,7 @@ FRESH_SLOT, CACHED_SLOT = 80 + 32, 80
 """Bytes of a row of :func:`counted` with what rides along (token, two ids, two weights), and without."""
 
 
-def counted(nodes: int, per_node: int, net: bool) -> Scenario:
+def counted(nodes: int, per_node: int, reach: dict[str, bool]) -> Scenario:
     """A dispatch, a cached one and a combine with rows of one size."""
     ranks = nodes * per_node
     case = Case(ranks, num_tokens=7, num_topk=2, num_experts=2 * ranks, hidden=40, seed=1)
@@ -75,5 +81,5 @@ def counted(nodes: int, per_node: int, net: bool) -> Scenario:
         max_tokens=7,
         rounds=(Round(case, ("cached", "plain"), case),),
         ranks_per_node=per_node,
-        net=net,
+        **reach,
     )

@@ -36,9 +36,16 @@ from tokenyard.types import Layout, Quantize
 GRID = Topology(2, 2)
 
 
-def record(num_sms: int, network: bool) -> dict[str, Launch]:
-    """The launches worth their seconds."""
-    memory: Any = Recorder()
+class Mapping(Recorder):
+    """Maps the memory of all ranks."""
+
+    def allocate(self, num_bytes: int) -> Region:
+        return Region(torch.empty(num_bytes, dtype=torch.uint8), torch.ones(self.world_size, dtype=torch.int64))
+
+
+def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launch]:
+    """The launches worth their seconds. ``mapped``: the network is for letters and greetings only."""
+    memory: Any = Mapping() if mapped else Recorder()
     memory.ranks_per_node = GRID.ranks_per_node if network else 0
     config = Config(
         num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=4, timeout=5.0,
@@ -144,6 +151,9 @@ if __name__ == "__main__":
         ]
     nvlink_compile.LAUNCHES.append(("narrow rows, 2 x 8", narrow_rows()))
     nvlink_compile.LAUNCHES += [(f"{name} network", each) for name, each in record(SMS, network=True).items()]
+    nvlink_compile.LAUNCHES += [
+        (f"{name} mapped network", each) for name, each in record(SMS, True, True).items() if name.startswith("two_d")
+    ]
     names = [name for name, _ in nvlink_compile.LAUNCHES]
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
         json.dump(dict(zip(names, pool.map(facts_of_any, range(len(names))), strict=True)), sys.stdout)

@@ -16,13 +16,14 @@ from nvlink_cases import CULPRIT, FINE, MAJOR, Ending, Round, Scenario
 from nvlink_failures import live, play
 from nvlink_ranks import RankRun
 from tokenyard.header import CACHED, COMBINE, DISPATCH
+from twolevel_cases import REACHES
 from twolevel_plants import planted
 
 MOST_STEPS = 2_000_000
 
 
-def life(nodes: int, per_node: int, part: int, net: bool) -> Scenario:
-    """Calls of every sort, in two parts."""
+def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
+    """Calls of every sort, in two parts. ``way``: which of ``twolevel_cases.REACHES``."""
     ranks = nodes * per_node
     flat = Case(ranks, num_tokens=6, num_topk=2, num_experts=2 * ranks, hidden=8)
     major = replace(flat, layout=MAJOR, exact=False, hidden=16)
@@ -42,14 +43,14 @@ def life(nodes: int, per_node: int, part: int, net: bool) -> Scenario:
         slots=0,
         rounds=rounds[part],
         ranks_per_node=per_node,
-        net=net,
+        **REACHES[way],
     )
 
 
 @cache
-def length(nodes: int, per_node: int, part: int, net: bool) -> int:
+def length(nodes: int, per_node: int, part: int, way: int) -> int:
     """Steps of a life without a death."""
-    scenario = life(nodes, per_node, part, net)
+    scenario = life(nodes, per_node, part, way)
     endings, steps = play(scenario, lambda mine: live(mine, scenario), 0, max_steps=MOST_STEPS)
     assert endings == [FINE] * scenario.world_size, endings
     return steps
@@ -58,8 +59,8 @@ def length(nodes: int, per_node: int, part: int, net: bool) -> int:
 def death(nodes: int, per_node: int, seed: int) -> tuple[int, int, list[Ending | None]]:
     """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
     random = Random(seed)
-    part, net, victim = seed % 2, bool(seed // 2 % 2), random.randrange(nodes * per_node)
-    scenario, steps = life(nodes, per_node, part, net), length(nodes, per_node, part, net)
+    part, way, victim = seed % 2, seed // 2 % 3, random.randrange(nodes * per_node)
+    scenario, steps = life(nodes, per_node, part, way), length(nodes, per_node, part, way)
     step = random.randrange(steps)
     endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS)
     return victim, 1000 * step // steps, endings
@@ -67,7 +68,7 @@ def death(nodes: int, per_node: int, seed: int) -> tuple[int, int, list[Ending |
 
 def hurry(nodes: int, per_node: int, seed: int) -> list[Ending | None]:
     """All live, but workers give up after as long as it takes to serve them: deadlines pass as counters arrive."""
-    scenario = replace(life(nodes, per_node, seed % 2, bool(seed // 2 % 2)), workers=1 + seed % 2)
+    scenario = replace(life(nodes, per_node, seed % 2, seed // 2 % 3), workers=1 + seed % 2)
     with planted("hurried"):
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
 
@@ -76,7 +77,7 @@ def disagreement(what: str, seed: int) -> list[Ending | None]:
     """The culprit makes another call than the others, two of which are on another node."""
     case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=24, seed=seed)
     wide = replace(case, hidden=40)
-    scenario = replace(life(2, 2, 0, bool(seed % 2)), rounds=(Round(case, (), wide),))
+    scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), wide),))
 
     def body(mine: RankRun) -> None:
         culprit = mine.rank == CULPRIT
@@ -95,7 +96,7 @@ def disagreement(what: str, seed: int) -> list[Ending | None]:
 def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
     """The culprit refuses a call that the others make."""
     case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=8, seed=seed)
-    scenario = replace(life(2, 2, 0, bool(seed % 2)), rounds=(Round(case, (), replace(case, hidden=16)),))
+    scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
         recv = None if op == DISPATCH else mine.dispatch(case)

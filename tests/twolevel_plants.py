@@ -8,19 +8,7 @@ from contextlib import contextmanager
 from nvlink_plants import PLANTS as NVLINK_PLANTS
 from nvlink_plants import _moved
 from plants import Plant, planted_in
-
-_CREDIT = """                owed = tl.where(left == 0, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
-                if owed > 0:
-                    credit(
-                        peers, net_bytes(state, node, R, G, C), mine, source, rest_at(R, P, C, W, FAR),
-                        net_head(home, c, G, C, FAR), owed.to(tl.int64), NET,
-                    )  # fmt: skip
-"""
-_EARLY = """            credit(
-                peers, net_bytes(state, node, R, G, C), mine, source, rest_at(R, P, C, W, FAR), net_head(home, c, G, C, FAR),
-                n.to(tl.int64), NET,
-            )
-"""
+from twolevel_dispatch_plants import DISPATCH_PLANTS
 
 PLANTS = {
     # two_net.py
@@ -47,140 +35,36 @@ PLANTS = {
         "two_turns",
         (("tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))", "task += 0"),),
     ),
-    # two_dispatch.py
-    "own rows: no barrier between progress read and noted": Plant(
-        "barrier",
-        "two_dispatch",
-        (("    left = hi - lo - i\n    tl.debug_barrier()\n", "    left = hi - lo - i\n"),),
-    ),
-    "receiver: no barrier behind a look": Plant(
-        "barrier",
-        "two_dispatch",
-        (
-            (
-                "        seen = load_acquire(tail_of(mine, s, c, R, C))\n        tl.debug_barrier()\n",
-                "        seen = load_acquire(tail_of(mine, s, c, R, C))\n",
-            ),
-        ),
-    ),
-    "forwarder: no barrier behind its looks": Plant(
-        "barrier",
-        "two_dispatch",
-        (
-            (
-                "            rooms = look_at_all(heads, beside)\n            tl.debug_barrier()\n",
-                "            rooms = look_at_all(heads, beside)\n",
-            ),
-        ),
-    ),
-    "sender: one slot too many": Plant(
-        "credit before read",
-        "two_dispatch",
-        (("base + tl.maximum(i + n - Q, 0)", "base + tl.maximum(i + n - Q - 1, 0)"),),
-    ),
-    "sender: ring not drained": Plant(
-        "reused too early",
-        "two_dispatch",
-        (("base + tl.maximum(i + n - Q, 0)", "base + i + n - Q"),),
-        within=30,
-    ),
-    "receiver: rows taken not counted": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (("tl.store(taken_from(state, s, c, R, C), base + hi - lo)", "tl.store(taken_from(state, s, c, R, C), base)"),),
-    ),
-    "network sender: one slot too many": Plant(
-        "credit before read",
-        "two_dispatch",
-        (("tl.maximum(i + n - NQ, 0)", "tl.maximum(i + n - NQ - 1, 0)"),),
-    ),
-    "network sender: last chunk dropped": Plant(
-        "last chunk",
-        "two_dispatch",
-        (
-            (
-                "put(\n                peers, net_bytes",
-                "if left > n:\n              put(\n                peers, net_bytes",
-            ),
-        ),
-    ),
-    "network sender: ring not drained": Plant(
-        "reused too early",
-        "two_dispatch",
-        (("base + tl.maximum(i + n - NQ, 0)", "base + i + n - NQ"),),
-        within=30,
-    ),
-    "network sender: rows not counted": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (
-            (
-                "tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_sent_to(state, node, c, R, G, C), base)",
-            ),
-        ),
-    ),
-    "forwarder: credit before read": Plant(
-        "credit before read",
-        "two_dispatch",
-        ((_CREDIT, ""), ("            moved, ok = n * 0, True\n", f"{_EARLY}            moved, ok = n * 0, True\n")),
-    ),
-    "forwarder: a credit too many": Plant(
-        "credit before read",
-        "two_dispatch",
-        (
-            (
-                "net_head(home, c, G, C, FAR), owed.to(tl.int64), NET,",
-                "net_head(home, c, G, C, FAR), owed.to(tl.int64) + 1, NET,",
-            ),
-        ),
-    ),
-    "forwarder: last credits kept": Plant(
-        "last chunk",
-        "two_dispatch",
-        (("tl.where(left == 0, i1, i1 // CREDIT * CREDIT)", "i1 // CREDIT * CREDIT"),),
-        part="long",
-    ),
-    "forwarder: one slot too many": Plant(
-        "credit before read", "two_dispatch", (("counts + more - Q, 0)", "counts + more - Q - 1, 0)"),)
-    ),
-    "forwarder: rings not drained": Plant(
-        "reused too early",
-        "two_dispatch",
-        (("sent + tl.maximum(counts + more - Q, 0)", "sent + counts + more - Q"),),
-        within=30,
-    ),
-    "forwarder: rows sent not counted": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (("tl.store(sent_at, sent + counts, mask=beside)", "tl.store(sent_at, sent, mask=beside)"),),
-    ),
-    "forwarder: rows taken not counted": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (
-            (
-                "tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_taken_from(state, node, c, R, G, C), base)",
-            ),
-        ),
-    ),
-    "forwarder: tail without its rows": Plant(
+    "worker: published twice": Plant(
         "flag before data",
-        "two_dispatch",
+        "two_turns",
+        (("        tl.store(at + 1, tl.zeros_like(count), mask=count > 0)\n", ""),),
+    ),
+    "worker: what is owed is added without order": Plant(
+        "release",
+        "two_turns",
         (
             (
-                "(counts - before).to(tl.int64)",
-                "(counts - before + (counts > 0).to(tl.int32) * (i0 == 0).to(tl.int32)).to(tl.int64)",
+                "        add_release(words(counter), count, count > 0)\n",
+                '        tl.atomic_add(words(counter), count, mask=count > 0, sem="relaxed", scope="sys")\n',
             ),
         ),
     ),
-    "forwarder: rows of an earlier turn forgotten": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (("tl.store(put_at, counts.to(tl.int64), mask=near)", "tl.store(put_at, counts.to(tl.int64) * 0, mask=near)"),),
-    ),
+    **DISPATCH_PLANTS,
     # two_combine.py
+    "combine: a round's end forgets what is owed": Plant(
+        "last chunk", "two_combine", (("                if place == 0:", "                if place < 0:"),)
+    ),
+    "combine: a kernel ends without publishing": Plant(
+        "last chunk",
+        "two_combine",
+        (
+            (
+                "            before = left\n        publish(state, worker, c, TASKS, WORKERS, R, G, C)\n",
+                "            before = left\n",
+            ),
+        ),
+    ),
     "combiner: no barrier behind its looks": Plant(
         "barrier",
         "two_combine",
@@ -212,8 +96,15 @@ PLANTS = {
     "combiner: a chunk is put before its end": Plant(
         "flag before data",
         "two_combine",
-        (("            if i == end:\n", "            if i > i0:\n"),),
+        (("            elif i == end:\n", "            elif i > i0:\n"),),
         part="long",
+        within=20,
+    ),
+    "combiner: tail of the whole chunk, mapped": Plant(
+        "flag before data",
+        "two_combine",
+        (("                n = (i - i0).to(tl.int64)\n", "                n = (end - i0).to(tl.int64)\n"),),
+        part="long peers",
         within=20,
     ),
     "combiner: last row not awaited": Plant(
@@ -223,7 +114,10 @@ PLANTS = {
         "credit before read",
         "two_combine",
         (
-            ("            add_release(heads, taken - before, others & (taken > before))\n", ""),
+            (
+                "            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & (taken > before), R, G, C)\n",
+                "",
+            ),
             (
                 "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)\n",
                 "                add_release(heads, upto - taken, others & (upto > taken))\n"
@@ -258,7 +152,10 @@ PLANTS = {
         "credit before read",
         "two_combine",
         (
-            ("            add_release(heads, taken - before, near & (taken > before))\n", ""),
+            (
+                "            add_release(heads, taken - before, (awaited if MAPPED else near) & (taken > before))\n",
+                "",
+            ),
             (
                 "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]\n",
                 "                add_release(heads, upto - taken, near & (upto > taken))\n"
@@ -289,6 +186,18 @@ PLANTS = {
         (("tl.store(far_at, bases + taken, mask=far)", "tl.store(far_at, bases, mask=far)"),),
     ),
     # two_letters.py, two_region.py
+    "greeting: before its tag": Plant(
+        "flag before data",
+        "two_letters",
+        _moved(
+            "    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)",
+            "    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)\n",
+        ),
+        within=30,
+    ),
+    "greeting: of the last call": Plant(
+        "wrong epoch", "two_letters", (("want = call + 1 + (r * 0)", "want = call + (r * 0)"),)
+    ),
     "letters: one half only": Plant(
         "reused too early",
         "two_region",

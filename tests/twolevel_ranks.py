@@ -23,7 +23,7 @@ from tokenyard.kernels.two_region import letter_words, num_tasks
 from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
-from twolevel_cases import CACHED_SLOT, FRESH_SLOT, counted, draw, long_batch, rehearsal
+from twolevel_cases import CACHED_SLOT, FRESH_SLOT, PUTS, counted, draw, long_batch, rehearsal
 from twolevel_plants import PLANTS, planted
 
 MOST_STEPS = 2_000_000
@@ -40,9 +40,9 @@ def check_workers(nodes: int, per_node: int, seed: int, workers: int) -> None:
     run(replace(draw(nodes, per_node, seed), workers=workers or tasks), seed, max_steps=MOST_STEPS)
 
 
-def check_lines(net: bool, seed: int) -> None:
+def check_lines(reach: dict[str, bool], seed: int) -> None:
     """Rows whose slots are longer than they pass."""
-    run(replace(rehearsal("lines", seed), net=net), seed, max_steps=MOST_STEPS)
+    run(replace(rehearsal("lines", seed), **reach), seed, max_steps=MOST_STEPS)
 
 
 def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
@@ -65,12 +65,12 @@ def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
     return min(found)
 
 
-def network_rows(nodes: int, per_node: int, net: bool) -> tuple[list[Any], list[Any]]:
+def network_rows(nodes: int, per_node: int, reach: dict[str, bool]) -> tuple[list[Any], list[Any]]:
     """What a dispatch, a cached one and a combine put to other nodes: rows (sent, received) and bytes to each rank, by rank.
 
     As the engine has counted, and as the picks say.
     """
-    scenario = counted(nodes, per_node, net)
+    scenario, puts = counted(nodes, per_node, reach), reach == PUTS
     case = scenario.rounds[0].case
     grid = Topology(nodes, per_node)
     goes = [[set((idx[idx >= 0] // 2 // per_node).tolist()) for idx in picks] for picks, _ in case.picks]
@@ -97,7 +97,7 @@ def network_rows(nodes: int, per_node: int, net: bool) -> tuple[list[Any], list[
         far = [peer for peer in grid.rail_of(mine.rank) if peer != mine.rank]
         letter = 8 * letter_words(grid.world_size, scenario.channels, ground.header_words)
         control = per_node * (letter + 3 * 8)  # one plan, three greetings, to every rank of a node
-        credits = [0 if not net else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer] for peer in far]
+        credits = [0 if not puts else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer] for peer in far]
         assert all(0 <= each <= 16 * (sum(planned[mine.rank][1])) and each % 16 == 0 for each in credits)
         num_bytes = [0] * grid.world_size
         for peer, extra in zip(far, credits, strict=True):

@@ -23,8 +23,9 @@ class Tuning(Shape):
     """How work is cut: besides :class:`Shape`, what only this engine has. Equal on all ranks.
 
     Attributes:
-        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``), one per role and peer. With as many
-            workers as tasks each has a program of its own; with one, each program does everything for its channel.
+        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``): one per role and peer, and the
+            greeting. With as many workers as tasks each has a program of its own; with one, each program does
+            everything for its channel.
         forward: of forwarders; ``chunk`` is not used, as rings inside have one (``dispatch.chunk``).
         net_chunk: rows per put and per network credit, at most.
         turn: tokens that a reducer sums in one turn.
@@ -53,25 +54,26 @@ def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = M
         channels: at most.
 
     Raises:
-        ValueError: there is none for a worker beside the greeter.
+        ValueError: there is none for a worker.
     """
-    if num_sms < 2:
-        raise ValueError(f"num_sms ({num_sms}) must be at least 2: one program greets, and one moves rows")
-    tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 2
-    channels = min(channels, num_sms - 1)
-    dispatch = Cut(rows=4, block=4096, chunk=32, num_warps=16, max_registers=128)
+    if num_sms < 1:
+        raise ValueError(f"num_sms ({num_sms}) must be at least 1")
+    tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 1
+    channels = min(channels, num_sms)
+    dispatch = Cut(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
     warps, registers = (16, 128) if all_sms else (32, 64)  # of combine
     return Tuning(
         channels=channels,
         dispatch=dispatch,
-        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 32, num_warps=warps),
+        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=warps),
         reduce=Cut(rows=8, block=1024, num_warps=warps, max_registers=registers),
         direct=dispatch,
+        pull=dispatch,
         writers=channels,
-        workers=max(1, min(tasks, (num_sms - 1) // channels)),
+        workers=max(1, min(tasks, num_sms // channels)),
         forward=Cut(rows=4, block=4096, num_warps=16),
-        net_chunk=32,
-        turn=32,
+        net_chunk=16,
+        turn=16,
     )
 
 
@@ -92,7 +94,9 @@ class TwoGround(Ground):
     """Besides what :class:`Ground` keeps: network rings and staging, letters, and what is known of them."""
 
     net: bool
-    """Whether ranks of other nodes are reached by NVSHMEM; otherwise their memory is mapped too."""
+    """Whether letters and greetings go to other nodes by NVSHMEM."""
+    mapped: bool
+    """Whether memory of the ranks of other nodes is mapped: rows are stored there. Otherwise they are put by NVSHMEM."""
 
     def __init__(self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int) -> None:
         if config.topology is None:
@@ -100,6 +104,7 @@ class TwoGround(Ground):
         self.grid, self.tuning = config.topology, shape
         self.net = memory.ranks_per_node > 0
         super().__init__(config, memory, shape, buffer_bytes)
+        self.mapped = not self.net or bool((self.region.addresses != 0).all())
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
         from tokenyard.kernels import region, two_region
@@ -119,8 +124,8 @@ class TwoGround(Ground):
 
     @property
     def num_programs(self) -> int:
-        """Of a kernel: workers, and the greeter."""
-        return self.tuning.workers * self.tuning.channels + 1
+        """Of a kernel that moves rows."""
+        return self.tuning.workers * self.tuning.channels
 
     def net_ring(self, form: Form) -> NetRing:
         """How a network ring takes rows of ``form``.
@@ -155,5 +160,5 @@ class TwoGround(Ground):
             "D": ranks + nodes, "PP": power_of_two_at_least(max(2, self.grid.ranks_per_node)), "RINGS": self.rings_at,
             "RING": self.ring_bytes, "SLOT": form.slot_bytes, "PAY": form.payload_bytes, "Q": self.slots(form),
             "NETS": self.nets_at, "STAGE": self.stage_at, "NRING": self.net_ring_bytes, "NQ": ring.slots,
-            "NCHUNK": ring.chunk, "CREDIT": ring.chunk,
+            "NCHUNK": ring.chunk, "CREDIT": ring.chunk, "MAPPED": self.mapped,
         }  # fmt: skip

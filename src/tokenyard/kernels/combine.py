@@ -59,11 +59,11 @@ def partial_rows(
 
 @triton.jit
 def send_sums_chunk(
-    x, slots, row_weights, reduce, ring, tail, i0, n, lo, a0,
+    x, slots, row_weights, reduce, ring, i0, n, lo, a0,
     K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of arrival rows ``a0 + i0`` .. into a ring whose first row of the call is ``lo``."""
+    """Partial sums of arrival rows ``a0 + i0`` .. into a ring whose first row of the call is ``lo``. The caller publishes them."""
     b = tl.arange(0, B)
     for j in range(0, n, B):
         i, here = i0 + j + b, j + b < n
@@ -82,7 +82,6 @@ def send_sums_chunk(
                 mask=mask,
             )
             tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
-    add_release(tail, n.to(tl.int64), None)
 
 
 @triton.jit
@@ -108,9 +107,10 @@ def send_sums(
             ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
         if ok:
             send_sums_chunk(
-                x, slots, row_weights, reduce, ring, tail, i0, n, lo, a0, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED,
+                x, slots, row_weights, reduce, ring, i0, n, lo, a0, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED,
                 REDUCE,
             )  # fmt: skip
+            add_release(tail, n.to(tl.int64), None)
     tl.debug_barrier()
     tl.store(sent_to(state, s, c, R, C), base + hi - lo)
 

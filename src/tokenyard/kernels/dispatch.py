@@ -142,11 +142,11 @@ def put_own_rows(
 
 @triton.jit
 def send_chunk(
-    x, scales, meta, order, ring, tail, i0, n, lo,
+    x, scales, meta, order, ring, i0, n, lo,
     H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
     Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``i0`` .. ``i0 + n - 1`` of ``order`` into a ring whose first row of the call is ``lo``."""
+    """Rows ``i0`` .. ``i0 + n - 1`` of ``order`` into a ring whose first row of the call is ``lo``. The caller publishes them."""
     b, several = tl.arange(0, B), tl.arange(0, TOGETHER)
     for j in range(0, n, B):
         i, here = i0 + j + b, j + b < n
@@ -157,7 +157,6 @@ def send_chunk(
             i, here = i0 + j + several, j + several < n
             token = tl.load(order + i, mask=here, other=0)
             pack_riders(scales, meta, token, ring, (i - lo) % Q, here, S, MW, SLOT, PAY, MODE)
-    add_release(tail, n.to(tl.int64), None)
 
 
 @triton.jit
@@ -182,20 +181,21 @@ def send_rows(
             ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
         if ok:
             send_chunk(
-                x, scales, meta, order, ring, tail, i0, n, lo, H, N, BITS, S, MW, SLOT, PAY, Q, B, BLOCK, MODE, GP, DTYPE
+                x, scales, meta, order, ring, i0, n, lo, H, N, BITS, S, MW, SLOT, PAY, Q, B, BLOCK, MODE, GP, DTYPE
             )
+            add_release(tail, n.to(tl.int64), None)
     tl.debug_barrier()
     tl.store(sent_to(state, to, c, R, C), base + hi - lo)
 
 
 @triton.jit
 def receive_chunk(
-    plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, head, taken, n, a0,
+    plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, taken, n, a0,
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
     BITS: tl.constexpr, S: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``taken`` .. ``taken + n - 1`` of source ``s`` out of a ring whose first row goes to arrival row ``a0``."""
+    """Rows ``taken`` .. ``taken + n - 1`` of source ``s`` out of a ring whose first row goes to arrival row ``a0``. The caller gives credit."""
     first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
     ROW: tl.constexpr = SLOT * 8 // BITS
@@ -217,7 +217,6 @@ def receive_chunk(
                 ring + PAY, ring + META, i % Q, a0 + i, j + several < n, s, first, end, out_scales, topk_idx, weights, source,
                 slots, gather, SLOT // 4, SLOT // 4, K, KP, S, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
-    add_release(head, n.to(tl.int64), None)
 
 
 @triton.jit
@@ -245,9 +244,10 @@ def receive_rows(
         if ok:
             n = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, CHUNK)
             receive_chunk(
-                plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, head, taken, n, a0,
+                plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, taken, n, a0,
                 R, R, C, K, KP, J, N, BITS, S, SLOT, PAY, Q, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
+            add_release(head, n.to(tl.int64), None)
             taken += n
     tl.debug_barrier()
     tl.store(taken_from(state, s, c, R, C), base + total)

@@ -1,16 +1,17 @@
 # pyright: basic
 """Combine over two levels: a node's rows of a token are summed there, and one row per (token, node) crosses the network.
 
-G nodes of P ranks. Grid ``W C + 1``: W workers per channel (``kernels/two_turns.py``), the greeter. Tasks of a channel: a reducer, a combiner
-per other node, a sender per owner with another local index. Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3: rank 3
-sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and puts one row to rank 0, whose reducer adds node 0's
-sum and this row.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a channel: a reducer, a combiner per other node,
+a sender per owner with another local index, the greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2
+and 3: rank 3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends one row to rank 0, whose reducer
+adds node 0's sum and this row.
 
 The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype; then nodes in order (``docs/semantics.md``).
 
 Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``. A combiner stores sums to staging
-slots, and puts a chunk with its number onto ``net tail``. Combiners and reducers add to ``heads`` of local senders (release) at the end of
-a turn, behind all its reads: a release waits for all that was stored before.
+slots, and puts a chunk with its number onto ``net tail``; MAPPED: it stores them into the network ring itself, and owes the tail in every turn.
+Senders owe tails, combiners heads of local senders: ``publish`` adds them once per round behind the reducer (release), and once behind the
+last round. A reducer adds to heads itself at the end of a turn (release, behind its reads); MAPPED: also to those of network rings.
 
 Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a reducer waits for a row of a
 network ring, all earlier ones are taken but those of its step (at most B - 1), and less than CREDIT are held back, so with
@@ -22,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows, send_sums_chunk
+from tokenyard.kernels.combine import send_sums_chunk
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     first_expert, first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
@@ -30,72 +31,24 @@ from tokenyard.kernels.region import (
 from tokenyard.kernels.sync import (
     ON_ROOM, RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire, look_at_all, now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.two_letters import greet_all
+from tokenyard.kernels.two_letters import greet_turn
 from tokenyard.kernels.two_net import credit, put
 from tokenyard.kernels.two_region import (
     ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, rest_at,
     table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, reports
-
-
-@triton.jit
-def _node_sum(
-    x, slots, row_weights, mine, at, own_row, node, me, c, w, H: tl.constexpr, J: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    C: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32.
-
-    ``at [B, PP]``: numbers of the rows in the inner rings (node, rank, c), -1 for none; ``own_row [B]``: arrival rows of my own.
-    """
-    q = tl.arange(0, PP)
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
-    if PLACED:
-        mine_at = tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)
-        v_own = partial_rows(x, slots, row_weights, own_row, mine_at >= 0, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK)
-    total = tl.zeros((B, BLOCK), tl.float32)
-    for p in tl.static_range(P):
-        number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
-        row = mine + RINGS + ((node * P + p) * C + c).to(tl.int64) * RING + (number % Q).to(tl.int64) * SLOT
-        got = number >= 0
-        if PLACED:
-            got = got & (p != me % P)
-        else:  # this rank's own rows are taken where they are
-            row = tl.where(p == me % P, x + own_row.to(tl.int64) * ROW, row)
-        rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
-        v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
-        if PLACED:
-            v = tl.where(p == me % P, v_own, v)
-        total = total + v.to(tl.float32)
-    return total
-
-
-@triton.jit
-def _node_weights(reduce, mine, at, own_row, node, me, c, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr,
-                  RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
-                  B: tl.constexpr):  # fmt: skip
-    """The same for reduced weights ``[B, K]``, which are not rounded."""
-    k, q = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, PP)
-    total = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-    for p in tl.static_range(P):
-        number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
-        row = mine + RINGS + ((node * P + p) * C + c).to(tl.int64) * RING + (number % Q).to(tl.int64) * SLOT + PAY
-        row = tl.where(p == me % P, reduce + own_row.to(tl.int64) * (K * 4), row)
-        mask = (number >= 0)[:, None] & (k < K)[None, :]
-        total += tl.load(row.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=mask, other=0.0)
-    return total
+from tokenyard.kernels.two_sums import node_sum, node_weights
+from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
 
 
 @triton.jit
 def _combine_turn(
-    peers, state, plan, x, slots, row_weights, reduce, T, E, me, node, c, done, step,
+    peers, state, plan, x, slots, row_weights, reduce, T, E, me, node, c, task, done, step,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
     H: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
     NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    FAR: tl.constexpr, NET: tl.constexpr,
+    FAR: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Sums of my node for owner (``node``, my local index), channel ``c``, into its network ring, up to the end of a chunk.
 
@@ -116,6 +69,7 @@ def _combine_turn(
         table = table_of(plan, T, local, cap, other(node, home), D, P, C)
         here_ring = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
         there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
+        ring = peer_base(peers, owner) + there if MAPPED else mine + here_ring
         heads = head_of(tl.load(words(peers) + home * P + q, mask=others, other=0), owner, c, R, C)
         taken_at, bases_at = moved_of(state, 0, node * P + q, c, R, G, C), taken_from(state, node * P + q, c, R, C)
         bases = tl.load(bases_at, mask=others, other=0)
@@ -144,29 +98,31 @@ def _combine_turn(
                 slot = (i + b) % NQ
                 for k0 in range(0, H, BLOCK):
                     w = k0 + tl.arange(0, BLOCK)
-                    v = _node_sum(
+                    v = node_sum(
                         x, slots, row_weights, mine, at, own, node, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
                         PLACED, WEIGHTED,
                     )  # fmt: skip
-                    to = tl.multiple_of((mine + here_ring).to(tl.pointer_type(DTYPE)), 16)
+                    to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
                     to = to + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
                     tl.store(to + w[None, :], v.to(DTYPE), mask=inside[:, None] & (w < H)[None, :])
                 if REDUCE:
                     k = tl.arange(0, triton.next_power_of_2(K))
-                    v = _node_weights(reduce, mine, at, own, node, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
-                    to = (mine + here_ring + slot.to(tl.int64) * SLOT + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :]
+                    v = node_weights(reduce, mine, at, own, node, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
+                    to = (ring + slot.to(tl.int64) * SLOT + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :]
                     tl.store(to, v, mask=inside[:, None] & (k < K)[None, :])
                 taken = upto
                 i = tl.minimum(i + B, end)
         if i > i0:
-            add_release(heads, taken - before, others & (taken > before))
-            if i == end:
+            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & (taken > before), R, G, C)
+            tail, account = net_tail(home, c, C, FAR), net_bytes(state, node, R, G, C)
+            if MAPPED:
+                n = (i - i0).to(tl.int64)
+                tl.atomic_add(account, n * SLOT, sem="relaxed", scope="gpu")
+                owe(state, task, c, me % P, peer_base(peers, owner) + tail, n, None, R, G, C)
+            elif i == end:
                 offset = (first % NQ).to(tl.int64) * SLOT
                 n = (end - first).to(tl.int64)
-                put(
-                    peers, net_bytes(state, node, R, G, C), mine, owner, there + offset, here_ring + offset, n * SLOT,
-                    net_tail(home, c, C, FAR), n, 2, NET,
-                )  # fmt: skip
+                put(peers, account, mine, owner, there + offset, here_ring + offset, n * SLOT, tail, n, 2, True)
             left = hi - lo - i
             tl.store(done, i.to(tl.int64))
             tl.store(taken_at, taken, mask=others)
@@ -178,7 +134,7 @@ def _combine_turn(
 
 @triton.jit
 def _send_turn(
-    peers, state, plan, x, slots, row_weights, reduce, me, s, c, done, step,
+    peers, state, plan, x, slots, row_weights, reduce, me, s, c, task, done, step,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
     B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
@@ -200,9 +156,10 @@ def _send_turn(
             there = peer_base(peers, me // P * P + s % P)
             as_me = s // P * P + me % P
             send_sums_chunk(
-                x, slots, row_weights, reduce, there + RINGS + (as_me * C + c).to(tl.int64) * RING, tail_of(there, as_me, c, R, C),
+                x, slots, row_weights, reduce, there + RINGS + (as_me * C + c).to(tl.int64) * RING,
                 lo + i, n, lo, tl.load(first_in(plan, s, D, C)), K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
             )  # fmt: skip
+            owe(state, task, c, 0, tail_of(there, as_me, c, R, C).to(tl.int64), n.to(tl.int64), None, R, D - R, C)
             left -= n
             tl.store(done, (i + n).to(tl.int64))
             if left == 0:
@@ -212,8 +169,8 @@ def _send_turn(
 
 @triton.jit
 def _return_credits(
-    peers, state, mine, home, local, c, owed, last, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
-    W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+    state, mine, home, local, c, owed, last, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
+    W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Network credits ``owed [RP]`` (node g at R + g) that are due. Returns what is still owed."""
     r = tl.arange(0, RP)
@@ -222,7 +179,7 @@ def _return_credits(
         if (amount >= CREDIT) | (last & (amount > 0)):
             to = home * 0 + node * P + local
             account = net_bytes(state, node, R, R // P, C)
-            credit(peers, account, mine, to, rest_at(R, P, C, W, FAR), net_head(home, c, R // P, C, FAR), amount, NET)
+            credit(account, mine, to, rest_at(R, P, C, W, FAR), net_head(home, c, R // P, C, FAR), amount)
             owed = tl.where(r == R + node, 0, owed)
     return owed
 
@@ -234,7 +191,7 @@ def _reduce_turn(
     J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
     PAY: tl.constexpr, Q: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, TURN: tl.constexpr,
     CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
-    WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+    WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of TURN of this channel's tokens, B tokens at a time: my node's here, other nodes' as they come."""
     share = (T + C - 1) // C
@@ -259,6 +216,9 @@ def _reduce_turn(
         owed = tl.load(owed_at, mask=far & (i0 > 0), other=0)
         lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
         heads = head_of(tl.load(words(peers) + r, mask=near, other=0), me, c, R, C)
+        if MAPPED:
+            theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
+            heads = words(tl.where(far, theirs + net_head(home, c, G, C, FAR), heads.to(tl.int64)))
         a0 = tl.load(first_in(plan, me, D, C))
         my_low = tl.sum(tl.where(r == me, lows, 0))
         low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
@@ -284,7 +244,7 @@ def _reduce_turn(
                 own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
                 for k0 in range(0, H, BLOCK):
                     w = k0 + tl.arange(0, BLOCK)
-                    v_home = _node_sum(
+                    v_home = node_sum(
                         x, slots, row_weights, mine, at, own, home, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
                         PLACED, WEIGHTED,
                     )  # fmt: skip
@@ -313,7 +273,7 @@ def _reduce_turn(
                 if REDUCE:
                     k = tl.arange(0, triton.next_power_of_2(K))
                     weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-                    w_home = _node_weights(reduce, mine, at, own, home, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
+                    w_home = node_weights(reduce, mine, at, own, home, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
                     for g in tl.static_range(G):
                         place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
                         slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
@@ -328,12 +288,13 @@ def _reduce_turn(
                 i = tl.minimum(i + B, tokens)
         if i > i0:
             left = tokens - i
-            add_release(heads, taken - before, near & (taken > before))
-            owed += tl.where(far, taken - before, 0)
-            owed = _return_credits(peers, state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR, NET)
+            add_release(heads, taken - before, (awaited if MAPPED else near) & (taken > before))
+            if not MAPPED:
+                owed += tl.where(far, taken - before, 0)
+                owed = _return_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
+                tl.store(owed_at, owed, mask=far)
             tl.store(done, i.to(tl.int64))
             tl.store(taken_at, taken, mask=awaited)
-            tl.store(owed_at, owed, mask=far)
             if left == 0:
                 tl.store(near_at, bases + taken, mask=near)
                 tl.store(far_at, bases + taken, mask=far)
@@ -348,7 +309,7 @@ def two_combine_kernel(
     PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr,
     NQ: tl.constexpr, NCHUNK: tl.constexpr, CREDIT: tl.constexpr, SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, TURN: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, WORKERS: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and ``combine_kernel``. Combiners and reducers have B rows of BLOCK channels in flight."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
@@ -357,39 +318,44 @@ def two_combine_kernel(
     home, local = me // P, me % P
     c, worker = pid % C, pid // C
     G: tl.constexpr = R // P
+    TASKS: tl.constexpr = R + 1
     BESIDE: tl.constexpr = P - 1 if P > 1 else 1
-    if (pid >= 0) & (pid < WORKERS * C):
-        begin_tasks(state, worker, c, R, WORKERS, R, G, C)
+    if pid >= 0:
+        begin_tasks(state, worker, c, TASKS, WORKERS, R, G, C)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            for turn in range((R + WORKERS - 1) // WORKERS):
-                task = dealt(worker, turn, c, WORKERS, R)
+            for turn in range((TASKS + WORKERS - 1) // WORKERS):
+                place = place_in_round(turn, c, WORKERS, TASKS)
+                task = dealt(worker, place, WORKERS)
                 done = done_in(state, task, c, R, G, C)
                 rows = worker * 0
                 if task < 1:
                     rows = _reduce_turn(
                         peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
                         R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, DTYPE,
-                        PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, FAR, NET,
+                        PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, FAR, MAPPED,
                     )  # fmt: skip
                 elif task < G:
                     rows = _combine_turn(
-                        peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + task) % G, c, done, step,
+                        peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + task) % G, c, task, done, step,
                         R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, DTYPE, PLACED,
-                        WEIGHTED, REDUCE, FAR, NET,
+                        WEIGHTED, REDUCE, FAR, MAPPED,
                     )  # fmt: skip
                 elif task < R:
                     node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
                     rows = _send_turn(
-                        peers, state, plan, x, slots, row_weights, reduce, me, node * P + beside, c, done, step,
+                        peers, state, plan, x, slots, row_weights, reduce, me, node * P + beside, c, task, done, step,
                         R, D, P, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
                     )  # fmt: skip
+                elif (task < TASKS) & (c == 0):
+                    rows = greet_turn(peers, state, tag, done, step, R, C, RP, P, W, FAR, NET)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
+                if place == 0:  # behind the reducer, which stores inside the rank only: by now what others stored has arrived
+                    publish(state, worker, c, TASKS, WORKERS, R, G, C)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-    elif pid == WORKERS * C:
-        greet_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
+        publish(state, worker, c, TASKS, WORKERS, R, G, C)

@@ -4,7 +4,8 @@
 A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one, the same to d's node, rows to d's node.
 
 Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d, as many as C programs of a near plan do; a tag
-comes with 1 onto ``hellos[s]``. Program 0 has waited for them (acquire) and copies letters to where near ranks write theirs.
+comes with 1 onto ``hellos[s]``. Program 0 has waited for them (acquire) and copies letters to where near ranks write theirs. The greeting
+reads tags when a look at all hellos (acquire) has found those of this call.
 
 Why reuse is safe: letters, tags and what they are put from alternate by the parity of the call. Half ``n % 2`` is written again in call n + 2,
 behind arrival (hello) n + 1 of that rank, which it sent behind its call n, for which it needed mine: it has read that, and the put is over.
@@ -21,9 +22,12 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
 )  # fmt: skip
-from tokenyard.kernels.sync import DISAGREED, ON_COUNTS, RANK, add_release, give_up, given_up, words
+from tokenyard.kernels.sync import (
+    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up, lacking, look_at_all, words,
+)  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import letter_at, net_bytes, tag_at
+from tokenyard.kernels.two_turns import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
 
@@ -105,11 +109,11 @@ def lacks_table(
 
 
 @triton.jit
-def greet_all(
+def say_hello_to_all(
     peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
     NET: tl.constexpr,
 ):  # fmt: skip
-    """As ``greet``: near ranks by stores, the others by puts."""
+    """As ``say_hello``: near ranks by stores, the others by puts."""
     me = tl.load(words(state) + RANK).to(tl.int32)
     half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)
     r = tl.arange(0, RP)
@@ -126,8 +130,42 @@ def greet_all(
         if to // P != me // P:
             account = net_bytes(state, to // P, R, R // P, C)
             put(peers, account, mine, to, there, here, tl.full((), 8, tl.int64), counter, tl.full((), 1, tl.int64), 1, NET)
-    greeted(peers, state, tag, R, C, RP)
-    count_call(state)
+
+
+@triton.jit
+def greet_turn(
+    peers, state, tag, done, step, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+    FAR: tl.constexpr, NET: tl.constexpr,
+):  # fmt: skip
+    """``greet`` as a task (``two_turns.py``): the first turn says hello; a later one, when all have said so, compares tags and counts the call.
+
+    Returns what is left of the two, as other turns return rows.
+    """
+    i = tl.load(done).to(tl.int32)
+    left = 2 - i
+    if i == 0:
+        say_hello_to_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
+        left -= 1
+        tl.store(done, tl.full((), 1, tl.int64))
+    elif i == 1:
+        r, me = tl.arange(0, RP), tl.load(words(state) + RANK).to(tl.int32)
+        mine, others = peer_base(peers, me), (r < R) & (r != me)
+        call = tl.load(words(state) + EPOCH)
+        want = call + 1 + (r * 0)
+        seen = look_at_all(hello_of(mine, r, R, C), others)
+        tl.debug_barrier()
+        if step != ON_TIME:
+            if reports(step, lacking(seen, want, others) > 0, False):
+                give_up_on_one(state, ON_GREETING, r, want, seen, others)
+        elif lacking(seen, want, others) == 0:
+            theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=others, other=0)
+            peer = tl.max(tl.where(others & (theirs != tag), r, -1))
+            if peer >= 0:
+                give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+            count_call(state)
+            left -= 1
+            tl.store(done, tl.full((), 2, tl.int64))
+    return left
 
 
 @triton.jit(repr=shown_as("twolevel::greet"))
@@ -137,4 +175,6 @@ def two_greet_kernel(
 ):  # fmt: skip
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
     if not given_up(state):
-        greet_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
+        say_hello_to_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
+        greeted(peers, state, tag, R, C, RP)
+        count_call(state)

@@ -2,7 +2,8 @@
 """One-sided verbs between nodes: the only file that speaks of how bytes cross the network.
 
 ``put``: bytes of my region to the same region of another rank, then a number onto a counter there. ``credit``: the number alone. Places
-are bytes from the start of the region, which is symmetric. Two implementations, chosen by NET: NVSHMEM's device calls, and peer pointers.
+are bytes from the start of the region, which is symmetric. Two implementations of ``put``, chosen by NET: NVSHMEM's device calls, and peer
+pointers. Rows are put, and credited, only where memory of other nodes is not mapped (MAPPED), so by NVSHMEM.
 
 Who publishes what, who may read when: whoever acquires the counter sees the bytes. A fence orders a put behind all that this program, and
 earlier kernels of this rank, have put to anybody; otherwise NVSHMEM may deliver puts in any order, and a counter that two puts
@@ -76,9 +77,6 @@ def put(peers, account, mine, rank, there, here, num_bytes, counter, count, WORD
 
 
 @triton.jit
-def credit(peers, account, mine, rank, rest, counter, count, NET: tl.constexpr):
+def credit(account, mine, rank, rest, counter, count):
     """``count`` onto ``counter`` at ``rank``, behind all that this program has read. ``rest``: 16 bytes that nobody reads."""
-    if NET:
-        _nvshmem(account, mine, rank, rest, rest, tl.full((), 16, tl.int64), counter, count)
-    else:
-        add_release(words(peer_base(peers, rank) + counter), count, None)
+    _nvshmem(account, mine, rank, rest, rest, tl.full((), 16, tl.int64), counter, count)

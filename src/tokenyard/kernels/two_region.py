@@ -43,13 +43,20 @@ def far_words(ranks: int, nodes: int, channels: int, header_words: int) -> int:
 
 @triton.constexpr_function
 def num_tasks(ranks: int, nodes: int) -> int:
-    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``)."""
-    return ranks + ranks // nodes + nodes - 2
+    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``); the last one greets."""
+    return ranks + ranks // nodes + nodes - 1
 
 
 def far_state_words(ranks: int, nodes: int, channels: int) -> int:
     """Words of local state behind those of ``region.state_words``."""
-    return 2 * nodes * channels + nodes + (num_tasks(ranks, nodes) + 2 * (ranks + nodes)) * channels
+    tasks = num_tasks(ranks, nodes)
+    return 2 * nodes * channels + nodes + (tasks + 2 * (ranks + nodes) + 2 * tasks * owed_words(ranks // nodes)) * channels
+
+
+@triton.constexpr_function
+def owed_words(ranks_per_node: int) -> int:
+    """Counters that one turn of a task may add to: a power of two."""
+    return max(2, 1 << (ranks_per_node - 1).bit_length())
 
 
 def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
@@ -120,6 +127,13 @@ def moved_of(state, what: tl.constexpr, r, channel, R: tl.constexpr, G: tl.const
     """
     start: tl.constexpr = _STATE + 2 * R * C + 2 * G * C + G + (num_tasks(R, G) + what * (R + G)) * C
     return state.to(tl.pointer_type(tl.int64)) + start + r * C + channel
+
+
+@triton.jit
+def owed_of(state, task, channel, q, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Local: address of the ``q``-th counter that a task's last turn adds to, and behind it how much. 0: nothing, or it is published."""
+    start: tl.constexpr = _STATE + 2 * R * C + 2 * G * C + G + (num_tasks(R, G) + 2 * (R + G)) * C
+    return state.to(tl.pointer_type(tl.int64)) + start + ((task * C + channel) * owed_words(R // G) + q) * 2
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_tr
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from tokenyard.errors import NotSupported
 from tokenyard.memory.cuda import CudaMemory
 
+PUTS_VARIABLE = "TOKENYARD_PUTS"
+"""Environment: if set, rows are put to other nodes also where NVSHMEM maps their memory, as it does inside a host."""
+
 
 def is_available() -> bool:
     """Whether this torch has NVSHMEM, and can use it here."""
@@ -23,7 +27,7 @@ def is_available() -> bool:
 
 
 class NvshmemMemory(CudaMemory):
-    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Addresses of ranks elsewhere are 0.
+    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Ranks that NVSHMEM does not map have address 0.
 
     The n-th rank of the group must be NVSHMEM's n-th, so the group must be the whole world.
 
@@ -52,10 +56,9 @@ class NvshmemMemory(CudaMemory):
         local: Tensor = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
         handle: Any = self._symmetric.rendezvous(local, self._group)
         node = self.rank // self.ranks_per_node
-        pointers = [
-            int(pointer) if peer // self.ranks_per_node == node else 0
-            for peer, pointer in enumerate(handle.buffer_ptrs)
-        ]
+        pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped
+        if os.environ.get(PUTS_VARIABLE):
+            pointers = [pointer if peer // self.ranks_per_node == node else 0 for peer, pointer in enumerate(pointers)]
         missing = [peer for peer, pointer in enumerate(pointers) if not pointer and peer // self.ranks_per_node == node]
         if missing:
             raise RuntimeError(f"NVSHMEM maps no memory of ranks {missing}, which are on node {node} as this rank is")

@@ -26,12 +26,13 @@ class SimulatedMemory:
 
     Attributes:
         ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by NVSHMEM's calls.
+        maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
     """
 
     def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
         self.rank, self.world_size, self.device = here.rank, here.world_size, torch.device("cpu")
         self.num_sms = num_sms
-        self.ranks_per_node, self.early = 0, False
+        self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
         self._here, self._timeout = here, timeout
         self._number = here.next_memory()
         self._regions: list[int] = []
@@ -61,7 +62,7 @@ class SimulatedMemory:
             raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
         parts = self._here.world.regions((self._number, self._allocated), num_bytes)
         self._regions.append(parts[self.rank].data_ptr())
-        each = self.ranks_per_node or self.world_size
+        each = self.world_size if self.maps_all else self.ranks_per_node or self.world_size
         near = [part.data_ptr() if peer // each == self.rank // each else 0 for peer, part in enumerate(parts)]
         return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
 
