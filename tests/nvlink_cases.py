@@ -26,6 +26,8 @@ WAYS = {
     PADDED: ("plain", "two biases", "weighted", "weighted by the owner", "cached", "raw"),
 }
 """What may follow a dispatch."""
+PULLS = ("in place", "in place, two biases")
+"""Besides, after one with FLAT rows: combines out of views."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Round:
 class Scenario:
     """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides those it needs.
 
-    ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other through the simulated network.
-    ``workers``: programs of a channel there.
+    ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other through the simulated network;
+    ``mapped``: by it go letters and greetings only, as nodes map each other's memory too. ``workers``: programs of a channel there.
     """
 
     world_size: int
@@ -58,13 +60,14 @@ class Scenario:
     rounds: tuple[Round, ...]
     ranks_per_node: int | None = None
     net: bool = False
+    mapped: bool = False
     workers: int = 2
 
     @property
     def shape(self) -> Shape:
         whole = Cut(rows=self.rows, block=1024, chunk=self.chunk)
         part = Cut(rows=self.rows, block=32, chunk=self.chunk)  # a row takes several of its blocks
-        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
+        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part, "pull": part}
         if self.ranks_per_node is None:
             return Shape(channels=self.channels, writers=self.channels, **cuts)
         more = {"workers": self.workers, "forward": part, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
@@ -181,6 +184,18 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
     )
 
 
+def draw_in_place(world_size: int, seed: int) -> Scenario:
+    """The scenario of a seed with flat rows that peers read where they lie."""
+    scenario, random = draw(world_size, seed), Random(seed)
+    return replace(scenario, rounds=tuple(_in_place(each, random) for each in scenario.rounds))
+
+
+def _in_place(each: Round, random: Random) -> Round:
+    case, cached = (replace(one, layout=FLAT, expert_alignment=1) for one in (each.case, each.cached))
+    ways = (random.choice(PULLS), *random.sample((*PULLS, "plain", "cached", "raw"), random.choice((0, 1, 2))))
+    return Round(case, ways, cached, random.random() < 0.6, each.refusers)
+
+
 def _draw_payload(random: Random, other_than: int = 0) -> dict[str, Any]:
     mode = random.choice((None, None, None, *ty.Quantize))
     if mode is not None:
@@ -194,6 +209,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with rows of other sizes each time.
 
     ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh and cached into views.
+    ``pulls``: out of views, again and again.
     ``greetings``: calls of one token. ``plans``: refusals, so that plan follows plan. ``guesses``: more rows than guessed.
     ``lines``: rows so long that their slots are whole lines, and longer than they.
     """
@@ -207,6 +223,10 @@ def rehearsal(part: str, seed: int) -> Scenario:
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
         "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),
+        "pulls": (
+            Round(base, ("in place", "in place, two biases", "cached", "in place"), cached, in_place=True),
+            Round(replace(base, seed=3 * seed + 2), ("plain", "in place", "in place"), cached),
+        ),
         "greetings": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
         "plans": (Round(tiny, (), tiny, refusers=(0, 0, 0)), Round(tiny, (), tiny, refusers=(1, 1, 1))),
         "lines": (Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),),
@@ -228,6 +248,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
 SKEWS = {
     "rings": "program",
     "views": "rank",
+    "pulls": "rank",
     "greetings": "program",
     "plans": "rank",
     "guesses": "rank",
@@ -252,6 +273,7 @@ DISAGREEMENTS = {
     "cached: cast": "quantize",
     "cached: in place": "in_place",
     "combine: dtype": "dtype",
+    "combine: in place": "in_place",
     "static: hidden": "hidden",
     "static: layout": "layout",
     "exact: hidden": "hidden",

@@ -51,7 +51,7 @@ MAIN = (
     r"EXPERT_MAJOR exact (plan|fresh bf16|fresh fp8|cached bf16|back|back weighted) @132",
     r"EXPERT_PADDED static fresh FP8 @132",
     r"(int32 ids, no weights|refusal) @132",
-    r"FLAT exact (fresh bf16|fresh in place bf16|back) @(24|8)",
+    r"FLAT exact (fresh bf16|fresh in place bf16|back|back in place) @(24|8)",
     r"EXPERT_MAJOR exact back @24",
 )
 """Variants that are worth their seconds in every run."""
@@ -155,8 +155,17 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
             rows = torch.empty(1, HIDDEN, dtype=torch.bfloat16)
             label(name, "back")
             engine.combine(rows, plan, spec)
+            pulled = layout is Layout.FLAT and exact
+            if pulled:
+                label(name, "back in place")
+                engine.combine(rows, plan, spec, in_place=True)
             if few:
                 continue
+            if pulled:
+                label(name, "back in place float32")
+                engine.combine(rows.float(), plan, spec, in_place=True)
+                label(name, "back in place with two biases")
+                engine.combine(rows, plan, spec, in_place=True, bias=(plain.x, plain.x.float()))
             label(name, "back float32")
             engine.combine(rows.float(), plan, spec)
             label(name, "back with two biases")

@@ -84,28 +84,30 @@ PLANTS = {
     "dispatch: flag before data": Plant(
         "flag before data",
         "dispatch",
-        _moved(
-            "    add_release(tail, n.to(tl.int64), None)",
-            "    for j in range(0, n, B):\n        i, here = i0",
-        ),
+        _moved("            add_release(tail, n.to(tl.int64), None)", "            send_chunk(\n"),
     ),
     "dispatch: flag before what rides along": Plant(
         "flag before data",
         "dispatch",
-        _moved("    add_release(tail, n.to(tl.int64), None)", "    if MW or (S and not MODE):\n"),
+        (
+            ("order, ring, i0, n, lo,\n    H:", "order, ring, i0, n, lo, tail,\n    H:"),
+            ("order, ring, i0, n, lo, H, N,", "order, ring, i0, n, lo, tail, H, N,"),
+            *_moved("            add_release(tail, n.to(tl.int64), None)", "    if MW or (S and not MODE):\n"),
+        ),
     ),
     "dispatch: credit before what rode along is read": Plant(
         "credit before read",
         "dispatch",
-        _moved("    add_release(head, n.to(tl.int64), None)", "    if not PLACED and (S or FRESH):\n"),
+        (
+            ("s, ring, taken, n, a0,\n    R:", "s, ring, taken, n, a0, head,\n    R:"),
+            ("s, ring, taken, n, a0,\n                R,", "s, ring, taken, n, a0, head,\n                R,"),
+            *_moved("            add_release(head, n.to(tl.int64), None)", "    if not PLACED and (S or FRESH):\n"),
+        ),
     ),
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
-        _moved(
-            "    add_release(head, n.to(tl.int64), None)",
-            "    for j in range(0, n, B):\n        i, here = taken",
-        ),
+        _moved("            add_release(head, n.to(tl.int64), None)", "            receive_chunk(\n"),
     ),
     "dispatch: one slot too many": Plant(
         "credit before read",
@@ -140,10 +142,7 @@ PLANTS = {
     "combine: flag before data": Plant(
         "flag before data",
         "combine",
-        _moved(
-            "    add_release(tail, n.to(tl.int64), None)",
-            "    for j in range(0, n, B):\n        i, here = i0",
-        ),
+        _moved("            add_release(tail, n.to(tl.int64), None)", "            send_sums_chunk(\n"),
     ),
     "combine: credit before read": Plant(
         "credit before read",
@@ -279,7 +278,6 @@ PLANTS = {
         "flag before data",
         "direct",
         _moved(
-            "            bases = tl.load(words(peers) + r, mask=r < R, other=0)\n"
             "            add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
             "            for t0 in range(pid * B, T, P * B):\n",
         ),
@@ -287,6 +285,40 @@ PLANTS = {
     ),
     "direct: writers of the last call": Plant(
         "wrong epoch", "direct", (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),), part="views"
+    ),
+    # pull.py
+    "pull: rows not waited for": Plant(
+        "flag before data",
+        "pull",
+        (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
+        part="pulls",
+    ),
+    "pull: done before the reads": Plant(
+        "credit before read",
+        "pull",
+        _moved(
+            "            bases = tl.load(words(peers) + r, mask=r < R, other=0)\n"
+            "            add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
+            "            _sum_rows(views",
+        ),
+        part="pulls",
+        within=30,
+    ),
+    "pull: readers of the last call": Plant(
+        "wrong epoch",
+        "pull",
+        (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),),
+        part="pulls",
+        within=30,
+    ),
+    "pull: calls not counted": Plant(
+        "wrong epoch", "pull", (("            tl.store(words(state) + DIRECT_CALLS, calls + 1)\n", ""),), part="pulls"
+    ),
+    "pull: last piece dropped": Plant(
+        "last chunk", "pull", (("in range(low, high)", "in range(low, high - 1)"),), part="pulls"
+    ),
+    "pull: places of the last piece": Plant(
+        "wrong row", "pull", (("_places(plan, (i + 1) // PARTS", "_places(plan, i // PARTS"),), part="pulls"
     ),
 }
 """By name."""

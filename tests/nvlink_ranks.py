@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 if __name__ == "__main__":
@@ -22,7 +23,19 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import Case, check_combined, check_received, rows_to_combine
-from nvlink_cases import FLAT, PADDED, SKEWS, Round, Scenario, draw, payload_of, rehearsal, spec_of
+from nvlink_cases import (
+    FLAT,
+    PADDED,
+    PULLS,
+    SKEWS,
+    Round,
+    Scenario,
+    draw,
+    draw_in_place,
+    payload_of,
+    rehearsal,
+    spec_of,
+)
 from nvlink_plants import PLANTS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
@@ -40,6 +53,7 @@ from tokenyard.results import received_fields
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 
 MOST_STEPS = 400_000
@@ -54,14 +68,14 @@ def known(case: Case) -> Case:
 
 @lru_cache(maxsize=64)
 def combined(case: Case, way: str, ranks_per_node: int | None = None) -> list[reference.ReferenceCombined]:
-    """What the oracle combines, one way of :data:`nvlink_cases.WAYS`."""
+    """What the oracle combines, one way of :data:`nvlink_cases.WAYS` or :data:`nvlink_cases.PULLS`."""
     expected: dict[str, Any] = {"ranks_per_node": ranks_per_node}
-    if way in ("bias", "two biases"):
+    if way.endswith(("bias", "biases")):
         terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
         expected["bias"] = [term if len(term) > 1 else term[0] for term in terms]
     elif way == "reduce":
         expected["reduce_weights"] = reduced_of(case)
-    elif way != "plain":
+    elif way.startswith("weighted"):
         expected["weighted"] = True
         if way == "weighted by the owner":
             expected["topk_weights"] = [2 * weights for _, weights in case.picks]
@@ -88,6 +102,7 @@ class RankRun:
         self.rank, self.own = ranks.rank, OwnTensors(ranks)
         self.config, self.per_node = scenario.config(ranks.rank, timeout), scenario.ranks_per_node
         ranks.memory.ranks_per_node = (scenario.ranks_per_node or 0) if scenario.net else 0
+        ranks.memory.maps_all = scenario.mapped
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
             blame = Blame(ranks.store, self.rank, timeout)
@@ -178,7 +193,7 @@ class RankRun:
             rows_to_combine(recv, case, self.rank).flatten(0, -2),
         )
         given: dict[str, Any] = {"out": torch.empty_like(want.x) if case.seed % 2 else None}
-        if way in ("bias", "two biases"):
+        if way.endswith(("bias", "biases")):
             given["bias"] = terms_of(case, self.rank, way)
         elif way == "reduce":
             mine = torch.full(recv.topk_weights.shape, float("nan"))
@@ -189,12 +204,25 @@ class RankRun:
             given["weights"] = recv.handle.arrived.weights
         elif way == "weighted by the owner":
             given["weights"] = self._weights_of_rows(2 * case.picks[self.rank][1], recv)
+        if pulled := way in PULLS:
+            rows, given["in_place"] = self._rows_in_place(recv, case, rows), True
         got, weights = self.combine(rows, recv, **given)
+        if pulled:
+            rows.fill_(float("nan"))  # everybody has read them
         assert given["out"] is None or got is given["out"]
         check_combined(got, case, self.rank, want.x, way)
         assert (weights is None) == (want.topk_weights is None)
         if weights is not None:
             check_combined(weights, case, self.rank, want.topk_weights, "reduced weights")
+
+    def _rows_in_place(self, recv: ty.Received, case: Case, rows: Tensor) -> Tensor:
+        """``rows`` elsewhere, in the view of the dispatch (if it is one), or where the engine says: by seed and rank."""
+        if case.seed % 3 == 1 and self.rank % 2:
+            return rows
+        if case.seed % 3 == 2 and recv.x.dtype == rows.dtype:
+            return recv.x.copy_(rows)
+        with self.own:
+            return self.engine.rows_in_place(len(rows), rows.shape[1], rows.dtype).copy_(rows)
 
     def _weights_of_rows(self, weights: Tensor, recv: ty.Received) -> Tensor:
         """Weights given at the owner, brought to the rows."""
@@ -233,6 +261,11 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
 def check_seed(world_size: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(world_size, seed), seed)
+
+
+def check_in_place(world_size: int, seed: int) -> None:
+    """The scenario of ``seed`` passes with rows that peers read where they lie."""
+    run(draw_in_place(world_size, seed), seed)
 
 
 def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
@@ -275,6 +308,11 @@ def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
     rows = (case.picks[0][0] >= first).any(1)
     share = -(-rows.numel() // scenario.channels)
     return max(int(part.sum()) for part in rows.split(share)), slots[0]
+
+
+def shared_body(name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
+    """A test body of ``test_nvlink.py``, which GPUs run too."""
+    run_in_simulator(getattr(getattr(import_module("test_nvlink"), name), BODY), "nvlink", arguments, world_size, seed)
 
 
 if __name__ == "__main__":

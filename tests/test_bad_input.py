@@ -231,6 +231,7 @@ COMBINE: dict[str, list[Bad]] = {
         bad("out is on meta", lambda o: {"out": o.x.to(META)}),
         bad("out=|no_grad", lambda o: {"out": o.x.clone().requires_grad_()}),
         bad("out|memory", lambda o: {"out": o.x[:1].clone().expand(T, H)}),
+        bad("engine 'collective'|in_place|nvlink", lambda o: {"in_place": True}, kind=ty.NotSupported),
         bad("after|wait()", lambda o: {"after": 7, "async_op": True}),
     ],
 }

@@ -19,7 +19,7 @@ from tokenyard.cli import bench, bench_nvlink, bench_nvlink_cases, timing
 from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
 from tokenyard.cli.bench_nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Line, Suite, run_suite
-from tokenyard.cli.bench_nvlink_cases import BACK, FRESH, KINDS, PLAIN, VIEW
+from tokenyard.cli.bench_nvlink_cases import BACK, FRESH, KINDS, PLAIN, PULL, VIEW
 from tokenyard.cli.bench_nvlink_report import losses, markdown
 from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
@@ -184,9 +184,13 @@ class Pretended:
             recv.x.view(torch.uint8).flatten()[3] ^= 1
         return recv
 
-    def combine(self, *args: Any) -> torch.Tensor:
+    def combine(self, *args: Any, in_place: bool = False) -> torch.Tensor:
         y = self.ep.combine(*args)
-        return y + 1 if self.flip == "combine" else y
+        return y + 1 if self.flip == ("combine in place" if in_place else "combine") else y
+
+    def empty_for_combine(self, handle: ty.Handle, *, in_place: bool) -> torch.Tensor:
+        assert in_place
+        return self.ep.empty_for_combine(handle)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, flip: str = "") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -216,16 +220,16 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     lines = run_alone(replace(TINY, engine="nvlink"))
     assert [line.error for line in lines] == [""] * len(lines)
     main = {line.kind: line for line in lines if line.section == MAIN and line.ours}
-    assert list(main) == [*KINDS, BACK]
-    assert (main[PLAIN].bar_us, main[BACK].bar_us, main[FRESH].bar_us) == (500, 490, None)
+    assert list(main) == [*KINDS, BACK, PULL]
+    assert [main[kind].bar_us for kind in (PLAIN, BACK, PULL, FRESH)] == [500, 490, 475, None]
     assert {line.symmetric_bytes for line in main.values()} == {1234}
     assert len([line for line in lines if line.section == MAIN and not line.ours]) == 6
     assert {(call["in_place"], call["fp8"]) for call in calls} == {(a, b) for a in (True, False) for b in (True, False)}
     assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
     over = [(line.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
-    assert over[:3] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None)]
-    assert over[3:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None)]
-    assert [options["num_sms"] for options in made][-2:] == [8, 24]
+    assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, PULL, None)]
+    assert over[4:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None), (24, PULL, None)]
+    assert [options["num_sms"] for options in made][-4:] == [8, 8, 24, 24]
     assert {options["engine"] for options in made} == {"nvlink"}
     assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [4, 30]
     rings = [line.rings for line in lines if line.section == BOUNDED]
@@ -234,7 +238,10 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert {len(line.wall_us) for line in lines if line.section == BOUNDED} == {2}
 
 
-@pytest.mark.parametrize(("flip", "wrong"), [("in place", {VIEW, "view8"}), ("combine", {BACK})])
+@pytest.mark.parametrize(
+    ("flip", "wrong"),
+    [("in place", {VIEW, "view8"}), ("combine", {BACK}), ("combine in place", {PULL})],
+)
 def test_wrong_bits_get_no_time(flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, flip)
     lines = run_alone(replace(TINY, sections=(MAIN,)))

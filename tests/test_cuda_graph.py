@@ -59,6 +59,35 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout) ->
         ep.check()
 
 
+@distributed_test(world_size=WORLD_SIZES, engine="nvlink")
+def test_replays_leave_rows_in_place_and_read_them_there(ranks: Ranks) -> None:
+    cases = [Case(ranks.world_size, routing=name, num_tokens=16, exact=False) for name in ("uniform", "zipf", "local")]
+    with cases[0].make(ranks) as ep:
+        x = cases[0].x[ranks.rank].to(ranks.device)
+        idx, weights = (t.to(ranks.device) for t in cases[0].picks[ranks.rank])
+
+        def step() -> tuple[ty.Received, torch.Tensor]:
+            recv = ep.dispatch(x, idx, weights, exact=False, in_place=True)
+            return recv, ep.combine(recv.x.neg_(), recv.handle, in_place=True)
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, combined = step()
+        for replay in range(REPLAYS):
+            case = cases[replay % len(cases)]
+            x.copy_(case.x[ranks.rank])
+            idx.copy_(case.picks[ranks.rank][0])
+            weights.copy_(case.picks[ranks.rank][1])
+            graph.replay()
+            torch.cuda.synchronize()
+            want = case.combined(ranks.rank, [-each.x for each in case.expected])
+            check_combined(combined, case, ranks.rank, want.x)
+        ep.check()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 @layouts
 @distributed_test(world_size=4)

@@ -53,10 +53,15 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
     moving = {
         name: each
         for name, each in real.items()
-        if name.startswith(("dispatch_kernel", "direct_kernel", "combine_kernel FLAT"))
+        if name.startswith(("dispatch_kernel", "direct_kernel", "pull_kernel", "combine_kernel FLAT"))
     }
     assert len(moving) > 10
-    assert not wrong(moving, lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4)
+
+    def wide(name: str, each: dict[str, Any]) -> bool:
+        stores = 1 if name.startswith("pull_kernel") else 4  # of sums, one for each four loads
+        return each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= stores
+
+    assert not wrong(moving, wide)
 
 
 def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
@@ -113,5 +118,6 @@ def test_registers_suffice(real: Facts) -> None:
         "dispatch_kernel FLAT exact fresh bf16",
         "dispatch_kernel FLAT exact cached fp8",
         "combine_kernel FLAT exact back @",
+        "pull_kernel FLAT exact back in place @",
     )
     assert all(any(name.startswith(words) and not allowed(name) for name in real) for words in main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,6 +102,116 @@ def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
         if ranks.device.type == "cuda":
             with pytest.raises(RuntimeError, match="its ExpertParallel is closed"):
                 again.x[:1].clone()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_rows_read_in_place(ranks: Ranks, exact: bool) -> None:
+    """The view of the dispatch, rows from ``empty_for_combine``, rows from elsewhere on one rank; all overwritten at once."""
+    rank, device = ranks.rank, ranks.device
+    for seed, mode in enumerate((None, ty.Quantize.FP8)):
+        case = Case(ranks.world_size, num_tokens=50, hidden=264, quantize=mode, exact=exact, seed=seed)
+        want = case.combined(rank)
+        terms = [
+            torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16) for r in range(ranks.world_size)
+        ]
+        biased = case.combined(rank, bias=terms)
+        with case.make(ranks) as ep:
+            recv = dispatch(ranks, ep, case, in_place=True)
+            rows = rows_to_combine(recv, case, rank)
+            view = recv.x if mode is None else ep.empty_for_combine(recv.handle, in_place=True)
+            for call in range(4):
+                got = ep.combine(view.copy_(rows), recv.handle, in_place=True)
+                view.fill_(float("nan"))  # everybody has read it
+                check_combined(got, case, rank, want.x, f"call {call}")
+            view.copy_(rows)
+            out, bias = torch.empty_like(want.x, device=device), terms[rank].to(device)
+            later = ep.combine(view, recv.handle, in_place=True, bias=bias, out=out, async_op=True)
+            assert isinstance(later, ty.Combined)
+            later.wait()
+            check_combined(out, case, rank, biased.x, "with a bias, later")
+            view.copy_(rows)
+            mine = rows.clone() if rank == 0 else view
+            check_combined(ep.combine(mine, recv.handle, in_place=True), case, rank, want.x, "rows of rank 0 elsewhere")
+            if rank == 0 and device.type == "cuda":
+                with pytest.raises(RuntimeError, match=r"ended with combine #\d+, in_place of other rows"):
+                    view.clone()
+            wide = ep.empty_for_combine(recv.handle, torch.float32, in_place=True)  # memory grows
+            check_combined(
+                ep.combine(wide.copy_(rows), recv.handle, in_place=True).bfloat16(), case, rank, want.x, "float32"
+            )
+            if device.type == "cuda":
+                dispatch(ranks, ep, case, in_place=True)
+                with pytest.raises(RuntimeError, match=r"ended with dispatch #\d+, also in_place"):
+                    wide.clone()
+            ep.check()
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_sums_over_the_rows_that_peers_read(ranks: Ranks) -> None:
+    """``out`` and a bias in the view itself, and rows that overlap it: nobody reads what was written meanwhile."""
+    case = Case(ranks.world_size, num_tokens=50, hidden=264)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case, in_place=True)
+        rows, tokens = rows_to_combine(recv, case, ranks.rank), case.tokens_of(ranks.rank)
+        want = case.combined(ranks.rank)
+        for _ in range(3):
+            recv.x.copy_(rows)
+            got = ep.combine(recv.x, recv.handle, in_place=True, out=recv.x[:tokens])
+            check_combined(got, case, ranks.rank, want.x)
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_what_cannot_be_read_in_place(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case, layout=ty.Layout.EXPERT_MAJOR)
+        with pytest.raises(ty.NotSupported, match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False"):
+            ep.empty_for_combine(recv.handle, in_place=True)
+        with pytest.raises(ty.NotSupported, match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False"):
+            ep.combine(recv.x, recv.handle, in_place=True)
+    bias = case.x[ranks.rank].to(ranks.device)
+    refused = [
+        ("reduces no weights in place: use in_place=False", lambda recv: {"reduce_weights": recv.topk_weights}),
+        ("cannot be differentiated", lambda recv: {"bias": bias.clone().requires_grad_()}),
+    ]
+    for words, change in refused:
+        with case.make(ranks) as ep:
+            recv = dispatch(ranks, ep, case)
+            with pytest.raises((ty.NotSupported, ValueError), match=words):
+                ep.combine(recv.x, recv.handle, in_place=True, **change(recv))
+    with case.make(ranks) as ep:
+        many = 1 if ranks.rank else 13 * ranks.world_size
+        last = torch.full((many, case.num_topk), case.num_experts - 1, device=ranks.device)
+        recv = ep.dispatch(torch.ones(many, case.hidden, device=ranks.device), last)
+        lacks = {
+            0: "tokens, but in_place=True has room for max_tokens",
+            ranks.world_size - 1: "rows came, but in_place=True has room",
+        }
+        words = lacks.get(ranks.rank)
+        with (
+            pytest.raises(ValueError, match=words) if words else nullcontext()
+        ):  # where the others' memory is made all the same
+            ep.empty_for_combine(recv.handle, in_place=True)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case)
+        extra = {"reduce_weights": recv.topk_weights} if ranks.rank == 0 else {}
+        with pytest.raises(
+            ty.NotSupported if extra else ty.PeerError, match=r"in place|rank 0 refused its side of combine"
+        ):
+            ep.combine(recv.x, recv.handle, in_place=True, **extra)
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_results_of_like_calls_share_no_memory(ranks: Ranks) -> None:
+    """From the third on they stand in tables that were made while the call before waited."""
+    cases = [Case(ranks.world_size, num_tokens=50, seed=seed) for seed in range(5)]
+    with cases[0].make(ranks) as ep:
+        received = [dispatch(ranks, ep, case) for case in cases]
+        for case, recv in zip(cases, received, strict=True):
+            check_received(recv, case, ranks.rank)
+        tables = [t for recv in received for t in (recv.x, recv.topk_idx, recv.topk_weights, recv.source) if t.numel()]
+        assert len({t.untyped_storage().data_ptr() for t in tables}) == len(tables)
 
 
 @distributed_test(world_size=SIZES, engine="nvlink")

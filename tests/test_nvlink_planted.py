@@ -12,7 +12,7 @@ pytestmark = without_devices
 
 KINDS = {
     "barrier", "release", "acquire", "flag before data", "credit before read", "reused too early", "last chunk", "wrong epoch",
-    "guess",
+    "guess", "wrong row",
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_the_kernels_as_they_are_pass_the_same_seeds(found: dict[str, tuple[int,
 
 def test_every_kind_of_bug_is_planted() -> None:
     assert {plant.kind for plant in PLANTS.values()} == KINDS
-    files = {"sync", "plan", "verdict", "greet", "dispatch", "combine", "direct"}
+    files = {"sync", "plan", "verdict", "greet", "dispatch", "combine", "direct", "pull"}
     assert {plant.file for plant in PLANTS.values()} == files
 
 

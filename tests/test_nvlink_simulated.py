@@ -22,6 +22,13 @@ def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
     run_all("nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)])
 
 
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_rows_are_read_where_they_lie(world_size: int) -> None:
+    """Combine out of views: rows of the dispatch's view, rows copied there, views that grow."""
+    seeds = range(-(-SEEDS[world_size] // 3) * SOAK)
+    run_all("nvlink_ranks.check_in_place", [(world_size, seed) for seed in seeds])
+
+
 def test_rings_go_round() -> None:
     """What the others rely on: more rows go through a ring than it has slots, so senders wait for credits."""
     found = run_all("nvlink_ranks.rows_and_slots", [("rings", seed) for seed in range(8)])
@@ -31,3 +38,16 @@ def test_rings_go_round() -> None:
 def test_slots_of_whole_lines() -> None:
     """The rows of all others are too short for them."""
     run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(4 * SOAK)])
+
+
+def test_bodies_that_gpus_run_too() -> None:
+    """The whole object: rows left and read in place, refusals with and without memory made for it, results of like calls."""
+    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
+    calls += [("test_rows_read_in_place", {"exact": exact}) for exact in (True, False)]
+    calls += [
+        (f"test_{name}", {}) for name in ("sums_over_the_rows_that_peers_read", "results_of_like_calls_share_no_memory")
+    ]
+    calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "read")]
+    run_all(
+        "nvlink_ranks.shared_body", [(*call, ranks, seed) for call in calls for ranks in (2, 3) for seed in range(SOAK)]
+    )

@@ -184,7 +184,7 @@ def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: D
     found = twolevel_sizes(work)
     network, inner = found.rings
     assert found.channels == ground.shape.channels
-    assert found.senders == found.reducers == ground.num_programs - 1
+    assert found.senders == found.reducers == ground.num_programs
     assert (inner.num_bytes, network.num_bytes) == (ground.ring_bytes, ground.net_ring_bytes)
     assert found.symmetric_bytes == ground.num_bytes - ground.rings_at
     for form, slots, chunk in zip(
@@ -198,7 +198,7 @@ def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: D
 def test_the_number_of_programs_does_not_depend_on_that_of_ranks(nodes: int, sms: int) -> None:
     """Rings are fewer where there are more ranks, so that they hold some rows; each has more workers then."""
     found = twolevel_sizes(layer(nodes, 8, sms=sms))
-    assert 0.5 * sms < found.senders < sms
+    assert 0.5 * sms < found.senders <= sms
     assert found.channels == 1 or all(min(ring.slots, ring.back_slots) >= 7 for ring in found.rings)
 
 

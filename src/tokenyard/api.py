@@ -80,7 +80,7 @@ class ExpertParallel:
         device: torch.device | str | None = None,
         topology: Topology | tuple[int, int] | None = None,
     ) -> None:
-        self.group = _resolve_group(group)
+        self.group = checks.check_group(group)
         self.rank, self.world_size = _place_in(self.group)
         sizes = {
             "num_experts": num_experts,
@@ -98,7 +98,7 @@ class ExpertParallel:
             checks.check_optional(optional)
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
-            where = None if device is None else _indexed(device)
+            where = None if device is None else checks.check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:
             refusal = error
@@ -204,6 +204,7 @@ class ExpertParallel:
         reduce_weights: None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        in_place: bool = False,
         async_op: Literal[False] = False,
         after: Waitable | None = None,
         return_hook: Literal[False] = False,
@@ -221,6 +222,7 @@ class ExpertParallel:
         reduce_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        in_place: bool = False,
         async_op: bool = False,
         after: Waitable | None = None,
         return_hook: bool = False,
@@ -237,6 +239,7 @@ class ExpertParallel:
         reduce_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        in_place: bool = False,
         async_op: bool = False,
         after: Waitable | None = None,
         return_hook: bool = False,
@@ -252,6 +255,9 @@ class ExpertParallel:
             reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
             bias: ``[T, H]``, or two of them, added last.
             out: ``[T, H]`` to write into; not differentiable.
+            in_place: peers read the rows where they lie in symmetric memory (nvlink, ``FLAT``, T <= M): no copy, if ``x`` is the
+                ``recv.x`` of the last dispatch in place or from ``empty_for_combine``; else ``x`` is first copied over it. Not
+                differentiable.
             options: of engine low_latency.
 
         Returns:
@@ -265,6 +271,8 @@ class ExpertParallel:
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
             checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
+            if in_place:
+                checks.check_pulled(self.engine, known, reduce_weights, (rows, *terms), self.config)
             self._calls.check_combine(rows, known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
@@ -273,7 +281,7 @@ class ExpertParallel:
             weights = known.arrived.weights if at_owner is None else self._calls.fetch_weights(at_owner, known)
         reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
         combined = self._calls.combine(
-            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when
+            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when, in_place=in_place
         )
         if not when.later:
             combined.wait()
@@ -290,9 +298,22 @@ class ExpertParallel:
 
     # One rank at a time
 
-    def empty_for_combine(self, handle: Handle, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where combine moves them best."""
+    def empty_for_combine(
+        self, handle: Handle, dtype: torch.dtype = torch.bfloat16, *, in_place: bool = False
+    ) -> Tensor:
+        """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where combine moves them best.
+
+        ``in_place``: in the symmetric memory that a combine in place reads. Collective, as it may have to grow; earlier results in
+        place and earlier such rows end as with a dispatch in place.
+        """
         known = checks.check_handle(handle, self._calls.number)
+        if in_place:
+            try:
+                checks.check_pulled(self.engine, known, None, (), self.config)
+            except ValueError:  # of this rank alone: the others come to where memory may grow
+                self._calls.rows_in_place(0, dtype)
+                raise
+            return self._calls.rows_in_place(known.num_rows, dtype)
         padded = (self.config.num_local_experts, self.config.padded_rows)
         shape = padded if known.layout is Layout.EXPERT_PADDED else (known.num_rows,)
         return torch.empty(*shape, self.config.hidden, dtype=dtype, device=known.plan.returns.device)
@@ -364,37 +385,3 @@ def _store_of(group: dist.ProcessGroup | MemoryGroup | None, rank: int) -> dist.
     if group is None:
         return None
     return group.open_store() if isinstance(group, MemoryGroup) else open_store(group, rank)
-
-
-def _resolve_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGroup | MemoryGroup | None:
-    """The group to work in; None if this process is alone."""
-    if isinstance(group, MemoryGroup):
-        return group
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ValueError(
-                "group was given, but torch.distributed is not initialised: call init_process_group() first"
-            )
-        return None
-    given: object = group  # an int stands for "not a member"
-    if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
-        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
-    group = group or dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
-    return group
-
-
-def _indexed(device: torch.device | str) -> torch.device:
-    """A device with its index, as tensors carry it."""
-    try:
-        known = torch.device(device)
-        if known.type not in ("cpu", "cuda"):
-            raise ValueError
-        if known.type == "cuda" and ":" not in str(known):
-            known = torch.device("cuda", torch.accelerator.current_device_index())
-        if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
-            raise ValueError
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"device ({device!r}) must be cpu or a CUDA device that this process sees") from None
-    return known

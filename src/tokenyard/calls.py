@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard import checks, ops
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
-from tokenyard.engines.base import Engine, LowLatency
+from tokenyard.engines.base import Engine, InPlace, LowLatency
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.handle import Arrived, Handle, Plan, Spec
@@ -260,11 +260,17 @@ class Calls:
         bias: tuple[Tensor, ...],
         out: Tensor | None,
         when: When,
+        in_place: bool = False,
     ) -> Combined:
-        """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb, K]``."""
+        """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb, K]``.
+
+        ``in_place`` ones are not tracked.
+        """
         plan, spec = handle.plan, handle.spec
-        tracked = _tracks(rows, weights, reduce_weights, *bias)
-        options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
+        tracked = not in_place and _tracks(rows, weights, reduce_weights, *bias)
+        options: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
+        if in_place:
+            options["in_place"] = True
         ticket, extras = NO_TICKET, when.extras or {}
         if when.later or tracked:
             still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
@@ -294,6 +300,12 @@ class Calls:
         if when.later and not when.in_two:
             weakref.finalize(combined, self.lane.drop, ticket)
         return combined
+
+    def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, H]`` in symmetric memory, of an engine that has it (:class:`InPlace`)."""
+        self.check_open()
+        call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
+        return self.lane.run(self._watched(call))
 
     def fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
         """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.

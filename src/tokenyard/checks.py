@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle, Spec
+from tokenyard.memory.base import MemoryGroup
 from tokenyard.rows import Payload
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
 
@@ -42,6 +45,40 @@ def check_optional(sizes: dict[str, Any]) -> None:
             raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {MOST_BYTES}), or None")
 
 
+def check_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGroup | MemoryGroup | None:
+    """The group to work in; None if this process is alone."""
+    if isinstance(group, MemoryGroup):
+        return group
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError(
+                "group was given, but torch.distributed is not initialised: call init_process_group() first"
+            )
+        return None
+    given: object = group  # an int stands for "not a member"
+    if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
+        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
+    group = group or dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
+    return group
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """A device with its index, as tensors carry it."""
+    try:
+        known = torch.device(device)
+        if known.type not in ("cpu", "cuda"):
+            raise ValueError
+        if known.type == "cuda" and ":" not in str(known):
+            known = torch.device("cuda", torch.accelerator.current_device_index())
+        if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+            raise ValueError
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"device ({device!r}) must be cpu or a CUDA device that this process sees") from None
+    return known
+
+
 def check_after(after: Any) -> None:
     """What a call may have to wait for."""
     if after is not None and not callable(getattr(after, "wait", None)):
@@ -50,18 +87,43 @@ def check_after(after: Any) -> None:
 
 def check_in_place(engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config) -> None:
     """Whether rows can be left in symmetric memory."""
+    _check_view(engine, spec, payload.x.shape[0], config)
+    _check_no_grad_in_place([t for t in (payload.x, topk_weights) if isinstance(t, Tensor)])
+
+
+def check_pulled(
+    engine: str, handle: Handle, reduce_weights: Any, given: tuple[Tensor, ...], config: Config
+) -> None:  # fmt: skip
+    """Whether peers can read the rows of a combine of ``given`` tensors in symmetric memory."""
+    _check_view(engine, handle.spec, handle.num_tokens, config)
+    if reduce_weights is not None:
+        raise NotSupported(
+            "engine 'nvlink' reduces no weights in place: use in_place=False, or combine without reduce_weights"
+        )
+    if handle.num_rows > config.padded_rows:
+        raise ValueError(
+            f"{handle.num_rows} rows came, but in_place=True has room for {config.padded_rows}: a rank has more tokens than "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; make it larger, split the batch, or use in_place=False"
+        )
+    _check_no_grad_in_place(given)
+
+
+def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> None:
+    """Whether rows of a call fit into a view of symmetric memory."""
     if engine != "nvlink":
         raise NotSupported(f"engine {engine!r} has no symmetric memory for in_place=True; the nvlink engine does")
     if spec.layout is not Layout.FLAT:
         raise NotSupported(
-            f"engine 'nvlink' leaves only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
+            f"engine 'nvlink' has only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
         )
-    if payload.x.shape[0] > config.max_tokens_per_rank:
+    if num_tokens > config.max_tokens_per_rank:
         raise ValueError(
-            f"{payload.x.shape[0]} tokens, but in_place=True has room for max_tokens_per_rank={config.max_tokens_per_rank}; "
+            f"{num_tokens} tokens, but in_place=True has room for max_tokens_per_rank={config.max_tokens_per_rank}; "
             "make it larger, split the batch, or use in_place=False"
         )
-    given = [t for t in (payload.x, topk_weights) if isinstance(t, Tensor)]
+
+
+def _check_no_grad_in_place(given: Sequence[Tensor]) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "in_place=True cannot be differentiated: the rows would be gone in the backward; use in_place=False"

@@ -17,7 +17,18 @@ import torch.distributed as dist
 import tokenyard as ty
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job, floor_us
-from tokenyard.cli.bench_nvlink_cases import BACK, BARS_RANKS, FRESH, KINDS, PLAIN, VIEW, Library, Probe, collectives
+from tokenyard.cli.bench_nvlink_cases import (
+    BACK,
+    BARS_RANKS,
+    FRESH,
+    KINDS,
+    PLAIN,
+    PULL,
+    VIEW,
+    Library,
+    Probe,
+    collectives,
+)
 from tokenyard.cli.bench_report import Row
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.timing import Series, time_interleaved
@@ -125,13 +136,15 @@ class _Run:
     ) -> Library | None:  # fmt: skip
         """An object and its calls. None, and a line that says why, if it cannot be made on every rank. Collective."""
         made: list[Library] = []
+        num_bytes = rings or self.suite.buffer_bytes
+
+        def ep() -> ty.ExpertParallel:
+            return stack.enter_context(_object(self.suite, job.tokens, sms, num_bytes, self.device))
 
         def make() -> None:
-            num_bytes = rings or self.suite.buffer_bytes
-            ep = stack.enter_context(_object(self.suite, job.tokens, sms, num_bytes, self.device))
-            made.append(Library(ep, job, batches, sms=sms or _all_sms(self.device), rings=num_bytes))
+            made.append(Library(ep(), job, batches, again=ep, sms=sms or _all_sms(self.device), rings=num_bytes))
 
-        name = f"ExpertParallel with num_sms={sms}, buffer_bytes={rings or self.suite.buffer_bytes}"
+        name = f"ExpertParallel with num_sms={sms}, buffer_bytes={num_bytes}"
         error = failure(make, name, 0, self.device)
         if not error:
             return made[0]
@@ -182,7 +195,7 @@ def _main(run: _Run) -> None:
     batches = make_batches(job, run.device, run.suite.seed)
     with ExitStack() as stack:
         ours = run.library(stack, MAIN, job, batches)
-        probes = ours.probes([*KINDS, BACK], bars=run.suite.engine == "nvlink") if ours else []
+        probes = ours.probes([*KINDS, BACK, PULL], bars=run.suite.engine == "nvlink") if ours else []
         run.measure(MAIN, job, batches, [*probes, *collectives(job, batches, fp8=True)])
 
 
@@ -203,7 +216,7 @@ def _tokens(run: _Run) -> None:
         batches = make_batches(job, run.device, run.suite.seed)
         with ExitStack() as stack:
             ours = run.library(stack, TOKENS, job, batches)
-            probes = ours.probes([FRESH, PLAIN, VIEW, BACK]) if ours else []
+            probes = ours.probes([FRESH, PLAIN, VIEW, BACK, PULL]) if ours else []
             run.measure(TOKENS, job, batches, [*probes, *collectives(job, batches)])
 
 
@@ -216,7 +229,7 @@ def _sms(run: _Run) -> None:
         for sms in run.suite.sms:
             if ours := run.library(stack, SMS, job, batches, sms=sms):
                 bars = {VIEW: SMS_BARS_US.get(sms) if dist.get_world_size() == BARS_RANKS else None}
-                probes += [replace(each, bar_us=bars.get(each.kind)) for each in ours.probes([VIEW, PLAIN, BACK])]
+                probes += [replace(each, bar_us=bars.get(each.kind)) for each in ours.probes([VIEW, PLAIN, BACK, PULL])]
         run.measure(SMS, job, batches, probes)
 
 
@@ -254,6 +267,8 @@ def _check(probes: Sequence[Probe], batches: list[Batch], device: torch.device) 
 
 
 def _attempt(probe: Probe, number: int, truth: Truth) -> None:
+    if probe.prepare is not None:
+        probe.prepare(number)
     probe.check(probe.run(number), truth)
 
 

@@ -30,6 +30,8 @@ class Probe:
     Attributes:
         job, name, phase: of its row.
         run: the timed call; takes the number of the input, returns the result.
+        prepare: brings that input to where ``run`` reads it, before a result is checked. Timed calls find the last one there: they
+            take as long with any rows.
         check: compares a result with the truth about that input.
         traffic: what crosses the wire, per input; least: the least that the job could do with.
         ours: whether it is a call of the library; kind: which, a key of :data:`KINDS`.
@@ -44,6 +46,7 @@ class Probe:
     check: Outcome
     traffic: list[Traffic]
     least: list[Traffic]
+    prepare: Callable[[int], Any] | None = None
     ours: bool = False
     kind: str = ""
     sms: int | None = None
@@ -64,7 +67,7 @@ class Kind:
     bar_us: float | None = None
 
 
-FRESH, PLAIN, VIEW, BACK = "new routing", "bf16", "view", "combine"
+FRESH, PLAIN, VIEW, BACK, PULL = "new routing", "bf16", "view", "combine", "pull"
 KINDS = {
     FRESH: Kind("dispatch BF16, new routing", cached=False),
     PLAIN: Kind("dispatch BF16", bar_us=500),
@@ -75,6 +78,7 @@ KINDS = {
     "view8": Kind("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
 }
 COMBINE_NAME, COMBINE_BAR_US = "combine BF16", 490.0
+PULL_NAME, PULL_BAR_US = "combine BF16, in place", 475.0
 NEW_ROUTING_BAR_US = 45.0
 BARS_RANKS = 4
 """Bars are for the wire traffic of this many ranks; fewer move less."""
@@ -82,12 +86,16 @@ BARS_RANKS = 4
 
 
 class Library:
-    """Calls of one object on some batches. Making one is collective: it dispatches every batch once."""
+    """Calls of one object on some batches. Making one is collective: it dispatches every batch once.
+
+    ``again`` makes another such object: combines in place are its calls, as dispatches in place write over rows that they read.
+    """
 
     def __init__(
-        self, ep: ty.ExpertParallel, job: Job, batches: list[Batch], *, sms: int | None = None, rings: int | None = None
-    ) -> None:
-        self._ep, self._job, self._batches = ep, job, batches
+        self, ep: ty.ExpertParallel, job: Job, batches: list[Batch], *,
+        again: Callable[[], ty.ExpertParallel] | None = None, sms: int | None = None, rings: int | None = None,
+    ) -> None:  # fmt: skip
+        self._ep, self._job, self._batches, self._again = ep, job, batches, again
         self._sms, self._rings = sms, rings
         self._rows: list[Tensor] = []
         self._handles: list[ty.Handle] = []
@@ -99,9 +107,11 @@ class Library:
         self._quantized = cache(lambda: [quantize(batch.x, ty.Quantize.FP8) for batch in batches])
 
     def probes(self, kinds: Sequence[str], *, bars: bool = False) -> list[Probe]:
-        """Of ``kinds`` (:data:`KINDS` and :data:`BACK`), those that the engine can do. Collective."""
-        able = [kind for kind in kinds if kind == BACK or not KINDS[kind].in_place or self._ep.engine == "nvlink"]
-        probes = [self._combine() if kind == BACK else self._dispatch(kind) for kind in able]
+        """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`PULL`), those that the engine can do. Collective."""
+        in_place = {PULL, *(name for name, kind in KINDS.items() if kind.in_place)}
+        able = [kind for kind in kinds if kind not in in_place or self._ep.engine == "nvlink"]
+        make = {BACK: self._combine, PULL: self._pull}
+        probes = [make[kind]() if kind in make else self._dispatch(kind) for kind in able]
         judged = bars and dist.get_world_size() == BARS_RANKS
         return probes if judged else [replace(probe, bar_us=None) for probe in probes]
 
@@ -137,11 +147,31 @@ class Library:
         def run(number: int) -> Any:
             return self._ep.combine(self._rows[number], self._handles[number])
 
+        return self._back(BACK, COMBINE_NAME, run, COMBINE_BAR_US)
+
+    def _pull(self) -> Probe:
+        assert self._again is not None
+        ep = self._again()
+        handles = [ep.dispatch(batch.x, *self._picks(batch)).handle for batch in self._batches]
+        longest = max(handles, key=lambda handle: handle.num_rows)
+        view = ep.empty_for_combine(longest, in_place=True).zero_()
+        shown = [view[: handle.num_rows] for handle in handles]
+
+        def run(number: int) -> Any:
+            return ep.combine(shown[number], handles[number], in_place=True)
+
+        def prepare(number: int) -> Any:
+            return shown[number].copy_(self._rows[number])
+
+        probe = self._back(PULL, PULL_NAME, run, PULL_BAR_US)
+        return replace(probe, prepare=prepare, symmetric_bytes=lambda: ep.buffer_bytes)
+
+    def _back(self, kind: str, name: str, run: Callable[[int], Any], bar: float) -> Probe:
         def check(y: Tensor, truth: Truth) -> None:
             truth.check_combined(y)
 
         back = [batch.traffic(self._job.combined_row_bytes, back=True) for batch in self._batches]
-        return self._probe(self._job, BACK, COMBINE_NAME, COMBINE, run, check, back, COMBINE_BAR_US)
+        return self._probe(self._job, kind, name, COMBINE, run, check, back, bar)
 
     def _probe(
         self,

@@ -104,6 +104,14 @@ class Engine(Protocol):
         ...
 
 
+class InPlace(Protocol):
+    """What engine ``nvlink`` has besides; its ``combine`` also takes ``in_place``."""
+
+    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, hidden]`` that peers can read; earlier ones end. Collective where memory must grow."""
+        ...
+
+
 @runtime_checkable
 class LowLatency(Protocol):
     """What an engine for decoding has besides.

@@ -12,6 +12,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.launches import Launch
 from tokenyard.engines.rings import Form, form_of, meta_words
+from tokenyard.engines.tables import Ahead
 from tokenyard.engines.watch import pack
 from tokenyard.handle import Spec
 from tokenyard.header import Fingerprint
@@ -35,6 +36,7 @@ class Kind:
         width: of ``Plan.slots``.
         rows, plans: launches, once they were needed.
         room: tokens of the last call, and rows that the result of a like one is given before its counts are known.
+        ahead: tables that were made for such a call.
     """
 
     spec: Spec
@@ -54,6 +56,18 @@ class Kind:
     rows: Launch | None = None
     room: tuple[int, int] = (-1, 0)
     plans: dict[bool, Launch] = field(default_factory=dict[bool, Launch])
+    ahead: Ahead | None = None
+
+    def room_for(self, tokens: int) -> int:
+        """Rows to give a fresh result before its counts are known, so that rows need not wait for the host; 0 to wait."""
+        flat = self.spec.exact and not self.experts and not self.fingerprint.in_place
+        return self.room[1] if flat and self.room[0] == tokens else 0
+
+    def learn_room(self, tokens: int, num_rows: int) -> None:
+        """A dispatch of ``tokens`` brought ``num_rows``. A room that is about right stays: tables are made for it ahead."""
+        least, enough = num_rows + num_rows // 128 + 8, num_rows + num_rows // 32 + 32
+        if self.room[0] != tokens or not least <= self.room[1] <= enough + num_rows // 32:
+            self.room = tokens, enough
 
 
 def kind_of(

@@ -16,12 +16,16 @@ from tokenyard.kernels.dispatch import dispatch_kernel  # pyright: ignore[report
 from tokenyard.kernels.greet import greet_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.plan import plan_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.pull import pull_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
 
 MOST_COMPARED, MOST_PICKS, MOST_PLACED = 16384, 256, 64
 """Pairs of picks of a token, and picks, that a program of the plan compares at once; picks if it compares all with each other."""
+
+MOST_PULLED = 16
+"""Tokens that a program of a combine out of views sums at once, however short their rows are."""
 
 MOST_BATCHES = 4
 """Steps of a reducer between two returns of credits."""
@@ -124,6 +128,20 @@ class Launches:
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
                 "B": 1 if mode is not None else cut.rows_of(block, 8), "BLOCK": block,
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+            },
+        )  # fmt: skip
+
+    def pull(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
+        """Sums of rows in views."""
+        cut, config = self._shape.pull, self._config
+        block = min(power_of_two_at_least(form.hidden), cut.block)
+        rows = cut.rows_of(block, MOST_PULLED)
+        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        return self._bound(
+            ("pull", form, dtype, bias), pull_kernel, self._shape.writers, cut.num_warps, cut.max_registers,
+            lambda: {
+                "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
+                "H": form.hidden, "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1],
             },
         )  # fmt: skip
 

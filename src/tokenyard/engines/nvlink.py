@@ -6,13 +6,11 @@ Life of a fresh dispatch: plan (one launch: merge, place, exchange counts), the 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from tokenyard import header as head
 from tokenyard.config import Config
@@ -20,13 +18,14 @@ from tokenyard.engines.arrival import num_result_rows
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Ground, Shape, address, as_aligned, form_of
+from tokenyard.engines.rings import Ground, Shape, address, aligned, as_aligned, form_of, sums_for
 from tokenyard.engines.tables import Counted, Counts, Tables
 from tokenyard.engines.views import View
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
+from tokenyard.kernels.names import span
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
@@ -56,7 +55,7 @@ class NvlinkEngine:
         self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
         self._launches: Launches = make_launches(config, self._ground)
         self._watch: Watch = make_watch(config, self._ground, blame)
-        self._view = View(config, self._ground, self._launches)
+        self._view = View(config, self._ground, self._launches, self._watch)
         self._tables = Tables(config, memory.device)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
@@ -91,14 +90,16 @@ class NvlinkEngine:
                     "exact=True lets the host learn the counts, which a CUDA graph cannot hold: use exact=False"
                 )
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
-            payload = _aligned(payload)
+            payload = aligned(payload)
             kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
             self._watch.raise_if_failed()
-            room = self._room(kind, topk_idx.shape[0])
+            room = kind.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, kind, room)
             if not spec.exact:
                 return self._finish(*self._move(payload, counted, kind, self._static_rows(spec)), None, kind)
             moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
+            if room and not self._memory.shared_gpu:
+                self._tables.make_ahead(kind, topk_idx.shape[0], counted.route.shape[0], room)
             counts = self._learn(kind)
             crowded = bool(self._host[2])  # some rank guessed too little room, and no row has moved
             if moved is not None and not crowded:
@@ -123,7 +124,7 @@ class NvlinkEngine:
         Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
         """
         with span("tokenyard.redispatch"), self._memory.tensors():
-            payload = _aligned(payload)
+            payload = aligned(payload)
             kind = self._kind(CACHED, payload, spec, mode, marked=raw, in_place=in_place)
             self._watch.raise_if_failed()
             placed = kind.experts and not raw
@@ -163,37 +164,47 @@ class NvlinkEngine:
         bias: tuple[Tensor, ...] = (),
         out: Tensor | None = None,
         raw: bool = False,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner (``docs/semantics.md``, Combine)."""
         with span("tokenyard.combine"), self._memory.tensors():
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             payload = Payload(rows, None)
-            kind = self._kind(COMBINE, payload, spec, None, marked=width > 0, scaled=weights is not None)
+            kind = self._kind(
+                COMBINE, payload, spec, None, marked=width > 0, scaled=weights is not None, in_place=in_place
+            )
             self._watch.raise_if_failed()
-            placed = kind.experts and not raw
-            form = kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4)
-            launch = self._launches.combine(
-                form, rows.dtype, kind.width if placed else 1, width, tuple(term.dtype for term in bias), placed=placed,
-                weighted=weights is not None,
-            )  # fmt: skip
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
             tag, tokens = kind.tag | pack_routing(splits[-1]), plan.first_pick.shape[0]
-            rows = as_aligned(rows)
-            given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights, *bias)]
-            # elsewhere than on a GPU kernels write only to tensors that were made in this context
-            fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
-            total = out if out is not None and fits else rows.new_empty(tokens, form.hidden)
+            bias = tuple(as_aligned(term) for term in bias)
             reduced = rows.new_empty((tokens, width), dtype=torch.float32) if width else None
-            self._memory.gate()
-            launch(
-                self._ground.peers, self._ground.state_at, plan.route.data_ptr(), rows.data_ptr(), plan.slots.data_ptr(),
-                *(address(tensor) for tensor in given), *(0,) * (4 - len(given)), total.data_ptr(), address(reduced), tag, tokens,
-            )  # fmt: skip
-            self._memory.settle()
+            if in_place:
+                total = self._view.read(rows, plan, kind, tag, bias, out)
+            else:
+                total = sums_for(rows, tokens, out)
+                placed = kind.experts and not raw
+                form = kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4)
+                launch = self._launches.combine(
+                    form, rows.dtype, kind.width if placed else 1, width, tuple(term.dtype for term in bias), placed=placed,
+                    weighted=weights is not None,
+                )  # fmt: skip
+                rows = as_aligned(rows)
+                given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
+                self._memory.gate()
+                launch(
+                    self._ground.peers, self._ground.state_at, plan.route.data_ptr(), rows.data_ptr(), plan.slots.data_ptr(),
+                    *(address(tensor) for tensor in (*given, *bias)), *(0,) * (2 - len(bias)), total.data_ptr(),
+                    address(reduced), tag, tokens,
+                )  # fmt: skip
+                self._memory.settle()
+                total = total if out is None or total is out else out.copy_(total)
             self._record("combine", splits, kind, back=True)
-            if out is not None and total is not out:
-                out.copy_(total)
-            return (total if out is None else out), reduced
+            return total, reduced
+
+    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place. Collective where that has to grow."""
+        with self._memory.tensors():
+            return self._view.rows(num_rows, hidden, dtype)
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
@@ -237,6 +248,7 @@ class NvlinkEngine:
     def close(self) -> None:
         self._view.close("this view of symmetric memory is gone: its ExpertParallel is closed")
         self._memory.close()
+        self._kinds.clear()
         del self._ground.region
 
     def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
@@ -264,11 +276,6 @@ class NvlinkEngine:
 
     def _route_words(self, num_tokens: Any) -> Any:
         return region.plan_words(self.config.world_size, self._ground.shape.channels, num_tokens, self._local)
-
-    def _room(self, kind: Kind, tokens: int) -> int:
-        """Rows to give the result before its counts are known, so that rows need not wait for the host; 0 to wait."""
-        flat = kind.spec.exact and not kind.experts and not kind.fingerprint.in_place
-        return kind.room[1] if flat and kind.room[0] == tokens else 0
 
     def _static_rows(self, spec: Spec) -> tuple[int, int]:
         """Arrival rows and result rows of static shapes."""
@@ -367,7 +374,7 @@ class NvlinkEngine:
             for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
                 if table is not None and table.shape[0] > num_rows:
                     table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
-            kind.room = (plan.first_pick.shape[0], num_rows + num_rows // 32 + 32)
+            kind.learn_room(plan.first_pick.shape[0], num_rows)
         self._record("dispatch", splits, kind)
         return out, plan, arrived
 
@@ -388,13 +395,3 @@ def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payl
     if not form.scale_words:
         return Payload(x, None)
     return Payload(x, make(num_rows, form.scale_words, dtype=kind.scale_dtype, device=device))
-
-
-def _aligned(payload: Payload) -> Payload:
-    """Rows and scales as kernels read them; a copy lives as long as its call."""
-    return Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
-
-
-def span(name: str) -> Any:
-    """A name for profilers, if one is listening: otherwise it would cost as much as a launch."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()  # pyright: ignore

@@ -31,7 +31,7 @@ class Cut:
         chunk: rows per release.
         num_warps: per program; all roles of a kernel have the same.
         max_registers: per thread; None: as many as the compiler likes.
-        stages: of reducers: rounds of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
+        stages: of those who sum: rounds of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
     """
 
     rows: int
@@ -64,7 +64,8 @@ class Shape:
     """How work is cut into programs: channels (one number, as plans know it), and each role's own cut.
 
     Attributes:
-        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
+        pull: of a combine out of views.
+        writers: programs of a direct dispatch and of a combine out of views, one on each multiprocessor that calls may use.
     """
 
     channels: int
@@ -72,6 +73,7 @@ class Shape:
     send: Cut
     reduce: Cut
     direct: Cut
+    pull: Cut
     writers: int
 
 
@@ -87,6 +89,7 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
             send=Cut(rows=1, block=8192, chunk=4),
             reduce=Cut(rows=4, block=1024, max_registers=128, stages=3),
             direct=Cut(rows=1, block=4096),
+            pull=Cut(rows=4, block=1024, num_warps=16, max_registers=128),
             writers=num_sms,
         )
     return Shape(
@@ -95,6 +98,7 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
         send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
         reduce=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
         direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
+        pull=Cut(rows=16, block=1024, num_warps=32, max_registers=64),
         writers=num_sms,
     )
 
@@ -208,6 +212,19 @@ def as_aligned(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(payload: Payload) -> Payload:
+    """Rows and scales as kernels read them; a copy lives as long as its call."""
+    return Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
+
+
+def sums_for(rows: Tensor, tokens: int, out: Tensor | None) -> Tensor:
+    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can."""
+    # elsewhere than on a GPU kernels write only to tensors that were made in the memory's context
+    if out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return out
+    return rows.new_empty(tokens, rows.shape[1])
 
 
 def address(tensor: Any) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.engines.kinds import Kind
 from tokenyard.handle import Arrived, Plan
 from tokenyard.types import Layout
+
+if TYPE_CHECKING:
+    from tokenyard.engines.kinds import Kind
 
 
 class Counted(NamedTuple):
@@ -34,6 +38,20 @@ class Counts(NamedTuple):
     routing: int  # digest of all ranks' routing
 
 
+class Ahead(NamedTuple):
+    """What the next fresh dispatch like this one needs, made while the host waits anyway: allocations delay a launch.
+
+    Attributes:
+        where: tokens, words of the plan, stream, and whether tensors are inference tensors: the call must agree.
+        room: rows that ``arrived`` has.
+    """
+
+    where: tuple[int, ...]
+    room: int
+    counted: Counted
+    arrived: Arrived
+
+
 class Tables:
     """Makes tensors on one device. What a layout lacks is one shared empty tensor (operators own theirs, see ``ops``)."""
 
@@ -44,9 +62,33 @@ class Tables:
             kind: torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.int32, torch.float32)
         }
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
     def counted(self, kind: Kind, tokens: int, route_words: int) -> Counted:
         """For the plan's launch."""
+        if kind.ahead is not None and kind.ahead.where == self._where(tokens, route_words):
+            return kind.ahead.counted
+        return self._counted(kind, tokens, route_words)
+
+    def arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
+        """For what rides along. Rows without a source say so beforehand; kernels write the others."""
+        ahead, kind.ahead = kind.ahead, None
+        if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
+            return ahead.arrived
+        return self._arrived(kind, counted, num_rows)
+
+    def make_ahead(self, kind: Kind, tokens: int, route_words: int, room: int) -> None:
+        """Make the tables of a call that may follow, in the current stream, if results have ``room`` rows again."""
+        with suppress(RuntimeError):  # short of memory, say: then the next call tells
+            counted = self._counted(kind, tokens, route_words)
+            kind.ahead = Ahead(self._where(tokens, route_words), room, counted, self._arrived(kind, counted, room))
+
+    def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
+        stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
+        return tokens, route_words, stream, torch.is_inference_mode_enabled()
+
+    def _counted(self, kind: Kind, tokens: int, route_words: int) -> Counted:
         device, none, layout = self._device, self._none[torch.int32], kind.spec.layout
         return Counted(
             route=torch.empty(route_words, dtype=torch.int32, device=device),
@@ -62,8 +104,7 @@ class Tables:
             overflow=none if kind.spec.capacity is None else torch.empty(1, dtype=torch.int32, device=device),
         )
 
-    def arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
-        """For what rides along. Rows without a source say so beforehand; kernels write the others."""
+    def _arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
         none, shape = self._none, (num_rows,) if kind.experts else (num_rows, self._topk)
         return Arrived(
             topk_idx=none[torch.int32] if kind.experts else self._table(torch.int64, -1, kind.holes, *shape),

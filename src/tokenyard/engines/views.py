@@ -1,4 +1,4 @@
-"""Results that stay in symmetric memory: one view per object, good until its next ``in_place`` dispatch."""
+"""Rows that stay in symmetric memory: one view per object, which peers write to (dispatch) or read from (combine)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Form, Ground, address
+from tokenyard.engines.rings import Form, Ground, address, sums_for
+from tokenyard.engines.watch import Watch
 from tokenyard.handle import Arrived, Plan
 from tokenyard.memory.base import Region
 from tokenyard.rows import Payload, padded
@@ -38,8 +39,8 @@ def parts_of(form: Form, num_rows: int) -> Parts:
 class View:
     """The view of one object. Tensors over it raise once it is written to again."""
 
-    def __init__(self, config: Config, ground: Ground, launches: Launches) -> None:
-        self._config, self._ground, self._launches = config, ground, launches
+    def __init__(self, config: Config, ground: Ground, launches: Launches, watch: Watch) -> None:
+        self._config, self._ground, self._launches, self._watch = config, ground, launches, watch
         self._memory = ground.memory
         self._region: Region | None = None
         self._regions: list[Region] = []
@@ -68,7 +69,7 @@ class View:
         ground, print_, form = self._ground, kind.fingerprint, kind.form
         parts = parts_of(form, self._config.padded_rows)
         self.expire(f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also in_place")
-        view = self._room(parts.end)
+        view = self._room(parts.end, tag)
         launch = self._launches.direct(form, kind.mode, kind.dtype)
         static = not kind.spec.exact
         unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
@@ -87,12 +88,71 @@ class View:
         self._memory.settle()
         return out
 
-    def _room(self, num_bytes: int) -> Region:
-        """Memory for a view; collective when it has to grow."""
+    def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, hidden]`` for :meth:`read`. Collective; ends the life of earlier results."""
+        self.expire("this view of symmetric memory ended with empty_for_combine(in_place=True)")
+        self._room(self._row_bytes(hidden, dtype))
+        return self._over(0, (num_rows, hidden), dtype)
+
+    def read(
+        self, rows: Tensor, plan: Plan, kind: Kind, tag: int, bias: tuple[Tensor, ...], out: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be. ``bias``: up to two more terms.
+
+        Rows that lie elsewhere than in the view are copied there first, which ends the life of earlier results.
+        """
+        ground, print_ = self._ground, kind.fingerprint
+        view = self._room(self._row_bytes(rows.shape[1], rows.dtype), tag)
+        launch = self._launches.pull(kind.form, rows.dtype, tuple(term.dtype for term in bias))
+        tokens, terms = plan.first_pick.shape[0], bias
+        total = sums_for(rows, tokens, None if out is None or self._covers(out) else out)  # not where peers still read
+        elsewhere = rows.numel() > 0 and (rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous())
+        if elsewhere:
+            rows, *terms = (tensor.clone() if self._covers(tensor) else tensor for tensor in (rows, *bias))
+            view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
+        self._memory.gate()
+        launch(
+            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), *(address(term) for term in terms),
+            *(0,) * (2 - len(bias)), total.data_ptr(), tag, tokens,
+        )  # fmt: skip
+        self._memory.settle()
+        if out is not None and total is not out:
+            total = out.copy_(total)
+        if elsewhere:
+            self.expire(
+                f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, in_place of other rows"
+            )
+        return total
+
+    def _covers(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the view."""
+        return (
+            self._region is not None
+            and 0 <= tensor.data_ptr() - self._region.local.data_ptr() < self._region.local.numel()
+        )
+
+    def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
+        """Of a view of rows alone."""
+        return padded(self._config.padded_rows * hidden * dtype.itemsize)
+
+    def _room(self, num_bytes: int, tag: int | None = None) -> Region:
+        """Memory for a view; collective when it has to grow. ``tag``: of the call that it is for, if it is for one."""
         if self._region is None or self._region.local.numel() < num_bytes:
+            if tag is not None:
+                self._meet(tag)
             self._region = self._memory.allocate(num_bytes)
             self._regions.append(self._region)  # a CUDA graph may still write to a smaller one
         return self._region
+
+    def _meet(self, tag: int) -> None:
+        """Greet, and wait for it on the host: who refuses this call or makes another greets, but does not come to allocate."""
+        launch = self._launches.greet()
+        self._memory.gate()
+        launch(self._ground.peers, self._ground.state_at, tag)
+        self._memory.settle()
+        if self._memory.device.type == "cuda":
+            torch.cuda.current_stream(self._memory.device).synchronize()
+        self._watch.raise_if_failed()
 
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a view of one, raises ``why``.

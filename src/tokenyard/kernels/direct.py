@@ -76,9 +76,10 @@ def direct_kernel(
         mine = peer_base(peers, me)
         if pid == 0:
             say_hello(peers, state, tag, R, C, RP)
+        firsts = tl.load(first_out(plan, r, R, C), mask=r < R, other=0)
+        parts = tl.load(words(views) + r, mask=r < R, other=0)
+        bases = tl.load(words(peers) + r, mask=r < R, other=0)
         if greeted(peers, state, tag, R, C, RP):
-            firsts = tl.load(first_out(plan, r, R, C), mask=r < R, other=0)
-            parts = tl.load(words(views) + r, mask=r < R, other=0)
             SP: tl.constexpr = triton.next_power_of_2(S if S > 0 else 1)
             MP: tl.constexpr = triton.next_power_of_2(MW if MW > 0 else 1)
             for t0 in range(pid * B, T, P * B):
@@ -103,10 +104,9 @@ def direct_kernel(
                         _store_words(s, rows, tl.arange(0, SP), parts + scales_at, S, 32, R, RP)
                 if MW:
                     _store_words(m, rows, tl.arange(0, MP), parts + meta_at, MW, 32, R, RP)
-            bases = tl.load(words(peers) + r, mask=r < R, other=0)
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:
-            wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, ON_END, r)
+            wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, ON_END, r, MORE=False)
             count_call(state)
             tl.store(words(state) + DIRECT_CALLS, calls + 1)
 

@@ -27,7 +27,7 @@ def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexp
     mine = peer_base(peers, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, ON_GREETING, r), want, r < R) == 0
+    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, ON_GREETING, r, MORE=False), want, r < R) == 0
     if ok:
         theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=r < R, other=0)
         peer = tl.max(tl.where((r < R) & (theirs != tag), r, -1))

@@ -8,7 +8,11 @@ compiler gives kernels a namespace of their own. Programs that look for DeepEP's
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+import torch
+from torch.profiler import record_function
 
 NAMESPACE = "tokenyard"
 
@@ -27,3 +31,8 @@ def shown_as(name: str) -> Callable[[Any], str]:
     """For ``triton.jit(repr=...)``: one name whatever the constants, so a table of kernels has one line for it."""
     symbol = symbol_of(name)
     return lambda _: symbol
+
+
+def span(name: str) -> Any:
+    """A name for what the host does inside, if a profiler is listening: otherwise it would cost as much as a launch."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()  # pyright: ignore

@@ -7,7 +7,7 @@ R ranks, C channels, W words of a header, L local experts, T tokens. The symmetr
     heads    [R, C]  written by the destination: rows of mine that it has taken out of its ring (me, channel), in total
     hellos   [R]     written by the peer: data calls it has entered
     arrivals [R]     written by the peer: its channels that have sent me their counts, in total
-    dones    [R]     written by the peer: its programs that have written all their rows of a direct dispatch, in total
+    dones    [R]     written by the peer: its programs that have written or read all their rows of a call in place, in total
     tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
     matrix   [2, R, R + 2]   written by the peer: how many rows it sends to each rank, for how many it has room, and its tag
     bounds   [2, R, C]   written by the peer: rows to me in its channels before this one
@@ -79,7 +79,7 @@ def arrival_of(base, peer, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def done_of(base, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: its programs that have written all their rows of a direct dispatch, in total."""
+    """Written by ``peer``: its programs that have written or read all their rows of a call in place, in total."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 2 * R + peer
 
 

@@ -37,6 +37,9 @@ class SymmetricMemory(Protocol):
     """Programs of a kernel that waits for it itself may be set up before the launch ahead is over: the GPU can, no other rank
     has it, and this object may fill it, so no call of another object could have run beside."""
 
+    shared_gpu: bool
+    """Other ranks' kernels run on this rank's GPU: memory that a call needs is allocated before :meth:`gate` only."""
+
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on every rank.
 

@@ -22,6 +22,7 @@ class DeviceMemory:
 
     ranks_per_node = 0
     early = False
+    shared_gpu = False
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self.device = device

@@ -44,6 +44,7 @@ class SharedMemory:
 
     ranks_per_node = 0
     early = False
+    shared_gpu = False
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: float, language: Language, num_sms: int = 2

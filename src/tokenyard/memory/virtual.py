@@ -143,6 +143,8 @@ class VirtualMemory(DeviceMemory):
         timeout: seconds that ranks wait for each other in :meth:`allocate` and :meth:`gate`.
     """
 
+    shared_gpu = True
+
     def __init__(self, group: VirtualGroup, timeout: float) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         super().__init__(group.device, group.world.kernels)
