@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus, to
+from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
@@ -58,6 +60,10 @@ def on_grid(ranks: Ranks, grid: type[Case], **options: object) -> Case:
     return grid(ranks.world_size, **{"num_tokens": 40, "num_experts": 32, "hidden": 256, **options})
 
 
+reaches = pytest.mark.parametrize(
+    "reach", [{}, {PUTS_VARIABLE: "1"}] if DEVICE == "cuda" else [{}], ids=["mapped", "puts"][: 1 + (DEVICE == "cuda")]
+)
+"""How rows reach other nodes: NVSHMEM maps all GPUs of a host, so there they are put only if told to."""
 sizes = distributed_test(
     world_size=tuple(sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})),
     engine="twolevel",
@@ -67,11 +73,12 @@ sizes = distributed_test(
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
 @pytest.mark.parametrize("call", CALLS)
+@reaches
 @sizes
-def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str) -> None:
+def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str, reach: dict[str, str]) -> None:
     """Two calls of each kind, a cached one, and sums by the tree of the grid; what crossed is once per (token, node)."""
     case = on_grid(ranks, grid, **CALLS[call])
-    with case.make(ranks) as ep:
+    with mock.patch.dict(os.environ, reach), case.make(ranks) as ep:
         if DEVICE == "cuda":
             assert "NVSHMEM between nodes" in ep.why
         for _ in range(2):
@@ -86,11 +93,12 @@ def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@reaches
 @sizes
-def test_a_batch_of_32_times_the_rings(ranks: Ranks, grid: type[Case]) -> None:
+def test_a_batch_of_32_times_the_rings(ranks: Ranks, grid: type[Case], reach: dict[str, str]) -> None:
     """There and back; symmetric memory stays as it was."""
     case, rings = on_grid(ranks, grid, num_tokens=4000), 56 << 10
-    with case.make(ranks, buffer_bytes=rings) as ep:
+    with mock.patch.dict(os.environ, reach), case.make(ranks, buffer_bytes=rings) as ep:
         before = ep.buffer_bytes
         check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
         ep.check()

@@ -21,6 +21,17 @@ from tokenyard.kernels.sync import (
 
 
 @triton.jit
+def in_same_call(state, mine, call, tag, mask, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Whether peers that have greeted, those of ``mask [RP]``, are in this ``call``. Gives up on one that is not."""
+    r = tl.arange(0, RP)
+    theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=mask, other=0)
+    peer = tl.max(tl.where(mask & (theirs != tag), r, -1))
+    if peer >= 0:
+        give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+    return peer < 0
+
+
+@triton.jit
 def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
     """Whether all peers have come to this same call. For programs that leave before the call is counted."""
     r = tl.arange(0, RP)
@@ -29,11 +40,7 @@ def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexp
     want = call + 1 + (r * 0)
     ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, ON_GREETING, r, MORE=False), want, r < R) == 0
     if ok:
-        theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=r < R, other=0)
-        peer = tl.max(tl.where((r < R) & (theirs != tag), r, -1))
-        if peer >= 0:
-            give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
-            ok = False
+        ok = in_same_call(state, mine, call, tag, r < R, R, C, RP)
     return ok
 
 

@@ -354,7 +354,7 @@ def two_combine_kernel(
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-                if place == 0:  # behind the reducer, which stores inside the rank only: by now what others stored has arrived
+                if place == 0:  # behind the reducer, which stores inside the rank only: meanwhile what others stored arrives
                     publish(state, worker, c, TASKS, WORKERS, R, G, C)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left

@@ -266,7 +266,7 @@ def two_dispatch_kernel(
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(relayed > 0, 0, rows)
-                if place == LAST:  # behind tasks that copy inside the rank: by now what others stored has arrived
+                if place == LAST:  # behind tasks that copy inside the rank: meanwhile what others stored arrives
                     publish(state, worker, c, TASKS, WORKERS, R, G, C)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left

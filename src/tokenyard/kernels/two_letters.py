@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.greet import count_call, greeted
+from tokenyard.kernels.greet import count_call, greeted, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
@@ -158,10 +158,7 @@ def greet_turn(
             if reports(step, lacking(seen, want, others) > 0, False):
                 give_up_on_one(state, ON_GREETING, r, want, seen, others)
         elif lacking(seen, want, others) == 0:
-            theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=others, other=0)
-            peer = tl.max(tl.where(others & (theirs != tag), r, -1))
-            if peer >= 0:
-                give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+            in_same_call(state, mine, call, tag, others, R, C, RP)
             count_call(state)
             left -= 1
             tl.store(done, tl.full((), 2, tl.int64))

@@ -17,7 +17,7 @@ from tokenyard.errors import NotSupported
 from tokenyard.memory.cuda import CudaMemory
 
 PUTS_VARIABLE = "TOKENYARD_PUTS"
-"""Environment: if set, rows are put to other nodes also where NVSHMEM maps their memory, as it does inside a host."""
+"""Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory, as it does inside a host."""
 
 
 def is_available() -> bool:
@@ -57,7 +57,7 @@ class NvshmemMemory(CudaMemory):
         handle: Any = self._symmetric.rendezvous(local, self._group)
         node = self.rank // self.ranks_per_node
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped
-        if os.environ.get(PUTS_VARIABLE):
+        if os.environ.get(PUTS_VARIABLE, "0") not in ("", "0"):
             pointers = [pointer if peer // self.ranks_per_node == node else 0 for peer, pointer in enumerate(pointers)]
         missing = [peer for peer, pointer in enumerate(pointers) if not pointer and peer // self.ranks_per_node == node]
         if missing:
