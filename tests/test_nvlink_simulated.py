@@ -49,5 +49,6 @@ def test_bodies_that_gpus_run_too() -> None:
     ]
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "read")]
     run_all(
-        "nvlink_ranks.shared_body", [(*call, ranks, seed) for call in calls for ranks in (2, 3) for seed in range(SOAK)]
+        "nvlink_ranks.shared_body",
+        [(*call, ranks, seed) for call in calls for ranks in (2, 3)[:SOAK] for seed in range(SOAK)],
     )
