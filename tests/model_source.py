@@ -86,11 +86,11 @@ ROOM_INSIDE = {
     True: assigned("two_combine", "_send_turn", "want", "Q"),
 }
 """The same inside nodes of engine twolevel, in dispatch and in combine."""
-ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "_far_turn", "want", "NQ")
+ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "far_turn", "want", "NQ")
 """What a network sender waits for before a chunk."""
 ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "NQ")
 """The same of a combiner."""
 ROOM_AT_FORWARDER = assigned("two_forward", "forward_turn", "wants", "Q")
 """What a forwarder waits for before a batch of rows, for each other local rank."""
-CREDIT_OF_FORWARDER = assigned("two_forward", "forward_turn", "owed", "CREDIT")
+CREDIT_OF_FORWARDER = assigned("two_forward", "return_credits", "owed", "CREDIT")
 """What a forwarder returns after a turn."""

@@ -120,8 +120,8 @@ def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
         yield from forward_rows(far.flow, near, batch, (put, after), call, bug)
         put, done = after, batch.stop
         left = total - done
-        kept = bug("last credits kept")
-        owed = CREDIT_OF_FORWARDER(left=left or kept, i0=batch.start, i1=done, CREDIT=call.credit)
+        last = not left and not bug("last credits kept")
+        owed = CREDIT_OF_FORWARDER(last=last, i0=batch.start, i1=done, CREDIT=call.credit)
         if owed and not bug("network credit before read"):
             yield Release(ring.head, owed, owed=far.mapped)
         if not left or not bug("tails at the end only"):

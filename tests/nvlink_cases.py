@@ -12,7 +12,7 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Shape, form_of, meta_words
+from tokenyard.engines.rings import Cut, Cuts, Shape, form_of, meta_words
 from tokenyard.engines.twolevel_ground import Tuning
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
@@ -26,8 +26,8 @@ WAYS = {
     PADDED: ("plain", "two biases", "weighted", "weighted by the owner", "cached", "raw"),
 }
 """What may follow a dispatch."""
-PULLS = ("in place", "in place, two biases")
-"""Besides, after one with FLAT rows: combines out of views."""
+IN_PLACE = ("in place", "in place, two biases", "in place, doubled")
+"""Besides, after one with FLAT rows: combines in place; of rows times two, so that those of two calls in a row differ."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,16 @@ class Scenario:
     workers: int = 2
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Cuts:
         whole = Cut(rows=self.rows, block=1024, chunk=self.chunk)
         part = Cut(rows=self.rows, block=32, chunk=self.chunk)  # a row takes several of its blocks
-        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part, "pull": part}
+        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
         if self.ranks_per_node is None:
-            return Shape(channels=self.channels, writers=self.channels, **cuts)
-        more = {"workers": self.workers, "forward": part, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
-        return Tuning(channels=self.channels, writers=self.channels, **more, **cuts)
+            gather = replace(part, stages=self.chunk)  # of whole rows, or of pieces
+            programs = {"writers": self.channels, "pushers": self.channels, "gatherers": 2 - self.slots % 2}
+            return Shape(channels=self.channels, push=part, gather=gather, **programs, **cuts)
+        more = {"workers": self.workers, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
+        return Tuning(channels=self.channels, pull=part, forward=part, **more, **cuts)
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -185,14 +187,14 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
 
 
 def draw_in_place(world_size: int, seed: int) -> Scenario:
-    """The scenario of a seed with flat rows that peers read where they lie."""
+    """The scenario of a seed with flat rows, summed in place."""
     scenario, random = draw(world_size, seed), Random(seed)
     return replace(scenario, rounds=tuple(_in_place(each, random) for each in scenario.rounds))
 
 
 def _in_place(each: Round, random: Random) -> Round:
     case, cached = (replace(one, layout=FLAT, expert_alignment=1) for one in (each.case, each.cached))
-    ways = (random.choice(PULLS), *random.sample((*PULLS, "plain", "cached", "raw"), random.choice((0, 1, 2))))
+    ways = (random.choice(IN_PLACE), *random.sample((*IN_PLACE, "plain", "cached", "raw"), random.choice((0, 1, 2))))
     return Round(case, ways, cached, random.random() < 0.6, each.refusers)
 
 
@@ -209,7 +211,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with rows of other sizes each time.
 
     ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh and cached into views.
-    ``pulls``: out of views, again and again.
+    ``pushes``: in place, again and again, also when some programs have nothing to do.
     ``greetings``: calls of one token. ``plans``: refusals, so that plan follows plan. ``guesses``: more rows than guessed.
     ``lines``: rows so long that their slots are whole lines, and longer than they.
     """
@@ -223,9 +225,10 @@ def rehearsal(part: str, seed: int) -> Scenario:
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
         "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),
-        "pulls": (
-            Round(base, ("in place", "in place, two biases", "cached", "in place"), cached, in_place=True),
-            Round(replace(base, seed=3 * seed + 2), ("plain", "in place", "in place"), cached),
+        "pushes": (
+            Round(base, ("in place", "in place, doubled", "cached", "in place, two biases"), cached, in_place=True),
+            Round(tiny, ("in place", "in place, doubled"), tiny),
+            Round(replace(base, seed=3 * seed + 2), ("plain", "in place", "in place, doubled", "in place"), cached),
         ),
         "greetings": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
         "plans": (Round(tiny, (), tiny, refusers=(0, 0, 0)), Round(tiny, (), tiny, refusers=(1, 1, 1))),
@@ -239,7 +242,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
         max_tokens=9,
         channels=2,
         chunk=1 if part == "rings" else random.choice((1, 2)),
-        rows=1,
+        rows=2 if part == "pushes" else 1,
         slots=0,
         rounds=rounds[part],
     )
@@ -248,7 +251,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
 SKEWS = {
     "rings": "program",
     "views": "rank",
-    "pulls": "rank",
+    "pushes": "rank",
     "greetings": "program",
     "plans": "rank",
     "guesses": "rank",

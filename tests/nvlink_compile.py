@@ -53,6 +53,7 @@ MAIN = (
     r"(int32 ids, no weights|refusal) @132",
     r"FLAT exact (fresh bf16|fresh in place bf16|back|back in place) @(24|8)",
     r"EXPERT_MAJOR exact back @24",
+    r"FLAT exact back in place float32 @132",
 )
 """Variants that are worth their seconds in every run."""
 
@@ -155,13 +156,13 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
             rows = torch.empty(1, HIDDEN, dtype=torch.bfloat16)
             label(name, "back")
             engine.combine(rows, plan, spec)
-            pulled = layout is Layout.FLAT and exact
-            if pulled:
+            in_place = layout is Layout.FLAT and exact
+            if in_place:
                 label(name, "back in place")
                 engine.combine(rows, plan, spec, in_place=True)
             if few:
                 continue
-            if pulled:
+            if in_place:
                 label(name, "back in place float32")
                 engine.combine(rows.float(), plan, spec, in_place=True)
                 label(name, "back in place with two biases")

@@ -153,7 +153,10 @@ def disagreement(name: str, seed: int) -> list[Ending | None]:
         if where in ("exact", "static", "exact among static"):
             mine.dispatch(other if culprit else case)
             return
-        recv = mine.dispatch(case, in_place=what == "in place" and seed % 2 == 1)  # else there is no view yet
+        again = what == "in place" and seed % 2 == 1  # else there is no view or landing yet
+        recv = mine.dispatch(case, in_place=again)
+        if again and where == "combine":
+            mine.combine(torch.zeros_like(recv.x), recv, in_place=True)
         if where == "another handle":
             second = mine.dispatch(next_case)
             recv = second if culprit else recv

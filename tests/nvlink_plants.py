@@ -286,39 +286,80 @@ PLANTS = {
     "direct: writers of the last call": Plant(
         "wrong epoch", "direct", (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),), part="views"
     ),
-    # pull.py
-    "pull: rows not waited for": Plant(
-        "flag before data",
-        "pull",
+    # push.py
+    "push: landings not waited for": Plant(
+        "reused too early",
+        "push",
         (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
-        part="pulls",
+        part="pushes",
     ),
-    "pull: done before the reads": Plant(
-        "credit before read",
-        "pull",
-        _moved(
-            "            bases = tl.load(words(peers) + r, mask=r < R, other=0)\n"
-            "            add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
-            "            _sum_rows(views",
+    "push: flag before data": Plant(
+        "flag before data",
+        "push",
+        _moved("            raise_release(landed_of(base, me, k, CHUNKS), call)", "            _copy(as_words("),
+        part="pushes",
+    ),
+    "push: rows not waited for": Plant(
+        "flag before data",
+        "push",
+        (("        if ok:\n            ok = _landed(", "        if T < 0:\n            ok = _landed("),),
+        part="pushes",
+    ),
+    "push: no barrier before the flag": Plant(
+        "barrier",
+        "sync",
+        (("    tl.debug_barrier()\n    tl.atomic_max(counter, value", "    tl.atomic_max(counter, value"),),
+        part="pushes",
+    ),
+    "push: flag without order": Plant(
+        "release", "sync", (('counter, value, sem="release"', 'counter, value, sem="relaxed"'),), part="pushes"
+    ),
+    "push: flag of the last call": Plant(
+        "wrong epoch", "push", (("    want = call + chunk * 0", "    want = call - 1 + chunk * 0"),), part="pushes"
+    ),
+    "push: flag of any call": Plant(
+        "wrong epoch", "push", (("    want = call + chunk * 0", "    want = 1 + chunk * 0"),), part="pushes"
+    ),
+    "push: flag of another chunk": Plant(
+        "wrong row",
+        "push",
+        (
+            (
+                "raise_release(landed_of(base, me, k, CHUNKS), call)",
+                "raise_release(landed_of(base, me, k ^ 1, CHUNKS), call)",
+            ),
         ),
-        part="pulls",
-        within=30,
+        part="pushes",
     ),
-    "pull: readers of the last call": Plant(
-        "wrong epoch",
-        "pull",
-        (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),),
-        part="pulls",
-        within=30,
+    "push: first chunk waited for only": Plant(
+        "wrong row",
+        "push",
+        (("tl.reshape(chunk <= high[:, None],", "tl.reshape((chunk == low[:, None]) & (chunk <= high[:, None]),"),),
+        part="pushes",
     ),
-    "pull: calls not counted": Plant(
-        "wrong epoch", "pull", (("            tl.store(words(state) + DIRECT_CALLS, calls + 1)\n", ""),), part="pulls"
+    "push: last chunk dropped": Plant(
+        "last chunk",
+        "push",
+        (("chunks = (tl.max(counts) + CHUNK - 1) // CHUNK", "chunks = (tl.max(counts) - 1) // CHUNK"),),
+        part="pushes",
     ),
-    "pull: last piece dropped": Plant(
-        "last chunk", "pull", (("in range(low, high)", "in range(low, high - 1)"),), part="pulls"
+    "push: last piece dropped": Plant(
+        "last chunk", "push", (("in range(first, pieces, Q)", "in range(first, pieces - 1, Q)"),), part="pushes"
     ),
-    "pull: places of the last piece": Plant(
-        "wrong row", "pull", (("_places(plan, (i + 1) // PARTS", "_places(plan, i // PARTS"),), part="pulls"
+    "push: places of the last piece": Plant(
+        "wrong row", "push", (("_places(plan, (i + Q) // PARTS", "_places(plan, i // PARTS"),), part="pushes"
+    ),
+    "push: rows behind one's own": Plant(
+        "wrong row",
+        "plan",
+        (("(d < me)[None, :] & (d[None, :] != s[:, None])", "(d < me)[None, :] & (s >= 0)[:, None]"),),
+        part="pushes",
+    ),
+    "push: the first to leave counts the call": Plant(
+        "wrong epoch", "push", (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == 0"),), part="pushes"
+    ),
+    "push: call not counted": Plant(
+        "wrong epoch", "push", (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == PROGRAMS"),), part="pushes"
     ),
 }
 """By name."""

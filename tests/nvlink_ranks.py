@@ -25,8 +25,8 @@ import tokenyard as ty
 from cases import Case, check_combined, check_received, rows_to_combine
 from nvlink_cases import (
     FLAT,
+    IN_PLACE,
     PADDED,
-    PULLS,
     SKEWS,
     Round,
     Scenario,
@@ -68,7 +68,7 @@ def known(case: Case) -> Case:
 
 @lru_cache(maxsize=64)
 def combined(case: Case, way: str, ranks_per_node: int | None = None) -> list[reference.ReferenceCombined]:
-    """What the oracle combines, one way of :data:`nvlink_cases.WAYS` or :data:`nvlink_cases.PULLS`."""
+    """What the oracle combines, one way of :data:`nvlink_cases.WAYS` or :data:`nvlink_cases.IN_PLACE`."""
     expected: dict[str, Any] = {"ranks_per_node": ranks_per_node}
     if way.endswith(("bias", "biases")):
         terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
@@ -79,7 +79,13 @@ def combined(case: Case, way: str, ranks_per_node: int | None = None) -> list[re
         expected["weighted"] = True
         if way == "weighted by the owner":
             expected["topk_weights"] = [2 * weights for _, weights in case.picks]
-    return reference.combine(case.expert_rows, case.expected, **expected)
+    rows = [factor_of(way) * rows for rows in case.expert_rows]
+    return reference.combine(rows, case.expected, **expected)
+
+
+def factor_of(way: str) -> int:
+    """Of the experts' rows."""
+    return 2 if way.endswith("doubled") else 1
 
 
 def terms_of(case: Case, rank: int, way: str) -> tuple[Tensor, ...]:
@@ -190,7 +196,7 @@ class RankRun:
     def _combine(self, recv: ty.Received, case: Case, way: str) -> None:
         want, rows = (
             combined(case, way, self.per_node)[self.rank],
-            rows_to_combine(recv, case, self.rank).flatten(0, -2),
+            factor_of(way) * rows_to_combine(recv, case, self.rank).flatten(0, -2),
         )
         given: dict[str, Any] = {"out": torch.empty_like(want.x) if case.seed % 2 else None}
         if way.endswith(("bias", "biases")):
@@ -204,11 +210,11 @@ class RankRun:
             given["weights"] = recv.handle.arrived.weights
         elif way == "weighted by the owner":
             given["weights"] = self._weights_of_rows(2 * case.picks[self.rank][1], recv)
-        if pulled := way in PULLS:
+        if in_place := way in IN_PLACE:
             rows, given["in_place"] = self._rows_in_place(recv, case, rows), True
         got, weights = self.combine(rows, recv, **given)
-        if pulled:
-            rows.fill_(float("nan"))  # everybody has read them
+        if in_place:
+            rows.fill_(float("nan"))  # nobody reads them any more
         assert given["out"] is None or got is given["out"]
         check_combined(got, case, self.rank, want.x, way)
         assert (weights is None) == (want.topk_weights is None)
@@ -265,7 +271,7 @@ def check_seed(world_size: int, seed: int) -> None:
 
 
 def check_in_place(world_size: int, seed: int) -> None:
-    """The scenario of ``seed`` passes with rows that peers read where they lie."""
+    """The scenario of ``seed`` passes with sums in place."""
     run(draw_in_place(world_size, seed), seed)
 
 

@@ -20,8 +20,8 @@ from tokenyard import reference
 from tokenyard.cli import app, bench, bench_twolevel_report
 from tokenyard.cli import bench_twolevel as network
 from tokenyard.cli.bench_batches import Batch, share
-from tokenyard.cli.bench_nvlink_cases import COMBINE_NAME, KINDS, PLAIN
-from tokenyard.cli.bench_twolevel import BAR_SMS, FIRST, NCCL, REST, Crossing, TwoLevel, run_twolevel
+from tokenyard.cli.bench_nvlink_cases import COMBINE_NAME, KINDS, PLAIN, PULL_NAME, VIEW
+from tokenyard.cli.bench_twolevel import ALL_KINDS, BAR_SMS, FIRST, NCCL, REST, Crossing, TwoLevel, run_twolevel
 from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
 from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
 from tokenyard.layout import expert_bounds, host_ints
@@ -34,7 +34,9 @@ TINY = TwoLevel(
 )  # fmt: skip
 FACTS: dict[str, Any] = {"devices": ["NVIDIA H200"] * 4, "versions": {"torch": "2", "nvshmem": "3.4"}, "date": "2026-11-22",
                          "commit": "abc", "command": "tokenyard bench"}  # fmt: skip
-DISPATCH = KINDS[PLAIN].name
+DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[VIEW].name
+NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME, DISPATCH_IN_PLACE, PULL_NAME]
+VIEW_BYTES = 1000
 
 
 # What must cross, and what must come
@@ -84,9 +86,11 @@ def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
 @without_devices
 def test_the_engines_own_count_is_the_plans() -> None:
     """Engine twolevel, simulated: results of all kinds of calls are right, and so many rows have crossed."""
-    for counted, planned in run_all("twolevel_bench.check", [(2, 2)])[0]:
-        assert counted == planned
-        assert all(counted)
+    for ranks in run_all("twolevel_bench.check", [(2, 2), (2, 1)]):
+        for counted, planned in ranks:
+            assert counted == planned
+            assert len(counted) == len(ALL_KINDS)
+            assert all(counted)
 
 
 # Lines
@@ -100,11 +104,11 @@ class Pretended:
     def __init__(self, ep: ty.ExpertParallel, engine: str, spoil: str) -> None:
         self.ep, self.engine, self.rank = ep, engine, ep.rank
         self.spoil = spoil if ep.rank == 1 else ""
-        self.calls = 0
+        self.calls, self.view = 0, 0
 
     @property
     def buffer_bytes(self) -> int:
-        return 4321 + (self.spoil == "memory" and self.calls > 0)
+        return 4321 + self.view + (self.spoil == "memory" and self.calls > 0)
 
     def check(self) -> None:
         self.ep.check()
@@ -117,24 +121,39 @@ class Pretended:
         late = self.spoil == "a row" and self.calls > 0
         return SimpleNamespace(across=across._replace(rows_sent=across.rows_sent + late))
 
-    def dispatch(self, x: Any, *args: Any, **options: Any) -> ty.Received:
-        return self.ep.dispatch(x, *args, **options)
+    def dispatch(self, x: Any, *args: Any, in_place: bool = False, **options: Any) -> ty.Received:
+        recv = self.ep.dispatch(x, *args, **options)
+        if in_place:
+            self.view = VIEW_BYTES
+            recv.x.flatten()[3] += self.spoil == "in place"
+        return recv
 
-    def combine(self, *args: Any) -> torch.Tensor:
+    def empty_for_combine(self, handle: ty.Handle, *, in_place: bool) -> torch.Tensor:
+        assert in_place
+        self.view = VIEW_BYTES
+        return self.ep.empty_for_combine(handle)
+
+    def combine(self, *args: Any, in_place: bool = False) -> torch.Tensor:
         self.calls += 1
         y = self.ep.combine(*args)
-        if self.spoil == "later bits" and self.calls > 8:  # right when checked first, wrong when checked again
-            y += 1
-        return y
+        right = {"later bits": 8, "in place": 7 if in_place else 99}  # when checked first, but not when checked again
+        return y + (self.calls > right.get(self.spoil, 99))
 
 
-def pretend(spoil: str) -> Any:
-    """All objects of the suite meanwhile; ``spoil``: "small" refuses objects with rings of a given size."""
+def pretend(spoil: str, made: list[int] | None = None) -> Any:
+    """All objects of the suite meanwhile. ``made`` takes the tokens that each is for.
+
+    ``spoil``: "small" refuses objects with rings of a given size, "in place" those for four tokens.
+    """
     make = ty.ExpertParallel
 
     def instead(*, engine: str, buffer_bytes: int | None, **options: Any) -> Any:
         if spoil == "small" and buffer_bytes is not None:
             raise ValueError(f"buffer_bytes ({buffer_bytes}) holds nothing")
+        if made is not None:
+            made.append(options["max_tokens_per_rank"])
+        if spoil == "in place" and options["max_tokens_per_rank"] == 4:
+            raise ValueError("no room for a view")
         return Pretended(make(engine="collective", **options), engine, spoil)
 
     return mock.patch.object(network.ty, "ExpertParallel", instead)
@@ -152,18 +171,18 @@ def test_lines(ranks: Ranks) -> None:
     with mock.patch.object(network, "peak_extra_bytes", quick_peak):
         with pretend("small"):
             *lines, refused = run_twolevel(ranks.device, TINY, "twolevel")
-        names = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME]
-        assert [line.what for line in lines[:4]] == names
-        assert [line.engine for line in lines] == ["twolevel"] * 4 + [NCCL] * 2
+        assert [line.what for line in lines[:6]] == NAMES
+        assert [line.engine for line in lines] == ["twolevel"] * 6 + [NCCL] * 2
         for line in lines:
             assert (line.error, len(line.times), len(line.wall)) == ("", 1, 1)
             assert min(line.times) > 0
-        for line in lines[:4]:
+        for line in lines[:6]:
             assert line.rows == line.planned
             assert len(line.rows) == 2
             assert line.put_bytes == pytest.approx([rows * (-(-line.row_bytes // 16) * 16) for rows in line.rows])
-            assert (line.nvshmem, line.symmetric_bytes, line.tokens, line.num_sms) == (True, [4321, 4321], 6, BAR_SMS)
-        assert [line.row_bytes for line in lines[:4]] == [512, 264, 264, 512]
+            assert (line.nvshmem, line.tokens, line.num_sms) == (True, 6, BAR_SMS)
+        assert [line.symmetric_bytes for line in lines[:6]] == [[4321] * 2] * 4 + [[4321, 4321 + VIEW_BYTES]] * 2
+        assert [line.row_bytes for line in lines[:6]] == [512, 264, 264, 512, 512, 512]
         assert refused.error.startswith("wrong on rank 0, 1 (input 0)")
         assert "holds nothing" in refused.error
         alone = replace(TINY, sms=())
@@ -187,6 +206,23 @@ def test_lines(ranks: Ranks) -> None:
         assert not any(line.times for line in grown)
     (line,) = run_twolevel(ranks.device, TINY, "nvlink")
     assert "engine 'nvlink' cannot work here" in line.error
+
+
+@distributed_test(world_size=2)
+def test_lines_in_place(ranks: Ranks) -> None:
+    """They have objects of their own, for their tokens. What is wrong with them takes the time from no other line."""
+    made: list[int] = []
+    with pretend("in place", made), mock.patch.object(network, "peak_extra_bytes", quick_peak):
+        lines = run_twolevel(ranks.device, replace(TINY, curve=(4, 6)), "twolevel")
+    assert made == [6, 4, 6, 6, 6]
+    few = [line for line in lines if line.tokens == 4]
+    assert [line.what for line in few] == ["making an object", *NAMES[:4]]
+    assert "no room for a view" in few[0].error
+    assert not any(line.error for line in few[1:])
+    many = [line for line in lines if line.tokens == 6]
+    assert {line.what for line in many if line.error} == {DISPATCH_IN_PLACE, PULL_NAME}
+    assert all(bool(line.times) != bool(line.error) for line in many)
+    assert all("wrong on rank 1 (input 0)" in line.error for line in many if line.error)
 
 
 def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +264,8 @@ def lines(there_us: float, back_us: float) -> list[Crossing]:
     return [
         line("twolevel", DISPATCH, there_us),
         line("twolevel", COMBINE_NAME, back_us),
+        line("twolevel", DISPATCH_IN_PLACE, there_us, symmetric_bytes=[9_000_000, 244_000_000]),
+        line("twolevel", PULL_NAME, 600.0),
         line("twolevel", DISPATCH, 2 * there_us, tokens=8192),
         line("twolevel", DISPATCH, 200.0, sms=None),
         line("twolevel", DISPATCH, 4 * there_us, tokens=8192, rings=3_670_016, other_bytes=2_000_000),
@@ -254,12 +292,24 @@ def test_the_page_says_what_was_counted_and_reached() -> None:
     )
     assert "| 195.1 | - | 16,384.0 | 16,384.0 | 50.00 | no | 9.0 |" in text
     assert "| *all_to_all_single BF16* | - | 4096 |" in text
-    assert "4096 tokens per rank: 24 SMs: reached.\n" in text
+    assert "| `twolevel`: dispatch BF16, in place | 24 | 4096 | **500.0** (499.0, 501.0) |" in text
+    assert "| 50.00 | yes | 244.0 |" in text
+    assert "4096 tokens per rank.\n" in text
+    fresh = (
+        "- in fresh tensors, 24 SMs: **reached** (dispatch BF16 117.4 GB/s reached; combine BF16 100.2 GB/s reached)"
+    )
+    assert fresh in text
+    there, back = "dispatch BF16, in place 117.4 GB/s reached", "combine BF16, in place 97.7 GB/s missed"
+    assert f"- in place, 24 SMs: **missed** ({there}; {back})" in text
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 100.2 GB/s: reached" in text
     assert "| 3.670 | 32.00 | 9.000 | 9.000 | 2.000 | **1,997.0** (1,996.0, 1,998.0) | 58.8 | 0.50 |" in text
     assert "No time" not in text
     missed = page(lines(499.0, 590.0), topology=(4, 1))
-    assert "24 SMs: missed. The project's bar is for 2x2; this is 4x1." in missed
+    assert "4096 tokens per rank. The project's bar is for 2x2; this is 4x1." in missed
+    assert (
+        "- in fresh tensors, 24 SMs: **missed** (dispatch BF16 117.4 GB/s reached; combine BF16 99.4 GB/s missed)"
+        in missed
+    )
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 99.4 GB/s: missed" in missed
 
 
@@ -270,12 +320,18 @@ def test_what_was_wrong_has_no_time() -> None:
     assert "| `twolevel`: combine BF16 | 24 | 4096 | **no time** | **no time** | - | - | 16,380.0 | 16,384.0 |" in text
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: rank 0 has put 4095 rows" in text
     assert "- twolevel: first calls, 8 SMs, 4096 tokens: too small" in text
-    assert "not measured" in text
+    assert (
+        "- in fresh tensors, 24 SMs: **not measured** (dispatch BF16 117.4 GB/s reached; combine BF16 not measured)"
+        in text
+    )
+    assert (
+        "- in place, 24 SMs: **not measured** (dispatch BF16, in place not measured; combine BF16, in place not" in text
+    )
 
 
 def test_only_the_engine_with_few_multiprocessors_is_judged() -> None:
     found = lines(499.0, 585.0)
-    assert [judged(each, TwoLevel()) for each in found] == ["reached", "reached", "reached", "", "missed", "", ""]
+    assert [judged(each, TwoLevel()) for each in found] == ["reached"] * 3 + ["missed", "reached", "", "missed", "", ""]
 
 
 # The command

@@ -19,6 +19,7 @@ pytestmark = without_devices
 Facts = dict[str, dict[str, Any]]
 
 SPILLS = {
+    "direct_kernel FLAT exact fresh in place bf16 @8": 4,
     "FP8": 40,  # a row that is cast is held in registers
     "combine_kernel EXPERT_MAJOR exact back @24": 13,  # eight rows on their way at once, 16 warps
     "combine_kernel EXPERT_MAJOR exact back float32 @132": 7,
@@ -53,15 +54,19 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
     moving = {
         name: each
         for name, each in real.items()
-        if name.startswith(("dispatch_kernel", "direct_kernel", "pull_kernel", "combine_kernel FLAT"))
+        if name.startswith(("dispatch_kernel", "direct_kernel", "push_kernel", "combine_kernel FLAT"))
     }
     assert len(moving) > 10
+    assert not wrong(moving, lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4)
 
-    def wide(name: str, each: dict[str, Any]) -> bool:
-        stores = 1 if name.startswith("pull_kernel") else 4  # of sums, one for each four loads
-        return each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= stores
 
-    assert not wrong(moving, wide)
+def test_pushers_and_those_who_sum_both_do_so(real: Facts) -> None:
+    """Four and more accesses of a row at once, two of each rank's in sums; with few programs these go through shared memory."""
+    pushing = {name: each for name, each in real.items() if name.startswith("push_kernel")}
+    assert len(pushing) >= 3
+    assert not wrong(pushing, lambda _, each: each["loads 128"] >= 4 and each["loads 128"] + each["copies 128"] >= 12)
+    few = {name: each for name, each in pushing.items() if not name.endswith("@132")}
+    assert not wrong(few, lambda _, each: each["copies 128"] >= 8)
 
 
 def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
@@ -118,6 +123,6 @@ def test_registers_suffice(real: Facts) -> None:
         "dispatch_kernel FLAT exact fresh bf16",
         "dispatch_kernel FLAT exact cached fp8",
         "combine_kernel FLAT exact back @",
-        "pull_kernel FLAT exact back in place @",
+        "push_kernel FLAT exact back in place @",
     )
     assert all(any(name.startswith(words) and not allowed(name) for name in real) for words in main)

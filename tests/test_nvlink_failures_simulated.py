@@ -17,7 +17,8 @@ DEATHS = {2: 8, 3: 24, 4: 6}
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads)\[\d+, \d+\]) to reach \d+, it is \d+\)(; it had reported: .*)?"
+    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
+    r"to reach \d+, it is \d+\)(; it had reported: .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
 

@@ -23,8 +23,8 @@ def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
-def test_rows_are_read_where_they_lie(world_size: int) -> None:
-    """Combine out of views: rows of the dispatch's view, rows copied there, views that grow."""
+def test_sums_in_place(world_size: int) -> None:
+    """Combine in place: rows of the dispatch's view and others, landings that grow, rows that change from call to call."""
     seeds = range(-(-SEEDS[world_size] // 3) * SOAK)
     run_all("nvlink_ranks.check_in_place", [(world_size, seed) for seed in seeds])
 
@@ -43,11 +43,11 @@ def test_slots_of_whole_lines() -> None:
 def test_bodies_that_gpus_run_too() -> None:
     """The whole object: rows left and read in place, refusals with and without memory made for it, results of like calls."""
     calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
-    calls += [("test_rows_read_in_place", {"exact": exact}) for exact in (True, False)]
+    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
     calls += [
-        (f"test_{name}", {}) for name in ("sums_over_the_rows_that_peers_read", "results_of_like_calls_share_no_memory")
+        (f"test_{name}", {}) for name in ("sums_over_the_rows_that_are_read", "results_of_like_calls_share_no_memory")
     ]
-    calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "read")]
+    calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
     run_all(
         "nvlink_ranks.shared_body",
         [(*call, ranks, seed) for call in calls for ranks in (2, 3)[:SOAK] for seed in range(SOAK)],

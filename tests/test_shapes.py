@@ -23,9 +23,25 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     assert 0 < (2 * ranks - 1) * shape.channels + 1 <= DISPATCHES * room
     assert ranks * shape.channels + 1 <= COMBINES * room
     assert shape.writers <= room
+    assert 0 < shape.pushers + shape.gatherers <= COMBINES * room
     for tokens in (1, 128):
         slots = ground.shape_for(room, ranks, tokens)
         assert ranks <= slots.programs <= SLOTS * room * 8 // slots.num_warps
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("item", "biases"), [(2, 0), (4, 0), (4, 8)])
+@pytest.mark.parametrize("num_sms", [24, SMS])
+def test_rounds_of_sums_fit_into_shared_memory(ranks: int, item: int, biases: int, num_sms: int) -> None:
+    """Of all programs on a multiprocessor; and there are always rows under way while others are added."""
+    rings = pytest.importorskip("tokenyard.engines.rings")
+    shape = rings.shape_for(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
+    cut, together = shape.gather, -(-(shape.pushers + shape.gatherers) // shape.writers)
+    row_bytes, shared = cut.block * (ranks * item + biases), rings.SHARED_BYTES // together
+    rows, stages = rings.staged(cut, cut.rows, row_bytes, shared)
+    assert 0 < rows <= cut.rows
+    assert 1 < stages <= cut.stages
+    assert (stages - 1) * rows * row_bytes <= shared
 
 
 def test_at_most_half_is_spared() -> None:

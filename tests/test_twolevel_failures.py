@@ -14,23 +14,24 @@ pytestmark = without_devices
 
 DEATHS = {(2, 2): 10, (3, 2): 2}
 """Seeds by nodes and ranks per node."""
+DEATHS_IN_PLACE = {(2, 2): 8, (3, 2): 2}
+"""The same, in calls in place."""
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of rank \d+)?|its node's sums"
-    rf"|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|hellos)\[\d+\]|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network sender|forwarder"
-    r"|combiner|reducer)\)) to reach \d+, it is \d+\)(; it had reported: .*)?"
+    rf"|the end of its rows|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s "
+    r"\((?:dispatch|cached dispatch|combine) #\d+, waiting for (?:tickets|(?:arrivals|hellos|dones)\[\d+\]"
+    r"|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network sender|forwarder|combiner|reducer)\)) "
+    r"to reach \d+, it is \d+\)(; it had reported: .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
 
 
-@pytest.mark.timeout(600 * SOAK)
-@pytest.mark.parametrize(("nodes", "per_node"), DEATHS)
-def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
-    """By all others, whichever role notices; who is one hop further learns it from the report of the one between."""
-    seeds, roles = range(DEATHS[nodes, per_node] * SOAK), set[str]()
-    deaths = run_all("twolevel_failures.death", [(nodes, per_node, seed) for seed in seeds])
-    for seed, (victim, when, endings) in zip(seeds, deaths, strict=True):
-        where = f"seed {seed}, rank {victim} dies after {when} of 1000: {endings}"
+def roles_that_noticed(nodes: int, per_node: int, parts: list[tuple[int, int]]) -> set[str]:
+    """Of all ranks that have learnt of a death, in life parts by (seed, part). Everybody names who died."""
+    roles = set[str]()
+    deaths = run_all("twolevel_failures.death", [(nodes, per_node, seed, part) for seed, part in parts])
+    for (seed, part), (victim, when, endings) in zip(parts, deaths, strict=True):
+        where = f"seed {seed}, part {part}, rank {victim} dies after {when} of 1000: {endings}"
         assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), where
         for rank, ending in enumerate(endings):
             if ending is None or ending == FINE:
@@ -45,13 +46,31 @@ def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
                 continue
             assert said[2] == str(rank), where
             roles.add(said[3] or "")
+    return roles
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize(("nodes", "per_node"), DEATHS)
+def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
+    """By all others, whichever role notices; who is one hop further learns it from the report of the one between."""
+    seeds = range(DEATHS[nodes, per_node] * SOAK)
+    roles = roles_that_noticed(nodes, per_node, [(seed, seed % 2) for seed in seeds])
     assert len(seeds) < 20 or roles >= {"receiver", "forwarder", "combiner", "reducer"}, roles
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize(("nodes", "per_node"), DEATHS_IN_PLACE)
+def test_a_rank_that_dies_in_a_call_in_place_is_named(nodes: int, per_node: int) -> None:
+    seeds = range(DEATHS_IN_PLACE[nodes, per_node] * SOAK)
+    roles = roles_that_noticed(nodes, per_node, [(seed, 2) for seed in seeds])
+    assert len(seeds) < 40 or roles >= {"", "forwarder", "reducer"}, roles
 
 
 @pytest.mark.timeout(600 * SOAK)
 def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reason() -> None:
     """A worker that has told the others to stop says whom it waited for, also if that has just come; never itself or nobody."""
-    grids = [(2, 1, seed) for seed in range(4 * SOAK)] + [(2, 2, seed) for seed in range(2 * SOAK)]
+    grids = [(2, 1, seed, seed % 2) for seed in range(4 * SOAK)] + [(2, 2, seed, seed % 2) for seed in range(2 * SOAK)]
+    grids += [(2, 2, seed, 2) for seed in range(2 * SOAK)]
     at_last = 0
     for grid, endings in zip(grids, run_all("twolevel_failures.hurry", grids), strict=True):
         for rank, ending in enumerate(endings):
@@ -65,7 +84,18 @@ def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reaso
     assert at_last > 0
 
 
-@pytest.mark.parametrize(("what", "field"), [("exact", "hidden"), ("cached", "hidden"), ("combine", "dtype")])
+@pytest.mark.parametrize(
+    ("what", "field"),
+    [
+        ("exact", "hidden"),
+        ("cached", "hidden"),
+        ("combine", "dtype"),
+        ("exact, in place", "in_place"),
+        ("cached, in place", "in_place"),
+        ("cached, both in place", "hidden"),
+        ("combine, in place", "in_place"),
+    ],
+)
 def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> None:
     """Also those that hear of it through a letter or a tag from another node."""
     for endings in run_all("twolevel_failures.disagreement", [(what, seed) for seed in range(3)]):
@@ -76,13 +106,14 @@ def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> N
             assert re.search(rf"ranks disagree on {field}\b", text), text
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
 @pytest.mark.parametrize(
     ("op", "exact"),
     [(DISPATCH, True), (DISPATCH, False), (CACHED, True), (COMBINE, True)],
     ids=["exact", "static", "cached", "combine"],
 )
-def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
-    for endings in run_all("twolevel_failures.refusal", [(op, exact, seed) for seed in range(3)]):
+def test_a_refusal_reaches_all(op: int, exact: bool, in_place: bool) -> None:
+    for endings in run_all("twolevel_failures.refusal", [(op, exact, in_place, seed) for seed in range(3)]):
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending

@@ -93,6 +93,36 @@ def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str, reach: di
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@pytest.mark.parametrize("mode", [None, ty.Quantize.FP8], ids=["bf16", "cast"])
+@reaches
+@sizes
+def test_rows_left_and_summed_in_place(
+    ranks: Ranks, grid: type[Case], mode: ty.Quantize | None, reach: dict[str, str]
+) -> None:
+    """Fresh and cached; sums of rows in the view, of rows that are copied there, and with a bias; beside calls through rings."""
+    case, rank = on_grid(ranks, grid, quantize=mode), ranks.rank
+    want = case.combined(rank).x
+    terms = [torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16) for r in range(ranks.world_size)]
+    biased = case.combined(rank, bias=terms).x
+    with mock.patch.dict(os.environ, reach), case.make(ranks) as ep:
+        for _ in range(2):
+            check_received(recv := dispatch(ranks, ep, case, in_place=True), case, rank)
+            again = ep.dispatch(to(case.x[rank], ranks.device), handle=recv.handle, quantize=mode, in_place=True)
+            expected = case.expected[rank].x
+            assert torch.equal(again.x[: len(expected)].view(torch.uint8).cpu(), expected.view(torch.uint8))
+            rows = rows_to_combine(recv, case, rank)
+            view = again.x if mode is None else ep.empty_for_combine(recv.handle, in_place=True)
+            for call in range(3):
+                got = ep.combine(view.copy_(rows), recv.handle, in_place=True)
+                view.fill_(float("nan"))  # nobody reads it any more
+                check_combined(got, case, rank, want, f"call {call}")
+            check_combined(ep.combine(rows, recv.handle), case, rank, want, "through rings")
+            got = ep.combine(rows, recv.handle, in_place=True, bias=terms[rank].to(ranks.device))
+            check_combined(got, case, rank, biased, "rows elsewhere, with a bias")
+        ep.check()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
 @reaches
 @sizes
 def test_a_batch_of_32_times_the_rings(ranks: Ranks, grid: type[Case], reach: dict[str, str]) -> None:

@@ -19,10 +19,15 @@ KINDS = {
     "reused too early",
     "last chunk",
     "wrong epoch",
+    "wrong row",
 }
 
-SLOW = {"worker: published twice", "forwarder: rings not drained", "greeting: before its tag"}
-"""10 seconds and more each."""
+SLOW = {
+    "worker: published twice", "forwarder: rings not drained", "greeting: before its tag", "placer: credit before read",
+    "placer: views not waited for", "pulling reducer: credit before read", "pulling reducer: credit before read, mapped",
+    "direct: workers without rows wait for nobody", "views: call counted before its end",
+}  # fmt: skip
+"""10 seconds and more each, or several seeds."""
 
 FIRST = {(plant.kind, plant.file): name for name, plant in reversed(PLANTS.items()) if name not in SLOW}
 PLANTED = [name for name in PLANTS if SOAK > 1 or name in FIRST.values()]
@@ -58,6 +63,9 @@ def test_every_kind_of_bug_is_planted() -> None:
         "two_dispatch",
         "two_forward",
         "two_combine",
+        "two_direct",
+        "two_pull",
+        "two_views",
         "two_letters",
         "two_region",
     }

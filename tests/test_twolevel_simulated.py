@@ -31,12 +31,22 @@ BODIES = [
 """Bodies of other tests that this engine must pass too, with arguments; ``make soak`` takes other schedules."""
 SEEDS = {(2, 2): 8, (3, 2): 4, (2, 4): 4, (2, 8): 2, (4, 4): 2, (3, 1): 4, (1, 3): 4}
 """Seeds by nodes and ranks per node."""
+IN_PLACE = {(2, 2): 6, (3, 2): 3, (2, 4): 3, (1, 3): 3, (3, 1): 3, (2, 8): 1, (4, 4): 1}
+"""The same, of rounds whose rows are left, and summed, in place."""
 
 
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), SEEDS)
 def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
     run_all("twolevel_ranks.check_seed", [(nodes, per_node, seed) for seed in range(SEEDS[nodes, per_node] * SOAK)])
+
+
+@pytest.mark.timeout(600 * SOAK)
+@pytest.mark.parametrize(("nodes", "per_node"), IN_PLACE)
+def test_rows_in_place_have_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
+    """Dispatches into views, fresh and cached, and combines out of them, among others through rings."""
+    seeds = range(IN_PLACE[nodes, per_node] * SOAK)
+    run_all("twolevel_ranks.check_in_place", [(nodes, per_node, seed) for seed in seeds])
 
 
 def test_slots_of_whole_lines() -> None:

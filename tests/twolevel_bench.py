@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,16 +35,20 @@ def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
 
     def body(ranks: SimulatedRank) -> None:
-        ep = ty.ExpertParallel(
-            SimulatedGroup(ranks), num_experts=job.experts, hidden=job.hidden, num_topk=job.topk,
+        group = SimulatedGroup(ranks)
+        make = partial(
+            ty.ExpertParallel, group, num_experts=job.experts, hidden=job.hidden, num_topk=job.topk,
             max_tokens_per_rank=job.tokens, engine="twolevel", topology=(nodes, per_node), buffer_bytes=64 << 10,
         )  # fmt: skip
+        ep, other = make(), make()
         batch = Batch(x[ep.rank], idx, weights, ep.rank, job.experts)
-        counted = [Counted(ep, probe, [batch], grid) for probe in Library(ep, job, [batch]).probes(ALL_KINDS)]
+        probes = Library(ep, job, [batch], again=lambda: other).probes(ALL_KINDS)
+        counted = [Counted(probe, [batch], grid) for probe in probes]
         for each in counted:
             each.attempt(0, GridTruth(batch, torch.cat(x), each.tree))
         found[ep.rank] = [each.rows[0] for each in counted], [int(each.planned[ep.rank]) for each in counted]
         ep.close()
+        other.close()
 
     simulate(size, body, seed=0, max_steps=2_000_000)
     return [found[rank] for rank in range(size)]

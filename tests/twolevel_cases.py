@@ -9,6 +9,7 @@ import torch
 from cases import Case
 from nvlink_cases import Round, Scenario
 from nvlink_cases import draw as draw_nvlink
+from nvlink_cases import draw_in_place as draw_nvlink_in_place
 
 PEERS, PUTS, MAPPED = ({"net": net, "mapped": mapped} for net, mapped in ((False, False), (True, False), (True, True)))
 """How ranks reach other nodes: by pointers; by NVSHMEM, through the simulated network; letters by it, rows by pointers."""
@@ -16,11 +17,18 @@ REACHES = (PEERS, PUTS, MAPPED)
 
 
 def draw(nodes: int, per_node: int, seed: int) -> Scenario:
-    """The scenario of a seed; nothing stays in symmetric memory. Every other one crosses the simulated network."""
-    scenario = draw_nvlink(nodes * per_node, seed)
-    rounds = tuple(replace(each, in_place=False) for each in scenario.rounds)
+    """The scenario of a seed. Every other one crosses the simulated network."""
+    return _on_grid(draw_nvlink(nodes * per_node, seed), per_node, seed)
+
+
+def draw_in_place(nodes: int, per_node: int, seed: int) -> Scenario:
+    """The scenario of a seed with flat rows that ranks of a node read where they lie."""
+    return _on_grid(draw_nvlink_in_place(nodes * per_node, seed), per_node, seed)
+
+
+def _on_grid(scenario: Scenario, per_node: int, seed: int) -> Scenario:
     reach = (PEERS, PUTS, PEERS, MAPPED)[seed % 4]
-    return replace(scenario, rounds=rounds, ranks_per_node=per_node, workers=1 + seed // 2 % 3, **reach)
+    return replace(scenario, ranks_per_node=per_node, workers=1 + seed // 2 % 3, **reach)
 
 
 def rehearsal(part: str, seed: int) -> Scenario:
@@ -28,32 +36,44 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
     ``rings``: network rings of two slots, one row per put. ``long``: of several puts, of several rows each. ``peers``,
     ``long peers``: nodes map each other's memory. ``plans``: refusals, so that plan follows plan. ``lines``: rows so long
-    that their slots are whole lines, and longer than they.
+    that their slots are whole lines, and longer than they. ``views``, ``pulls``: rows into views, and out of them;
+    ``apart``: few, and all stay at their ranks. ``channels``: two of them.
     """
-    what, long = part.split()[0], part.startswith("long")
-    base = Case(4, num_tokens=14 if long else 9, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1)
+    parts = part.split()
+    long, apart, viewed = "long" in parts, "apart" in parts, bool({"views", "pulls"} & set(parts))
+    few, routing = 1 if "views" in parts else 3, "local" if apart else "uniform"
+    tokens = 14 if long else few if apart else 9
+    base = Case(4, routing, tokens, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1 + viewed)
     cached = replace(base, hidden=24, dtype=torch.float32)
     tiny = replace(base, num_tokens=1, hidden=8)
     wide = replace(base, num_tokens=3, hidden=2056)
+    again = 2 if apart else 1
     rounds = {
         "lines": (Round(wide, ("cached", "plain"), replace(wide, dtype=torch.float8_e4m3fn, hidden=4104)),),
         "rings": (Round(base, ("cached", "plain", "cached", "plain"), cached),),
         "long": (Round(base, ("plain", "cached"), replace(base, hidden=16)),),
         "plans": (Round(tiny, (), tiny, refusers=(0, 3, 0)), Round(tiny, (), tiny, refusers=(2, 1, 2))),
+        "views": (Round(base, ("cached", "cached") * again, cached, in_place=True),),
+        "pulls": (Round(base, ("in place", "in place, doubled") * again, cached, in_place=True),),
     }
     return Scenario(
         world_size=4,
         num_experts=8,
         num_topk=2,
         max_tokens=base.num_tokens,
-        channels=1,
+        channels=1 + ("channels" in parts),
         chunk=2 if long else 1,
         rows=1,
         slots=2 if long else 0,
-        rounds=rounds.get(what, rounds["rings"]),
+        rounds=next((rounds[name] for name in reversed(parts) if name in rounds), rounds["rings"]),
         ranks_per_node=2,
         net="peers" not in part,
     )
+
+
+def skew_of(part: str) -> str:
+    """Which hardware shows most in a rehearsal."""
+    return "rank" if {"views", "pulls"} & set(part.split()) else "program"
 
 
 def long_batch(per_node: int, seed: int) -> Scenario:

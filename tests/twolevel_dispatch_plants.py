@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from plants import Plant
 
-_CREDIT = "                        credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))\n"
+_CREDIT = "            credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))\n"
 _EARLY = """            credit(
                 net_bytes(state, node, R, G, C), mine, source, rest_at(R, P, C, W, FAR), net_head(home, c, G, C, FAR),
                 n.to(tl.int64),
             )
 """
-_OWED = "owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, G, C)"
+_OWED = "owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, R // P, C)"
 _EARLY_ADD = """            add_release(
                 words(peer_base(peers, source) + net_head(home, c, G, C, FAR)), n.to(tl.int64), None
             )
@@ -138,7 +138,7 @@ DISPATCH_PLANTS = {
     "forwarder: last credits kept": Plant(
         "last chunk",
         "two_forward",
-        (("tl.where(left == 0, i1, i1 // CREDIT * CREDIT)", "i1 // CREDIT * CREDIT"),),
+        (("tl.where(last, i1, i1 // CREDIT * CREDIT)", "i1 // CREDIT * CREDIT"),),
         part="long",
     ),
     "forwarder: one slot too many": Plant(

@@ -23,7 +23,7 @@ MOST_STEPS = 2_000_000
 
 
 def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
-    """Calls of every sort, in two parts. ``way``: which of ``twolevel_cases.REACHES``."""
+    """Calls of every sort, in three parts, of which the last is in place. ``way``: which of ``twolevel_cases.REACHES``."""
     ranks = nodes * per_node
     flat = Case(ranks, num_tokens=6, num_topk=2, num_experts=2 * ranks, hidden=8)
     major = replace(flat, layout=MAJOR, exact=False, hidden=16)
@@ -31,6 +31,7 @@ def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
     rounds = [
         (Round(flat, ("cached", "plain"), cached), Round(replace(flat, seed=1), (), cached)),
         (Round(major, ("weighted",), replace(major, hidden=8)),),
+        (Round(flat, ("in place", "cached", "in place, doubled"), cached, in_place=True),),
     ]
     return Scenario(
         world_size=ranks,
@@ -56,19 +57,19 @@ def length(nodes: int, per_node: int, part: int, way: int) -> int:
     return steps
 
 
-def death(nodes: int, per_node: int, seed: int) -> tuple[int, int, list[Ending | None]]:
-    """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
+def death(nodes: int, per_node: int, seed: int, part: int) -> tuple[int, int, list[Ending | None]]:
+    """A rank dies at some step of this part of its life. Which, when (of 1000), and how all ended."""
     random = Random(seed)
-    part, way, victim = seed % 2, seed // 2 % 3, random.randrange(nodes * per_node)
+    way, victim = seed // 2 % 3, random.randrange(nodes * per_node)
     scenario, steps = life(nodes, per_node, part, way), length(nodes, per_node, part, way)
     step = random.randrange(steps)
     endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS)
     return victim, 1000 * step // steps, endings
 
 
-def hurry(nodes: int, per_node: int, seed: int) -> list[Ending | None]:
+def hurry(nodes: int, per_node: int, seed: int, part: int) -> list[Ending | None]:
     """All live, but workers give up after as long as it takes to serve them: deadlines pass as counters arrive."""
-    scenario = replace(life(nodes, per_node, seed % 2, seed // 2 % 3), workers=1 + seed % 2)
+    scenario = replace(life(nodes, per_node, part, seed // 2 % 3), workers=1 + seed % 2)
     with planted("hurried"):
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
 
@@ -84,30 +85,41 @@ def disagreement(what: str, seed: int) -> list[Ending | None]:
         if what == "exact":
             mine.dispatch(wide if culprit else case)
             return
-        recv = mine.dispatch(case)
+        if what == "exact, in place":
+            mine.dispatch(case, in_place=culprit)
+            return
+        recv = mine.dispatch(case, in_place=seed % 2 == 0)  # else there is no view yet
         if what == "cached":
             mine.redispatch(wide if culprit else case, recv)
+        elif what == "cached, in place":
+            mine.redispatch(case, recv, in_place=culprit)
+        elif what == "cached, both in place":
+            mine.redispatch(wide if culprit else case, recv, in_place=True)
+        elif what == "combine, in place":
+            mine.combine(torch.zeros_like(recv.x), recv, in_place=culprit)
         else:
             mine.combine(torch.zeros(recv.x.shape, dtype=torch.float16 if culprit else case.dtype), recv)
 
     return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
 
 
-def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
+def refusal(op: int, exact: bool, in_place: bool, seed: int) -> list[Ending | None]:
     """The culprit refuses a call that the others make."""
     case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=8, seed=seed)
     scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
-        recv = None if op == DISPATCH else mine.dispatch(case)
+        recv = (
+            None if op == DISPATCH else mine.dispatch(case, in_place=in_place and seed % 2 == 0)
+        )  # else there is no view yet
         if mine.rank == CULPRIT:
             assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
         elif recv is None:
-            mine.dispatch(case if exact else replace(case, exact=False))
+            mine.dispatch(case if exact else replace(case, exact=False), in_place=in_place)
         elif op == CACHED:
-            mine.redispatch(case, recv)
+            mine.redispatch(case, recv, in_place=in_place)
         else:
             assert op == COMBINE
-            mine.combine(torch.zeros_like(recv.x), recv)
+            mine.combine(torch.zeros_like(recv.x), recv, in_place=in_place)
 
     return play(scenario, body, seed, max_steps=MOST_STEPS)[0]

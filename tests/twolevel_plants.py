@@ -9,6 +9,7 @@ from nvlink_plants import PLANTS as NVLINK_PLANTS
 from nvlink_plants import _moved
 from plants import Plant, planted_in
 from twolevel_dispatch_plants import DISPATCH_PLANTS
+from twolevel_view_plants import VIEW_PLANTS
 
 PLANTS = {
     # two_net.py
@@ -51,6 +52,7 @@ PLANTS = {
         ),
     ),
     **DISPATCH_PLANTS,
+    **VIEW_PLANTS,
     # two_combine.py
     "combine: a round's end forgets what is owed": Plant(
         "last chunk", "two_combine", (("                if place == 0:", "                if place < 0:"),)

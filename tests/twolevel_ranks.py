@@ -19,11 +19,11 @@ from cases import on_grid
 from nvlink_cases import payload_of
 from nvlink_ranks import RankRun, run
 from tokenyard.engines.rings import form_of, meta_words
-from tokenyard.kernels.two_region import letter_words, num_tasks
+from tokenyard.kernels.two_region import letter_words, num_tasks, short_letter_words
 from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
-from twolevel_cases import CACHED_SLOT, FRESH_SLOT, PUTS, counted, draw, long_batch, rehearsal
+from twolevel_cases import CACHED_SLOT, FRESH_SLOT, PUTS, counted, draw, draw_in_place, long_batch, rehearsal, skew_of
 from twolevel_plants import PLANTS, planted
 
 MOST_STEPS = 2_000_000
@@ -32,6 +32,11 @@ MOST_STEPS = 2_000_000
 def check_seed(nodes: int, per_node: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(nodes, per_node, seed), seed, max_steps=MOST_STEPS)
+
+
+def check_in_place(nodes: int, per_node: int, seed: int) -> None:
+    """The scenario of ``seed`` passes with rows that ranks of a node read where they lie."""
+    run(draw_in_place(nodes, per_node, seed), seed, max_steps=MOST_STEPS)
 
 
 def check_workers(nodes: int, per_node: int, seed: int, workers: int) -> None:
@@ -95,8 +100,9 @@ def network_rows(nodes: int, per_node: int, reach: dict[str, bool]) -> tuple[lis
         mine.engine.check()
         stats, ground = mine.engine.stats, mine.engine._ground
         far = [peer for peer in grid.rail_of(mine.rank) if peer != mine.rank]
-        letter = 8 * letter_words(grid.world_size, scenario.channels, ground.header_words)
-        control = per_node * (letter + 3 * 8)  # one plan, three greetings, to every rank of a node
+        sizes = grid.world_size, scenario.channels, ground.header_words
+        letters = 8 * ((per_node - 1) * short_letter_words(*sizes) + letter_words(sizes[0], per_node, *sizes[1:]))
+        control = letters + per_node * 3 * 8  # one plan, three greetings, to every rank of a node
         credits = [0 if not puts else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer] for peer in far]
         assert all(0 <= each <= 16 * (sum(planned[mine.rank][1])) and each % 16 == 0 for each in credits)
         num_bytes = [0] * grid.world_size
@@ -127,7 +133,7 @@ def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
         with planted(plant):
             fits = True
             for seed in seeds:
-                run(rehearsal(part, seed), seed, max_steps=200_000, skew="program")
+                run(rehearsal(part, seed), seed, max_steps=200_000, skew=skew_of(part))
     except (SimulationError, AssertionError) as error:
         return seed if fits else -1, f"{type(error).__name__}: {error}"
     return -1, "not found"
@@ -136,7 +142,7 @@ def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
 def passes_unchanged(part: str, seed: int) -> None:
     """A rehearsal passes with copies of the kernels in which nothing was changed."""
     with planted(""):
-        run(rehearsal(part, seed), seed, max_steps=200_000, skew="program")
+        run(rehearsal(part, seed), seed, max_steps=200_000, skew=skew_of(part))
 
 
 if __name__ == "__main__":

@@ -156,8 +156,8 @@ class ExpertParallel:
             async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes. Engine low_latency makes one launch
                 that sends now and one that receives in the hook, both in the current stream.
             options: of engine low_latency.
-            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, ``FLAT``, T <= M): no copy. They are good
-                until this object's next dispatch with ``in_place=True``; using them later raises.
+            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, twolevel; ``FLAT``, T <= M): no copy. They
+                are good until this object's next dispatch with ``in_place=True``; using them later raises.
             after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
 
         Raises:
@@ -255,9 +255,9 @@ class ExpertParallel:
             reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
             bias: ``[T, H]``, or two of them, added last.
             out: ``[T, H]`` to write into; not differentiable.
-            in_place: peers read the rows where they lie in symmetric memory (nvlink, ``FLAT``, T <= M): no copy, if ``x`` is the
-                ``recv.x`` of the last dispatch in place or from ``empty_for_combine``; else ``x`` is first copied over it. Not
-                differentiable.
+            in_place: rows go to their sums without rings (nvlink and twolevel, ``FLAT``, T <= M). Takes symmetric memory: for the
+                rows that come back, or (twolevel) for ``x``: no copy then, if it is the ``recv.x`` of the last dispatch in place or
+                from ``empty_for_combine``; else ``x`` is first copied over it. Not differentiable.
             options: of engine low_latency.
 
         Returns:
@@ -303,8 +303,8 @@ class ExpertParallel:
     ) -> Tensor:
         """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where combine moves them best.
 
-        ``in_place``: in the symmetric memory that a combine in place reads. Collective, as it may have to grow; earlier results in
-        place and earlier such rows end as with a dispatch in place.
+        ``in_place``: for a combine in place. Any memory will do for engine nvlink. Engine twolevel has it symmetric: collective, as
+        it may have to grow; earlier results in place and earlier such rows end as with a dispatch in place.
         """
         known = checks.check_handle(handle, self._calls.number)
         if in_place:

@@ -98,7 +98,7 @@ def check_pulled(
     _check_view(engine, handle.spec, handle.num_tokens, config)
     if reduce_weights is not None:
         raise NotSupported(
-            "engine 'nvlink' reduces no weights in place: use in_place=False, or combine without reduce_weights"
+            f"engine {engine!r} reduces no weights in place: use in_place=False, or combine without reduce_weights"
         )
     if handle.num_rows > config.padded_rows:
         raise ValueError(
@@ -110,11 +110,13 @@ def check_pulled(
 
 def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> None:
     """Whether rows of a call fit into a view of symmetric memory."""
-    if engine != "nvlink":
-        raise NotSupported(f"engine {engine!r} has no symmetric memory for in_place=True; the nvlink engine does")
+    if engine not in ("nvlink", "twolevel"):
+        raise NotSupported(
+            f"engine {engine!r} has no symmetric memory for in_place=True; engines 'nvlink' and 'twolevel' do"
+        )
     if spec.layout is not Layout.FLAT:
         raise NotSupported(
-            f"engine 'nvlink' has only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
+            f"engine {engine!r} has only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
         )
     if num_tokens > config.max_tokens_per_rank:
         raise ValueError(

@@ -278,7 +278,7 @@ def _line(section: str, probe: Probe, link_gbs: float | None, error: str, times:
         error=error, sms=probe.sms, rings=probe.rings, bar_us=probe.bar_us,
         floor_us=None if link_gbs is None else floor_us(probe.least, link_gbs),
         wire_bytes=sum(each.busiest for each in probe.traffic) / len(probe.traffic),
-        symmetric_bytes=None if probe.symmetric_bytes is None else probe.symmetric_bytes(),
+        symmetric_bytes=probe.symmetric_bytes,
     )  # fmt: skip
     return line if times is None else replace(line, wall_us=times.wall, device_us=times.device)
 

@@ -34,8 +34,8 @@ class Probe:
             take as long with any rows.
         check: compares a result with the truth about that input.
         traffic: what crosses the wire, per input; least: the least that the job could do with.
-        ours: whether it is a call of the library; kind: which, a key of :data:`KINDS`.
-        sms, symmetric_bytes, rings: of the library's object: SMs asked for, symmetric memory, bytes of rings.
+        ep: the object whose call it is, None of a collective; kind: which call, a key of :data:`KINDS`.
+        sms, rings: of that object: SMs asked for, bytes of rings.
         bar_us: what it should at most take.
     """
 
@@ -47,12 +47,20 @@ class Probe:
     traffic: list[Traffic]
     least: list[Traffic]
     prepare: Callable[[int], Any] | None = None
-    ours: bool = False
+    ep: ty.ExpertParallel | None = None
     kind: str = ""
     sms: int | None = None
-    symmetric_bytes: Callable[[], int] | None = None
     rings: int | None = None
     bar_us: float | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self.ep is not None
+
+    @property
+    def symmetric_bytes(self) -> int | None:
+        """Of the object by now, if it has symmetric memory."""
+        return self.ep.buffer_bytes if self.ep is not None and self.ep.engine in IN_PLACE_ENGINES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,8 @@ KINDS = {
     VIEW: Kind("dispatch BF16, in place", in_place=True, bar_us=465),
     "view8": Kind("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
 }
+IN_PLACE = (VIEW, "view8", PULL)
+IN_PLACE_ENGINES = ("nvlink", "twolevel")
 COMBINE_NAME, COMBINE_BAR_US = "combine BF16", 490.0
 PULL_NAME, PULL_BAR_US = "combine BF16, in place", 475.0
 NEW_ROUTING_BAR_US = 45.0
@@ -108,8 +118,7 @@ class Library:
 
     def probes(self, kinds: Sequence[str], *, bars: bool = False) -> list[Probe]:
         """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`PULL`), those that the engine can do. Collective."""
-        in_place = {PULL, *(name for name, kind in KINDS.items() if kind.in_place)}
-        able = [kind for kind in kinds if kind not in in_place or self._ep.engine == "nvlink"]
+        able = [kind for kind in kinds if kind not in IN_PLACE or self._ep.engine in IN_PLACE_ENGINES]
         make = {BACK: self._combine, PULL: self._pull}
         probes = [make[kind]() if kind in make else self._dispatch(kind) for kind in able]
         judged = bars and dist.get_world_size() == BARS_RANKS
@@ -164,7 +173,7 @@ class Library:
             return shown[number].copy_(self._rows[number])
 
         probe = self._back(PULL, PULL_NAME, run, PULL_BAR_US)
-        return replace(probe, prepare=prepare, symmetric_bytes=lambda: ep.buffer_bytes)
+        return replace(probe, prepare=prepare, ep=ep)
 
     def _back(self, kind: str, name: str, run: Callable[[int], Any], bar: float) -> Probe:
         def check(y: Tensor, truth: Truth) -> None:
@@ -184,10 +193,9 @@ class Library:
         traffic: list[Traffic],
         bar: float | None,
     ) -> Probe:
-        symmetric = (lambda: self._ep.buffer_bytes) if self._ep.engine == "nvlink" else None
         return Probe(
-            job=job, name=name, phase=phase, run=run, check=check, traffic=traffic, least=traffic, ours=True, kind=kind,
-            sms=self._sms, symmetric_bytes=symmetric, rings=self._rings, bar_us=bar,
+            job=job, name=name, phase=phase, run=run, check=check, traffic=traffic, least=traffic, ep=self._ep, kind=kind,
+            sms=self._sms, rings=self._rings, bar_us=bar,
         )  # fmt: skip
 
 

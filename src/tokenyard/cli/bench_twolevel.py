@@ -6,8 +6,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job
-from tokenyard.cli.bench_nvlink_cases import BACK, PLAIN, Library, Probe, collectives
+from tokenyard.cli.bench_nvlink_cases import BACK, IN_PLACE, PLAIN, PULL, VIEW, Library, Probe, collectives
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.bench_twolevel_cases import NVSHMEM, Counted, GridTruth, rows_across
 from tokenyard.cli.timing import Series, Stats, peak_extra_bytes, summarise, time_interleaved
@@ -29,9 +29,9 @@ from tokenyard.topology import Topology
 BAR_GBS, BAR_SMS, BAR_GRID = 100.0, 24, "2x2"
 """Bytes of rows that every rank should put to other nodes, 1e9 a second, with so many multiprocessors on such a grid."""
 
-ALL_KINDS = (PLAIN, "fp8", "fused", BACK)
+ALL_KINDS = (PLAIN, "fp8", "fused", BACK, VIEW, PULL)
 BOTH_WAYS = (PLAIN, BACK)
-NCCL, FIRST, REST = "NCCL", "first calls", "what was still to come"
+NCCL, FIRST, FIRST_IN_PLACE, REST = "NCCL", "first calls", "first calls in place", "what was still to come"
 HEAD_START_US = 2000.0
 """Longer than the host takes to launch the calls of a round."""
 
@@ -83,7 +83,8 @@ class Crossing:
         rows, put_bytes: per rank, rows and all bytes put to other nodes by one call, mean over the inputs, as the engine counted.
         planned: rows of which the picks say so; row_bytes: payload and scales of one.
         nvshmem: whether it lies between nodes.
-        symmetric_bytes: of the object before these calls, and after; of the rank with most.
+        symmetric_bytes: of the object when it was made, and after these calls (with its view, if they are in place); of the rank
+            with most.
         other_bytes: most bytes of tensors during a call besides its result and those before it, of the worst rank.
     """
 
@@ -129,6 +130,8 @@ class _Run:
     lines: list[Crossing] = field(default_factory=list[Crossing])
     start: float = field(default_factory=time.monotonic)
     batches: dict[int, list[Batch]] = field(default_factory=dict[int, list[Batch]])
+    held: dict[ty.ExpertParallel, int] = field(default_factory=dict[ty.ExpertParallel, int])
+    """Symmetric memory of objects when they were made."""
 
     def inputs(self, tokens: int) -> list[Batch]:
         """Collective, the first time."""
@@ -149,6 +152,7 @@ class _Run:
                 engine=self.engine, num_sms=sms, buffer_bytes=rings, device=self.device, topology=suite.topology,
             )  # fmt: skip
             found.append(ep)
+            self.held[ep] = ep.buffer_bytes
 
         line = Crossing(engine=self.engine, what="making an object", tokens=tokens, num_sms=sms, rings=rings)
         line.error = failure(make, line.what, 0, self.device)
@@ -159,6 +163,7 @@ class _Run:
         finally:
             for ep in found:
                 ep.close()
+                self.held.pop(ep, None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -167,37 +172,61 @@ class _Run:
         nccl: bool = False,
     ) -> None:  # fmt: skip
         """Check everything, time what was right, interleaved, and check it again. Collective."""
-        job, batches, grid = self.suite.job(tokens), self.inputs(tokens), self.suite.grid
+        job, batches = self.suite.job(tokens), self.inputs(tokens)
+        fresh, in_place = ([kind for kind in kinds if (kind in IN_PLACE) == asked] for asked in (False, True))
         line = partial(Crossing, engine=self.engine, tokens=tokens, num_sms=sms, rings=rings)
-        held, probes = ep.buffer_bytes, list[Probe]()
-        if error := failure(lambda: probes.extend(Library(ep, job, batches).probes(kinds)), FIRST, 0, self.device):
-            self._say(line(what=FIRST, error=error))
-            return
-        counted = [Counted(ep, probe, batches, grid) for probe in probes]
-        if nccl:
-            counted += [Counted(None, probe, batches, grid) for probe in collectives(job, batches, gathers=False)]
+        with ExitStack() as stack:
+            probes = self._first(line(what=FIRST), lambda: Library(ep, job, batches).probes(fresh))
+            if in_place:
+                probes += self._first_in_place(stack, line(what=FIRST_IN_PLACE), in_place)
+            if nccl:
+                probes += collectives(job, batches, gathers=False)
+            if probes:
+                self._check_and_time(probes, batches, line)
+
+    def _first(self, line: Crossing, make: Callable[[], list[Probe]]) -> list[Probe]:
+        """What ``make`` returns, which makes first calls; nothing, and the line that says why, if they fail. Collective."""
+        probes = list[Probe]()
+        line.error = failure(lambda: probes.extend(make()), line.what, 0, self.device)
+        if not line.error:
+            return probes
+        self._say(line)
+        return []
+
+    def _first_in_place(self, stack: ExitStack, line: Crossing, kinds: Sequence[str]) -> list[Probe]:
+        """Of objects of their own for so many tokens, as a view is for the most: one for dispatch, one for combine. Collective."""
+        there = stack.enter_context(self.made(line.num_sms, line.tokens))
+        back = None if there is None else stack.enter_context(self.made(line.num_sms, line.tokens))
+        if there is None or back is None:
+            return []
+        job, batches = self.suite.job(line.tokens), self.inputs(line.tokens)
+        return self._first(line, lambda: Library(there, job, batches, again=lambda: back).probes(kinds))
+
+    def _check_and_time(self, probes: Sequence[Probe], batches: Sequence[Batch], line: partial[Crossing]) -> None:
+        """``line`` makes that of a call. Collective."""
+        counted = [Counted(probe, batches, self.suite.grid) for probe in probes]
         errors = self._check(counted, batches, [""] * len(counted))
         right = [each for each, error in zip(counted, errors, strict=True) if not error]
-        others = [self._other_bytes(each) if rings else None for each in right]
+        others = [self._other_bytes(each) if line.keywords["rings"] else None for each in right]
         measured = iter(zip(self._time(right), others, strict=True))
         found = [None if error else next(measured) for error in errors]
         errors = self._check(counted, batches, errors)
         for each, error, known in zip(counted, errors, found, strict=True):
             new = line(what=each.probe.name, error=error, planned=each.planned, row_bytes=each.row_bytes)
-            if each.probe.ours:
-                self._fill(new, each, ep, held)
-            else:
+            if each.probe.ep is None:
                 new.engine, new.num_sms = NCCL, None
+            else:
+                self._fill(new, each, each.probe.ep)
             if known is not None and not new.error:
                 series, new.other_bytes = known
                 new.times, new.wall = self._per_call(series.device or series.wall), self._per_call(series.wall)
             self._say(new)
 
-    def _fill(self, line: Crossing, counted: Counted, ep: ty.ExpertParallel, held: int) -> None:
+    def _fill(self, line: Crossing, counted: Counted, ep: ty.ExpertParallel) -> None:
         """What is known of calls of the library only. Collective."""
         totals = [on_ranks(sum(counts), self.device) for counts in (counted.rows, counted.put_bytes)]
         line.rows, line.put_bytes = ([total / counted.num_inputs for total in each] for each in totals)
-        before, after = (max(on_ranks(size, self.device)) for size in (held, ep.buffer_bytes))
+        before, after = (max(on_ranks(size, self.device)) for size in (self.held[ep], ep.buffer_bytes))
         line.nvshmem, line.symmetric_bytes = NVSHMEM in ep.why, [before, after]
         if line.rings and before != after and not line.error:
             line.error = f"memory grew from {before} to {after} bytes"

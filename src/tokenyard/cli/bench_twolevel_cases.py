@@ -64,15 +64,15 @@ class GridTruth(Truth):
 
 
 class Counted:
-    """A probe of ``ep`` (None: of a collective, which counts nothing) with what its calls must put to other nodes.
+    """A probe with what its calls must put to other nodes. Those of a collective count nothing.
 
     Attributes:
         tree: ranks per node in its sums. row_bytes: payload and scales of a row.
         rows, put_bytes: that this rank has put to other nodes, per input, as the engine has counted.
     """
 
-    def __init__(self, ep: ty.ExpertParallel | None, probe: Probe, batches: Sequence[Batch], grid: Topology) -> None:
-        self._ep, self.probe = ep, probe
+    def __init__(self, probe: Probe, batches: Sequence[Batch], grid: Topology) -> None:
+        self.probe, ep = probe, probe.ep
         back, per_node = probe.phase == COMBINE, ep is not None and ep.engine != "nvlink"
         plans = [rows_across(batch.topk_idx, probe.job.experts, grid, per_node=per_node) for batch in batches]
         self._plans = [Traffic(plan.received, plan.sent) if back else plan for plan in plans]
@@ -95,18 +95,21 @@ class Counted:
         Raises:
             AssertionError: a bit of the result is wrong, or a row too many or too few has crossed.
         """
-        if self._ep is None:
+        if self.probe.prepare is not None:
+            self.probe.prepare(number)
+        ep = self.probe.ep
+        if ep is None:
             self.probe.check(self.probe.run(number), truth)
             return
-        before = _across(self._ep)
+        before = _across(ep)
         result = self.probe.run(number)
-        after = _across(self._ep)
+        after = _across(ep)
         self.rows[number], self.put_bytes[number] = (
             after.rows_sent - before.rows_sent,
             after.bytes_sent - before.bytes_sent,
         )
         self.probe.check(result, truth)
-        plan, rank = self._plans[number], self._ep.rank
+        plan, rank = self._plans[number], ep.rank
         put, got = self.rows[number], after.rows_received - before.rows_received
         assert (put, got) == (plan.sent[rank], plan.received[rank]), (
             f"rank {rank} has put {put} rows to other nodes and got {got}, but by the plan it is {plan.sent[rank]} and "

@@ -105,10 +105,13 @@ class Engine(Protocol):
 
 
 class InPlace(Protocol):
-    """What engine ``nvlink`` has besides; its ``combine`` also takes ``in_place``."""
+    """What engines ``nvlink`` and ``twolevel`` have besides; their ``combine`` also takes ``in_place``."""
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` that peers can read; earlier ones end. Collective where memory must grow."""
+        """Uninitialised ``[num_rows, hidden]`` for a combine in place.
+
+        Where peers read there (``twolevel``), earlier ones end, and it is collective.
+        """
         ...
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Form, Ground, stages_for
+from tokenyard.engines.rings import Cut, Form, Ground, Shape, staged, stages_for
 from tokenyard.handle import Spec
 from tokenyard.kernels.combine import combine_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.direct import direct_kernel, unpack_kernel  # pyright: ignore[reportUnknownVariableType]
@@ -16,7 +16,7 @@ from tokenyard.kernels.dispatch import dispatch_kernel  # pyright: ignore[report
 from tokenyard.kernels.greet import greet_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.plan import plan_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.pull import pull_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.push import push_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
@@ -24,8 +24,8 @@ from tokenyard.types import Layout, Quantize
 MOST_COMPARED, MOST_PICKS, MOST_PLACED = 16384, 256, 64
 """Pairs of picks of a token, and picks, that a program of the plan compares at once; picks if it compares all with each other."""
 
-MOST_PULLED = 16
-"""Tokens that a program of a combine out of views sums at once, however short their rows are."""
+MOST_GATHERED = 16
+"""Tokens that a program of a combine in place sums at once, however short their rows are."""
 
 MOST_BATCHES = 4
 """Steps of a reducer between two returns of credits."""
@@ -49,7 +49,7 @@ class Launches:
     """Makes launches and keeps them. ``memory.bind`` may wait for the device, so a kind of call is slow the first time."""
 
     def __init__(self, config: Config, ground: Ground) -> None:
-        self._config, self._ground, self._shape = config, ground, ground.shape
+        self._config, self._ground, self._shape = config, ground, cast("Shape", ground.shape)
         self._kept: dict[tuple[Any, ...], Launch] = {}
 
     def plan(self, spec: Spec, words: int, *, weighted: bool, wide: bool) -> Launch:
@@ -105,7 +105,7 @@ class Launches:
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         grid = config.world_size * self._shape.channels + 1
         token = config.world_size * dtype.itemsize + sum(kind.itemsize for kind in bias)  # per channel
-        per_sm = -(-grid // self._shape.writers)
+        shared = self._ground.shared_bytes // -(-grid // self._shape.writers)
         return self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
             combine_kernel, grid, reduce.num_warps, reduce.max_registers,
@@ -113,7 +113,7 @@ class Launches:
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
                 "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "REDUCE": picks > 0, "BIAS0": kinds[0],
                 "BIAS1": kinds[1], "BATCHES": max(1, min(MOST_BATCHES, (slots + 1 - chunk) // tiles["B"])),
-                "STAGES": 1 if placed else stages_for(reduce.stages, tiles["B"] * tiles["BLOCK"] * token, per_sm),
+                "STAGES": 1 if placed else stages_for(reduce.stages, tiles["B"] * tiles["BLOCK"] * token, shared),
             } | tiles,
         )  # fmt: skip
 
@@ -131,17 +131,29 @@ class Launches:
             },
         )  # fmt: skip
 
-    def pull(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
-        """Sums of rows in views."""
-        cut, config = self._shape.pull, self._config
-        block = min(power_of_two_at_least(form.hidden), cut.block)
-        rows = cut.rows_of(block, MOST_PULLED)
+    @property
+    def chunks(self) -> int:
+        """Chunks of the most rows that one rank can send back to another."""
+        return -(-self._config.max_tokens_per_rank // self._shape.push.chunk)
+
+    def push(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
+        """Rows straight to their owners, and their sums."""
+        push, gather, shape, config = self._shape.push, self._shape.gather, self._shape, self._config
+        whole = power_of_two_at_least(form.hidden)
+        block = min(whole, gather.block)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        token = config.world_size * dtype.itemsize + sum(kind.itemsize for kind in bias)  # per channel
+        grid = shape.pushers + shape.gatherers
+        shared = self._ground.shared_bytes // -(-grid // shape.writers)
+        rows, stages = staged(gather, gather.rows_of(block, MOST_GATHERED), block * token, shared)
         return self._bound(
-            ("pull", form, dtype, bias), pull_kernel, self._shape.writers, cut.num_warps, cut.max_registers,
+            ("push", form, dtype, bias), push_kernel, grid, gather.num_warps, gather.max_registers,
             lambda: {
-                "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
-                "H": form.hidden, "B": rows, "BLOCK": block, "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1],
+                "R": config.world_size, "C": shape.channels, "RP": self._ground.rank_bins, "P": shape.pushers, "Q": shape.gatherers,
+                "H": form.hidden, "N": form.words, "BITS": form.bits, "CHUNK": push.chunk, "CHUNKS": self.chunks,
+                "TILE": min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
+                "B": rows, "BLOCK": block, "SPAN": whole if gather.stages > 1 else block,
+                "STAGES": stages, "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1],
             },
         )  # fmt: skip
 
@@ -151,8 +163,8 @@ class Launches:
         return self._bound(
             ("unpack", words, weighted, static), unpack_kernel, config.world_size * self._shape.channels, 4, None,
             lambda: {
-                "R": config.world_size, "C": self._shape.channels, "K": config.num_topk, "KP": top, "MW": words,
-                "B": max(1, MOST_PICKS // top), "WEIGHTED": weighted, "STATIC": static,
+                "R": config.world_size, "D": self.plan_constants()["D"], "C": self._shape.channels, "K": config.num_topk,
+                "KP": top, "MW": words, "B": max(1, MOST_PICKS // top), "WEIGHTED": weighted, "STATIC": static,
             },
         )  # fmt: skip
 

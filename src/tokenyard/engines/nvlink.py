@@ -18,7 +18,7 @@ from tokenyard.engines.arrival import num_result_rows
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Ground, Shape, address, aligned, as_aligned, form_of, sums_for
+from tokenyard.engines.rings import Cuts, Ground, address, aligned, as_aligned, form_of, sums_for
 from tokenyard.engines.tables import Counted, Counts, Tables
 from tokenyard.engines.views import View
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
@@ -48,7 +48,7 @@ class NvlinkEngine:
     _parts: Any = (Ground, Launches, Watch)  # what makes it this engine
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Shape, buffer_bytes: int, blame: Blame
+        self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Cuts, buffer_bytes: int, blame: Blame
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         make_ground, make_launches, make_watch = self._parts
@@ -168,8 +168,7 @@ class NvlinkEngine:
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner (``docs/semantics.md``, Combine)."""
         with span("tokenyard.combine"), self._memory.tensors():
-            width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            payload = Payload(rows, None)
+            payload, width = Payload(rows, None), 0 if reduce_weights is None else reduce_weights.shape[1]
             kind = self._kind(
                 COMBINE, payload, spec, None, marked=width > 0, scaled=weights is not None, in_place=in_place
             )
@@ -179,7 +178,7 @@ class NvlinkEngine:
             bias = tuple(as_aligned(term) for term in bias)
             reduced = rows.new_empty((tokens, width), dtype=torch.float32) if width else None
             if in_place:
-                total = self._view.read(rows, plan, kind, tag, bias, out)
+                total = self._sum_in_place(rows, plan, kind, tag, bias, out)
             else:
                 total = sums_for(rows, tokens, out)
                 placed = kind.experts and not raw
@@ -201,10 +200,14 @@ class NvlinkEngine:
             self._record("combine", splits, kind, back=True)
             return total, reduced
 
+    def _sum_in_place(self, *given: Any) -> Tensor:
+        """A combine in place: see :meth:`View.push`."""
+        return self._view.push(*given)
+
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place. Collective where that has to grow."""
+        """Uninitialised ``[num_rows, hidden]`` for a combine in place: any memory will do."""
         with self._memory.tensors():
-            return self._view.rows(num_rows, hidden, dtype)
+            return torch.empty(num_rows, hidden, dtype=dtype, device=self._memory.device)
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.

@@ -18,8 +18,8 @@ from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
 DEFAULT_BUFFER_BYTES = 128 << 20
 LINE, LONG_ROW = 128, 4096
 """Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 % larger at most."""
-SHARED_BYTES = 200 << 10
-"""Shared memory of a multiprocessor for rows on their way: 227 KiB there are, some of them are for sums and scans."""
+SHARED_BYTES, KEPT_BYTES = 200 << 10, 28 << 10
+"""Shared memory of a multiprocessor (of an H200, 228 KiB) for rows on their way, and what is kept for sums and scans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,39 @@ class Cut:
         return 1 << (rows.bit_length() - 1)
 
 
-def stages_for(stages: int, round_bytes: int, programs_per_sm: int = 1) -> int:
-    """Of ``stages``, as many as ``programs_per_sm`` programs on a multiprocessor have shared memory for; one less is kept there.
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of a multiprocessor for rows on their way."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    get: Any = torch.cuda.get_device_properties  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return int(get(device).shared_memory_per_multiprocessor) - KEPT_BYTES
+
+
+def stages_for(stages: int, round_bytes: int, shared: int) -> int:
+    """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
 
     Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have room for one such round each.
     """
-    return max(1, min(stages, 1 + SHARED_BYTES // programs_per_sm // round_bytes))
+    return max(1, min(stages, 1 + shared // round_bytes))
+
+
+def staged(cut: Cut, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
+    """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared memory: nor do registers hold them.
+
+    ``row_bytes``: of a row in a round, with all that is added to it.
+    """
+    while rows > 1 and cut.stages > 1 and stages_for(cut.stages, rows * row_bytes, shared) == 1:
+        rows //= 2
+    return rows, stages_for(cut.stages, rows * row_bytes, shared)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How work is cut into programs: channels (one number, as plans know it), and each role's own cut.
+class Cuts:
+    """What engines with rings share of how work is cut into programs: channels (one number, as plans know it), and roles' cuts.
 
     Attributes:
-        pull: of a combine out of views.
-        writers: programs of a direct dispatch and of a combine out of views, one on each multiprocessor that calls may use.
+        send, reduce: of combine.
+        direct: of a dispatch in place.
     """
 
     channels: int
@@ -73,8 +91,24 @@ class Shape:
     send: Cut
     reduce: Cut
     direct: Cut
-    pull: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Shape(Cuts):
+    """How work of engine nvlink is cut into programs.
+
+    Attributes:
+        push: of those who push rows of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin.
+        gather: of those who sum them. With ``stages`` whole rows are a piece of work, else ``block`` channels.
+        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
+        pushers, gatherers: programs of a combine in place.
+    """
+
+    push: Cut
+    gather: Cut
     writers: int
+    pushers: int
+    gatherers: int
 
 
 def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
@@ -89,8 +123,11 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
             send=Cut(rows=1, block=8192, chunk=4),
             reduce=Cut(rows=4, block=1024, max_registers=128, stages=3),
             direct=Cut(rows=1, block=4096),
-            pull=Cut(rows=4, block=1024, num_warps=16, max_registers=128),
+            push=Cut(rows=2, block=4096, chunk=4),
+            gather=Cut(rows=4, block=1024, max_registers=128, stages=3),
             writers=num_sms,
+            pushers=num_sms,
+            gatherers=num_sms,
         )
     return Shape(
         channels=channels,
@@ -98,8 +135,11 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
         send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
         reduce=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
         direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
-        pull=Cut(rows=16, block=1024, num_warps=32, max_registers=64),
+        push=Cut(rows=4, block=4096, chunk=16, num_warps=16),
+        gather=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
         writers=num_sms,
+        pushers=num_sms // 2,
+        gatherers=num_sms - num_sms // 2,
     )
 
 
@@ -157,11 +197,11 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 class Ground:
     """What an object keeps on the device between calls. Making one is collective."""
 
-    def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int) -> None:
+    def __init__(self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, shape.channels
-        self.memory, self.shape = memory, shape
+        self.memory, self.shape, self.shared_bytes = memory, shape, shared_bytes(memory.device)
         self.header_words = head.COUNTS + config.most_local_experts
         self._lay_out(ranks, channels, buffer_bytes)
         self.region = memory.allocate(self.num_bytes)

@@ -63,11 +63,21 @@ class TwolevelEngine(NvlinkEngine):
         padded = self.config.max_tokens_per_rank
         return (self._plan_words(num_tokens) + self._table_words(padded),), torch.int32, self.config.padded_rows
 
+    def _sum_in_place(self, *given: Any) -> Tensor:
+        """A combine in place: see :meth:`View.read`."""
+        return self._view.read(*given)
+
+    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place. Collective where that has to grow."""
+        with self._memory.tensors():
+            return self._view.rows(num_rows, hidden, dtype)
+
     # The plan
 
     def _plan_words(self, num_tokens: Any) -> Any:
-        grid = self._ground.grid
-        return region.plan_words(grid.world_size + grid.num_nodes, self._ground.shape.channels, num_tokens, self._local)
+        grid, channels = self._ground.grid, self._ground.shape.channels
+        landings = two_region.landing_words(grid.world_size, grid.num_nodes, channels)
+        return region.plan_words(grid.world_size + grid.num_nodes, channels, num_tokens, self._local) + landings
 
     def _table_words(self, rows: int) -> int:
         """int32 words of the forwarders' table with ``rows`` rows per node."""
@@ -78,8 +88,8 @@ class TwolevelEngine(NvlinkEngine):
 
     def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
         self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
-        exact = kind.spec.exact
-        self._launches.table_rows = self._most_tokens if exact else self.config.max_tokens_per_rank
+        known = kind.spec.exact and not kind.fingerprint.in_place  # in place no rank has more than the most
+        self._launches.table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, kind, room)
 
     def _learn(self, kind: Kind) -> Counts:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Form, Ground, Shape
+from tokenyard.engines.rings import Cut, Cuts, Form, Ground
 from tokenyard.errors import NotSupported
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
@@ -19,10 +19,11 @@ LEAST_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning(Shape):
-    """How work is cut: besides :class:`Shape`, what only this engine has. Equal on all ranks.
+class Tuning(Cuts):
+    """How work of engine twolevel is cut into programs. Equal on all ranks.
 
     Attributes:
+        pull: of a combine in place.
         workers: programs of a channel, which share its tasks (``kernels/two_turns.py``): one per role and peer, and the
             greeting. With as many workers as tasks each has a program of its own; with one, each program does
             everything for its channel.
@@ -32,6 +33,7 @@ class Tuning(Shape):
         net_share: part of all rings' memory that is for network rings and the staging beside them.
     """
 
+    pull: Cut
     workers: int
     forward: Cut
     net_chunk: int
@@ -48,7 +50,7 @@ def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
 
 
 def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS) -> Tuning:
-    """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps; of 32 in combine if these are not all there are.
+    """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps.
 
     Args:
         channels: at most.
@@ -61,15 +63,14 @@ def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = M
     tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 1
     channels = min(channels, num_sms)
     dispatch = Cut(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
-    warps, registers = (16, 128) if all_sms else (32, 64)  # of combine
+    few = Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
     return Tuning(
         channels=channels,
         dispatch=dispatch,
-        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=warps),
-        reduce=Cut(rows=8, block=1024, num_warps=warps, max_registers=registers),
+        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
+        reduce=Cut(rows=8, block=1024, num_warps=16, max_registers=128) if all_sms else few,
         direct=dispatch,
-        pull=dispatch,
-        writers=channels,
+        pull=few,
         workers=max(1, min(tasks, num_sms // channels)),
         forward=Cut(rows=4, block=4096, num_warps=16),
         net_chunk=16,
@@ -133,8 +134,8 @@ class TwoGround(Ground):
         Raises:
             ValueError: it has room for less than two.
         """
-        if self.grid.num_nodes == 1:
-            return NetRing(2, 1)
+        if self.grid.num_nodes == 1:  # there is none
+            return NetRing(4 * self.tuning.net_chunk, self.tuning.net_chunk)
         slots = self.net_ring_bytes // form.slot_bytes
         if slots < 2:
             rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels

@@ -8,16 +8,24 @@ import torch
 
 from tokenyard.config import Config
 from tokenyard.engines.launches import Launch, Launches, combine_tiles
-from tokenyard.engines.rings import Form
+from tokenyard.engines.rings import Form, staged
 from tokenyard.engines.twolevel_ground import TwoGround
 from tokenyard.handle import Spec
 from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.two_combine import two_combine_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.two_direct import two_direct_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.two_dispatch import two_dispatch_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.two_letters import two_greet_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.two_pull import two_pull_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Quantize
+
+
+def _without(known: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Constants without those of rings inside nodes, and others that a kernel does not take."""
+    return {name: value for name, value in known.items() if name not in ("RINGS", "RING", "Q", *names)}
+
 
 MOST_FORWARDED = 64
 """Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of 128."""
@@ -78,6 +86,10 @@ class TwoLaunches(Launches):
         net = ground.net_ring(form)
         chunk = send.chunk_of(ground.slots(form))
         tiles = combine_tiles(form.hidden, send, reduce, chunk, min(chunk, net.most_rows), placed=placed)
+        stages = 1
+        if not placed:
+            token = self._token_bytes(dtype, bias)
+            tiles["B"], stages = staged(reduce, tiles["B"], tiles["BLOCK"] * token, ground.shared_bytes)
         kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
         launch = self._bound(
             ("combine", form, dtype, width, picks, bias, placed, weighted),
@@ -85,10 +97,49 @@ class TwoLaunches(Launches):
             lambda: ground.constants(form) | {
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
                 "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "TURN": ground.tuning.turn,
+                "STAGES": stages,
                 "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1], "WORKERS": ground.tuning.workers,
             } | tiles,
         )  # fmt: skip
         return lambda *args: launch(*args, self._config.num_experts)
+
+    def direct(self, form: Form, mode: Quantize | None, dtype: torch.dtype) -> Launch:
+        ground, cut, net = self._ground, self._ground.tuning.direct, self._ground.net_ring(form)
+        block = min(power_of_two_at_least(form.words), cut.block)
+        most = max(1, MOST_FORWARDED // power_of_two_at_least(ground.grid.ranks_per_node))
+        launch = self._bound(
+            ("direct", form, mode, dtype), two_direct_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
+            lambda: _without(ground.constants(form)) | {
+                "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "H": form.hidden, "N": form.words,
+                "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "BLOCK": block,
+                "B": 1 if mode is not None else cut.rows_of(block, net.chunk), "FB": cut.rows_of(block, min(net.chunk, most)),
+                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
+                "WORKERS": ground.tuning.workers,
+            },
+        )  # fmt: skip
+        return lambda *args: launch(*args, self._config.num_experts)
+
+    def pull(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
+        """Sums of rows in views."""
+        ground, cut, net = self._ground, self._ground.tuning.pull, self._ground.net_ring(form)
+        block = min(power_of_two_at_least(form.hidden), cut.block)
+        most = cut.rows_of(block, min(net.chunk, net.most_rows))
+        rows, stages = staged(cut, most, block * self._token_bytes(dtype, bias), ground.shared_bytes)
+        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+        launch = self._bound(
+            ("pull", form, dtype, bias), two_pull_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
+            lambda: _without(ground.constants(form), "PAY") | {
+                "H": form.hidden, "B": rows, "BLOCK": block, "TURN": ground.tuning.turn,
+                "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1], "WORKERS": ground.tuning.workers,
+                "STAGES": stages,
+            },
+        )  # fmt: skip
+        return lambda *args: launch(*args, self._config.num_experts)
+
+    def _token_bytes(self, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> int:
+        """Bytes that a reducer loads for a channel of a token, at most."""
+        grid = self._ground.grid
+        return (grid.ranks_per_node + grid.num_nodes) * dtype.itemsize + sum(kind.itemsize for kind in bias)
 
     def greet(self) -> Launch:
         return self._bound(("greet",), two_greet_kernel, 1, 4, None, self._ground.constants)

@@ -1,8 +1,8 @@
-"""Rows that stay in symmetric memory: one view per object, which peers write to (dispatch) or read from (combine)."""
+"""Rows in symmetric memory, outside of rings: a view that peers write to (dispatch) or read from, and a landing (combine)."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Form, Ground, address, sums_for
+from tokenyard.engines.rings import Form, Ground, address, as_aligned, sums_for
 from tokenyard.engines.watch import Watch
 from tokenyard.handle import Arrived, Plan
-from tokenyard.memory.base import Region
+from tokenyard.kernels import region
+from tokenyard.memory.base import Region, SymmetricMemory
 from tokenyard.rows import Payload, padded
 
 _PART = 256
@@ -36,24 +37,50 @@ def parts_of(form: Form, num_rows: int) -> Parts:
     return Parts(*at[1:])
 
 
+class Growing:
+    """Symmetric memory that is made when it is needed, and made anew when more is."""
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self._memory = memory
+        self._regions: list[Region] = []
+
+    @property
+    def region(self) -> Region | None:
+        return self._regions[-1] if self._regions else None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.local.numel() for each in self._regions)
+
+    def holds(self, num_bytes: int) -> bool:
+        return bool(self._regions) and self._regions[-1].local.numel() >= num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """Collective."""
+        self._regions.append(self._memory.allocate(num_bytes))  # a CUDA graph may still write to a smaller one
+
+    def forget(self) -> None:
+        self._regions = []
+
+
 class View:
-    """The view of one object. Tensors over it raise once it is written to again."""
+    """The view of one object. Tensors over it raise once it is written to again. Beside it, the landing of rows that come back."""
 
     def __init__(self, config: Config, ground: Ground, launches: Launches, watch: Watch) -> None:
         self._config, self._ground, self._launches, self._watch = config, ground, launches, watch
         self._memory = ground.memory
-        self._region: Region | None = None
-        self._regions: list[Region] = []
+        self._view, self._landing = Growing(self._memory), Growing(self._memory)
         self._given: list[torch.UntypedStorage] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(region.local.numel() for region in self._regions)
+        return self._view.num_bytes + self._landing.num_bytes
 
     def close(self, why: str) -> None:
         """End the life of all tensors given, and let go of the memory."""
         self.expire(why)
-        self._region, self._regions = None, []
+        self._view.forget()
+        self._landing.forget()
 
     def write(
         self,
@@ -69,7 +96,7 @@ class View:
         ground, print_, form = self._ground, kind.fingerprint, kind.form
         parts = parts_of(form, self._config.padded_rows)
         self.expire(f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also in_place")
-        view = self._room(parts.end, tag)
+        view = self._room(self._view, parts.end, tag)
         launch = self._launches.direct(form, kind.mode, kind.dtype)
         static = not kind.spec.exact
         unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
@@ -91,7 +118,7 @@ class View:
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` for :meth:`read`. Collective; ends the life of earlier results."""
         self.expire("this view of symmetric memory ended with empty_for_combine(in_place=True)")
-        self._room(self._row_bytes(hidden, dtype))
+        self._room(self._view, self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
@@ -102,8 +129,8 @@ class View:
         Rows that lie elsewhere than in the view are copied there first, which ends the life of earlier results.
         """
         ground, print_ = self._ground, kind.fingerprint
-        view = self._room(self._row_bytes(rows.shape[1], rows.dtype), tag)
-        launch = self._launches.pull(kind.form, rows.dtype, tuple(term.dtype for term in bias))
+        view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
+        launch = cast("Any", self._launches).pull(kind.form, rows.dtype, tuple(term.dtype for term in bias))
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, None if out is None or self._covers(out) else out)  # not where peers still read
         elsewhere = rows.numel() > 0 and (rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous())
@@ -124,25 +151,48 @@ class View:
             )
         return total
 
+    def push(
+        self, rows: Tensor, plan: Plan, kind: Kind, tag: int, bias: tuple[Tensor, ...], out: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T, H]``, in ``out`` where that can be.
+
+        ``bias``: up to two more terms. ``out`` may overlap rows and terms.
+        """
+        config, ground, tokens = self._config, self._ground, plan.first_pick.shape[0]
+        most = (config.world_size - 1) * config.max_tokens_per_rank * rows.shape[1] * rows.itemsize
+        rows_at: int = cast("Any", region).landing_rows_at(config.world_size, self._launches.chunks)
+        launch = self._launches.push(kind.form, rows.dtype, tuple(term.dtype for term in bias))
+        landing = self._room(self._landing, rows_at + padded(most), tag)
+        rows = as_aligned(rows)
+        total = sums_for(
+            rows, tokens, None if out is None or any(_overlap(out, each) for each in (rows, *bias)) else out
+        )
+        self._memory.gate()
+        launch(
+            ground.peers, ground.state_at, plan.route.data_ptr(), landing.addresses.data_ptr(), rows.data_ptr(),
+            *(address(term) for term in bias), *(0,) * (2 - len(bias)), total.data_ptr(), tag, tokens,
+        )  # fmt: skip
+        self._memory.settle()
+        return total if out is None or total is out else out.copy_(total)
+
     def _covers(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in the view."""
-        return (
-            self._region is not None
-            and 0 <= tensor.data_ptr() - self._region.local.data_ptr() < self._region.local.numel()
-        )
+        view = self._view.region
+        return view is not None and 0 <= tensor.data_ptr() - view.local.data_ptr() < view.local.numel()
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a view of rows alone."""
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
 
-    def _room(self, num_bytes: int, tag: int | None = None) -> Region:
-        """Memory for a view; collective when it has to grow. ``tag``: of the call that it is for, if it is for one."""
-        if self._region is None or self._region.local.numel() < num_bytes:
+    def _room(self, part: Growing, num_bytes: int, tag: int | None = None) -> Region:
+        """Memory of a ``part``; collective when it has to grow. ``tag``: of the call that it is for, if it is for one."""
+        if not part.holds(num_bytes):
             if tag is not None:
                 self._meet(tag)
-            self._region = self._memory.allocate(num_bytes)
-            self._regions.append(self._region)  # a CUDA graph may still write to a smaller one
-        return self._region
+            part.grow(num_bytes)
+        found = part.region
+        assert found is not None
+        return found
 
     def _meet(self, tag: int) -> None:
         """Greet, and wait for it on the host: who refuses this call or makes another greets, but does not come to allocate."""
@@ -171,11 +221,21 @@ class View:
         return Payload(x, self._over(parts.scales, (num_rows, words), kind.scale_dtype) if words else None)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        region = self._region
-        assert region is not None
-        device = region.local.device
+        view = self._view.region
+        assert view is not None
+        device = view.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-        storage: torch.UntypedStorage = make(region.local.data_ptr() + at, device, num_bytes)
+        storage: torch.UntypedStorage = make(view.local.data_ptr() + at, device, num_bytes)
         self._given.append(storage)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))  # pyright: ignore
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
+    spans = [
+        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        for tensor in (one, other)
+    ]
+    (a, last_a), (b, last_b) = spans
+    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize

@@ -35,6 +35,7 @@ _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_ROWS.value: ("its rows", "tails[{peer}, {counter}]"),
     sync.ON_ROOM.value: ("room for rows", "heads[{peer}, {counter}]"),
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
+    sync.ON_LANDING.value: ("its rows", "landed[{peer}, {counter}]"),
 }
 
 

@@ -31,33 +31,69 @@ from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for
 
 
 @triton.jit
-def _load_words(src, t, here, w, N: tl.constexpr, BITS: tl.constexpr):
-    """Words ``w [BLOCK]`` of tokens ``t [B]``."""
+def _load_words(src, row, here, w, FROM: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+    """Words ``w [BLOCK]`` of each ``row [B]``, stride FROM."""
     mask = here[:, None] & (w < N)[None, :]
-    return tl.load(as_words(src, BITS) + t.to(tl.int64)[:, None] * N + w[None, :], mask=mask, cache_modifier=".cg")
+    return tl.load(as_words(src, BITS) + row.to(tl.int64)[:, None] * FROM + w[None, :], mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
-def _store_words(v, rows, w, parts, N: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
-    """Words ``w [BLOCK]`` of each token to its ``rows [B, RP]`` (-1: none) of what begins at ``parts [RP]`` in the ranks' views."""
+def _store_words(v, rows, w, parts, first, N: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
+    """Words ``w [BLOCK]`` of each token to its ``rows [B, RP]`` (-1: none) of what begins at ``parts [RP]`` in the ranks' views.
+
+    Rank ``first`` comes first: if all began with the same, all would store to it at once, and its links be too narrow.
+    """
     r = tl.arange(0, RP)
-    for d in tl.static_range(R):
+    for i in tl.static_range(R):
+        d = (first + i) % R
         row = tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1)
         to = as_words(tl.sum(tl.where(r == d, parts, 0)), BITS) + row.to(tl.int64)[:, None] * N + w[None, :]
         tl.store(to, v, mask=(row >= 0)[:, None] & (w < N)[None, :], cache_modifier=".cs")
 
 
 @triton.jit
-def _store_cast(values, scale, rows, bases, scales_at, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+def _store_cast(values, scale, rows, bases, scales_at, first, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
                 MODE: tl.constexpr, GP: tl.constexpr):  # fmt: skip
     """The same for one token that was cast, with its scales."""
     r = tl.arange(0, RP)
-    for d in tl.static_range(R):
+    for i in tl.static_range(R):
+        d = (first + i) % R
         row = tl.sum(tl.where((r == d)[None, :], rows, 0)).to(tl.int64)
         if row >= 0:
             base = tl.sum(tl.where(r == d, bases, 0))
             to = tl.multiple_of(base.to(tl.pointer_type(tl.float8e4nv)), 16) + row * H
             store_cast(values, scale, to, base + scales_at + row * (S * 4), H, GP, MODE, S)
+
+
+@triton.jit
+def write_rows(
+    x, scales, meta, row, here, rows, parts, scales_at, meta_at, first,
+    FROM: tl.constexpr, SCALE: tl.constexpr, META: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
+    S: tl.constexpr, MW: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    GP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Each ``row [B]`` of ``x``, ``scales`` and ``meta`` (strides FROM, SCALE, META words) to its ``rows [B, RP]`` of the views at ``parts [RP]``.
+
+    All of it is read once. With MODE rows are cast on the way, one at a time.
+    """
+    SP: tl.constexpr = triton.next_power_of_2(S if S > 0 else 1)
+    MP: tl.constexpr = triton.next_power_of_2(MW if MW > 0 else 1)
+    if MW:
+        m = _load_words(meta, row, here, tl.arange(0, MP), META, MW, 32)
+    if MODE:
+        floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + tl.max(row).to(tl.int64) * H
+        values, scale = cast_values(floats, H, GP, MODE)
+        _store_cast(values, scale, rows, parts, scales_at, first, H, S, R, RP, MODE, GP)
+    else:
+        if S:
+            s = _load_words(scales, row, here, tl.arange(0, SP), SCALE, S, 32)
+        for k0 in range(0, N, BLOCK):
+            w = k0 + tl.arange(0, BLOCK)
+            _store_words(_load_words(x, row, here, w, FROM, N, BITS), rows, w, parts, first, N, BITS, R, RP)
+        if S:
+            _store_words(s, rows, tl.arange(0, SP), parts + scales_at, first, S, 32, R, RP)
+    if MW:
+        _store_words(m, rows, tl.arange(0, MP), parts + meta_at, first, MW, 32, R, RP)
 
 
 @triton.jit(repr=shown_as("nvlink::dispatch_direct"))
@@ -80,30 +116,16 @@ def direct_kernel(
         parts = tl.load(words(views) + r, mask=r < R, other=0)
         bases = tl.load(words(peers) + r, mask=r < R, other=0)
         if greeted(peers, state, tag, R, C, RP):
-            SP: tl.constexpr = triton.next_power_of_2(S if S > 0 else 1)
-            MP: tl.constexpr = triton.next_power_of_2(MW if MW > 0 else 1)
             for t0 in range(pid * B, T, P * B):
                 t = t0 + tl.arange(0, B)
                 here = t < T
                 table = place_of(plan, t, T, R, C)[:, None] + r[None, :]
                 places = tl.load(table, mask=here[:, None] & (r < R)[None, :], other=-1)
                 rows = tl.where(places >= 0, places + firsts[None, :], -1)
-                if MW:
-                    m = _load_words(meta, t, here, tl.arange(0, MP), MW, 32)
-                if MODE:
-                    floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + (t0 + 0).to(tl.int64) * H
-                    values, scale = cast_values(floats, H, GP, MODE)
-                    _store_cast(values, scale, rows, parts, scales_at, H, S, R, RP, MODE, GP)
-                else:
-                    if S:
-                        s = _load_words(scales, t, here, tl.arange(0, SP), S, 32)
-                    for k0 in range(0, N, BLOCK):
-                        w = k0 + tl.arange(0, BLOCK)
-                        _store_words(_load_words(x, t, here, w, N, BITS), rows, w, parts, N, BITS, R, RP)
-                    if S:
-                        _store_words(s, rows, tl.arange(0, SP), parts + scales_at, S, 32, R, RP)
-                if MW:
-                    _store_words(m, rows, tl.arange(0, MP), parts + meta_at, MW, 32, R, RP)
+                write_rows(
+                    x, scales, meta, t, here, rows, parts, scales_at, meta_at, me + 1 + pid,
+                    N, S, MW, H, N, BITS, S, MW, R, RP, BLOCK, MODE, GP, DTYPE,
+                )  # fmt: skip
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:
             wait_for_all(done_of(mine, r, R, C), (calls + 1) * P + (r * 0), r < R, state, ON_END, r, MORE=False)
@@ -114,35 +136,22 @@ def direct_kernel(
 @triton.jit(repr=shown_as("nvlink::unpack"))
 def unpack_kernel(
     state, plan, meta, topk_idx, weights, source, slots, gather, E,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MW: tl.constexpr, B: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MW: tl.constexpr, B: tl.constexpr,
     WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``R * C``: ids, weights and sources of the rows of one (source, channel), out of this rank's view. No waits."""
+    """Grid ``R * C``: ids, weights and sources of the rows of one (source, channel), out of this rank's view. No waits.
+
+    D: destinations that plans know, which are more than ranks if these form nodes.
+    """
     pid, E = tl.program_id(0), E.to(tl.int32)
     if not given_up(state):
         s, c = pid // C, pid % C
         me = tl.load(words(state) + RANK).to(tl.int32)
         first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-        a0 = tl.load(first_in(plan, s, R, C))
-        hi = tl.load(in_bound(plan, s, c + 1, R, C))
-        for i0 in range(tl.load(in_bound(plan, s, c, R, C)), hi, B):
+        a0 = tl.load(first_in(plan, s, D, C))
+        hi = tl.load(in_bound(plan, s, c + 1, D, C))
+        for i0 in range(tl.load(in_bound(plan, s, c, D, C)), hi, B):
             i = i0 + tl.arange(0, B)
             unpack_flat(
-                meta,
-                a0 + i,
-                a0 + i,
-                i < hi,
-                s,
-                first,
-                end,
-                topk_idx,
-                weights,
-                source,
-                slots,
-                gather,
-                K,
-                KP,
-                MW,
-                WEIGHTED,
-                STATIC,
-            )
+                meta, a0 + i, a0 + i, i < hi, s, first, end, topk_idx, weights, source, slots, gather, K, KP, MW, WEIGHTED, STATIC
+            )  # fmt: skip

@@ -29,10 +29,10 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    TICKETS, arrival_of, block_of, bounds_of, first_expert, first_in, first_out, header_of, in_bound, matrix_of, order_of,
+    TICKETS, arrival_of, block_of, bounds_of, first_back, first_expert, first_in, first_out, header_of, in_bound, matrix_of, order_of,
     out_bound, owner_of, peer_base, place_of, start_of,
 )  # fmt: skip
-from tokenyard.kernels.two_letters import open_letters, post_letters, to_letter
+from tokenyard.kernels.two_letters import note_landings, open_letters, post_letters, to_letter
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, STATUS, add_release, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words,
 )  # fmt: skip
@@ -242,6 +242,8 @@ def _complete(
     tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     earlier = tl.where((s < me)[:, None], table, 0)
     tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    before = tl.where((d < me)[None, :] & (d[None, :] != s[:, None]), table, 0)
+    tl.store(first_back(plan, s, D, C), tl.sum(before, axis=1).to(tl.int32), mask=known)
     counts = tl.sum(pairs, axis=0)
     tl.store(tokens_per_expert.to(tl.pointer_type(tl.int32)) + e, counts, mask=here)
     if EXPERTS:
@@ -358,3 +360,5 @@ def plan_kernel(
                         mine, me, half, plan, tokens_per_expert, offsets, ranges, overflow, T, E, M, num_rows, alignment,
                         R, D, C, CP, RP, LP, W, EXPERTS, PADDED,
                     )  # fmt: skip
+                    if P < R:
+                        note_landings(mine, me, half, plan, T, E, R, D, C, CP, RP, P, W, FAR)

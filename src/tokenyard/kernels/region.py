@@ -7,13 +7,18 @@ R ranks, C channels, W words of a header, L local experts, T tokens. The symmetr
     heads    [R, C]  written by the destination: rows of mine that it has taken out of its ring (me, channel), in total
     hellos   [R]     written by the peer: data calls it has entered
     arrivals [R]     written by the peer: its channels that have sent me their counts, in total
-    dones    [R]     written by the peer: its programs that have written or read all their rows of a call in place, in total
+    dones    [R]     written by the peer: its programs that have written all their rows of a dispatch in place, in total
     tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
     matrix   [2, R, R + 2]   written by the peer: how many rows it sends to each rank, for how many it has room, and its tag
     bounds   [2, R, C]   written by the peer: rows to me in its channels before this one
     headers  [2, R, W]   written by the peer: its header for me
 
 and then, from byte ``RINGS`` on, one ring of ``RING`` bytes per (source, channel).
+
+The landing, a region of its own for combines in place, has room for rows that come back:
+
+    landed   [R, CHUNKS]  written by the source: the last data call in which it has put this chunk of its rows here
+    rows                  from byte :func:`landing_rows_at` on, by source, then by place among my rows to it; none from myself
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import triton.language as tl
 from tokenyard.kernels.sync import STATE_WORDS
 
 EPOCH, TICKETS, DIRECT_CALLS = (tl.constexpr(word) for word in range(4, 7))
+LEFT = tl.constexpr(8)
 _STATE = tl.constexpr(STATE_WORDS)
 
 
@@ -44,7 +50,13 @@ def plan_words(ranks: int, channels: int, tokens: int, local_experts: int) -> in
 
 
 def _head_words(ranks: int, channels: int) -> int:
-    return -(-(2 * ranks * (channels + 1) + 2 * ranks + 1) // 32) * 32
+    return -(-(2 * ranks * (channels + 1) + 3 * ranks + 1) // 32) * 32
+
+
+@triton.constexpr_function
+def landing_rows_at(ranks: int, chunks: int) -> int:
+    """Bytes of a landing before its rows, a multiple of 256."""
+    return -(-ranks * chunks // 32) * 256
 
 
 @triton.jit
@@ -79,7 +91,7 @@ def arrival_of(base, peer, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def done_of(base, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: its programs that have written or read all their rows of a call in place, in total."""
+    """Written by ``peer``: its programs that have written all their rows of a dispatch in place, in total."""
     return base.to(tl.pointer_type(tl.int64)) + 2 * R * C + 2 * R + peer
 
 
@@ -106,6 +118,12 @@ def header_of(base, half, peer, R: tl.constexpr, C: tl.constexpr, W: tl.constexp
     """Written by ``peer``: its header for me. ``[W]``."""
     start = 2 * R * C + 5 * R + 2 * R * (R + 2 + C)
     return base.to(tl.pointer_type(tl.int64)) + start + (half * R + peer) * W
+
+
+@triton.jit
+def landed_of(base, source, chunk, CHUNKS: tl.constexpr):
+    """Written by ``source``: the last data call in which it has put this chunk here. ``base`` is my landing."""
+    return base.to(tl.pointer_type(tl.int64)) + source * CHUNKS + chunk
 
 
 @triton.jit
@@ -169,9 +187,15 @@ def go_of(plan, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def first_back(plan, rank, R: tl.constexpr, C: tl.constexpr):
+    """The row of ``rank``'s landing where rows from me begin. ``[R]``."""
+    return plan.to(tl.pointer_type(tl.int32)) + 2 * R * (C + 1) + 2 * R + 1 + rank
+
+
+@triton.jit
 def _head(R: tl.constexpr, C: tl.constexpr):
     """int32 words before a plan's tables of tokens."""
-    return ((2 * R * (C + 1) + 2 * R + 1 + 31) // 32) * 32
+    return ((2 * R * (C + 1) + 3 * R + 1 + 31) // 32) * 32
 
 
 @triton.jit

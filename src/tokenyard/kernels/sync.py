@@ -30,6 +30,7 @@ TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
 ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase) for phase in range(6))
+ON_LANDING = tl.constexpr(16)  # those between are engine twolevel's
 
 RELAYED_NS = tl.constexpr(500_000_000)
 """How much longer than others those wait who wait for one that waits itself; less than ``engines/blame.py`` waits for reports."""
@@ -61,6 +62,13 @@ def add_release(counter, count, mask):
     """
     tl.debug_barrier()
     tl.atomic_add(counter, count, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def raise_release(counter, value):
+    """The same, but raise the counter to ``value``."""
+    tl.debug_barrier()
+    tl.atomic_max(counter, value, sem="release", scope="sys")
 
 
 @triton.jit
@@ -152,17 +160,17 @@ def look_at_all(counters, mask):
 
 
 @triton.jit
-def give_up_on_one(state, phase, numbers, wants, seen, mask):
-    """Give up on the last of those counters that have not got there; on the last of all if they have by now."""
+def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr = 1):
+    """Give up on the last of those counters that have not got there; on the last of all if they have by now. EACH: counters of a peer."""
     i, short = tl.arange(0, seen.shape[0]), last_lacking(seen, wants, mask)
-    peer = tl.where(short < 0, tl.max(tl.where(mask, i, -1)), short)
-    number, want = tl.sum(tl.where(i == peer, numbers, 0)), tl.sum(tl.where(i == peer, wants, 0))
-    give_up(state, TIMED_OUT, phase, peer, number, want, tl.sum(tl.where(i == peer, seen, 0)))
+    one = i == tl.where(short < 0, tl.max(tl.where(mask, i, -1)), short)
+    number, want = tl.sum(tl.where(one, numbers, 0)), tl.sum(tl.where(one, wants, 0))
+    give_up(state, TIMED_OUT, phase, tl.sum(tl.where(one, i // EACH, 0)), number, want, tl.sum(tl.where(one, seen, 0)))
 
 
 @triton.jit
-def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True):
-    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i``; see :func:`lacking`.
+def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True, EACH: tl.constexpr = 1):
+    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see :func:`lacking`.
 
     MORE: tells how far they are beyond ``wants``, for one look more.
     """
@@ -179,7 +187,7 @@ def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexp
         else:  # also if it has come since: others have been told to stop
             seen = look_at_all(counters, mask)
             if is_late(state):  # for the one that lacked then, not one that had long been there
-                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == short)
+                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == short, EACH)
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen

@@ -37,7 +37,7 @@ from tokenyard.kernels.two_region import (
     ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, rest_at,
     table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import node_sum, node_weights
+from tokenyard.kernels.two_sums import add_nodes, node_sum, node_weights
 from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
 
 
@@ -47,7 +47,7 @@ def _combine_turn(
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
     H: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
     NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
     FAR: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Sums of my node for owner (``node``, my local index), channel ``c``, into its network ring, up to the end of a chunk.
@@ -96,7 +96,7 @@ def _combine_turn(
             if ok:
                 own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)
                 slot = (i + b) % NQ
-                for k0 in range(0, H, BLOCK):
+                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
                     w = k0 + tl.arange(0, BLOCK)
                     v = node_sum(
                         x, slots, row_weights, mine, at, own, node, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
@@ -168,7 +168,7 @@ def _send_turn(
 
 
 @triton.jit
-def _return_credits(
+def return_network_credits(
     state, mine, home, local, c, owed, last, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
     W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +190,7 @@ def _reduce_turn(
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
     J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
     PAY: tl.constexpr, Q: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, TURN: tl.constexpr,
-    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
+    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
     WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of TURN of this channel's tokens, B tokens at a time: my node's here, other nodes' as they come."""
@@ -242,34 +242,16 @@ def _reduce_turn(
                 at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
                 at = tl.where(at >= 0, at - low_near[None, :], -1)
                 own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
-                for k0 in range(0, H, BLOCK):
+                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
                     w = k0 + tl.arange(0, BLOCK)
                     v_home = node_sum(
                         x, slots, row_weights, mine, at, own, home, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
                         PLACED, WEIGHTED,
                     )  # fmt: skip
-                    if G > 1:
-                        v_home = v_home.to(DTYPE).to(tl.float32)
-                    total = tl.zeros((B, BLOCK), tl.float32)
-                    for g in tl.static_range(G):
-                        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
-                        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-                        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING
-                        rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-                        rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                        got = (place >= 0) & (home != g)
-                        v = tl.load(
-                            rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg"
-                        )
-                        total = total + tl.where(home == g, v_home, v.to(tl.float32))
-                    to_row = t.to(tl.int64)[:, None] * H + w[None, :]
-                    mask = here[:, None] & (w < H)[None, :]
-                    if BIAS0 is not None:
-                        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + to_row, mask=mask, other=0.0).to(tl.float32)
-                    if BIAS1 is not None:
-                        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + to_row, mask=mask, other=0.0).to(tl.float32)
-                    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-                    tl.store(to + to_row, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+                    add_nodes(
+                        v_home, places, lows, t, here, mine, home, c, w, bias0, bias1, out,
+                        R, P, C, RP, H, SLOT, NETS, NRING, NQ, B, BLOCK, DTYPE, BIAS0, BIAS1,
+                    )  # fmt: skip
                 if REDUCE:
                     k = tl.arange(0, triton.next_power_of_2(K))
                     weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
@@ -291,7 +273,7 @@ def _reduce_turn(
             add_release(heads, taken - before, (awaited if MAPPED else near) & (taken > before))
             if not MAPPED:
                 owed += tl.where(far, taken - before, 0)
-                owed = _return_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
+                owed = return_network_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
                 tl.store(owed_at, owed, mask=far)
             tl.store(done, i.to(tl.int64))
             tl.store(taken_at, taken, mask=awaited)
@@ -308,10 +290,10 @@ def two_combine_kernel(
     J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
     PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr,
     NQ: tl.constexpr, NCHUNK: tl.constexpr, CREDIT: tl.constexpr, SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, TURN: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+    BLOCK: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
     BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``combine_kernel``. Combiners and reducers have B rows of BLOCK channels in flight."""
+    """See the module, and ``combine_kernel``. Combiners and reducers have B rows of BLOCK channels in flight, in each of STAGES rounds."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     T, E = T.to(tl.int32), E.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
@@ -334,13 +316,13 @@ def two_combine_kernel(
                 if task < 1:
                     rows = _reduce_turn(
                         peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
-                        R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, DTYPE,
+                        R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, STAGES, DTYPE,
                         PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, FAR, MAPPED,
                     )  # fmt: skip
                 elif task < G:
                     rows = _combine_turn(
                         peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + task) % G, c, task, done, step,
-                        R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, DTYPE, PLACED,
+                        R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, STAGES, DTYPE, PLACED,
                         WEIGHTED, REDUCE, FAR, MAPPED,
                     )  # fmt: skip
                 elif task < R:

@@ -136,7 +136,7 @@ def _receive_turn(
 
 
 @triton.jit
-def _far_turn(
+def far_turn(
     peers, state, plan, x, scales, meta, T, me, node, c, task, done, step,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
     S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr,
@@ -229,7 +229,7 @@ def two_dispatch_kernel(
                 done = done_in(state, task, c, R, G, C)
                 rows, relayed = worker * 0, worker * 0
                 if task < G - 1:
-                    rows = _far_turn(
+                    rows = far_turn(
                         peers, state, plan, x, scales, meta, T, me, (home + 1 + task) % G, c, task, done, step,
                         R, D, P, C, H, N, BITS, S, MW, SLOT, PAY, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, MODE, GP, DTYPE, FAR, MAPPED,
                     )  # fmt: skip

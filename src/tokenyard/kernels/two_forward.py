@@ -25,13 +25,29 @@ from tokenyard.kernels.two_turns import ON_TIME, owe, reports
 
 
 @triton.jit
-def _hits(ring, slot, here, home, E, R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def hits_of(ring, slot, here, home, E, R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
           SLOT: tl.constexpr, META: tl.constexpr):  # fmt: skip
     """Which local ranks ``[B, PP]`` the rows in ``slot [B]`` go to, from the ids that ride along."""
     k, q = tl.arange(0, KP), tl.arange(0, PP)
     ids = (ring + META + 4 + slot.to(tl.int64) * SLOT).to(tl.pointer_type(tl.int32))[:, None] + k[None, :]
     owner = owner_of(tl.load(ids, mask=here[:, None] & (k < K)[None, :], other=-1), E, R) - home * P
     return tl.max((owner[:, :, None] == q[None, None, :]).to(tl.int32), axis=1)
+
+
+@triton.jit
+def return_credits(
+    peers, state, mine, me, home, source, node, c, task, i0, i1, last,
+    R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """To the network sender ``source``, for rows ``i0`` .. ``i1 - 1``, as far as they are due: CREDIT at a time, all behind the ``last``."""
+    owed = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
+    if owed > 0:
+        head = net_head(home, c, R // P, C, FAR)
+        if MAPPED:
+            owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, R // P, C)
+        else:
+            account = net_bytes(state, node, R, R // P, C)
+            credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))
 
 
 @triton.jit
@@ -83,7 +99,7 @@ def forward_turn(
                 rows = table + (lo + i).to(tl.int64)[:, None] * P + q[None, :]
                 inside = here[:, None] & near[None, :] & (lo + i < cap)[:, None]
                 if FRESH:
-                    hit = tl.where(inside, _hits(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, META), 0)
+                    hit = tl.where(inside, hits_of(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, META), 0)
                     earlier = (b[None, :] < b[:, None])[:, :, None]  # Triton 3.6 crashes on a scan of so few rows
                     at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
                 else:
@@ -136,14 +152,7 @@ def forward_turn(
                 i1 = i0 + moved
                 tl.store(done, i1.to(tl.int64))
                 tl.store(put_at, counts.to(tl.int64), mask=near)
-                owed = tl.where(left == 0, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
-                if owed > 0:
-                    head = net_head(home, c, G, C, FAR)
-                    if MAPPED:
-                        owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, G, C)
-                    else:
-                        account = net_bytes(state, node, R, G, C)
-                        credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))
+                return_credits(peers, state, mine, me, home, source, node, c, task, i0, i1, left == 0, R, P, C, W, CREDIT, FAR, MAPPED)
                 if left == 0:
                     tl.store(sent_at, sent + counts, mask=beside)
                     tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)

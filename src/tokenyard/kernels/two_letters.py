@@ -1,7 +1,8 @@
 # pyright: basic
 """What a plan and a greeting send to other nodes: letters and tags, one put to each rank. Inside a node peers store (``plan``, ``greet``).
 
-A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one, the same to d's node, rows to d's node.
+A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one, the same to d's node, rows to d's node; if d has
+s's local index, it forwards rows of s: then also rows to each rank of its node in channels before each one.
 
 Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d, as many as C programs of a near plan do; a tag
 comes with 1 onto ``hellos[s]``. Program 0 has waited for them (acquire) and copies letters to where near ranks write theirs. The greeting
@@ -20,13 +21,13 @@ from tokenyard import header as head
 from tokenyard.kernels.greet import count_call, greeted, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
+    EPOCH, arrival_of, bounds_of, first_expert, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up, lacking, look_at_all, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
-from tokenyard.kernels.two_region import letter_at, net_bytes, tag_at
+from tokenyard.kernels.two_region import landing_of, letter_at, letter_words, net_bytes, other, short_letter_words, tag_at
 from tokenyard.kernels.two_turns import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
@@ -60,8 +61,15 @@ def post_letters(
             tl.store(bounds + c, (tl.cumsum(to_rank, 0) - to_rank).to(tl.int64), mask=c < C)
             tl.store(bounds + C + c, (tl.cumsum(to_node, 0) - to_node).to(tl.int64), mask=c < C)
             tl.store(bounds + 2 * C, tl.sum(to_node).to(tl.int64))
+            SHORT: tl.constexpr = short_letter_words(R, C, W)
+            LONG: tl.constexpr = letter_words(R, P, C, W)
+            rail = to % P == me % P
+            for beside in range(0, tl.where(rail, P, 0)):
+                q = beside + 0
+                rows = tl.load(hist + c * HIST + to // P * P + q, mask=c < C, other=0)
+                tl.store(words(mine + here) + SHORT + q * C + c, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
+            num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
             there = letter_at(0, half, me, R, P, C, W, FAR)
-            num_bytes = letter_at(0, 0, 1 + (half * 0), R, P, C, W, FAR) - letter_at(0, 0, half * 0, R, P, C, W, FAR)
             counter = arrival_of(mine, me, R, C).to(tl.int64) - mine
             account = net_bytes(state, to // P, R, R // P, C)
             put(peers, account, mine, to, there, here, num_bytes, counter, tl.full((), C, tl.int64), 1, NET)
@@ -89,6 +97,29 @@ def open_letters(
                 total = tl.load(letter + W + R + 2 + 2 * C)
                 tl.store(in_bound(plan, R + s // P, C, D, C), total.to(tl.int32))
     tl.debug_barrier()
+
+
+@triton.jit
+def note_landings(
+    mine, me, half, plan, T, E, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Where rows that this rank forwards begin at the ranks of its node, from letters and the matrix."""
+    SHORT: tl.constexpr = short_letter_words(R, C, W)
+    PP: tl.constexpr = triton.next_power_of_2(P)
+    c, s, q = tl.arange(0, CP), tl.arange(0, RP), tl.arange(0, PP)
+    home, local = me // P, first_expert(me + 1, E, R) - first_expert(me, E, R)
+    both = (q < P)[:, None] & (c < C)[None, :]
+    for g in range(R // P):
+        node = g + 0
+        if node != home:
+            source = node * P + me % P
+            rows = matrix_of(mine, half, s, R, C)[:, None] + home * P + q[None, :]
+            earlier = tl.load(rows, mask=(s < source)[:, None] & (q < P)[None, :], other=0)
+            letter = words(mine + letter_at(0, half, source, R, P, C, W, FAR)) + SHORT
+            bounds = tl.load(letter + q[:, None] * C + c[None, :], mask=both, other=0)
+            at = landing_of(plan, T, local, other(node, home), q[:, None], c[None, :], D, P, C)
+            tl.store(at, (tl.sum(earlier, axis=0)[:, None] + bounds).to(tl.int32), mask=both)
 
 
 @triton.jit
@@ -148,21 +179,27 @@ def greet_turn(
         left -= 1
         tl.store(done, tl.full((), 1, tl.int64))
     elif i == 1:
-        r, me = tl.arange(0, RP), tl.load(words(state) + RANK).to(tl.int32)
-        mine, others = peer_base(peers, me), (r < R) & (r != me)
-        call = tl.load(words(state) + EPOCH)
-        want = call + 1 + (r * 0)
-        seen = look_at_all(hello_of(mine, r, R, C), others)
-        tl.debug_barrier()
-        if step != ON_TIME:
-            if reports(step, lacking(seen, want, others) > 0, False):
-                give_up_on_one(state, ON_GREETING, r, want, seen, others)
-        elif lacking(seen, want, others) == 0:
-            in_same_call(state, mine, call, tag, others, R, C, RP)
+        if all_are_here(peers, state, tag, tl.load(words(state) + EPOCH), step, R, C, RP):
             count_call(state)
             left -= 1
             tl.store(done, tl.full((), 2, tl.int64))
     return left
+
+
+@triton.jit
+def all_are_here(peers, state, tag, call, step, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """One look: whether all ranks have come to this ``call``. Gives up on one that is late, or in another."""
+    r, me = tl.arange(0, RP), tl.load(words(state) + RANK).to(tl.int32)
+    mine, others = peer_base(peers, me), (r < R) & (r != me)
+    want = call + 1 + (r * 0)
+    seen = look_at_all(hello_of(mine, r, R, C), others)
+    tl.debug_barrier()
+    here = (lacking(seen, want, others) == 0) & (step == ON_TIME)
+    if reports(step, lacking(seen, want, others) > 0, False):
+        give_up_on_one(state, ON_GREETING, r, want, seen, others)
+    elif here:
+        here = in_same_call(state, mine, call, tag, others, R, C, RP)
+    return here
 
 
 @triton.jit(repr=shown_as("twolevel::greet"))

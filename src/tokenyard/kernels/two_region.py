@@ -5,15 +5,17 @@ R ranks in G nodes of P, C channels, W words of a header, LW words of a letter. 
 
     net tails [G, C]  written by the node's rank of my local index: rows put into my network ring (node, channel), in total
     net heads [G, C]  written by the same: rows of mine taken out of its ring (my node, channel), in total
-    letters [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me, bounds to my node, rows to my node
+    letters [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me, bounds to my node, rows to my node;
+                        from ranks of my local index also bounds to each rank of my node
     outbox  [2, R, LW]  mine: letters to be put
     tag     [2]  mine: tags to be put
     rest    [2]  written by everybody, read by nobody: what a credit carries
 
 From byte NETS on: a network ring of NRING bytes per (other node, channel); from byte STAGE on: the source of its puts, likewise.
 
-A plan's tables know D = R + G destinations: node g stands at R + g. Behind them stands the forwarders' table ``[G - 1, cap, P]``: where each
-row of a network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at ``first_out(R)``.
+A plan's tables know D = R + G destinations: node g stands at R + g. Behind them stand the landings ``[G - 1, P, C]``: the arrival row at each
+rank of my node where those of the other node's rank of my local index begin, by channel; and the forwarders' table ``[G - 1, cap, P]``: where
+each row of a network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at ``first_out(R)``.
 """
 
 from __future__ import annotations
@@ -30,15 +32,26 @@ ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(phase) for
 
 
 @triton.constexpr_function
-def letter_words(ranks: int, channels: int, header_words: int) -> int:
-    """int64 words of a letter, even."""
+def short_letter_words(ranks: int, channels: int, header_words: int) -> int:
+    """int64 words of a letter to a rank of another local index, even."""
     return -(-(header_words + ranks + 2 + 2 * channels + 1) // 2) * 2
+
+
+@triton.constexpr_function
+def letter_words(ranks: int, ranks_per_node: int, channels: int, header_words: int) -> int:
+    """int64 words of a letter to a rank of the same local index, even."""
+    return short_letter_words(ranks, channels, header_words) + -(-ranks_per_node * channels // 2) * 2
 
 
 def far_words(ranks: int, nodes: int, channels: int, header_words: int) -> int:
     """int64 words from FAR on, a multiple of 32."""
-    words = 2 * nodes * channels + 4 * ranks * letter_words(ranks, channels, header_words) + 4
+    words = 2 * nodes * channels + 4 * ranks * letter_words(ranks, ranks // nodes, channels, header_words) + 4
     return -(-words // 32) * 32
+
+
+def landing_words(ranks: int, nodes: int, channels: int) -> int:
+    """int32 words of the landings in a plan."""
+    return (nodes - 1) * ranks // nodes * channels
 
 
 @triton.constexpr_function
@@ -84,14 +97,14 @@ def net_head(node, channel, G: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr)
 @triton.jit
 def letter_at(outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: the letter from ``peer``, or mine to it (``outbox``)."""
-    LW: tl.constexpr = letter_words(R, C, W)
+    LW: tl.constexpr = letter_words(R, P, C, W)
     return FAR + (2 * (R // P) * C + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
 
 
 @triton.jit
 def tag_at(half, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: my tag to be put."""
-    LW: tl.constexpr = letter_words(R, C, W)
+    LW: tl.constexpr = letter_words(R, P, C, W)
     return FAR + (2 * (R // P) * C + 4 * R * LW + half).to(tl.int64) * 8
 
 
@@ -151,12 +164,20 @@ def table_rows(plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def table_of(plan, tokens, local, cap, number, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
     """The forwarders' table of the other node of this ``number``, ``[cap, P]``. ``local``: experts of this rank."""
-    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
+    LANDINGS: tl.constexpr = (D // (P + 1) - 1) * P * C
+    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2) + LANDINGS
     return plan.to(tl.pointer_type(tl.int32)) + start + number * cap.to(tl.int64) * P
+
+
+@triton.jit
+def landing_of(plan, tokens, local, number, q, channel, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
+    """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the other node's rank of my local index."""
+    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
+    return plan.to(tl.pointer_type(tl.int32)) + start + (number * P + q) * C + channel
 
 
 @triton.jit
 def rest_at(R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
     """Byte of the region: what nobody reads."""
-    LW: tl.constexpr = letter_words(R, C, W)
+    LW: tl.constexpr = letter_words(R, P, C, W)
     return tl.full((), FAR + (2 * (R // P) * C + 4 * R * LW + 2) * 8, tl.int64)

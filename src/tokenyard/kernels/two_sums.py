@@ -1,7 +1,9 @@
 # pyright: basic
-"""Sums over the ranks of this node, as combiners and reducers make them: rows in inner rings, and this rank's own where they are.
+"""Sums as combiners and reducers make them: over the ranks of this node, whose rows are in inner rings (this rank's own where they are), or
+all in views; and over nodes, whose rows are in network rings.
 
-Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and gives credit behind these reads.
+Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and gives credit behind these reads; or all
+greetings, for views (``kernels/two_views.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import partial_rows
+from tokenyard.kernels.two_region import other
 
 
 @triton.jit
@@ -59,3 +62,54 @@ def node_weights(reduce, mine, at, own_row, node, me, c, K: tl.constexpr, P: tl.
         mask = (number >= 0)[:, None] & (k < K)[None, :]
         total += tl.load(row.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def view_sum(starts, at, w, H: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32, of rows ``at [B, PP]`` (-1: none) behind ``starts [PP]``."""
+    q = tl.arange(0, PP)
+    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
+    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
+    total = tl.zeros((B, BLOCK), tl.float32)
+    for p in tl.static_range(P):
+        number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
+        row = tl.sum(tl.where(q == p, starts, 0)) + number.to(tl.int64) * ROW
+        rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
+        mask = (number >= 0)[:, None] & (w < H)[None, :]
+        total = total + tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit
+def add_nodes(
+    v_home, places, lows, t, here, mine, home, c, w, bias0, bias1, out,
+    R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, NETS: tl.constexpr,
+    NRING: tl.constexpr, NQ: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr,
+    BIAS1: tl.constexpr,
+):  # fmt: skip
+    """Store channels ``w [BLOCK]`` of tokens ``t [B]``: this node's sums ``v_home`` and other nodes', in order of nodes, then biases.
+
+    ``places [B, RP]``: of these tokens among rows to each destination; those to node g begin at ``lows[R + g]`` in this channel.
+    """
+    G: tl.constexpr = R // P
+    r = tl.arange(0, RP)
+    if G > 1:
+        v_home = v_home.to(DTYPE).to(tl.float32)
+    total = tl.zeros((B, BLOCK), tl.float32)
+    for g in tl.static_range(G):
+        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
+        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
+        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING
+        rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
+        rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
+        got = (place >= 0) & (home != g)
+        v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
+        total = total + tl.where(home == g, v_home, v.to(tl.float32))
+    to_row = t.to(tl.int64)[:, None] * H + w[None, :]
+    mask = here[:, None] & (w < H)[None, :]
+    if BIAS0 is not None:
+        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + to_row, mask=mask, other=0.0).to(tl.float32)
+    if BIAS1 is not None:
+        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + to_row, mask=mask, other=0.0).to(tl.float32)
+    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
+    tl.store(to + to_row, total.to(DTYPE), mask=mask, cache_modifier=".cs")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.engines.rings import Form, Shape, form_of, meta_words, shape_for
+from tokenyard.engines.rings import Cuts, Form, form_of, meta_words, shape_for
 from tokenyard.engines.twolevel_ground import Tuning, most_channels, tuning_for
 from tokenyard.planner.workload import Workload
 from tokenyard.rows import Payload
@@ -100,7 +100,7 @@ def _network(ring: Ring, tuning: Tuning) -> Ring:
     )
 
 
-def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Shape) -> Ring:
+def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts) -> Ring:
     there, back = forms(workload)
     slots, back_slots = num_bytes // there.slot_bytes, num_bytes // back.slot_bytes
     if min(slots, back_slots) < 2:

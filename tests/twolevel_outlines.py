@@ -1,0 +1,327 @@
+"""Those of ``model_outlines.py`` that are of the two-level engine."""
+
+TWOLEVEL_OUTLINES = {
+    ("two_dispatch", "_send_turn"): """
+if left > 0
+  load_acquire(head_of(peer_base(peers, me), to, c, R, C))
+  else
+    if seen >= want
+      send_chunk(x)
+      owe(tail_of(there, me, c, R, C).to(tl.int64))
+      tl.store(done)
+      if left == 0
+        tl.store(sent_to(state, to, c, R, C))
+""",  # model_twolevel.send_near
+    ("two_dispatch", "_receive_turn"): """
+if left > 0
+  load_acquire(tail_of(mine, s, c, R, C))
+  else
+    if seen >= want
+      receive_chunk(plan)
+      owe(head.to(tl.int64))
+      tl.store(done)
+      if left == 0
+        tl.store(taken_from(state, s, c, R, C))
+""",  # model_rings.receive
+    ("two_dispatch", "far_turn"): """
+if left > 0
+  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  else
+    if seen >= want
+      for range(0, n, B)
+        pack_payload(x)
+      if MW or (S and (not MODE))
+        for range(0, n, TOGETHER)
+          pack_riders(scales)
+      if MAPPED
+        owe(peer_base(peers, to) + tail)
+      else
+        put(peers)
+      tl.store(done)
+      if left == 0
+        tl.store(net_sent_to(state, node, c, R, G, C))
+""",  # model_twolevel.send_far
+    ("two_forward", "forward_turn"): """
+if left > 0
+  load_acquire(words(mine + net_tail(node, c, C, FAR)))
+  else
+    if seen >= want
+      look_at_all(heads)
+      while (moved < n) & ok
+        if ok
+          if FRESH
+            tl.store(rows)
+          if AT_ONCE
+            place_riders(ring + PAY)
+          else
+            place_rows(ring)
+          for range(0, SLOT // 4 if P > 1 else 0, BLOCK)
+            if AT_ONCE
+              tl.store(to)
+            for tl.static_range(P)
+              tl.store(to)
+      if moved > 0
+        owe(tail_of(bases, source, c, R, C).to(tl.int64))
+        tl.store(done)
+        tl.store(put_at)
+        return_credits(peers)
+        if left == 0
+          tl.store(sent_at)
+          tl.store(net_taken_from(state, node, c, R, G, C))
+""",  # model_twolevel.forward
+    ("two_forward", "return_credits"): """
+if owed > 0
+  if MAPPED
+    owe(peer_base(peers, source) + head)
+  else
+    credit(account)
+""",  # model_twolevel.forward
+    ("two_combine", "_combine_turn"): """
+if left > 0
+  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  look_at_all(tail_of(mine, node * P + q, c, R, C))
+  while (i < end) & ok
+    if ok
+      for tl.range(0, H, BLOCK, num_stages=STAGES)
+        tl.store(to + w[None, :])
+      if REDUCE
+        tl.store(to)
+  if i > i0
+    owe(heads.to(tl.int64))
+    if MAPPED
+      owe(peer_base(peers, owner) + tail)
+    else
+      if i == end
+        put(peers)
+    tl.store(done)
+    tl.store(taken_at)
+    if left == 0
+      tl.store(bases_at)
+      tl.store(net_sent_to(state, node, c, R, G, C))
+""",  # model_twolevel.combine_far
+    ("two_combine", "_send_turn"): """
+if left > 0
+  load_acquire(head_of(peer_base(peers, me), s, c, R, C))
+  else
+    if seen >= want
+      send_sums_chunk(x)
+      owe(tail_of(there, as_me, c, R, C).to(tl.int64))
+      tl.store(done)
+      if left == 0
+        tl.store(sent_to(state, s, c, R, C))
+""",  # model_twolevel.send_near
+    ("two_combine", "_reduce_turn"): """
+if left > 0
+  look_at_all(words(tails))
+  while (i < end) & ok
+    if ok
+      for tl.range(0, H, BLOCK, num_stages=STAGES)
+        add_nodes(v_home)
+      if REDUCE
+        tl.store(to)
+  if i > i0
+    add_release(heads)
+    if not MAPPED
+      return_network_credits(state)
+      tl.store(owed_at)
+    tl.store(done)
+    tl.store(taken_at)
+    if left == 0
+      tl.store(near_at)
+      tl.store(far_at)
+""",  # model_twolevel.reduce_both
+    ("two_combine", "return_network_credits"): """
+for tl.static_range(R // P)
+  if (amount >= CREDIT) | last & (amount > 0)
+    credit(account)
+""",  # model_twolevel.reduce_both
+    ("two_sums", "add_nodes"): """
+tl.store(to + to_row)
+""",  # model_twolevel.reduce_both
+    ("two_turns", "publish"): """
+if tl.max(count) > 0
+  add_release(words(counter))
+  tl.store(at + 1)
+""",  # model_turns.Workers._published
+    ("two_letters", "greet_turn"): """
+if i == 0
+  say_hello_to_all(peers)
+  tl.store(done)
+else
+  if i == 1
+    if all_are_here(peers, state, tag, tl.load(words(state) + EPOCH), step, R, C, RP)
+      count_call(state)
+      tl.store(done)
+""",  # model_rings.greet
+    ("two_letters", "all_are_here"): """
+look_at_all(hello_of(mine, r, R, C))
+else
+  if here
+    in_same_call(state)
+""",  # model_rings.greet
+    ("two_letters", "say_hello_to_all"): """
+tl.store(tag_of(bases, half, me, R, C))
+add_release(hello_of(bases, me, R, C))
+tl.store(words(mine + here))
+for range(R)
+  if to // P != me // P
+    put(peers)
+""",  # model_rings.greet
+    ("two_dispatch", "two_dispatch_kernel"): """
+if pid >= 0
+  begin_tasks(state)
+  while (left > 0) & (step < OVER)
+    for range((TASKS + WORKERS - 1) // WORKERS)
+      if task < G - 1
+        far_turn(peers)
+      else
+        if task < 2 * (G - 1)
+          forward_turn(peers)
+        else
+          if task < 2 * (G - 1) + 1
+            _own_turn(state)
+          else
+            if task < 2 * (G - 1) + P
+              _send_turn(peers)
+            else
+              if task < TASKS - 1
+                _receive_turn(peers)
+              else
+                if (task < TASKS) & (c == 0)
+                  greet_turn(peers)
+      if place == LAST
+        publish(state)
+  publish(state)
+""",  # model_turns.Workers
+    ("two_combine", "two_combine_kernel"): """
+if pid >= 0
+  begin_tasks(state)
+  while (left > 0) & (step < OVER)
+    for range((TASKS + WORKERS - 1) // WORKERS)
+      if task < 1
+        _reduce_turn(peers)
+      else
+        if task < G
+          _combine_turn(peers)
+        else
+          if task < R
+            _send_turn(peers)
+          else
+            if (task < TASKS) & (c == 0)
+              greet_turn(peers)
+      if place == 0
+        publish(state)
+  publish(state)
+""",  # model_turns.Workers
+    ("two_direct", "_near_turn"): """
+if (left > 0) & ready
+  for range(0, n, B)
+    write_rows(x)
+  tl.store(done)
+""",  # no model: no ring, nobody waits for it
+    ("two_direct", "_place_turn"): """
+if left > 0
+  load_acquire(words(mine + net_tail(node, c, C, FAR)))
+  else
+    if (seen >= want) & ready
+      for range(0, n, B)
+        if MW
+          tl.store(entries)
+        write_rows(ring)
+      tl.store(done)
+      if MW
+        tl.store(moved_at)
+      return_credits(peers)
+      if left == 0
+        tl.store(net_taken_from(state, node, c, R, G, C))
+""",  # model_twolevel.forward, without inner rings
+    ("two_direct", "two_direct_kernel"): """
+if pid >= 0
+  begin_tasks(state)
+  while (left > 0) & (step < OVER)
+    for range((TASKS + WORKERS - 1) // WORKERS)
+      if task < G - 1
+        far_turn(peers)
+      else
+        if task < 2 * (G - 1)
+          _place_turn(peers)
+        else
+          if task < TASKS - 1
+            _near_turn(state)
+          else
+            if (task < TASKS) & (c == 0)
+              if tl.load(done) == 0
+                say_hello_to_all(peers)
+                tl.store(done)
+    if not ready
+      all_are_here(peers)
+    publish(state)
+  publish(state)
+  if step < OVER
+    end_in_views(peers)
+""",  # model_turns.Workers
+    ("two_pull", "_combine_turn"): """
+if left > 0
+  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  else
+    if (room >= want) & ready
+      for range(0, n, B)
+        for tl.range(0, H, BLOCK, num_stages=STAGES)
+          tl.store(to + w[None, :])
+      if MAPPED
+        owe(peer_base(peers, owner) + tail)
+      else
+        put(peers)
+      tl.store(done)
+      if left == 0
+        tl.store(net_sent_to(state, node, c, R, G, C))
+""",  # model_twolevel.combine_far, without inner rings
+    ("two_pull", "_reduce_turn"): """
+if (left > 0) & ready
+  look_at_all(words(mine + net_tail(node, c, C, FAR)))
+  while (i < end) & ok
+    if ok
+      for tl.range(0, H, BLOCK, num_stages=STAGES)
+        add_nodes(v_home)
+  if i > i0
+    if MAPPED
+      add_release(heads)
+    else
+      return_network_credits(state)
+      tl.store(owed_at)
+    tl.store(done)
+    tl.store(taken_at)
+    if left == 0
+      tl.store(taken_from)
+""",  # model_twolevel.reduce_both, without inner rings
+    ("two_pull", "two_pull_kernel"): """
+if pid >= 0
+  begin_tasks(state)
+  while (left > 0) & (step < OVER)
+    for range((TASKS + WORKERS - 1) // WORKERS)
+      if task < 1
+        _reduce_turn(peers)
+      else
+        if task < G
+          _combine_turn(peers)
+        else
+          if (task < TASKS) & (c == 0)
+            if tl.load(done) == 0
+              say_hello_to_all(peers)
+              tl.store(done)
+    if not ready
+      all_are_here(peers)
+    publish(state)
+  publish(state)
+  if step < OVER
+    end_in_views(peers)
+""",  # model_turns.Workers
+    ("two_views", "end_in_views"): """
+add_release(done_of(bases, me, R, C))
+if tl.program_id(0) == 0
+  wait_for_all(done_of(peer_base(peers, me), r, R, C))
+  count_call(state)
+  tl.store(words(state) + DIRECT_CALLS)
+""",  # no model: whoever waits there owes nothing
+}
+"""By file and function; the role of the model behind it."""

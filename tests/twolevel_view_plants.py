@@ -1,0 +1,332 @@
+"""Bugs of the two-level engine's dispatch and combine in place: see ``twolevel_plants.py``."""
+
+from __future__ import annotations
+
+from plants import Plant
+
+_END = "        if step < OVER:\n            end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"
+_BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
+_DONE_FIRST = ((_END, ""), (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"))
+_UNASKED = (
+    "                ready = all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += 1\n",
+    "                ready = all_are_here(peers, state, tag, call, step, R, C, RP)\n",
+)
+_ROWS = "            for j in range(0, n, B):\n                i, here = i0 + j + b, j + b < n\n"
+_CREDITED = (
+    "            return_credits(peers, state, mine, me, home, source, node, c, task, i0, {i1}, {last}, "
+    "R, P, C, W, CREDIT, FAR, MAPPED)\n"
+)
+_SUMS = "            if ok:\n"
+_ADDED = "                add_release(heads, taken - before, far & (taken > before))\n"
+_ADD_EARLY = """                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
+                heads = words(theirs + net_head(home, c, G, C, FAR))
+                add_release(heads, upto - taken, far & (upto > taken))
+"""
+_OWED = "                owed += tl.where(far, taken - before, 0)\n"
+_OWE_EARLY = """                early = tl.where(far, upto - taken, 0)
+                return_network_credits(state, mine, home, local, c, early, left > 0, R, P, C, RP, W, CREDIT, FAR)
+"""
+_PUT = "                put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)\n"
+_LAST = "j + b < n - (n == left).to(tl.int32)"
+_FIRST = "            first = i0 % NQ  # chunks begin at multiples of NCHUNK, and so does the end of the ring\n"
+_PUT_EARLY = """            at, num_bytes = first.to(tl.int64) * SLOT, n.to(tl.int64) * SLOT
+            account, tail = net_bytes(state, node, R, G, C), net_tail(home, c, C, FAR)
+            put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)
+"""
+
+VIEW_PLANTS = {
+    # two_direct.py
+    "placer: views not waited for": Plant(
+        "reused too early", "two_direct", (("(seen >= want) & ready", "(seen >= want)"),), part="views"
+    ),
+    "near rows: views not waited for": Plant(
+        "reused too early", "two_direct", (("    if (left > 0) & ready:\n", "    if left > 0:\n"),), part="views"
+    ),
+    "near rows: no barrier between progress read and noted": Plant(
+        "barrier",
+        "two_direct",
+        (
+            (
+                "- i0\n    tl.debug_barrier()\n    if (left > 0) & ready:",
+                "- i0\n    if (left > 0) & ready:",
+            ),
+        ),
+        part="views",
+    ),
+    "near rows: last row dropped": Plant(
+        "last chunk",
+        "two_direct",
+        (("t, here = c * share + i0 + j + b, j + b < n", f"t, here = c * share + i0 + j + b, {_LAST}"),),
+        part="views",
+    ),
+    "near rows: behind one's own": Plant(
+        "wrong row",
+        "two_direct",
+        (("tl.where(places >= 0, places + firsts[None, :], -1)", "places"),),
+        part="views",
+    ),
+    "placer: no barrier behind its look": Plant(
+        "barrier",
+        "two_direct",
+        (
+            (
+                "mask=near & (i0 > 0), other=0).to(tl.int32)\n        tl.debug_barrier()\n",
+                "mask=near & (i0 > 0), other=0).to(tl.int32)\n",
+            ),
+        ),
+        part="views",
+    ),
+    "placer: last row dropped": Plant(
+        "last chunk",
+        "two_direct",
+        (("i, here = i0 + j + b, j + b < n\n", f"i, here = i0 + j + b, {_LAST}\n"),),
+        part="views",
+    ),
+    "placer: rows not waited for": Plant(
+        "flag before data",
+        "two_direct",
+        (
+            ("        want = base + i0 + 1\n", "        want = base + i0\n"),
+            ("tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), NCHUNK)", "tl.minimum(left, NCHUNK)"),
+        ),
+        part="views",
+    ),
+    "placer: credit before read": Plant(
+        "credit before read",
+        "two_direct",
+        (
+            (_CREDITED.format(i1="i1", last="left == 0"), ""),
+            (_ROWS, _CREDITED.format(i1="i0 + n", last="left == n") + _ROWS),
+        ),
+        part="views",
+        within=20,
+    ),
+    "placer: rows taken not counted": Plant(
+        "wrong epoch",
+        "two_direct",
+        (
+            (
+                "tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)",
+                "tl.store(net_taken_from(state, node, c, R, G, C), base)",
+            ),
+        ),
+        part="views",
+    ),
+    "placer: rows of an earlier turn forgotten": Plant(
+        "wrong epoch",
+        "two_direct",
+        (
+            (
+                "tl.store(moved_at, counts.to(tl.int64), mask=near)",
+                "tl.store(moved_at, counts.to(tl.int64) * 0, mask=near)",
+            ),
+        ),
+        part="views",
+    ),
+    "placer: table not written": Plant(
+        "wrong row",
+        "two_direct",
+        (("                    tl.store(entries, tl.where(hit > 0, at, -1), mask=inside)\n", ""),),
+        part="views",
+    ),
+    "placer: landings of the next channel": Plant(
+        "wrong row",
+        "two_direct",
+        (("other(node, home), q, c, D, P, C), mask=near", "other(node, home), q, (c + 1) % C, D, P, C), mask=near"),),
+        part="views channels",
+    ),
+    "placer: landings of the next rank": Plant(
+        "wrong row",
+        "two_direct",
+        (("other(node, home), q, c, D, P, C), mask=near", "other(node, home), (q + 1) % P, c, D, P, C), mask=near"),),
+        part="views",
+    ),
+    "direct: done before the rows": Plant("flag before data", "two_direct", _DONE_FIRST, part="views"),
+    "direct: a round's end forgets what is owed": Plant(
+        "last chunk",
+        "two_direct",
+        (
+            (
+                "            publish(state, worker, c, TASKS, WORKERS, R, G, C)\n            step,",
+                "            step,",
+            ),
+        ),
+        part="views peers",
+    ),
+    "direct: workers without rows wait for nobody": Plant(
+        "reused too early", "two_direct", (_UNASKED,), part="apart views", within=20
+    ),
+    # two_views.py
+    "views: end not waited for": Plant(
+        "flag before data",
+        "two_views",
+        (
+            (
+                "            wait_for_all(dones, want, near, state, ON_END, r, MORE=False)\n",
+                "            pass\n",
+            ),
+        ),
+        part="views",
+    ),
+    "views: workers of the last call": Plant(
+        "wrong epoch", "two_views", (("(calls + 1) * programs", "calls * programs"),), part="views"
+    ),
+    "views: all workers but one": Plant(
+        "last chunk", "two_views", (("(calls + 1) * programs", "(calls + 1) * programs - 1"),), part="views"
+    ),
+    "views: calls not counted": Plant(
+        "wrong epoch", "two_views", (("DIRECT_CALLS, calls + 1)", "DIRECT_CALLS, calls)"),), part="views"
+    ),
+    "views: call counted before its end": Plant(
+        "wrong epoch",
+        "two_views",
+        (
+            ("        count_call(state)\n", ""),
+            ("        want = (calls + 1)", "        count_call(state)\n        want = (calls + 1)"),
+        ),
+        part="apart pulls",
+        within=20,
+    ),
+    # two_letters.py
+    "greeting: no barrier behind its look": Plant(
+        "barrier",
+        "two_letters",
+        (
+            (
+                "    seen = look_at_all(hello_of(mine, r, R, C), others)\n    tl.debug_barrier()\n",
+                "    seen = look_at_all(hello_of(mine, r, R, C), others)\n",
+            ),
+        ),
+        part="views",
+    ),
+    "landings: without rows of earlier ranks": Plant(
+        "wrong row",
+        "two_letters",
+        (("(tl.sum(earlier, axis=0)[:, None] + bounds)", "bounds"),),
+        part="views",
+    ),
+    "landings: behind the source's own rows": Plant(
+        "wrong row", "two_letters", (("mask=(s < source)[:, None]", "mask=(s <= source)[:, None]"),), part="views"
+    ),
+    "landings: in the channel before": Plant(
+        "wrong row",
+        "two_letters",
+        (("(tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)", "tl.cumsum(rows, 0).to(tl.int64), mask=c < C)"),),
+        part="views channels",
+    ),
+    # two_pull.py
+    "puller: rows of ranks that are not there": Plant(
+        "flag before data", "two_pull", (("(room >= want) & ready", "(room >= want)"),), part="pulls"
+    ),
+    "pulling reducer: rows of ranks that are not there": Plant(
+        "flag before data", "two_pull", (("    if (left > 0) & ready:\n", "    if left > 0:\n"),), part="pulls"
+    ),
+    "puller: no barrier behind its look": Plant(
+        "barrier",
+        "two_pull",
+        (("C, FAR)))\n        tl.debug_barrier()\n        if reports(", "C, FAR)))\n        if reports("),),
+        part="pulls peers",
+    ),
+    "pulling reducer: no barrier behind its look": Plant(
+        "barrier",
+        "two_pull",
+        (("C, FAR)), far)\n        tl.debug_barrier()\n", "C, FAR)), far)\n"),),
+        part="pulls",
+    ),
+    "puller: one slot too many": Plant(
+        "credit before read",
+        "two_pull",
+        (("tl.maximum(i0 + n - NQ, 0)", "tl.maximum(i0 + n - NQ - 1, 0)"),),
+        part="pulls",
+    ),
+    "puller: put before its rows": Plant(
+        "flag before data", "two_pull", ((_PUT, "                pass\n"), (_FIRST, _FIRST + _PUT_EARLY)), part="pulls"
+    ),
+    "puller: tail without its row, mapped": Plant(
+        "flag before data",
+        "two_pull",
+        (
+            (
+                "peer_base(peers, owner) + tail, n.to(tl.int64),",
+                "peer_base(peers, owner) + tail, n.to(tl.int64) + (i0 == 0),",
+            ),
+        ),
+        part="pulls peers",
+    ),
+    "puller: last row dropped": Plant(
+        "last chunk", "two_pull", (("inside, row = j + b < n,", f"inside, row = {_LAST},"),), part="pulls"
+    ),
+    "puller: rows sent not counted": Plant(
+        "wrong epoch",
+        "two_pull",
+        (
+            (
+                "tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)",
+                "tl.store(net_sent_to(state, node, c, R, G, C), base)",
+            ),
+        ),
+        part="pulls",
+    ),
+    "puller: landings of the next channel": Plant(
+        "wrong row",
+        "two_pull",
+        (("other(node, home), q, c, D, P, C), mask=q < P", "other(node, home), q, (c + 1) % C, D, P, C), mask=q < P"),),
+        part="pulls channels",
+    ),
+    "pulling reducer: rows behind one's own": Plant(
+        "wrong row", "two_pull", (("rows_at = starts + firsts.to(tl.int64) * ROW", "rows_at = starts"),), part="pulls"
+    ),
+    "pulling reducer: network rows not waited for": Plant(
+        "flag before data",
+        "two_pull",
+        (("ok = (lacking(found, bases + upto, far) == 0) & (step == ON_TIME)", "ok = step == ON_TIME"),),
+        part="pulls",
+    ),
+    "pulling reducer: last row not awaited": Plant(
+        "last chunk",
+        "two_pull",
+        (("tl.max(places - lows[None, :] + 1, axis=0)", "tl.max(places - lows[None, :], axis=0)"),),
+        part="pulls",
+    ),
+    "pulling reducer: last token dropped": Plant(
+        "last chunk", "two_pull", (("            here = t < t1\n", "            here = t < t1 - 1\n"),), part="pulls"
+    ),
+    "pulling reducer: credit before read": Plant(
+        "credit before read", "two_pull", ((_OWED, ""), (_SUMS, _SUMS + _OWE_EARLY)), part="pulls", within=20
+    ),
+    "pulling reducer: credit before read, mapped": Plant(
+        "credit before read", "two_pull", ((_ADDED, ""), (_SUMS, _SUMS + _ADD_EARLY)), part="pulls peers", within=20
+    ),
+    "pulling reducer: credits of an earlier turn forgotten": Plant(
+        "last chunk",
+        "two_pull",
+        (("tl.store(owed_at, owed, mask=far)", "tl.store(owed_at, owed * 0, mask=far)"),),
+        part="long pulls",
+        within=20,
+    ),
+    "pulling reducer: rows of an earlier turn forgotten": Plant(
+        "wrong epoch",
+        "two_pull",
+        (("tl.store(taken_at, taken, mask=far)", "tl.store(taken_at, taken * 0, mask=far)"),),
+        part="pulls",
+    ),
+    "pulling reducer: rows taken not counted": Plant(
+        "wrong epoch",
+        "two_pull",
+        (("tl.store(taken_from, bases + taken, mask=far)", "tl.store(taken_from, bases, mask=far)"),),
+        part="pulls",
+    ),
+    "pull: done before the reads": Plant("credit before read", "two_pull", _DONE_FIRST, part="pulls"),
+    "pull: a round's end forgets what is owed": Plant(
+        "last chunk",
+        "two_pull",
+        (
+            (
+                "            publish(state, worker, c, TASKS, WORKERS, R, G, C)\n            step,",
+                "            step,",
+            ),
+        ),
+        part="pulls peers",
+    ),
+}
+"""By name."""
