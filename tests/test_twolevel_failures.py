@@ -84,6 +84,14 @@ def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reaso
     assert at_last > 0
 
 
+@pytest.mark.parametrize("op", [CACHED, COMBINE], ids=["dispatch", "combine"])
+def test_a_rank_that_stays_away_from_a_call_in_place_is_named(op: int) -> None:
+    """Not those that lack room or rows because all wait for its greeting."""
+    for endings in run_all("twolevel_failures.absence", [(op, seed) for seed in range(3)]):
+        for rank, ending in enumerate(endings):
+            assert rank == CULPRIT or (ending is not None and ending[2] == CULPRIT), (rank, ending)
+
+
 @pytest.mark.parametrize(
     ("what", "field"),
     [

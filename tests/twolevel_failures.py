@@ -38,7 +38,7 @@ def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
         num_experts=flat.num_experts,
         num_topk=2,
         max_tokens=6,
-        channels=1,
+        channels=1 + part // 2,
         chunk=1,
         rows=1,
         slots=0,
@@ -72,6 +72,26 @@ def hurry(nodes: int, per_node: int, seed: int, part: int) -> list[Ending | None
     scenario = replace(life(nodes, per_node, part, seed // 2 % 3), workers=1 + seed % 2)
     with planted("hurried"):
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
+
+
+def absence(op: int, seed: int) -> list[Ending | None]:
+    """Rank 3 of 2 x 2 does not come to a call in place whose rows fill all network rings."""
+    flat = Case(4, num_tokens=60, num_topk=2, num_experts=8, hidden=8)
+    each = Round(flat, (), flat, in_place=True)
+    scenario = replace(life(2, 2, 2, 0), channels=1, workers=1, max_tokens=60, rounds=(each,))
+
+    def body(mine: RankRun) -> None:
+        recv = mine.dispatch(flat, in_place=True)
+        rows = torch.zeros_like(recv.x)
+        mine.combine(rows, recv, in_place=True)  # now all have their views
+        if mine.rank == CULPRIT:
+            mine.engine._memory.wait_until(lambda: False, 60.0)
+        elif op == CACHED:
+            mine.redispatch(flat, recv, in_place=True)
+        else:
+            mine.combine(rows, recv, in_place=True)
+
+    return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
 
 
 def disagreement(what: str, seed: int) -> list[Ending | None]:

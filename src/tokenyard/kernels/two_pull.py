@@ -191,6 +191,11 @@ def two_pull_kernel(
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
+            if not ready:  # the first thing to report: while somebody lacks it, others may lack room and rows
+                if before > 0:  # hellos go out first
+                    ready = all_are_here(peers, state, tag, call, step, R, C, RP)
+                left += 1
+                direct += 1
             for turn in range((TASKS + WORKERS - 1) // WORKERS):
                 task = dealt(worker, place_in_round(turn, c, WORKERS, TASKS), WORKERS)
                 done = done_in(state, task, c, R, G, C)
@@ -212,10 +217,6 @@ def two_pull_kernel(
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-            if not ready:
-                ready = all_are_here(peers, state, tag, call, step, R, C, RP)
-                left += 1
-                direct += 1
             publish(state, worker, c, TASKS, WORKERS, R, G, C)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
