@@ -213,7 +213,7 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
         check_combined(got, case, ranks.rank, sums[ranks.rank].x)
 
 
-@distributed_test(world_size=4, engine=ENGINES)
+@distributed_test(world_size=4, engine=ENGINES, timeout=400.0)
 def test_random_configurations(ranks: Ranks) -> None:
     """Configurations drawn from a seed, the same on every rank."""
     random = torch.Generator().manual_seed(2026)
