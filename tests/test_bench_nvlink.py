@@ -19,7 +19,7 @@ from tokenyard.cli import bench, bench_nvlink, bench_nvlink_cases, timing
 from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
 from tokenyard.cli.bench_nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Line, Suite, run_suite
-from tokenyard.cli.bench_nvlink_cases import BACK, FRESH, KINDS, PLAIN, PULL, VIEW
+from tokenyard.cli.bench_nvlink_cases import BACK, BACK_IN_PLACE, FRESH, KINDS, PLAIN, VIEW
 from tokenyard.cli.bench_nvlink_report import losses, markdown
 from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
@@ -220,15 +220,15 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     lines = run_alone(replace(TINY, engine="nvlink"))
     assert [line.error for line in lines] == [""] * len(lines)
     main = {line.kind: line for line in lines if line.section == MAIN and line.ours}
-    assert list(main) == [*KINDS, BACK, PULL]
-    assert [main[kind].bar_us for kind in (PLAIN, BACK, PULL, FRESH)] == [500, 490, 475, None]
+    assert list(main) == [*KINDS, BACK, BACK_IN_PLACE]
+    assert [main[kind].bar_us for kind in (PLAIN, BACK, BACK_IN_PLACE, FRESH)] == [500, 490, 475, None]
     assert {line.symmetric_bytes for line in main.values()} == {1234}
     assert len([line for line in lines if line.section == MAIN and not line.ours]) == 6
     assert {(call["in_place"], call["fp8"]) for call in calls} == {(a, b) for a in (True, False) for b in (True, False)}
     assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
     over = [(line.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
-    assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, PULL, None)]
-    assert over[4:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None), (24, PULL, None)]
+    assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, BACK_IN_PLACE, None)]
+    assert over[4:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None), (24, BACK_IN_PLACE, None)]
     assert [options["num_sms"] for options in made][-4:] == [8, 8, 24, 24]
     assert {options["engine"] for options in made} == {"nvlink"}
     assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [4, 30]
@@ -240,7 +240,7 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("flip", "wrong"),
-    [("in place", {VIEW, "view8"}), ("combine", {BACK}), ("combine in place", {PULL})],
+    [("in place", {VIEW, "view8"}), ("combine", {BACK}), ("combine in place", {BACK_IN_PLACE})],
 )
 def test_wrong_bits_get_no_time(flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, flip)

@@ -20,7 +20,7 @@ from tokenyard import reference
 from tokenyard.cli import app, bench, bench_twolevel_report
 from tokenyard.cli import bench_twolevel as network
 from tokenyard.cli.bench_batches import Batch, share
-from tokenyard.cli.bench_nvlink_cases import COMBINE_NAME, KINDS, PLAIN, PULL_NAME, VIEW
+from tokenyard.cli.bench_nvlink_cases import BACK_IN_PLACE_NAME, COMBINE_NAME, KINDS, PLAIN, VIEW
 from tokenyard.cli.bench_twolevel import ALL_KINDS, BAR_SMS, FIRST, NCCL, REST, Crossing, TwoLevel, run_twolevel
 from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
 from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
@@ -35,7 +35,7 @@ TINY = TwoLevel(
 FACTS: dict[str, Any] = {"devices": ["NVIDIA H200"] * 4, "versions": {"torch": "2", "nvshmem": "3.4"}, "date": "2026-11-22",
                          "commit": "abc", "command": "tokenyard bench"}  # fmt: skip
 DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[VIEW].name
-NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME, DISPATCH_IN_PLACE, PULL_NAME]
+NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME, DISPATCH_IN_PLACE, BACK_IN_PLACE_NAME]
 VIEW_BYTES = 1000
 
 
@@ -220,7 +220,7 @@ def test_lines_in_place(ranks: Ranks) -> None:
     assert "no room for a view" in few[0].error
     assert not any(line.error for line in few[1:])
     many = [line for line in lines if line.tokens == 6]
-    assert {line.what for line in many if line.error} == {DISPATCH_IN_PLACE, PULL_NAME}
+    assert {line.what for line in many if line.error} == {DISPATCH_IN_PLACE, BACK_IN_PLACE_NAME}
     assert all(bool(line.times) != bool(line.error) for line in many)
     assert all("wrong on rank 1 (input 0)" in line.error for line in many if line.error)
 
@@ -265,7 +265,7 @@ def lines(there_us: float, back_us: float) -> list[Crossing]:
         line("twolevel", DISPATCH, there_us),
         line("twolevel", COMBINE_NAME, back_us),
         line("twolevel", DISPATCH_IN_PLACE, there_us, symmetric_bytes=[9_000_000, 244_000_000]),
-        line("twolevel", PULL_NAME, 600.0),
+        line("twolevel", BACK_IN_PLACE_NAME, 600.0),
         line("twolevel", DISPATCH, 2 * there_us, tokens=8192),
         line("twolevel", DISPATCH, 200.0, sms=None),
         line("twolevel", DISPATCH, 4 * there_us, tokens=8192, rings=3_670_016, other_bytes=2_000_000),

@@ -272,7 +272,7 @@ class ExpertParallel:
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
             checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
             if in_place:
-                checks.check_pulled(self.engine, known, reduce_weights, (rows, *terms), self.config)
+                checks.check_combine_in_place(self.engine, known, reduce_weights, (rows, *terms), self.config)
             self._calls.check_combine(rows, known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
@@ -309,7 +309,7 @@ class ExpertParallel:
         known = checks.check_handle(handle, self._calls.number)
         if in_place:
             try:
-                checks.check_pulled(self.engine, known, None, (), self.config)
+                checks.check_combine_in_place(self.engine, known, None, (), self.config)
             except ValueError:  # of this rank alone: the others come to where memory may grow
                 self._calls.rows_in_place(0, dtype)
                 raise

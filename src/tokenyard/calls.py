@@ -302,7 +302,7 @@ class Calls:
         return combined
 
     def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, H]`` in symmetric memory, of an engine that has it (:class:`InPlace`)."""
+        """Uninitialised ``[num_rows, H]`` for a combine in place, of an engine that has it (:class:`InPlace`)."""
         self.check_open()
         call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
         return self.lane.run(self._watched(call))

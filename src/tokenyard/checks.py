@@ -91,10 +91,10 @@ def check_in_place(engine: str, spec: Spec, payload: Payload, topk_weights: Any,
     _check_no_grad_in_place([t for t in (payload.x, topk_weights) if isinstance(t, Tensor)])
 
 
-def check_pulled(
+def check_combine_in_place(
     engine: str, handle: Handle, reduce_weights: Any, given: tuple[Tensor, ...], config: Config
 ) -> None:  # fmt: skip
-    """Whether peers can read the rows of a combine of ``given`` tensors in symmetric memory."""
+    """Whether rows can be combined in place; ``given``: all tensors of the call."""
     _check_view(engine, handle.spec, handle.num_tokens, config)
     if reduce_weights is not None:
         raise NotSupported(

@@ -19,11 +19,11 @@ from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job, floor_us
 from tokenyard.cli.bench_nvlink_cases import (
     BACK,
+    BACK_IN_PLACE,
     BARS_RANKS,
     FRESH,
     KINDS,
     PLAIN,
-    PULL,
     VIEW,
     Library,
     Probe,
@@ -195,7 +195,7 @@ def _main(run: _Run) -> None:
     batches = make_batches(job, run.device, run.suite.seed)
     with ExitStack() as stack:
         ours = run.library(stack, MAIN, job, batches)
-        probes = ours.probes([*KINDS, BACK, PULL], bars=run.suite.engine == "nvlink") if ours else []
+        probes = ours.probes([*KINDS, BACK, BACK_IN_PLACE], bars=run.suite.engine == "nvlink") if ours else []
         run.measure(MAIN, job, batches, [*probes, *collectives(job, batches, fp8=True)])
 
 
@@ -216,7 +216,7 @@ def _tokens(run: _Run) -> None:
         batches = make_batches(job, run.device, run.suite.seed)
         with ExitStack() as stack:
             ours = run.library(stack, TOKENS, job, batches)
-            probes = ours.probes([FRESH, PLAIN, VIEW, BACK, PULL]) if ours else []
+            probes = ours.probes([FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE]) if ours else []
             run.measure(TOKENS, job, batches, [*probes, *collectives(job, batches)])
 
 
@@ -229,7 +229,10 @@ def _sms(run: _Run) -> None:
         for sms in run.suite.sms:
             if ours := run.library(stack, SMS, job, batches, sms=sms):
                 bars = {VIEW: SMS_BARS_US.get(sms) if dist.get_world_size() == BARS_RANKS else None}
-                probes += [replace(each, bar_us=bars.get(each.kind)) for each in ours.probes([VIEW, PLAIN, BACK, PULL])]
+                probes += [
+                    replace(each, bar_us=bars.get(each.kind))
+                    for each in ours.probes([VIEW, PLAIN, BACK, BACK_IN_PLACE])
+                ]
         run.measure(SMS, job, batches, probes)
 
 

@@ -75,7 +75,7 @@ class Kind:
     bar_us: float | None = None
 
 
-FRESH, PLAIN, VIEW, BACK, PULL = "new routing", "bf16", "view", "combine", "pull"
+FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
 KINDS = {
     FRESH: Kind("dispatch BF16, new routing", cached=False),
     PLAIN: Kind("dispatch BF16", bar_us=500),
@@ -85,10 +85,10 @@ KINDS = {
     VIEW: Kind("dispatch BF16, in place", in_place=True, bar_us=465),
     "view8": Kind("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
 }
-IN_PLACE = (VIEW, "view8", PULL)
+IN_PLACE = (VIEW, "view8", BACK_IN_PLACE)
 IN_PLACE_ENGINES = ("nvlink", "twolevel")
 COMBINE_NAME, COMBINE_BAR_US = "combine BF16", 490.0
-PULL_NAME, PULL_BAR_US = "combine BF16, in place", 475.0
+BACK_IN_PLACE_NAME, BACK_IN_PLACE_BAR_US = "combine BF16, in place", 475.0
 NEW_ROUTING_BAR_US = 45.0
 BARS_RANKS = 4
 """Bars are for the wire traffic of this many ranks; fewer move less."""
@@ -98,7 +98,7 @@ BARS_RANKS = 4
 class Library:
     """Calls of one object on some batches. Making one is collective: it dispatches every batch once.
 
-    ``again`` makes another such object: combines in place are its calls, as dispatches in place write over rows that they read.
+    ``again`` makes another such object: combines in place are its calls. (``twolevel`` reads rows that a dispatch in place overwrites.)
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Library:
         self._quantized = cache(lambda: [quantize(batch.x, ty.Quantize.FP8) for batch in batches])
 
     def probes(self, kinds: Sequence[str], *, bars: bool = False) -> list[Probe]:
-        """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`PULL`), those that the engine can do. Collective."""
+        """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`BACK_IN_PLACE`), those that the engine can do. Collective."""
         able = [kind for kind in kinds if kind not in IN_PLACE or self._ep.engine in IN_PLACE_ENGINES]
-        make = {BACK: self._combine, PULL: self._pull}
+        make = {BACK: self._combine, BACK_IN_PLACE: self._combine_in_place}
         probes = [make[kind]() if kind in make else self._dispatch(kind) for kind in able]
         judged = bars and dist.get_world_size() == BARS_RANKS
         return probes if judged else [replace(probe, bar_us=None) for probe in probes]
@@ -158,7 +158,7 @@ class Library:
 
         return self._back(BACK, COMBINE_NAME, run, COMBINE_BAR_US)
 
-    def _pull(self) -> Probe:
+    def _combine_in_place(self) -> Probe:
         assert self._again is not None
         ep = self._again()
         handles = [ep.dispatch(batch.x, *self._picks(batch)).handle for batch in self._batches]
@@ -172,7 +172,7 @@ class Library:
         def prepare(number: int) -> Any:
             return shown[number].copy_(self._rows[number])
 
-        probe = self._back(PULL, PULL_NAME, run, PULL_BAR_US)
+        probe = self._back(BACK_IN_PLACE, BACK_IN_PLACE_NAME, run, BACK_IN_PLACE_BAR_US)
         return replace(probe, prepare=prepare, ep=ep)
 
     def _back(self, kind: str, name: str, run: Callable[[int], Any], bar: float) -> Probe:

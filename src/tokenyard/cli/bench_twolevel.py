@@ -20,7 +20,7 @@ import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job
-from tokenyard.cli.bench_nvlink_cases import BACK, IN_PLACE, PLAIN, PULL, VIEW, Library, Probe, collectives
+from tokenyard.cli.bench_nvlink_cases import BACK, BACK_IN_PLACE, IN_PLACE, PLAIN, VIEW, Library, Probe, collectives
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.bench_twolevel_cases import NVSHMEM, Counted, GridTruth, rows_across
 from tokenyard.cli.timing import Series, Stats, peak_extra_bytes, summarise, time_interleaved
@@ -29,7 +29,7 @@ from tokenyard.topology import Topology
 BAR_GBS, BAR_SMS, BAR_GRID = 100.0, 24, "2x2"
 """Bytes of rows that every rank should put to other nodes, 1e9 a second, with so many multiprocessors on such a grid."""
 
-ALL_KINDS = (PLAIN, "fp8", "fused", BACK, VIEW, PULL)
+ALL_KINDS = (PLAIN, "fp8", "fused", BACK, VIEW, BACK_IN_PLACE)
 BOTH_WAYS = (PLAIN, BACK)
 NCCL, FIRST, FIRST_IN_PLACE, REST = "NCCL", "first calls", "first calls in place", "what was still to come"
 HEAD_START_US = 2000.0

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.cli.bench_inputs import NUM_INPUTS
-from tokenyard.cli.bench_nvlink_cases import COMBINE_NAME, KINDS, PLAIN, PULL_NAME, VIEW
+from tokenyard.cli.bench_nvlink_cases import BACK_IN_PLACE_NAME, COMBINE_NAME, KINDS, PLAIN, VIEW
 from tokenyard.cli.bench_report import command_line, commit, device_names, versions
 from tokenyard.cli.bench_twolevel import BAR_GBS, BAR_GRID, BAR_SMS, NCCL, Crossing, TwoLevel
 from tokenyard.cli.timing import summarise
 
 MB, NONE = 1e6, "-"
-WAYS = {"in fresh tensors": (KINDS[PLAIN].name, COMBINE_NAME), "in place": (KINDS[VIEW].name, PULL_NAME)}
+WAYS = {"in fresh tensors": (KINDS[PLAIN].name, COMBINE_NAME), "in place": (KINDS[VIEW].name, BACK_IN_PLACE_NAME)}
 """Dispatch and combine that the bar is for, together."""
 _NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
@@ -90,8 +90,8 @@ def _head(suite: TwoLevel, facts: dict[str, Any]) -> list[str]:
         f"(`{suite.reference}` in one of its own). **End to end** is the same on the host's clock, launches included. Every "
         "result was compared bit for bit before and after.",
         "**In place**: a dispatch leaves its rows in symmetric memory, and a combine takes them from there "
-        "(`empty_for_combine`), where they were written before its time began. Each has an object of its own for so many tokens; "
-        "symmetric memory, that of the rank with most, then includes its view.",
+        f"(`empty_for_combine`; `{suite.reference}` pushes them from ordinary memory), where they were written before its time "
+        "began. Each has an object of its own for so many tokens; symmetric memory, that of the rank with most, then includes what it needs.",
         "**Network GB/s**: bytes of rows (payload and scales) that a rank puts to other nodes, of the rank with fewest, over the "
         "time; every rank sends and receives as much at once. **Rows**: put to other nodes in a call, all ranks together, mean of "
         f"{NUM_INPUTS} inputs, as the engine has counted them, and as the picks say: (token, node) pairs, or (token, rank) for "
@@ -105,7 +105,7 @@ def _head(suite: TwoLevel, facts: dict[str, Any]) -> list[str]:
 
 def _what(line: Crossing) -> int:
     """Place of a kind of call in tables."""
-    names = [*(kind.name for kind in KINDS.values()), COMBINE_NAME, PULL_NAME]
+    names = [*(kind.name for kind in KINDS.values()), COMBINE_NAME, BACK_IN_PLACE_NAME]
     return names.index(line.what) if line.what in names else len(names)
 
 

@@ -35,7 +35,7 @@ class Sizes:
         senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel,
             senders and reducers are all its workers: each does whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
-        symmetric_bytes: of rings, per GPU; counters and headers (under 1 MiB for 8 ranks) and views come on top.
+        symmetric_bytes: of rings, per GPU; counters and headers (under 1 MiB for 8 ranks) and what calls in place need come on top.
     """
 
     channels: int
