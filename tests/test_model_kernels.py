@@ -23,7 +23,7 @@ from model_source import outline
 from nvlink_pool import without_devices
 from tokenyard.config import Config
 from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Form, Ground, shape_for
+from tokenyard.engines.rings import SHARED_BYTES, Form, Ground, shape_for
 from tokenyard.engines.twolevel_ground import NetRing, TwoGround, tuning_for
 from tokenyard.engines.twolevel_launches import TwoLaunches
 from tokenyard.topology import Topology
@@ -56,7 +56,7 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     ground = object.__new__(kind)
     for name, value in {
         "shape": shape, "tuning": shape, "grid": GRID, "net": False, "mapped": False, "header_words": 16,
-        "memory": SimpleNamespace(world_size=4),
+        "shared_bytes": SHARED_BYTES, "memory": SimpleNamespace(world_size=4),
     }.items():  # fmt: skip
         setattr(ground, name, value)
     ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]

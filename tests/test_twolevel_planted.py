@@ -29,7 +29,14 @@ SLOW = {
 }  # fmt: skip
 """10 seconds and more each, or several seeds."""
 
-FIRST = {(plant.kind, plant.file): name for name, plant in reversed(PLANTS.items()) if name not in SLOW}
+TOGETHER = dict.fromkeys(("two_direct", "two_pull", "two_views"), "in place")
+"""Files that count as one."""
+
+FIRST = {
+    (plant.kind, TOGETHER.get(plant.file, plant.file)): name
+    for name, plant in reversed(PLANTS.items())
+    if name not in SLOW
+}
 PLANTED = [name for name in PLANTS if SOAK > 1 or name in FIRST.values()]
 """The first of each kind in each file that is not slow; all of them under ``make soak``."""
 

@@ -223,7 +223,7 @@ if (left > 0) & ready
 if left > 0
   load_acquire(words(mine + net_tail(node, c, C, FAR)))
   else
-    if (seen >= want) & ready
+    if (seen >= want) & ready & (step == ON_TIME)
       for range(0, n, B)
         if MW
           tl.store(entries)
@@ -239,6 +239,9 @@ if left > 0
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
+    if not ready
+      if before > 0
+        all_are_here(peers)
     for range((TASKS + WORKERS - 1) // WORKERS)
       if task < G - 1
         far_turn(peers)
@@ -253,10 +256,7 @@ if pid >= 0
               if tl.load(done) == 0
                 say_hello_to_all(peers)
                 tl.store(done)
-    if not ready
-      all_are_here(peers)
     publish(state)
-  publish(state)
   if step < OVER
     end_in_views(peers)
 """,  # model_turns.Workers
@@ -264,7 +264,7 @@ if pid >= 0
 if left > 0
   load_acquire(words(mine + net_head(node, c, G, C, FAR)))
   else
-    if (room >= want) & ready
+    if (room >= want) & ready & (step == ON_TIME)
       for range(0, n, B)
         for tl.range(0, H, BLOCK, num_stages=STAGES)
           tl.store(to + w[None, :])
@@ -298,6 +298,9 @@ if (left > 0) & ready
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
+    if not ready
+      if before > 0
+        all_are_here(peers)
     for range((TASKS + WORKERS - 1) // WORKERS)
       if task < 1
         _reduce_turn(peers)
@@ -309,17 +312,15 @@ if pid >= 0
             if tl.load(done) == 0
               say_hello_to_all(peers)
               tl.store(done)
-    if not ready
-      all_are_here(peers)
     publish(state)
-  publish(state)
   if step < OVER
     end_in_views(peers)
 """,  # model_turns.Workers
     ("two_views", "end_in_views"): """
 add_release(done_of(bases, me, R, C))
 if tl.program_id(0) == 0
-  wait_for_all(done_of(peer_base(peers, me), r, R, C))
+  if wait_beside(dones, want, r == me, state)
+    wait_for_all(dones)
   count_call(state)
   tl.store(words(state) + DIRECT_CALLS)
 """,  # no model: whoever waits there owes nothing

@@ -98,7 +98,7 @@ BARS_RANKS = 4
 class Library:
     """Calls of one object on some batches. Making one is collective: it dispatches every batch once.
 
-    ``again`` makes another such object: combines in place are its calls. (``twolevel`` reads rows that a dispatch in place overwrites.)
+    ``again`` makes another such object: combines in place are its calls (``twolevel`` reads what dispatches in place overwrite).
     """
 
     def __init__(

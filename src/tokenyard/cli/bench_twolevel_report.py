@@ -91,7 +91,8 @@ def _head(suite: TwoLevel, facts: dict[str, Any]) -> list[str]:
         "result was compared bit for bit before and after.",
         "**In place**: a dispatch leaves its rows in symmetric memory, and a combine takes them from there "
         f"(`empty_for_combine`; `{suite.reference}` pushes them from ordinary memory), where they were written before its time "
-        "began. Each has an object of its own for so many tokens; symmetric memory, that of the rank with most, then includes what it needs.",
+        "began. Each has an object of its own for so many tokens; symmetric memory, that of the rank with most, "
+        "then includes what it needs.",
         "**Network GB/s**: bytes of rows (payload and scales) that a rank puts to other nodes, of the rank with fewest, over the "
         "time; every rank sends and receives as much at once. **Rows**: put to other nodes in a call, all ranks together, mean of "
         f"{NUM_INPUTS} inputs, as the engine has counted them, and as the picks say: (token, node) pairs, or (token, rank) for "
