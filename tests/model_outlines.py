@@ -6,7 +6,7 @@ VERBS = (
     "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_payload", "pack_riders",
     "copy_rows", "place_rows", "place_riders", "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "return_credits",
     "return_network_credits", "add_nodes", "write_rows", "say_hello", "all_are_here", "in_same_call", "end_in_views", "count_call",
-    "_push_rows", "_copy", "raise_release", "_sum_rows", "_landed", "_leave",
+    "_push_rows", "_copy", "raise_release", "_sum_rows", "_landed", "_leave", "store_sums",
     "owe", "publish", "say_hello_to_all", "begin_tasks", "far_turn", "_near_turn", "_place_turn",
     "forward_turn", "_own_turn", "_send_turn", "_receive_turn", "_reduce_turn", "_combine_turn", "greet_turn",
 )  # fmt: skip
@@ -69,7 +69,7 @@ for range(c * share, t1, B)
     wait_for_all(tail_of(mine, r, c, R, C))
   if ok
     for tl.range(0, H, BLOCK, num_stages=STAGES)
-      tl.store(to + at)
+      store_sums(out)
     if REDUCE
       tl.store(to)
     if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1)
@@ -88,7 +88,7 @@ for range(first, pieces, Q)
     _landed(state)
   if ok
     for tl.range(k1, tl.minimum(k1 + SPAN, H), BLOCK, num_stages=STAGES)
-      tl.store(to + at)
+      store_sums(out)
 """,  # no model: nobody waits for who sums
     ("push", "push_kernel"): """
 if not given_up(state)

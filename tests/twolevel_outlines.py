@@ -136,7 +136,7 @@ for tl.static_range(R // P)
     credit(account)
 """,  # model_twolevel.reduce_both
     ("two_sums", "add_nodes"): """
-tl.store(to + to_row)
+store_sums(out)
 """,  # model_twolevel.reduce_both
     ("two_turns", "publish"): """
 if tl.max(count) > 0

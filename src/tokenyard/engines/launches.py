@@ -139,23 +139,26 @@ class Launches:
     def push(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
         """Rows straight to their owners, and their sums."""
         push, gather, shape, config = self._shape.push, self._shape.gather, self._shape, self._config
-        whole = power_of_two_at_least(form.hidden)
-        block = min(whole, gather.block)
-        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
-        token = config.world_size * dtype.itemsize + sum(kind.itemsize for kind in bias)  # per channel
         grid = shape.pushers + shape.gatherers
-        shared = self._ground.shared_bytes // -(-grid // shape.writers)
-        rows, stages = staged(gather, gather.rows_of(block, MOST_GATHERED), block * token, shared)
-        return self._bound(
-            ("push", form, dtype, bias), push_kernel, grid, gather.num_warps, gather.max_registers,
-            lambda: {
+
+        def constants() -> dict[str, Any]:
+            whole = power_of_two_at_least(form.hidden)
+            block = min(whole, gather.block)
+            kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+            token = config.world_size * dtype.itemsize + sum(kind.itemsize for kind in bias)  # per channel
+            shared = self._ground.shared_bytes // -(-grid // shape.writers)
+            rows, stages = staged(gather, gather.rows_of(block, MOST_GATHERED), block * token, shared)
+            return {
                 "R": config.world_size, "C": shape.channels, "RP": self._ground.rank_bins, "P": shape.pushers, "Q": shape.gatherers,
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "CHUNK": push.chunk, "CHUNKS": self.chunks,
                 "TILE": min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
                 "B": rows, "BLOCK": block, "SPAN": whole if gather.stages > 1 else block,
                 "STAGES": stages, "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1],
-            },
-        )  # fmt: skip
+            }  # fmt: skip
+
+        return self._bound(
+            ("push", form, dtype, bias), push_kernel, grid, gather.num_warps, gather.max_registers, constants
+        )
 
     def unpack(self, words: int, *, weighted: bool, static: bool) -> Launch:
         """What rode along with a direct dispatch, out of the view."""

@@ -83,23 +83,26 @@ class TwoLaunches(Launches):
         weighted: bool,
     ) -> Launch:  # fmt: skip
         ground, send, reduce = self._ground, self._ground.tuning.send, self._ground.tuning.reduce
-        net = ground.net_ring(form)
-        chunk = send.chunk_of(ground.slots(form))
-        tiles = combine_tiles(form.hidden, send, reduce, chunk, min(chunk, net.most_rows), placed=placed)
-        stages = 1
-        if not placed:
-            token = self._token_bytes(dtype, bias)
-            tiles["B"], stages = staged(reduce, tiles["B"], tiles["BLOCK"] * token, ground.shared_bytes)
-        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
-        launch = self._bound(
-            ("combine", form, dtype, width, picks, bias, placed, weighted),
-            two_combine_kernel, ground.num_programs, reduce.num_warps, reduce.max_registers,
-            lambda: ground.constants(form) | {
+
+        def constants() -> dict[str, Any]:
+            net = ground.net_ring(form)
+            chunk = send.chunk_of(ground.slots(form))
+            tiles = combine_tiles(form.hidden, send, reduce, chunk, min(chunk, net.most_rows), placed=placed)
+            stages = 1
+            if not placed:
+                token = self._token_bytes(dtype, bias)
+                tiles["B"], stages = staged(reduce, tiles["B"], tiles["BLOCK"] * token, ground.shared_bytes)
+            kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+            return ground.constants(form) | {
                 "K": picks, "J": width, "H": form.hidden, "CHUNK": chunk,
                 "DTYPE": kernel_type(dtype), "PLACED": placed, "WEIGHTED": weighted, "TURN": ground.tuning.turn,
                 "STAGES": stages,
                 "REDUCE": picks > 0, "BIAS0": kinds[0], "BIAS1": kinds[1], "WORKERS": ground.tuning.workers,
-            } | tiles,
+            } | tiles  # fmt: skip
+
+        launch = self._bound(
+            ("combine", form, dtype, width, picks, bias, placed, weighted),
+            two_combine_kernel, ground.num_programs, reduce.num_warps, reduce.max_registers, constants,
         )  # fmt: skip
         return lambda *args: launch(*args, self._config.num_experts)
 
@@ -121,19 +124,27 @@ class TwoLaunches(Launches):
 
     def pull(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:
         """Sums of rows in views."""
-        ground, cut, net = self._ground, self._ground.tuning.pull, self._ground.net_ring(form)
-        block = min(power_of_two_at_least(form.hidden), cut.block)
-        most = cut.rows_of(block, min(net.chunk, net.most_rows))
-        rows, stages = staged(cut, most, block * self._token_bytes(dtype, bias), ground.shared_bytes)
-        kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
-        launch = self._bound(
-            ("pull", form, dtype, bias), two_pull_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
-            lambda: _without(ground.constants(form), "PAY") | {
+        ground, cut = self._ground, self._ground.tuning.pull
+
+        def constants() -> dict[str, Any]:
+            net, block = ground.net_ring(form), min(power_of_two_at_least(form.hidden), cut.block)
+            most = cut.rows_of(block, min(net.chunk, net.most_rows))
+            rows, stages = staged(cut, most, block * self._token_bytes(dtype, bias), ground.shared_bytes)
+            kinds = [kernel_type(kind) for kind in bias] + [None] * (2 - len(bias))
+            return _without(ground.constants(form), "PAY") | {
                 "H": form.hidden, "B": rows, "BLOCK": block, "TURN": ground.tuning.turn,
                 "DTYPE": kernel_type(dtype), "BIAS0": kinds[0], "BIAS1": kinds[1], "WORKERS": ground.tuning.workers,
                 "STAGES": stages,
-            },
-        )  # fmt: skip
+            }  # fmt: skip
+
+        launch = self._bound(
+            ("pull", form, dtype, bias),
+            two_pull_kernel,
+            ground.num_programs,
+            cut.num_warps,
+            cut.max_registers,
+            constants,
+        )
         return lambda *args: launch(*args, self._config.num_experts)
 
     def _token_bytes(self, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> int:

@@ -58,6 +58,19 @@ def partial_rows(
 
 
 @triton.jit
+def store_sums(out, total, t, here, w, bias0, bias1, H: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr):
+    """Channels ``w [BLOCK]`` of tokens ``t [B]``, those ``here``: ``total [B, BLOCK]`` (float32), then biases, rounded."""
+    at = t.to(tl.int64)[:, None] * H + w[None, :]
+    mask = here[:, None] & (w < H)[None, :]
+    if BIAS0 is not None:
+        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS1 is not None:
+        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0).to(tl.float32)
+    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
+    tl.store(to + at, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
 def send_sums_chunk(
     x, slots, row_weights, reduce, ring, i0, n, lo, a0,
     K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
@@ -177,14 +190,7 @@ def _reduce(
                     if PLACED:
                         v = tl.where(d == me, v_own, v)
                     total = total + v.to(tl.float32)
-                at = t.to(tl.int64)[:, None] * H + w[None, :]
-                mask = here[:, None] & (w < H)[None, :]
-                if BIAS0 is not None:
-                    total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0).to(tl.float32)
-                if BIAS1 is not None:
-                    total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0).to(tl.float32)
-                to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-                tl.store(to + at, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+                store_sums(out, total, t, here, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
             if REDUCE:
                 k = tl.arange(0, triton.next_power_of_2(K))
                 weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.combine import store_sums
 from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words
@@ -140,14 +141,7 @@ def _sum_rows(
                     mask = (place >= 0)[:, None] & (w < H)[None, :]
                     v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                     total = total + v.to(tl.float32)
-                at = t.to(tl.int64)[:, None] * H + w[None, :]
-                mask = (t < T)[:, None] & (w < H)[None, :]
-                if BIAS0 is not None:
-                    total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0).to(tl.float32)
-                if BIAS1 is not None:
-                    total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0).to(tl.float32)
-                to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-                tl.store(to + at, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+                store_sums(out, total, t, t < T, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
         places = _places(plan, (i + Q) // PARTS * B + b, T, R, C, RP)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows
+from tokenyard.kernels.combine import partial_rows, store_sums
 from tokenyard.kernels.two_region import other
 
 
@@ -105,11 +105,4 @@ def add_nodes(
         got = (place >= 0) & (home != g)
         v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
         total = total + tl.where(home == g, v_home, v.to(tl.float32))
-    to_row = t.to(tl.int64)[:, None] * H + w[None, :]
-    mask = here[:, None] & (w < H)[None, :]
-    if BIAS0 is not None:
-        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + to_row, mask=mask, other=0.0).to(tl.float32)
-    if BIAS1 is not None:
-        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + to_row, mask=mask, other=0.0).to(tl.float32)
-    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-    tl.store(to + to_row, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+    store_sums(out, total, t, here, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
