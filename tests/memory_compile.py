@@ -36,7 +36,9 @@ unsigned long long seen[16];
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
   seen[0] += 1; seen[1] = c->gridDimX; seen[2] = c->gridDimY * c->gridDimZ; seen[3] = c->blockDimX;
   seen[4] = c->sharedMemBytes; seen[5] = (unsigned long long)c->hStream; seen[6] = (unsigned long long)f;
-  seen[7] = c->numAttrs;
+  seen[7] = c->numAttrs; seen[14] = 1;
+  for (int i = 0; i < c->numAttrs; ++i)
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) seen[14] = c->attrs[i].value.clusterDim.x;
   for (int i = 0; i < 6; ++i) seen[8 + i] = *(unsigned long long *)params[i];
   return CUDA_SUCCESS;
 }
@@ -106,7 +108,9 @@ class Pretended(Kernels):
         compiled.module, compiled.function = 1, 77
         call = CudaLauncher(compiled.src, compiled.metadata).launch
         nothing, early = (None,) * len(constants), bool(constants.get("EARLY"))
-        loaded = Loaded(call, compiled.function, compiled.packed_metadata, nothing, early, 100, (kernel, compiled))
+        loaded = Loaded(
+            call, compiled.function, num_warps, compiled.metadata.shared, nothing, early, 100, (kernel, compiled)
+        )
         types = map(type, constants.values())
         self._loaded[(id(kernel), num_warps, max_registers, *constants.items(), *types)] = loaded
         return loaded
@@ -116,11 +120,15 @@ def launched_facts(directory: Path) -> dict[str, Any]:
     seen = (ctypes.c_ulonglong * 16).in_dll(driver(directory), "seen")
     torch._C._cuda_getDevice = lambda: 3
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
-    pretended = Pretended(torch.device("cuda", 3), 10)
+    pretended = Pretended(torch.device("cuda", 3), 10, clustered=24)
     large = (1 << 47) + 1
     facts: dict[str, Any] = {}
     pretended.bind(kernels.everybody, 24, 8, None, {"R": 4, "W": 16})(*(large, 1, 16, -5))
     facts["first"] = list(seen)[:12]
+    facts["clusters"] = {}
+    for grid in (1, 8, 22, 24, 28):
+        pretended.bind(kernels.everybody, grid, 8, None, {"R": 4, "W": 16})(*(2, 3, 4, 5))
+        facts["clusters"][str(grid)] = [seen[1], seen[14]]
     pretended.bind(kernels.everybody, 1, 8, None, {"R": 4, "W": 16})(*(2, 3, 4, 5))
     facts["second"] = list(seen)[:12]
     facts["loads"] = pretended.loads
@@ -132,7 +140,7 @@ def launched_facts(directory: Path) -> dict[str, Any]:
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: heard.append(metadata.get()["name"]))
     pretended.bind(kernels.double, 1, 4, None, {"W": 1})(*(1, 2, 3))
     facts["heard"] = heard[:]
-    facts["launches"] = seen[0]
+    facts["launches"] = seen[0] - len(facts["clusters"])
     facts["attributes"] = {}
     for captures in (False, True):
         pretended._captures = lambda captures=captures: captures

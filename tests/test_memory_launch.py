@@ -53,9 +53,14 @@ def test_wrong_constants_and_orders_are_refused(facts: dict[str, Any]) -> None:
 
 def test_a_launch_reaches_the_driver_as_it_was_meant(launched: dict[str, Any]) -> None:
     """Launches, grid, 1, threads, shared bytes, stream of device 3, function, attributes; then the arguments' 64 bits."""
-    assert launched["first"] == [1, 24, 1, 256, 8, 1003, 77, 0, (1 << 47) + 1, 1, 16, (1 << 64) - 5]
-    assert launched["second"] == [2, 1, 1, 256, 8, 1003, 77, 0, 2, 3, 4, 5]
+    assert launched["first"] == [1, 24, 1, 256, 8, 1003, 77, 2, (1 << 47) + 1, 1, 16, (1 << 64) - 5]
+    assert launched["second"] == [7, 1, 1, 256, 8, 1003, 77, 0, 2, 3, 4, 5]
     assert launched["launches"] == 6
+
+
+def test_few_programs_are_placed_in_clusters(launched: dict[str, Any]) -> None:
+    """Programs and those of a cluster, on a GPU that puts 24 at most in clusters."""
+    assert launched["clusters"] == {"1": [1, 1], "8": [8, 4], "22": [22, 1], "24": [24, 4], "28": [28, 1]}
 
 
 def test_one_kernel_serves_all_integers_and_one_each_all_constants(launched: dict[str, Any]) -> None:

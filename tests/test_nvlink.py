@@ -83,6 +83,33 @@ def test_a_thousand_calls_in_a_row(ranks: Ranks) -> None:
         assert torch.cuda.memory_allocated() <= held
 
 
+@processes
+@pytest.mark.parametrize("num_sms", [8, 20, 24])
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_few_multiprocessors(ranks: Ranks, num_sms: int) -> None:
+    """Programs in clusters, beside work on the other multiprocessors: in place, through rings that go round, in a CUDA graph."""
+    case, rank = Case(ranks.world_size, num_tokens=700, hidden=520, num_experts=16), ranks.rank
+    want, stream, busy = case.combined(rank).x, torch.cuda.Stream(), torch.ones(2048, 2048, device=ranks.device)
+    x = case.x[rank].to(ranks.device)
+    with case.make(ranks, num_sms=num_sms, buffer_bytes=4 << 20) as ep:
+        for call in range(6):
+            with torch.cuda.stream(stream):
+                busy @ busy
+            check_received(recv := dispatch(ranks, ep, case, in_place=call % 2 == 0), case, rank)
+            rows = rows_to_combine(recv, case, rank)
+            got = ep.combine(rows, recv.handle, in_place=call % 2 == 0)
+            check_combined(got, case, rank, want, f"call {call}")
+            again = ep.dispatch(x, handle=recv.handle).x
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = ep.dispatch(x, handle=recv.handle).x
+            back = ep.combine(rows, recv.handle, in_place=True)
+        for replay in range(5):
+            graph.replay()
+            assert torch.equal(again.cpu(), case.expected[rank].x), replay
+            check_combined(back, case, rank, want, f"replay {replay}")
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:

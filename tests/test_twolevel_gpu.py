@@ -122,6 +122,19 @@ def test_rows_left_and_summed_in_place(
         ep.check()
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu")
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@sizes
+def test_few_multiprocessors(ranks: Ranks, grid: type[Case]) -> None:
+    """Programs in clusters: in place and through rings."""
+    case = on_grid(ranks, grid, num_tokens=700)
+    with case.make(ranks, num_sms=24) as ep:
+        for call in range(4):
+            check_received(recv := dispatch(ranks, ep, case, in_place=call % 2 == 0), case, ranks.rank)
+            got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, in_place=call % 2 == 0)
+            check_combined(got, case, ranks.rank, case.combined(ranks.rank).x, f"call {call}")
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
 @reaches
 @sizes

@@ -110,11 +110,17 @@ class Loaded(NamedTuple):
 
     call: Callable[..., None]  # Triton's launcher for this signature, written in C
     function: int  # the driver's handle
-    packed: tuple[int, ...]  # warps, programs of a cluster, shared bytes, as the launcher reads them
+    num_warps: int
+    shared_bytes: int
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
     early: bool  # whether programs may be set up while the launch before still runs: the kernel waits for that itself
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
+
+
+CLUSTER = 4
+"""Programs that are placed together where few run, as NCCL places its own. Else an H200 puts the first eight into one GPC; each GPC
+gets as much of NVLink as any other, so those eight are late (docs/performance.md, Few multiprocessors)."""
 
 
 class Kernels:
@@ -123,13 +129,15 @@ class Kernels:
     Args:
         device: a CUDA device with its index.
         num_sms: multiprocessors that one launch may fill.
+        clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`. They must all find room at
+            once, beside what they wait for: 0, none, where launches of several ranks share the GPU.
 
     Raises:
         RuntimeError: another Triton than 3.6.
     """
 
-    def __init__(self, device: torch.device, num_sms: int) -> None:
-        self._index, self._num_sms = device.index, num_sms
+    def __init__(self, device: torch.device, num_sms: int, clustered: int = 0) -> None:
+        self._index, self._num_sms, self._clustered = device.index, num_sms, clustered
         self._loaded: dict[tuple[Any, ...], Loaded] = {}
         self._lock = threading.Lock()
         triton: Any = importlib.import_module("triton")
@@ -157,16 +165,20 @@ class Kernels:
                 f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs run together"
             )
 
+        cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
+        packed = loaded.num_warps, cluster, loaded.shared_bytes
+
         def launch(*args: int) -> None:
             if self._current_device() == self._index:
-                self._call(loaded, grid, args)
+                self._call(loaded, grid, packed, args)
             else:
                 with torch.cuda.device(self._index):
-                    self._call(loaded, grid, args)
+                    self._call(loaded, grid, packed, args)
 
         return launch
 
-    def _call(self, loaded: Loaded, grid: int, args: tuple[int, ...]) -> None:
+    def _call(self, loaded: Loaded, grid: int, packed: tuple[int, int, int], args: tuple[int, ...]) -> None:
+        """``packed``: warps, programs of a cluster and shared bytes, as the launcher reads them. It counts clusters."""
         early = loaded.early and self._captures()  # else profilers would count the wait as time of the kernel
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if enter.calls or leave.calls:  # a profiler listens
@@ -174,8 +186,8 @@ class Kernels:
         else:
             enter = leave = details = None
         loaded.call(
-            grid, 1, 1, self._stream(self._index), loaded.function, False, early, None, None,
-            loaded.packed, details, enter, leave, *args, *loaded.constants,
+            grid // packed[1], 1, 1, self._stream(self._index), loaded.function, False, early, None, None,
+            packed, details, enter, leave, *args, *loaded.constants,
         )  # fmt: skip
 
     def _prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
@@ -202,7 +214,8 @@ class Kernels:
         return Loaded(
             launcher.launch,
             compiled.function,
-            compiled.packed_metadata,
+            num_warps,
+            compiled.metadata.shared,
             (None,) * len(constants),
             bool(constants.get("EARLY")),
             residents * self._num_sms,
@@ -213,7 +226,9 @@ class Kernels:
 @cache
 def kernels_of(index: int, num_sms: int) -> Kernels:
     """Of CUDA device ``index``, for all objects of this process: a second object loads nothing, also while a graph is captured."""
-    return Kernels(torch.device("cuda", index), num_sms)
+    device = torch.device("cuda", index)
+    able = torch.cuda.get_device_capability(device) >= (9, 0)
+    return Kernels(device, num_sms, multiprocessors(device) // 2 if able else 0)
 
 
 def processor_of(index: int) -> Processor:
