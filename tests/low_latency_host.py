@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import tokenyard as ty
 from operations import counted
 from tokenyard import deep_ep
+from tokenyard.calls import Calls
 from tokenyard.config import Config
 from tokenyard.deep_ep import low_latency
 from tokenyard.engines.low_latency import LowLatencyEngine
@@ -70,6 +72,21 @@ def engine_on(memory: Any) -> LowLatencyEngine:
         num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=RANKS, timeout=5.0
     )  # fmt: skip
     return LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), Shape(programs=4), None)
+
+
+def no_second_half_behind_close() -> None:
+    """A hook that comes too late raises, and launches nothing into memory that is gone."""
+    memory = Idle()
+    engine = engine_on(memory)
+    calls = Calls(engine.config, engine, memory.device)
+    x, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).long()
+    when = calls.when(False, True, None, None, False)
+    recv = calls.dispatch(Payload(x, None), idx, None, Spec(layout=Layout.EXPERT_PADDED, exact=False), None, when)
+    calls.close()
+    bound = memory.bound
+    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
+        recv.hook()
+    assert memory.bound == bound
 
 
 def few_operations() -> None:

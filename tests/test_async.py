@@ -84,6 +84,49 @@ def test_after_is_waited_for(ranks: Ranks) -> None:
         assert torch.equal(chained.x, recv.x)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@distributed_test(world_size=2, engine=ENGINES)
+def test_what_is_cast_or_sent_ahead_comes_after_too(ranks: Ranks, later: bool) -> None:
+    """Weights that are there only when ``after`` has been waited for: in another dtype, and those of a combine."""
+    case = Case(ranks.world_size, layout=ty.Layout.EXPERT_MAJOR)
+    idx, weights = (t.to(ranks.device) for t in case.picks[ranks.rank])
+    x = case.x[ranks.rank].to(ranks.device)
+    half = weights.bfloat16()
+
+    class Filled:
+        def __init__(self, empty: torch.Tensor) -> None:
+            self.empty = empty
+
+        def wait(self) -> None:
+            self.empty.copy_(half)
+
+    with case.make(ranks) as ep:
+        want = ep.dispatch(x, idx, half, layout=case.layout)
+        blank = torch.zeros_like(half)
+        recv = ep.dispatch(x, idx, blank, layout=case.layout, async_op=later, after=Filled(blank))
+        assert torch.equal(recv.row_weights, want.row_weights)
+        sums = ep.combine(want.x, want.handle, weighted=True)
+        for dtype in (torch.bfloat16, torch.float32):
+            blank = torch.zeros_like(half, dtype=dtype)
+            got = ep.combine(
+                want.x, want.handle, weighted=True, topk_weights=blank, async_op=later, after=Filled(blank)
+            )
+            assert torch.equal(got.x if isinstance(got, ty.Combined) else got, sums)
+
+
+def test_to_come_after_a_result_does_not_take_it() -> None:
+    """A result that another call waits for is still to be read: this object made both, a thread of its own runs them."""
+    with ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu") as ep:
+        x, idx = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
+        first = ep.dispatch(x, idx, async_op=True)
+        assert first.work() is not first
+        second = ep.dispatch(x, idx, async_op=True, after=first)
+        second.wait()
+        assert "x" not in first.__dict__
+        assert torch.equal(first.x, second.x)
+        assert torch.equal(ep.dispatch(x, idx, after=first).x, first.x)
+
+
 @distributed_test(world_size=2, engine=ENGINES)
 def test_one_too_many_raises_and_harms_nothing(ranks: Ranks) -> None:
     case = Case(ranks.world_size)

@@ -87,3 +87,20 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                 weights = torch.rand(handle.num_rows, device=ranks.device) if layout is not ty.Layout.FLAT else None
                 arguments = (rows, weights, None, [], plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)
+
+
+@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32)
+    leaves = Layer(case, ranks)
+    torch._dynamo.reset()
+    with case.make(ranks) as ep, torch.no_grad():
+
+        def layer(out: Tensor) -> Tensor:
+            recv = ep.dispatch(leaves.x, leaves.idx, leaves.weights)
+            return ep.combine(per_row(recv), recv.handle, out=out)
+
+        eager, graph = (torch.full_like(leaves.x, -7.0) for _ in range(2))
+        layer(eager)
+        torch.compile(layer, backend="aot_eager")(graph)
+        assert torch.equal(eager, graph)

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from cases import Case, check_received, dispatch
 from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, meet
+from tokenyard.engines.departure import note_bad_index
 from tokenyard.lane import MAX_OUTSTANDING
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 
@@ -345,3 +347,45 @@ def test_a_group_without_torch_distributed() -> None:
     dist.destroy_process_group()
     with pytest.raises((ValueError, RuntimeError), match="group"):
         ty.ExpertParallel(group, **SIZES)
+
+
+def test_a_lost_peer_keeps_nothing() -> None:
+    """Neither object nor batch, once the caller has let go of both: errors are kept without their frames."""
+
+    class Gone:
+        waits_on_host, name = False, "gone"
+
+        def dispatch(self, *_: object, **__: object) -> None:
+            raise ty.PeerTimeout("rank 1 is silent", 1)
+
+    def lose() -> list[weakref.ref[Any]]:
+        ep = ty.ExpertParallel(**SIZES)
+        engine = Gone()
+        ep._calls.engine = engine  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage]
+        x = torch.zeros(3, SIZES["hidden"])
+        for later in (True, False):
+            with pytest.raises((ty.PeerTimeout, RuntimeError), match="rank 1 is silent"):
+                ep.dispatch(x, torch.zeros(3, SIZES["num_topk"], dtype=torch.int64), async_op=later).wait()
+        return [weakref.ref(each) for each in (ep, engine, x)]
+
+    gc.disable()
+    try:
+        assert [each() for each in lose()] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_check_leaves_what_cuda_graphs_write_to() -> None:
+    """A replay notes bad ids where the captured call did: after a check as before."""
+    with ty.ExpertParallel(**SIZES) as ep:
+        engine: Any = ep._calls.engine  # pyright: ignore[reportPrivateUsage]
+        engine._has_headers = lambda op, exact: exact  # as over NCCL
+        x, good = torch.zeros(3, SIZES["hidden"]), torch.zeros(3, SIZES["num_topk"], dtype=torch.int64)
+        ep.dispatch(x, good, exact=False)
+        ep.check()
+        noted = engine._bad_index
+        for _ in range(2):
+            note_bad_index(noted, good + SIZES["num_experts"], SIZES["num_experts"])
+            with pytest.raises(ValueError, match=f"is {SIZES['num_experts']}"):
+                ep.check()
+            ep.check()

@@ -93,6 +93,8 @@ def test_calls(what: str) -> None:
     run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])
 
 
-@pytest.mark.parametrize("what", ["few_operations", "shapes_and_numbers", "tags", "drop_in_adds_no_operation"])
+@pytest.mark.parametrize(
+    "what", ["no_second_half_behind_close", "few_operations", "shapes_and_numbers", "tags", "drop_in_adds_no_operation"]
+)
 def test_on_the_host(what: str) -> None:
     run_all(f"low_latency_host.{what}", [()])

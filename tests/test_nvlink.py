@@ -131,6 +131,23 @@ def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
                 again.x[:1].clone()
 
 
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_a_failure_is_of_the_call_it_was_in(ranks: Ranks) -> None:
+    """Ranks disagree in combine #1, which the host may only learn in the next call."""
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case)
+        rows = torch.zeros_like(recv.x, dtype=torch.float32 if ranks.rank else None)
+        with (
+            pytest.raises(ty.Mismatch, match=r"ranks disagree on dtype \(combine #1\)")
+            if ranks.world_size > 1
+            else nullcontext()
+        ):
+            ep.combine(rows, recv.handle)
+            ep.check()
+            dispatch(ranks, ep, case)
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
@@ -175,20 +192,21 @@ def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
 
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_sums_over_the_rows_that_are_read(ranks: Ranks) -> None:
-    """``out`` in the very rows that are pushed meanwhile, in the view and elsewhere; and over another row's term."""
+    """``out`` in the very rows that are moved meanwhile, in the view and elsewhere; and over another row's term."""
     case = Case(ranks.world_size, num_tokens=50, hidden=264)
     with case.make(ranks) as ep:
         recv = dispatch(ranks, ep, case, in_place=True)
         rows, tokens = rows_to_combine(recv, case, ranks.rank), case.tokens_of(ranks.rank)
         want = case.combined(ranks.rank)
         own = torch.empty(len(rows) + tokens, case.hidden, dtype=rows.dtype, device=ranks.device)
-        for x in (recv.x, own[: len(rows)], own[tokens:]):
-            x.copy_(rows)
-            got = ep.combine(x, recv.handle, in_place=True, out=recv.x[:tokens] if x is recv.x else own[:tokens])
+        for in_place in (True, False):
+            for x in (recv.x, own[: len(rows)], own[tokens:]):
+                x.copy_(rows)
+                out = recv.x[:tokens] if x is recv.x else own[:tokens]
+                check_combined(ep.combine(x, recv.handle, in_place=in_place, out=out), case, ranks.rank, want.x)
+            both = torch.zeros(tokens + 1, case.hidden, dtype=rows.dtype, device=ranks.device)
+            got = ep.combine(rows, recv.handle, in_place=in_place, bias=both[1:], out=both[:tokens])
             check_combined(got, case, ranks.rank, want.x)
-        both = torch.zeros(tokens + 1, case.hidden, dtype=rows.dtype, device=ranks.device)
-        got = ep.combine(rows, recv.handle, in_place=True, bias=both[1:], out=both[:tokens])
-        check_combined(got, case, ranks.rank, want.x)
 
 
 @distributed_test(world_size=SIZES, engine="nvlink")

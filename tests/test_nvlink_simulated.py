@@ -45,7 +45,12 @@ def test_bodies_that_gpus_run_too() -> None:
     calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
     calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
     calls += [
-        (f"test_{name}", {}) for name in ("sums_over_the_rows_that_are_read", "results_of_like_calls_share_no_memory")
+        (f"test_{name}", {})
+        for name in (
+            "sums_over_the_rows_that_are_read",
+            "results_of_like_calls_share_no_memory",
+            "a_failure_is_of_the_call_it_was_in",
+        )
     ]
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
     run_all(

@@ -36,7 +36,8 @@ class ExpertParallel:
 
     Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and their backwards: every rank
     calls them in the same order with the same options. One object serves one thread at a time; different objects are
-    independent. Up to ``tokenyard.lane.MAX_OUTSTANDING`` asynchronous calls may be outstanding.
+    independent. Up to ``tokenyard.lane.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook of engine
+    low_latency is, no other call begins.
 
     Args:
         group: a ``torch.distributed`` group (default: the default group; without one this process is alone).
@@ -47,7 +48,8 @@ class ExpertParallel:
         engine: "auto", "collective", "nvlink" (GPUs that map each other's memory), "twolevel" (GPUs of several nodes that form a
             grid, ``docs/twolevel.md``) or "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink
             where it can work.
-        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default: 128 MiB.
+        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default: 128 MiB. Engine low_latency: its
+            slots; default: what rows of 2 bytes per channel need.
         num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks. Default: all.
         spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers too, may hold when a call
             begins: NCCL's on another stream, say, for which ``BESIDE_COLLECTIVES`` is enough. Default: none.
@@ -168,7 +170,7 @@ class ExpertParallel:
         self._calls.check_open()
         known = None
         try:
-            when = self._calls.when(async_op, return_hook, after, options)
+            when = self._calls.when(async_op, return_hook, after, options, checks.is_cast(topk_weights))
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
             if handle is not None:
@@ -265,7 +267,8 @@ class ExpertParallel:
         """
         self._calls.check_open()
         try:
-            when = self._calls.when(async_op, return_hook, after, options)
+            derives = checks.is_copied(x) or topk_weights is not None or reduce_weights is not None
+            when = self._calls.when(async_op, return_hook, after, options, derives)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
@@ -288,12 +291,14 @@ class ExpertParallel:
         return combined if when.later or reduce is not None else combined.x
 
     def warmup(self) -> None:
-        """Collective: set up connections and compile kernels, so that the first real call does not pay for them."""
+        """Collective: set up connections, and compile the kernels of BF16 rows with weights in ``FLAT`` (engine low_latency:
+        ``EXPERT_PADDED``), so that the first such call does not pay for them. Other kinds of calls pay when they first come."""
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
         picks = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device)
         exact = self._calls.low is None
-        recv = self.dispatch(x, picks, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact)
+        weights = torch.empty(0, self.config.num_topk, device=device)
+        recv = self.dispatch(x, picks, weights, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact)
         self.combine(recv.x, recv.handle)
 
     # One rank at a time
@@ -323,12 +328,13 @@ class ExpertParallel:
         return self._stats.copy()
 
     def check(self) -> None:
-        """Raise if a static dispatch without host wait was given ids out of range since the last check.
+        """Wait for the device; raise what went wrong there since the last check.
 
         Raises:
-            ValueError: names the first such pick.
+            ValueError: a static dispatch without host wait was given ids out of range; names the first such pick.
+            PeerTimeout, PeerError, Mismatch: a call that the host has not waited for came to this.
         """
-        self._calls.engine.check()
+        self._calls.check()
 
     @property
     def buffer_bytes(self) -> int:
@@ -339,7 +345,7 @@ class ExpertParallel:
     def active_ranks(self) -> list[bool]:
         """Which ranks take part: all, unless the engine is low_latency. Waits for the device."""
         low = self._calls.low
-        return [True] * self.world_size if low is None else low.active_ranks()
+        return [True] * self.world_size if low is None else self._calls.lane.run(low.active_ranks)
 
     @property
     def active_mask(self) -> Tensor:

@@ -19,11 +19,11 @@ from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.base import Engine, InPlace, LowLatency
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.errors import NotSupported, PeerTimeout
+from tokenyard.errors import NotSupported, PeerTimeout, afresh
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.lane import NO_TICKET, Lane, Waitable, When
 from tokenyard.layout import merge_weights
-from tokenyard.results import Combined, Received, by_column, received_fields
+from tokenyard.results import Combined, Later, Received, by_column, received_fields
 from tokenyard.rows import Payload, take_values
 from tokenyard.types import Layout, Quantize
 
@@ -58,7 +58,11 @@ class Calls:
                 return error
         except PeerTimeout:
             return error
-        return ValueError(f"{error} (ranks that already wait in this call wait for the process group's own watchdog)")
+        return type(error)(f"{error} (other ranks cannot be told: those in this call wait until their own timeout)")
+
+    def check(self) -> None:
+        """Wait for all calls so far; raise what went wrong on the device."""
+        self.lane.run(self._watched(self.engine.check))
 
     def close(self) -> None:
         """Finish what was started and let go of the engine."""
@@ -79,11 +83,21 @@ class Calls:
             raise NotSupported(f"engine {self.engine.name!r} {lack}; engine 'low_latency' can")
         return self.low
 
-    def when(self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None) -> When:
-        """When and how a call is to be made."""
+    def when(
+        self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None, derives: bool
+    ) -> When:
+        """When and how a call is to be made.
+
+        ``derives``: it begins with tensors that are derived from its arguments at once. ``after`` is waited for here then.
+        """
         if not (async_op or return_hook) and after is None and options is None:
             return _NOW
         checks.check_after(after)
+        if isinstance(after, Later):
+            after = after.work()
+        if after is not None and derives:
+            after.wait()
+            after = None
         if options is not None:
             self.need_low("takes no options of a call")
         if self.low is None:
@@ -142,8 +156,10 @@ class Calls:
         return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
 
     def _run(self, call: Callable[[], Result], ticket: int) -> Result:
-        if ticket:
+        rest = self.lane.rest_of(ticket)
+        if ticket and rest is None:
             return self.lane.take(ticket)
+        call = rest or call
         self.check_open()
         return self.lane.run(self._watched(call))
 
@@ -152,11 +168,11 @@ class Calls:
 
         def watched() -> Result:
             if self._lost is not None:
-                raise self._lost
+                raise afresh(self._lost)
             try:
                 return call()
             except PeerTimeout as error:
-                self._lost = error
+                self._lost = afresh(error)
                 self.gone = self.gone or f"lost a peer ({error})"
                 raise
 
@@ -292,11 +308,13 @@ class Calls:
                     False,
                     ticket,
                 )
+                if out is not None and not ticket:  # under a compiler: operators write to nothing they are given
+                    x = out.copy_(x)
             else:
                 x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options, **extras)
             return {"x": x, "topk_weights": reduced if reduce_weights is not None else None}
 
-        combined = Combined(finish)
+        combined = Combined(finish, self.lane.work_of(ticket) if ticket else None)
         if when.later and not when.in_two:
             weakref.finalize(combined, self.lane.drop, ticket)
         return combined
@@ -336,7 +354,7 @@ class Calls:
         return self.lane.hold(made if when.in_two else lambda: made)
 
     def _received(self, finish: Callable[[], dict[str, Any]], when: When, ticket: int) -> Received:
-        received = Received(finish)
+        received = Received(finish, self.lane.work_of(ticket) if ticket else None)
         if not when.later:
             received.wait()
         elif not when.in_two:  # nothing to drop of those

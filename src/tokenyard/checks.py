@@ -198,6 +198,8 @@ def check_picks(
 ) -> Tensor | None:
     """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the engine."""
     shape = (num_tokens, config.num_topk)
+    if topk_idx is None:
+        raise ValueError("topk_idx is missing: give [T, num_topk] expert ids, or handle= of an earlier dispatch")
     _tensor("topk_idx", topk_idx, 2)
     _dtype("topk_idx", topk_idx, INDEX_DTYPES)
     _shape("topk_idx", topk_idx, shape, "[tokens of x, num_topk]")
@@ -209,6 +211,16 @@ def check_picks(
     _shape("topk_weights", topk_weights, shape, "[tokens of x, num_topk]")
     _device("topk_weights", topk_weights, device)
     return topk_weights.float()
+
+
+def is_cast(weights: Any) -> bool:
+    """Whether weights are not the float32 that calls work with."""
+    return isinstance(weights, Tensor) and weights.dtype != torch.float32
+
+
+def is_copied(rows: Any) -> bool:
+    """Whether :func:`check_rows` has to copy rows."""
+    return isinstance(rows, Tensor) and rows.dim() == 3 and not rows.is_contiguous()
 
 
 def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) -> Spec:

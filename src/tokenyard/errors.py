@@ -1,8 +1,19 @@
 """Errors with names. Bad input is a ``ValueError``; what a peer did is a ``RuntimeError``."""
 
+from __future__ import annotations
+
+from copy import copy
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=Exception)
+
 
 class Mismatch(ValueError):
-    """Ranks passed different arguments to one collective call. Every rank raises; the object stays usable."""
+    """Ranks passed different arguments to one collective call. Every rank raises.
+
+    The object stays usable where ranks compare before rows move: always over gloo, and in a fresh dispatch with exact shapes.
+    Elsewhere make a new one.
+    """
 
 
 class NotSupported(NotImplementedError):
@@ -10,7 +21,7 @@ class NotSupported(NotImplementedError):
 
 
 class PeerError(RuntimeError):
-    """Another rank refused its side of the call (its own error says why). The object stays usable."""
+    """Another rank refused its side of the call (its own error says why). The object stays usable as after :class:`Mismatch`."""
 
 
 class PeerTimeout(RuntimeError):
@@ -23,6 +34,14 @@ class PeerTimeout(RuntimeError):
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+def afresh(error: _Error) -> _Error:
+    """The same error without a traceback: to be kept, or raised again. A traceback keeps all that its frames had."""
+    try:
+        return copy(error)
+    except TypeError:  # made from other arguments than it shows
+        return error
 
 
 class PeerLost(PeerTimeout):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import MOST_MATRIX_RANKS
+from tokenyard.lane import keep_for
 from tokenyard.types import Layout
 
 
@@ -78,6 +79,13 @@ class Handle:
     @property
     def layout(self) -> Layout:
         return self.spec.layout
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """As ``Tensor.record_stream``, of what a GPU's calls with this handle read.
+
+        Needed if they are made on ``stream``, the dispatch was made on another, and the handle may be let go before they are done.
+        """
+        keep_for((*self.plan, *self.arrived), stream)
 
     def rows_between(self, num_ranks: int) -> Tensor | None:
         """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.

@@ -7,6 +7,7 @@ tensors have that stream either way). A synchronous call comes after every call 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -48,9 +49,10 @@ class Lane:
         self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by device, as events are
+        self._events: dict[int, torch.cuda.Event] = {}
         self._done: torch.cuda.Event | None = None
-        self._where = -1
+        self._where = -1, 0
         self._started: dict[int, Future[Any] | _Made] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream, Callable[[], Any]]] = {}
         self._halves: dict[int, Callable[[], Any]] = {}
@@ -84,14 +86,14 @@ class Lane:
         if not self._on_gpu() or torch.cuda.is_current_stream_capturing():
             return _without_grad(call)
         index = torch.cuda.current_device() if self._device is None else self._device.index
-        here: int = torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore
+        here: tuple[int, int] = index, torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore
         if self._done is not None and self._where != here:
-            self._done.wait(torch.cuda.current_stream(self._device))
+            self._done.wait(torch.cuda.current_stream(index))
         try:
             return _without_grad(call)
         finally:  # torch's object of the stream is made only now that the launches are out
-            self._done = self._done or torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(self._device))
+            self._done = self._events.get(index) or self._events.setdefault(index, torch.cuda.Event())
+            self._done.record(torch.cuda.current_stream(index))
             self._where = here
 
     def _enter(self) -> None:
@@ -134,6 +136,10 @@ class Lane:
         self._halves[self._tickets] = rest
         return self._tickets
 
+    def rest_of(self, ticket: int) -> Callable[[], Any] | None:
+        """What :meth:`hold` was given, to be made now; None of another ticket."""
+        return self._halves.pop(ticket, None)
+
     def held(self, ticket: int) -> Any:
         """What :meth:`hold` was given."""
         return self._halves[ticket]
@@ -148,9 +154,10 @@ class Lane:
         self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
     ) -> Callable[[], Any]:
         """``call`` on the communication stream, behind what the current stream holds now (or behind ``after``)."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        stream, here = self._stream, torch.cuda.current_stream(device)
+        here = torch.cuda.current_stream(device)
+        stream = self._streams.get(here.device_index) or self._streams.setdefault(
+            here.device_index, torch.cuda.Stream(device)
+        )
         ready, done = here.record_event() if after is None else after, torch.cuda.Event()
         self._issued[ticket] = (done, here, call)  # the call holds its inputs, which the stream still reads
 
@@ -166,11 +173,14 @@ class Lane:
 
     def take(self, ticket: int) -> Any:
         """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
-        if ticket in self._halves:
-            return self.run(self._halves.pop(ticket))
         future = self._started.pop(ticket)
         issued = self._issued.pop(ticket, None)
-        result = future.result()
+        try:
+            result = future.result()
+        finally:
+            if self._last is future:
+                self._last = None
+            del future  # an error's traceback would hold it, and it holds the error
         if issued is not None:
             done, begun_on, _ = issued
             here = torch.cuda.current_stream(begun_on.device)
@@ -180,22 +190,46 @@ class Lane:
             keep_for(result, here)
         return result
 
+    def work_of(self, ticket: int) -> Waitable | None:
+        """What is done when the call behind ``ticket`` is, its result still to be taken; None where nothing was started."""
+        issued, future = self._issued.get(ticket), self._started.get(ticket)
+        if issued is None and not isinstance(future, Future):
+            return None
+        return _Work(future if isinstance(future, Future) else None, None if issued is None else issued[0])
+
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
         self._started.pop(ticket, None)
         issued = self._issued.pop(ticket, None)
         if issued is None:
             return
-        if torch.cuda.is_current_stream_capturing():  # collected as garbage, say: to wait would spoil the capture
+        done, begun_on, _ = issued
+        with torch.cuda.stream(begun_on):
+            captured = torch.cuda.is_current_stream_capturing()
+        if captured:  # collected as garbage, say: to wait would spoil the capture
             self._dropped.append(issued)
         else:
-            done, begun_on, _ = issued
             done.wait(begun_on)
 
     def close(self) -> None:
         """Finish what was started."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+class _Work:
+    """A call under way: on another thread, on a stream (then ``done`` is recorded behind it), or both. It keeps no result."""
+
+    def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
+        self._future, self._done = None if future is None else weakref.ref(future), done
+
+    def wait(self) -> None:
+        """Wait for it, the current stream instead of the host where it is on a stream; raise what it raised."""
+        future = None if self._future is None else self._future()
+        if future is not None:
+            future.result()
+        if self._done is not None:
+            self._done.wait()
 
 
 def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], Any]:
@@ -221,9 +255,12 @@ class _Made(NamedTuple):
     error: Exception | None
 
     def result(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.value
+        finally:
+            del self  # else the error's traceback would hold the error
 
 
 def _made(body: Callable[[], Any]) -> _Made:

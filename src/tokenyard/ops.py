@@ -179,9 +179,9 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
     ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
     ctx.save_for_backward(*output[2:])
-    ctx.mark_non_differentiable(*(t for t in output[1:] if t is not output[2 + _PLAN + 1]))
-    if not ctx.plain:
-        ctx.mark_non_differentiable(output[0])
+    weights_at = 2 + _PLAN + 1
+    fixed = [t for at, t in enumerate(output) if at != weights_at and (at or not ctx.plain)]
+    ctx.mark_non_differentiable(*fixed)  # a second call would take the first one back
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

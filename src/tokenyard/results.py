@@ -9,21 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.errors import afresh
 from tokenyard.handle import Handle
+from tokenyard.lane import Waitable
 from tokenyard.types import Layout
 
 
 def _raise(error: Exception) -> dict[str, Any]:
-    raise error
+    raise afresh(error)
 
 
-class _Later:
+class Later:
     """Attributes that come when the call is done: reading one of them waits for it."""
 
     _finish: Callable[[], dict[str, Any]] | None
 
-    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None, work: Waitable | None = None) -> None:
+        """``work``: what there is to wait for without finishing the call."""
+        self._finish, self._work = finish, work
+
+    def work(self) -> Waitable:
+        """What another call waits for to come behind this one, wherever it runs; the result stays with whoever reads it."""
+        return self if self._work is None else self._work
 
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting again does nothing.
@@ -37,7 +44,7 @@ class _Later:
         try:
             fields = finish()
         except Exception as error:
-            self._finish = partial(_raise, error)
+            self._finish = partial(_raise, afresh(error))
             raise
         self.__dict__.update(fields)
 
@@ -54,16 +61,17 @@ class _Later:
         return getattr(self, name)
 
 
-class Received(_Later):
+class Received(Later):
     """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/semantics.md``.
 
     Attributes:
-        x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory.
+        x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with ``in_place=True`` symmetric memory).
         scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32 if the payload is quantised, else None. Row by row, unless
             ``CallOptions.scales_by_column`` asks otherwise.
         topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype of the argument; else None.
-        topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else None. Differentiable.
-        row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else None. Differentiable.
+        topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else, and without weights, None. Differentiable.
+        row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else, and without weights, None.
+            Differentiable.
         tokens_per_expert: ``[L]`` int32 on the device, unaligned.
         expert_offsets: ``EXPERT_MAJOR``: ``[L + 1]`` int32, cumulative aligned; else None.
         source_ranges: ``EXPERT_PADDED``: ``[L, R, 2]`` int32 (begin, count); else None.
@@ -114,7 +122,7 @@ def rows_of_experts(handle: Handle) -> list[int]:
     return known
 
 
-class Combined(_Later):
+class Combined(Later):
     """A combine that was asked for more than its sum.
 
     Attributes:

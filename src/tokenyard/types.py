@@ -36,7 +36,7 @@ class Quantized:
     """A payload that the caller has quantised.
 
     Attributes:
-        data: ``[T, H]`` float8 or int8.
+        data: ``[T, H]`` float8, int8 or uint8.
         scales: ``[T, S]`` float32 or int32 (opaque 4-byte words), any strides.
     """
 

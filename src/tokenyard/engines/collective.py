@@ -206,8 +206,8 @@ class CollectiveEngine:
         if self._bad_index is None:
             return
         at, value = host_ints(self._bad_index)
-        self._bad_index = None
         if at >= 0:
+            self._bad_index.fill_(-1)  # it stays where it is: CUDA graphs write to it
             raise ValueError(head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts))
 
     def close(self) -> None:

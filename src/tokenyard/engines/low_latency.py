@@ -20,7 +20,7 @@ from tokenyard.engines.low_latency_ground import Ground, Shape
 from tokenyard.engines.low_latency_kinds import CombineKind, DispatchKind, Kinds
 from tokenyard.engines.low_latency_launches import BOTH, RECEIVE, SEND, Launch, Launches, Parts
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
-from tokenyard.engines.rings import address, as_aligned
+from tokenyard.engines.rings import address, aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
 from tokenyard.header import DISPATCH
@@ -124,7 +124,7 @@ class LowLatencyEngine:
         by_column = options.scales_by_column
         kind = self._checked(payload, spec, mode, by_column, cached=False, in_place=in_place, options=None)
         with self._memory.tensors():
-            payload = Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
+            payload = aligned(payload)
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
             return self._make(self._prepare(kind, payload, topk_idx, weights, spec, mode, options), "dispatch", in_two)
 
@@ -203,9 +203,7 @@ class LowLatencyEngine:
         ground, rows = self._ground, as_aligned(rows)
         weights = None if weights is None else as_aligned(weights)
         terms = [as_aligned(term) for term in bias]
-        # elsewhere than on a GPU kernels write only to tensors that were made in this context
-        fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
-        total = out if out is not None and fits else rows.new_empty(tokens, self.config.hidden)
+        total = sums_for(rows, tokens, out, rows, *terms)
         told, waits = options.lost_weights, options.waits
         lost = told if told is None or told.is_cuda else rows.new_empty(tokens, dtype=torch.float32)
         weighted, route = 0 if weights is None else weights.dim(), plan.route.data_ptr()

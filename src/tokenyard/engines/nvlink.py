@@ -92,7 +92,6 @@ class NvlinkEngine:
             topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
             payload = aligned(payload)
             kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
-            self._watch.raise_if_failed()
             room = kind.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, kind, room)
             if not spec.exact:
@@ -126,7 +125,6 @@ class NvlinkEngine:
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload = aligned(payload)
             kind = self._kind(CACHED, payload, spec, mode, marked=raw, in_place=in_place)
-            self._watch.raise_if_failed()
             placed = kind.experts and not raw
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
             arrived = sum(splits[self.config.world_size : -1]) if spec.exact else self.config.padded_rows
@@ -172,7 +170,6 @@ class NvlinkEngine:
             kind = self._kind(
                 COMBINE, payload, spec, None, marked=width > 0, scaled=weights is not None, in_place=in_place
             )
-            self._watch.raise_if_failed()
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
             tag, tokens = kind.tag | pack_routing(splits[-1]), plan.first_pick.shape[0]
             bias = tuple(as_aligned(term) for term in bias)
@@ -180,7 +177,7 @@ class NvlinkEngine:
             if in_place:
                 total = self._sum_in_place(rows, plan, kind, tag, bias, out)
             else:
-                total = sums_for(rows, tokens, out)
+                total = sums_for(rows, tokens, out, rows, *bias)
                 placed = kind.experts and not raw
                 form = kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4)
                 launch = self._launches.combine(
@@ -262,7 +259,8 @@ class NvlinkEngine:
         self, op: int, payload: Payload, spec: Spec, mode: Quantize | None, *, marked: bool, scaled: bool = False,
         in_place: bool = False,
     ) -> Kind:  # fmt: skip
-        """The kind of a call that begins now."""
+        """The kind of a call that begins now, unless an earlier one has failed on the device."""
+        self._watch.raise_if_failed()
         scales = payload.scales
         form = None if scales is None else (scales.dtype, scales.shape[1])
         key = (op, payload.x.dtype, payload.x.shape[1], form, spec, mode, marked, scaled, in_place)

@@ -113,8 +113,10 @@ class Shape(Cuts):
 
 def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
     """The shape for ``num_sms`` multiprocessors: several programs on each if they are all there are, else one, as they spread."""
-    if num_sms < (num_ranks if all_sms else 2 * num_ranks):
-        raise ValueError(f"num_sms ({num_sms}) must be at least {2 * num_ranks} for {num_ranks} ranks")
+    least = num_ranks if all_sms else 2 * num_ranks
+    if num_sms < least:
+        remedy = ": take fewer ranks per node, or engine collective" if all_sms else ""
+        raise ValueError(f"num_sms ({num_sms}) must be at least {least} for {num_ranks} ranks{remedy}")
     channels = min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
     if all_sms:
         return Shape(
@@ -259,12 +261,23 @@ def aligned(payload: Payload) -> Payload:
     return Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
 
 
-def sums_for(rows: Tensor, tokens: int, out: Tensor | None) -> Tensor:
-    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can."""
+def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Tensor:
+    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can, and it is apart from what they ``read`` meanwhile."""
     # elsewhere than on a GPU kernels write only to tensors that were made in the memory's context
-    if out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0:
+    fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
+    if out is not None and fits and not any(overlap(out, each) for each in read):
         return out
     return rows.new_empty(tokens, rows.shape[1])
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
+    spans = [
+        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        for tensor in (one, other)
+    ]
+    (a, last_a), (b, last_b) = spans
+    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize
 
 
 def address(tensor: Any) -> int:

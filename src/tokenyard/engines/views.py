@@ -132,7 +132,7 @@ class View:
         view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
         launch = cast("Any", self._launches).pull(kind.form, rows.dtype, tuple(term.dtype for term in bias))
         tokens, terms = plan.first_pick.shape[0], bias
-        total = sums_for(rows, tokens, None if out is None or self._covers(out) else out)  # not where peers still read
+        total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
         elsewhere = rows.numel() > 0 and (rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous())
         if elsewhere:
             rows, *terms = (tensor.clone() if self._covers(tensor) else tensor for tensor in (rows, *bias))
@@ -164,9 +164,7 @@ class View:
         launch = self._launches.push(kind.form, rows.dtype, tuple(term.dtype for term in bias))
         landing = self._room(self._landing, rows_at + padded(most), tag)
         rows = as_aligned(rows)
-        total = sums_for(
-            rows, tokens, None if out is None or any(_overlap(out, each) for each in (rows, *bias)) else out
-        )
+        total = sums_for(rows, tokens, out, rows, *bias)
         self._memory.gate()
         launch(
             ground.peers, ground.state_at, plan.route.data_ptr(), landing.addresses.data_ptr(), rows.data_ptr(),
@@ -229,13 +227,3 @@ class View:
         storage: torch.UntypedStorage = make(view.local.data_ptr() + at, device, num_bytes)
         self._given.append(storage)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))  # pyright: ignore
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
-    spans = [
-        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
-        for tensor in (one, other)
-    ]
-    (a, last_a), (b, last_b) = spans
-    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize

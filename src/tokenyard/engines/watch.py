@@ -11,7 +11,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.rings import Ground
-from tokenyard.errors import Mismatch, PeerError, PeerTimeout
+from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
 from tokenyard.kernels.plan import BAD_AT, BAD_VALUE
@@ -104,7 +104,7 @@ class Watch:
             return
         if self._failure is None:
             self._failure = self._explained()
-        raise self._failure
+        raise afresh(self._failure)
 
     def _explained(self) -> Exception:
         code = int(self._status[sync.CODE])
