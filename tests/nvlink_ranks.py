@@ -39,8 +39,7 @@ from nvlink_cases import (
 from nvlink_plants import PLANTS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
-from tokenyard.calls import in_arrival_order
-from tokenyard.engines.arrival import weights_of_rows
+from tokenyard.engines.arrival import in_arrival_order, weights_of_rows
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import form_of, meta_words

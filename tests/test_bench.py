@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tokenyard import launch
+from tokenyard.cli import bench as bench_command
 from tokenyard.cli import bench_run
 from tokenyard.cli.bench import bench
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Case
@@ -47,6 +48,11 @@ app.command()(bench)
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, [*TINY, *arguments])
+
+
+def plain(result: Result) -> str:
+    """What was printed, without line breaks and boxes."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -307,7 +313,38 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
 def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
+    assert message in plain(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "no/such/x.json"], "Invalid value for --json: no/such is not a directory"),
+        (["--plot", "no/such/x.png"], "Invalid value for --plot: no/such is not a directory"),
+        (["--plot", "x.gif"], "Invalid value for --plot: 'x.gif' must end in .png"),
+        (["--device", "cuda"], "Invalid value for --device: torch sees no CUDA device here; use cpu"),
+    ],
+)
+def test_nothing_is_measured_in_vain(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_command, "run_plan", pytest.fail)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in plain(result)
+
+
+def test_only_who_writes_a_file_looks_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bench_command, "run_plan", lambda *_: [])
+    assert run("--json", "no/such/x.json", "--plot", "x.gif").exit_code == 0
+
+
+def test_help_says_what_goes_with_suites() -> None:
+    text = plain(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}))
+    assert "goes with --ranks, --iterations, --warmup, --seed and --out;" in text
+    assert "also with --device, --engine and --link-gbs" in text
+    assert "Markdown and JSON (nvlink: a PNG too)" in text
 
 
 def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:

@@ -288,9 +288,10 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "4", "--json", "x", "--device", "cpu"], "leave out --tokens, --json"),
+        (["--tokens", "4", "--json", "x", "--device", "cpu"], "--suite nvlink has no use for --tokens, --json"),
         (["--engine", "nvlink", "--engine", "auto"], "--suite measures one --engine at a time"),
         (["--engine", "warp"], "--engine 'warp' is unknown"),
+        (["--device", "cpu"], "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str) -> None:

@@ -384,6 +384,8 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
         (["--suite", "twolevel", "--topology", "two"], "'two' must be NODESxRANKS"),
         (["--suite", "twolevel", "--ranks", "3"], "--topology '2x1' must be"),
         (["--suite", "twolevel", "--engine", "nvlink", "--tokens", "3"], "--suite twolevel has no use for --tokens, --engine"),
+        (["--suite", "twolevel", "--link-gbs", "3", "--device", "cpu"], "has no use for --device, --link-gbs"),
+        (["--suite", "low_latency", "--link-gbs", "3"], "--suite low_latency has no use for --link-gbs"),
         (["--suite", "nvlink", "--topology", "2x2"], "--topology goes with --suite twolevel"),
         (["--topology", "2x2"], "--topology goes with --suite twolevel"),
     ],

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import tokenyard as ty
 from tokenyard import launch
-from tokenyard.cli import app, demo
+from tokenyard.cli import app, demo, options
 from tokenyard.cli.demo_check import compare, relative_error, results
 from tokenyard.cli.demo_model import LayerShape, MoeLayer, make_weights
 from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
@@ -258,8 +258,13 @@ def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch
         (["--ranks", "0"], "Invalid value for '--ranks'"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--engine", "warp"], "'warp' is not one of auto"),
+        (["--engine", "nvlink"], "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices"),
+        (
+            ["--engine", "low_latency"],
+            "'low_latency' cannot work here: it needs CUDA devices, and a rank works on the CPU;",
+        ),
         (["--layout", "tall"], "'tall' is not one of 'flat'"),
-        (["--plot", "figure.bmp"], "'figure.bmp' must end in one of .png"),
+        (["--plot", "figure.bmp"], "'figure.bmp' must end in .png or .svg or .pdf"),
         (["--plot", "no/such/figure.png"], "no/such is not a directory"),
     ],
 )
@@ -278,10 +283,18 @@ def test_ranks_must_be_those_of_torchrun(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo, "find_spec", lambda _: None)
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
     code, out = invoke("--plot", "figure.png")
-    assert code == 1
-    assert out == "tokenyard: --plot needs matplotlib: pip install 'tokenyard[plots]'"
+    assert code == 2
+    assert "Invalid value for --plot: it needs matplotlib: pip install 'tokenyard[plots]'" in out
+
+
+def test_an_engine_that_ranks_refuse_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setattr(demo, "check_engine", lambda *_: None)
+    code, out = invoke("--text", text, "--ranks", "1", *SMALL, "--engine", "nvlink")
+    assert code == 2
+    assert "Invalid value for --engine: engine 'nvlink' cannot work here" in out
+    assert "Traceback" not in out
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tokenyard.cli.doctor_facts import (
     numbers,
 )
 from tokenyard.cli.doctor_findings import of_memory
+from tokenyard.engines import select
 from tokenyard.testing import routing
 
 OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
@@ -51,9 +53,11 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
         (replace(CPU_FACTS, gpus=None), None, "collective", "could not tell which GPUs torch sees"),
         (GPU_FACTS, None, "nvlink", "4 GPUs that all reach each other, Triton 3.6.0, symmetric memory"),
         (GPU_FACTS, 2, "nvlink", "2 GPUs that all reach each other"),
-        (GPU_FACTS, 1, "collective", "over NCCL, one GPU per rank; not nvlink: it takes two GPUs"),
+        (GPU_FACTS, 1, "nvlink", "one rank, on a GPU, Triton 3.6.0"),
+        (gpu_facts(peers=matrix(4, False, True), preflight=["ranks 0 and 1"], symmetric_memory="no"), 1, "nvlink", "one rank"),
         (GPU_FACTS, 16, "collective", "16 ranks, but 4 GPUs on this host"),
-        (gpu_facts(gpus=[gpu(0)], peers=[[True]]), None, "collective", "it takes two GPUs"),
+        (gpu_facts(gpus=[gpu(0)], peers=[[True]]), None, "nvlink", "one rank, on a GPU"),
+        (gpu_facts(gpus=[gpu(0)], peers=[[True]], triton="3.5.1"), None, "collective", "not nvlink: it needs Triton 3.6, and this"),
         (gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)), None, "collective",
          "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"),
         (gpu_facts(peers=matrix(4, True, True, _0_3=False)), 3, "nvlink", "3 GPUs"),
@@ -61,6 +65,8 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
         (gpu_facts(peers=None), None, "collective", "could not tell which GPUs reach each other"),
         (gpu_facts(preflight=["ranks 0 and 1 share one GPU"]), None, "collective", "ranks 0 and 1 share one GPU"),
         (gpu_facts(triton=None), None, "collective", "Triton is not installed"),
+        (gpu_facts(triton="3.7.0"), None, "collective", "not nvlink: it needs Triton 3.6, and this is 3.7.0"),
+        (gpu_facts(triton="3.60.0"), None, "collective", "it needs Triton 3.6, and this is 3.60.0"),
         (gpu_facts(symmetric_memory="ImportError: no"), None, "collective", "symmetric memory: ImportError: no"),
         (gpu_facts(symmetric_memory=None), None, "collective", "symmetric memory: could not tell"),
         (gpu_facts(engines=["auto", "collective"]), None, "collective", "not nvlink: this version does not have it"),
@@ -73,6 +79,16 @@ def test_likely_engine(facts: Facts, ranks: int | None, name: str, why: str):
     engine = likely_engine(facts, ranks)
     assert engine.name == name
     assert why in engine.why
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.6.1+git", "3.60.0", "3.7.0"])
+def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(select.importlib, "import_module", lambda _: SimpleNamespace(__version__=version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    taken = not select.obstacle_of(torch.device("cuda", 0))
+    assert taken == (likely_engine(gpu_facts(triton=version)).name == "nvlink")
+    assert taken == ("triton-version" not in findings(gpu_facts(triton=version)))
 
 
 def test_everything_that_is_missing_is_named():
@@ -97,6 +113,8 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
     ("changes", "found"),
     [
         ({"torch": None, "untold": {"torch": "signal 11"}}, {"torch-silent": ("problem", "signal 11", "mend torch")}),
+        ({"torch": None, "untold": {"torch": "no answer within 0.1 s"}},
+         {"torch-silent": ("problem", "no answer", "on a slow machine wait longer: --timeout")}),
         ({"torch": Torch(version="2", cuda="13.0")}, {"no-gloo": ("problem", "without gloo", "install"),
                                                       "no-nccl": ("warning", "built without it", "NCCL")}),
         ({"torch": CPU_BUILD, "nccl": None, **NO_GPUS},
@@ -120,6 +138,9 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
          {"two-nccls": ("warning", "LD_PRELOAD", "leave one")}),
         ({"triton": None}, {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
         ({"triton": "3.9.1"}, {"triton-version": ("warning", "torch brought it", "tokenyard[cuda]")}),
+        ({"triton": None, "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]},
+         {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
+        ({"symmetric_memory": "ImportError: gone", "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]}, {}),
         ({"symmetric_memory": "ImportError: gone"}, {"no-symmetric-memory": ("warning", "ImportError: gone", "2.9")}),
         ({"peers": matrix(4, True, True, _0_3=False, _1_2=False), "p2p": matrix(4, "OK", "X", _0_3="TNS", _1_2="OK")},
          {"no-peer-access": ("warning", "TNS: the topology does not", "ACS off")}),
@@ -161,6 +182,7 @@ def test_symptoms_name_what_they_are_about():
     assert two.symptom == "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2"
     other = findings(gpu_facts(nccl=replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])))["nccl-mismatch"]
     assert other.symptom == "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9"
+    assert findings(gpu_facts(triton="3.7.0"))["triton-version"].symptom == "Triton 3.7.0: engine nvlink needs 3.6"
     assert "lost" in findings(replace(CPU_FACTS, hostname=HostName(name="lost", error="?")))["hostname"].symptom
 
 
@@ -213,8 +235,13 @@ def test_what_does_not_fit():
     assert needs.free == 1 << 20
     assert [f.severity for f in of_memory(needs, asked=True)] == ["problem"]
     assert [f.severity for f in of_memory(needs, asked=False)] == ["warning"]
+    assert [f.remedy for f in of_memory(needs, asked=True)] == ["take fewer --tokens, or end what else runs here"]
     assert need(replace(LAYER, ranks=1), "nvlink", poor).free == 140 * GIB
     assert need(LAYER, "collective", CPU_FACTS).free == 6 * GIB // 4
+    crowd = need(replace(LAYER, ranks=1_000_000), "collective", CPU_FACTS)
+    assert [f.remedy for f in of_memory(crowd, asked=True)] == [
+        "take fewer --tokens or --ranks, or end what else runs here"
+    ]
     unknown = need(LAYER, "collective", gpu_facts(gpus=[gpu(0, memory_free=None), gpu(1)]))
     assert unknown.free is None
     assert not list(of_memory(unknown, asked=True))

@@ -205,3 +205,18 @@ def test_activation_checkpointing(ranks: Ranks, layout: ty.Layout, reentrant: bo
 
         check_grads(layer, checkpoint(body, layer.x, layer.weights, layer.experts, use_reentrant=reentrant))
         assert ep.stats().calls["dispatch"] == 2
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_nothing_is_differentiated_into_a_given_tensor(ranks: Ranks) -> None:
+    """Also not the gradient of weights that rode along."""
+    case = Case(ranks.world_size, layout=ty.Layout.EXPERT_MAJOR)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(layer.x.detach(), layer.idx, layer.weights, layout=case.layout)
+        out = torch.zeros_like(layer.x, requires_grad=False)
+        with pytest.raises(ValueError, match="out= cannot be differentiated"):
+            ep.combine(recv.x, recv.handle, weighted=True, out=out)
+        with torch.no_grad():
+            assert ep.combine(recv.x, recv.handle, weighted=True, out=out) is out
+        assert not out.requires_grad

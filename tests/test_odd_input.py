@@ -36,13 +36,20 @@ def inside(t: Tensor) -> Tensor:
     return room[1:-1, 1:-2]
 
 
+def at_an_odd_offset(t: Tensor) -> Tensor:
+    """Contiguous, and begins at no whole word of more than its own bytes."""
+    line = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
+    line[1:] = t.flatten()
+    return line[1:].view(t.shape)
+
+
 def overlapping(t: Tensor) -> Tensor:
     """Rows that share all but one of their elements with the next row."""
     line = torch.arange(t.shape[0] + t.shape[1], device=t.device).remainder(CASE.num_experts).to(t.dtype)
     return line.as_strided(t.shape, (1, 1))
 
 
-STRIDES: list[Callable[[Tensor], Tensor]] = [transposed, every_other_column, inside]
+STRIDES: list[Callable[[Tensor], Tensor]] = [transposed, every_other_column, inside, at_an_odd_offset]
 strides = pytest.mark.parametrize("stride", STRIDES, ids=lambda make: make.__name__)
 
 
@@ -226,3 +233,15 @@ def test_infinities_and_nan_travel_as_they_are(ranks: Ranks) -> None:
         y = ep.combine(recv.x, recv.handle)
         assert y[0].isnan().all() and (y[1] == float("inf")).all() and (y[2] == 0).all()
         assert y[3:].isfinite().all()
+
+
+@distributed_test(world_size=1)
+def test_sums_over_the_bias_of_other_tokens(ranks: Ranks) -> None:
+    """More than one block of sums, each over the bias of the next."""
+    tokens, hidden = 700, 7168
+    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=hidden, num_topk=1, max_tokens_per_rank=tokens) as ep:
+        x = torch.randn(tokens, hidden).bfloat16()
+        recv = ep.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64))
+        both = torch.randn(tokens + 1, hidden).bfloat16()
+        want = ep.combine(recv.x, recv.handle, bias=both[:-1].clone())
+        assert torch.equal(ep.combine(recv.x, recv.handle, bias=both[:-1], out=both[1:]), want)

@@ -14,6 +14,7 @@ from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import Workload
 
 RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261121.json"
+DECODING = RECORD.with_name("low_latency-2xh200-20261121.json")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,6 +32,7 @@ def test_tables_of_one_node() -> None:
         "Sizes of engine nvlink",
         "docs/benchmarks/nvlink-2xh200-20261121",
         "The network was never measured",
+        "the Python call (100-260 us in the records",
     ):
         assert words in done.output
     lines = [line.split() for line in done.output.splitlines()]
@@ -110,7 +112,18 @@ def test_a_picture(tmp_path: Path) -> None:
         (("--dtype", "fp4"), "'fp4' is unknown; use one of bf16, fp8"),
         (("--sms", "8"), "num_sms (8) must be at least 16 for 8 ranks"),
         (("--nic", "0"), "nic (0.0) must be more than 0"),
-        (("--rates", "nowhere.json"), "rates (nowhere.json) must be a file that tokenyard bench"),
+        (
+            ("--gpus-per-node", "133"),
+            "num_sms (132) must be at least 133 for 133 ranks: take fewer ranks per node, or engine",
+        ),
+        (
+            ("--rates", "nowhere.json"),
+            "rates (nowhere.json) must be a file of tokenyard bench --json or --suite nvlink",
+        ),
+        (("--rates", str(DECODING)), "must be a file of tokenyard bench --json or --suite nvlink"),
+        (("--plot", "no/such/x.png"), "Invalid value for --plot: no/such is not a directory"),
+        (("--plot", "x.bmp"), "'x.bmp' must end in .png"),
+        (("--plot", "x.gif"), "'x.gif' must end in .png"),
     ],
 )
 def test_errors_name_limit_value_and_remedy(arguments: tuple[str, ...], message: str) -> None:

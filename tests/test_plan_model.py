@@ -288,8 +288,8 @@ def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"must be a file that tokenyard bench --json or --suite wrote \(FileNotFoundError"),
-        ("no", "must be a file that tokenyard bench"),
+        (None, r"must be a file of tokenyard bench --json or --suite nvlink \(FileNotFoundError"),
+        ("no", "must be a file of tokenyard bench"),
         ("{}", "KeyError: 'rows'"),
         ("[]", "TypeError"),
         ('{"devices": [], "rows": []}', "has no time of engine nvlink or collective"),

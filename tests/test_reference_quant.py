@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenyard.quant import dequantize as torch_dequantize
 from tokenyard.reference import dequantize, dispatch, quantize
 from tokenyard.types import Layout, Quantize, Quantized
 
@@ -101,3 +102,10 @@ def test_float_payload_keeps_nan_bits() -> None:
     bits = torch.tensor([[0x7FC1, -1, 0x7F81]], dtype=torch.int16)
     rows = dispatch([bits.view(torch.bfloat16)], [torch.tensor([[0]])], num_experts=1)
     assert equal(rows[0].x.view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("scales", [torch.ones(2, 1), torch.ones(2, 8), torch.ones(2, 2, dtype=torch.int32)])
+def test_scales_of_another_form_are_refused(scales: Tensor) -> None:
+    """256 channels: two float32 scales, or one word of UE8M0."""
+    with pytest.raises(ValueError, match="words per row of 256 channels"):
+        torch_dequantize(torch.zeros(2, 256, dtype=torch.float8_e4m3fn), scales, torch.bfloat16)

@@ -85,6 +85,10 @@ def test_the_whole_object_beside_engine_nvlink() -> None:
     run_all("twolevel_api.check", [(2, 2, seed) for seed in range(2 * SOAK)])
 
 
+def test_a_rank_that_cannot_make_rows_in_place() -> None:
+    run_all("twolevel_api.refused_rows", [(what, 0) for what in ("layout", "handle", "dtype")])
+
+
 @pytest.mark.timeout(600 * SOAK)
 def test_bodies_of_other_tests() -> None:
     """Together, so that they share the processors."""

@@ -12,6 +12,7 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -90,6 +91,34 @@ def body(ranks: SimulatedRank, per_node: int, seed: int) -> None:
 
 def check(nodes: int, per_node: int, seed: int) -> None:
     simulate(nodes * per_node, lambda ranks: body(ranks, per_node, seed), seed=seed)
+
+
+def refused_rows(what: str, seed: int) -> None:
+    """One rank cannot make rows for a combine in place: it says why, and the others, which wait for it, go on."""
+
+    def body(ranks: SimulatedRank) -> None:
+        ep = ty.ExpertParallel(
+            SimulatedGroup(ranks), num_experts=8, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=MOST,
+            buffer_bytes=64 << 10, timeout=5.0, engine="twolevel", topology=(2, 2),
+        )  # fmt: skip
+        x, idx, weights = inputs(ep.rank, ep.world_size, seed)
+        recv, major = ep.dispatch(x, idx, weights), ep.dispatch(x, idx, layout=ty.Layout.EXPERT_MAJOR)
+        wrong: dict[str, tuple[Any, Any, str]] = {
+            "layout": (major.handle, torch.bfloat16, "FLAT"),
+            "handle": (recv, torch.bfloat16, "handle must be"),
+            "dtype": (recv.handle, "bf16", "dtype .'bf16'. must be"),
+        }
+        if ep.rank == 3:
+            handle, dtype, text = wrong[what]
+            with pytest.raises((ValueError, ty.NotSupported), match=text):
+                ep.empty_for_combine(handle, dtype, in_place=True)
+            rows = recv.x
+        else:
+            rows = ep.empty_for_combine(recv.handle, in_place=True).copy_(recv.x)
+        assert_same_bits(ep.combine(rows, recv.handle, in_place=True), ep.combine(recv.x, recv.handle), what="sums")
+        ep.close()
+
+    simulate(4, body, seed=seed)
 
 
 if __name__ == "__main__":

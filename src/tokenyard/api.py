@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import checks
-from tokenyard.calls import Calls, in_arrival_order
+from tokenyard.calls import Calls
 from tokenyard.config import Config
+from tokenyard.engines.arrival import in_arrival_order
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.select import ENGINES, Asked, choose
 from tokenyard.errors import NotSupported
@@ -182,6 +183,7 @@ class ExpertParallel:
                 weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
                 spec = checks.check_spec(layout, exact, expert_alignment, capacity)
                 checks.check_bound(payload.x.shape[0], spec, self.config)
+                checks.check_blocks(spec, self.config, self.engine)
             if in_place:
                 shown = spec if known is None else known.spec
                 checks.check_in_place(self.engine, shown, payload, topk_weights, self.config)
@@ -273,7 +275,8 @@ class ExpertParallel:
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
-            checks.check_no_grad_into(out, rows, at_owner, reduce_weights, *terms)
+            carried = known.arrived.weights if weighted and at_owner is None else None
+            checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
             if in_place:
                 checks.check_combine_in_place(self.engine, known, reduce_weights, (rows, *terms), self.config)
             self._calls.check_combine(rows, known, options)
@@ -311,13 +314,16 @@ class ExpertParallel:
         ``in_place``: for a combine in place. Any memory will do for engine nvlink. Engine twolevel has it symmetric: collective, as
         it may have to grow; earlier results in place and earlier such rows end as with a dispatch in place.
         """
-        known = checks.check_handle(handle, self._calls.number)
-        if in_place:
-            try:
+        try:
+            known = checks.check_handle(handle, self._calls.number)
+            checks.check_row_dtype(dtype)
+            if in_place:
                 checks.check_combine_in_place(self.engine, known, None, (), self.config)
-            except ValueError:  # of this rank alone: the others come to where memory may grow
-                self._calls.rows_in_place(0, dtype)
-                raise
+        except (ValueError, NotSupported):
+            if in_place:
+                self._calls.come_to_rows_in_place()
+            raise
+        if in_place:
             return self._calls.rows_in_place(known.num_rows, dtype)
         padded = (self.config.num_local_experts, self.config.padded_rows)
         shape = padded if known.layout is Layout.EXPERT_PADDED else (known.num_rows,)

@@ -24,7 +24,7 @@ from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.lane import NO_TICKET, Lane, Waitable, When
 from tokenyard.layout import merge_weights
 from tokenyard.results import Combined, Later, Received, by_column, received_fields
-from tokenyard.rows import Payload, take_values
+from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 Result = TypeVar("Result")
@@ -86,10 +86,7 @@ class Calls:
     def when(
         self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None, derives: bool
     ) -> When:
-        """When and how a call is to be made.
-
-        ``derives``: it begins with tensors that are derived from its arguments at once. ``after`` is waited for here then.
-        """
+        """When and how a call is to be made. ``derives``: it works on its arguments at once, so ``after`` is waited for here."""
         if not (async_op or return_hook) and after is None and options is None:
             return _NOW
         checks.check_after(after)
@@ -325,6 +322,11 @@ class Calls:
         call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
         return self.lane.run(self._watched(call))
 
+    def come_to_rows_in_place(self) -> None:
+        """Of a rank that refuses to make rows: the others come to where memory may grow."""
+        if hasattr(self.engine, "rows_in_place"):
+            self.rows_in_place(0, torch.bfloat16)
+
     def fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
         """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.
 
@@ -378,11 +380,6 @@ class Calls:
             return plain.view(data.shape)
 
         return dequantizer
-
-
-def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
-    """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
-    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0) if handle.spec.placed else reduce_weights
 
 
 def _detached(value: Any) -> Any:

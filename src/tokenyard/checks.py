@@ -137,6 +137,8 @@ def _tensor(name: str, value: Any, dim: int) -> Tensor:
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use .to_dense()")
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
     if value.dim() != dim:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must have {dim} dimensions")
     return value
@@ -263,6 +265,22 @@ def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
             f"{num_tokens} tokens, but {what} made for max_tokens_per_rank={config.max_tokens_per_rank}; "
             "make it larger, split the batch, or use exact=True with Layout.FLAT or EXPERT_MAJOR"
         )
+
+
+def check_blocks(spec: Spec, config: Config, engine: str) -> None:
+    """Whether int32 counts the rows of expert blocks. Engines with kernels make tables for ``R * M`` rows of each expert."""
+    most = spec.expert_alignment + (0 if engine == "collective" else config.padded_rows)
+    if spec.layout is not Layout.FLAT and most * config.most_local_experts > LARGEST:
+        raise ValueError(
+            f"expert_alignment ({spec.expert_alignment}) x {config.most_local_experts} local experts makes more rows than int32 "
+            "counts: make it smaller"
+        )
+
+
+def check_row_dtype(dtype: Any) -> None:
+    """The dtype of rows to combine."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype ({dtype!r}) must be torch.bfloat16, torch.float16 or torch.float32")
 
 
 def check_handle(handle: Any, owner: int) -> Handle:

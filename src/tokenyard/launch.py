@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tokenyard.errors import NotSupported
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -74,15 +76,16 @@ def _rank_main(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         with joined(rank, world_size, device, port=port, name="spawn") as here:
             out.put((rank, True, fn(here, *args)))
-    except BaseException:
-        out.put((rank, False, traceback.format_exc()))
+    except BaseException as error:
+        out.put((rank, False, error if isinstance(error, NotSupported) else traceback.format_exc()))
         raise SystemExit(1) from None
 
 
 def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Run ``fn(device, *args)`` on ``world_size`` local ranks and return their results in rank order.
 
-    The first rank that raises ends the others; its traceback is the message of the ``RuntimeError`` raised here.
+    The first rank that raises ends the others; its traceback is the message of the ``RuntimeError`` raised here. Only
+    ``NotSupported``, of which the message says all, is raised as it is.
     """
     store = local_store()
     context = mp.get_context("spawn")
@@ -102,6 +105,8 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
                     raise RuntimeError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")
                 time.sleep(0.02)
             rank, ok, value = out.get()
+            if isinstance(value, NotSupported):
+                raise value
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results[rank] = value

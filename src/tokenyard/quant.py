@@ -54,7 +54,17 @@ def unpack_scales(scales: Tensor, hidden: int) -> Tensor:
 
 
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``data * scale`` per group of 128 channels, in float32, rounded once to ``dtype``: ``[T, H]``."""
+    """``data * scale`` per group of 128 channels, in float32, rounded once to ``dtype``: ``[T, H]``.
+
+    Raises:
+        ValueError: there is not one scale per group.
+    """
     hidden = data.shape[1]
+    words = -(-hidden // (SCALE_GROUP * (UE8M0_PER_WORD if scales.dtype == torch.int32 else 1)))
+    if scales.shape[1] != words:
+        raise ValueError(
+            f"scales have {scales.shape[1]} words per row of {hidden} channels, but one scale per {SCALE_GROUP} channels is "
+            f"{words}: multiply rows by scales of another form yourself"
+        )
     spread = unpack_scales(scales, hidden).repeat_interleave(SCALE_GROUP, dim=1)[:, :hidden]
     return (data.float() * spread).to(dtype)

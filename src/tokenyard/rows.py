@@ -56,7 +56,20 @@ def as_words(rows: Tensor) -> Tensor:
     if rows.numel() == 0:
         return as_bytes(rows)
     rows = rows.contiguous()
-    return rows.view(_word(rows.shape[1] * rows.element_size()))
+    word = _word(rows.shape[1] * rows.element_size())
+    if rows.storage_offset() * rows.element_size() % word.itemsize:  # views begin at whole words
+        rows = rows.clone()
+    return rows.view(word)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
+    spans = [
+        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        for tensor in (one, other)
+    ]
+    (a, last_a), (b, last_b) = spans
+    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +22,7 @@ from tokenyard.cli.bench_report import Row, print_report, write_json
 from tokenyard.cli.bench_run import Plan, run_rank
 from tokenyard.cli.bench_twolevel import Crossing, TwoLevel, on_all_ranks
 from tokenyard.cli.bench_twolevel_report import write_twolevel_record
+from tokenyard.cli.options import check_device, check_engine, check_folder, check_plot
 from tokenyard.cli.progress import progress
 from tokenyard.engines.select import ENGINES
 
@@ -33,6 +33,8 @@ PIPED_WIDTH = 150
 
 SUITE = Suite()
 SWEEP_OPTIONS = ("tokens", "hidden", "topk", "experts", "skew", "dtype", "layout", "quantize", "json", "plot")
+NVLINK_OPTIONS = ("device", "engine", "link_gbs")
+"""Of the suites, only ``nvlink`` has a use for them. Names are those of :func:`bench`'s parameters."""
 
 
 def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]:
@@ -45,10 +47,8 @@ def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]
             return run_rank(here, plan, counter)
 
 
-def _run_suite(suite: Suite, given: Sequence[str], ranks: int, device: str, out: Path, console: Console) -> list[Line]:
-    """Run the preset and write its record; ``given`` are options that it has no use for."""
-    if given:
-        raise typer.BadParameter(f"--suite has sizes of its own: leave out {', '.join(given)}")
+def _run_suite(suite: Suite, ranks: int, device: str, out: Path, console: Console) -> list[Line]:
+    """Run the preset and write its record."""
     if launch.under_torchrun():
         with launch.joined_by_launcher(device) as here:
             lines = run_suite(here, suite)
@@ -111,9 +111,31 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
-    """Those of the options ``names`` that stand on the command line."""
+    """Those of the parameters ``names`` that stand on the command line, as they stand there."""
     sources = {name: context.get_parameter_source(name) for name in names}
-    return [f"--{name}" for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+
+
+def _check_suite(context: typer.Context, suite: str, engines: Sequence[str], device: str) -> None:
+    """A suite can run with the options that were given."""
+    if given := _given(context, SWEEP_OPTIONS if suite == "nvlink" else (*SWEEP_OPTIONS, *NVLINK_OPTIONS)):
+        raise typer.BadParameter(f"--suite {suite} has no use for {', '.join(given)}")
+    if len(engines) > 1:
+        raise typer.BadParameter("--suite measures one --engine at a time")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--suite needs CUDA devices, and torch sees none here")
+    check_engine(engines[0], device)
+
+
+def _check_files(json: Path | None, plot: Path | None) -> None:
+    """Where the process that writes them can, if this is the one."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        check_folder(json, "--json")
+        check_plot(plot)
 
 
 def _check_jobs(jobs: list[Job]) -> list[Job]:
@@ -169,16 +191,17 @@ def bench(
     topology: Annotated[
         str | None, typer.Option(help="Of --suite twolevel: NODESxRANKS.", show_default="two nodes")
     ] = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Where --suite writes Markdown, JSON and a PNG.")] = Path(),
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Where --suite writes Markdown and JSON (nvlink: a PNG too).")
+    ] = Path(),
 ) -> None:
     """Time dispatch and combine beside plain collectives: same process group, same run, interleaved, checked first.
 
-    ``--suite`` goes with --ranks, --device, --engine, --topology, --iterations, --warmup, --link-gbs, --seed and --out only.
+    `--suite` goes with --ranks, --iterations, --warmup, --seed and --out; `nvlink` also with --device, --engine and --link-gbs,
+    `twolevel` with --topology.
 
     The exit code is 1 if any row has no time because its result was wrong or its engine could not do what was asked.
     """
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'tokenyard[plots]'")
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH)
     where = device or ("cpu" if suite is None else "cuda")
@@ -187,12 +210,7 @@ def bench(
         raise typer.BadParameter("--topology goes with --suite twolevel")
     engines = [_words(name, "--engine", ENGINES)[0] for name in engine or ["auto" if suite is None else "nvlink"]]
     if suite is not None:
-        if len(engines) > 1:
-            raise typer.BadParameter("--suite measures one --engine at a time")
-        if where == "cuda" and not torch.cuda.is_available():
-            raise typer.BadParameter("--suite needs CUDA devices, and torch sees none here")
-        if suite != "nvlink" and (given := _given(context, [*SWEEP_OPTIONS, "device", "engine", "link-gbs"])):
-            raise typer.BadParameter(f"--suite {suite} has no use for {', '.join(given)}")
+        _check_suite(context, suite, engines, where)
         if suite == "low_latency":
             timed = _run_decode(Decode(iterations=iterations, warmup=warmup, seed=seed), ranks, out, console)
             raise typer.Exit(int(any(line.error for line in timed)))
@@ -201,10 +219,12 @@ def bench(
             network = TwoLevel(topology=grid, iterations=iterations, warmup=warmup, seed=seed)
             raise typer.Exit(int(any(line.error for line in _run_twolevel(network, out, console))))
         preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
-        lines = _run_suite(preset, _given(context, SWEEP_OPTIONS), ranks, where, out, console)
+        lines = _run_suite(preset, ranks, where, out, console)
         raise typer.Exit(int(any(line.error for line in lines)))
     if given := _given(context, ["out"]):
         raise typer.BadParameter(f"{given[0]} goes with --suite; a sweep has --json and --plot")
+    check_device(where)
+    _check_files(json, plot)
     jobs = sweep(
         tokens=_numbers(tokens, "--tokens"),
         hidden=_numbers(hidden, "--hidden"),

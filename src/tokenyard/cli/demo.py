@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import PackageNotFoundError, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +15,11 @@ from rich.markup import escape
 from tokenyard.cli.demo_check import bytes_of_rank_zero
 from tokenyard.cli.demo_model import LayerShape
 from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
+from tokenyard.cli.options import check_device, check_engine, check_plot
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import print_result
 from tokenyard.engines.select import ENGINES
+from tokenyard.errors import NotSupported
 from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
 from tokenyard.types import Layout
 
@@ -26,6 +27,9 @@ DTYPES = Literal["float32", "bfloat16"]
 
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error (2-norm of the difference over 2-norm) that passes for rounding."""
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Kinds of file that a figure can be written to."""
 
 README = Path(__file__).parents[3] / "README.md"
 """The project's README, if the package runs from its repository."""
@@ -66,7 +70,7 @@ def demo(
     config = DemoConfig(shape, Layout[layout.upper()], engine, steps, seed)
     console, content, title = Console(quiet=not leads), b"", ""
     if leads:
-        _check_plot(plot)
+        check_plot(plot, SUFFIXES)
         name, content = _read(text, tokens)
         title = f"{len(content)} bytes of {name}, {hidden} channels, top {topk} of {experts} experts, {dtype}, {layout}"
         console.print(f"[bold]{world} ranks[/bold] on {device}: {escape(title)}", highlight=False)
@@ -94,24 +98,10 @@ def _ranks(asked: int | None) -> tuple[int, bool]:
 def _check(experts: int, topk: int, device: str, engine: str) -> None:
     if topk > experts:
         raise typer.BadParameter(f"{topk} experts per token, but there are {experts}", param_hint="--topk")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use cpu", param_hint="--device")
+    check_device(device)
     if engine not in ENGINES:
         raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine")
-
-
-def _check_plot(path: Path | None) -> None:
-    """Find out before the work, not after it, that a figure cannot be written."""
-    if path is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise SystemExit("tokenyard: --plot needs matplotlib: pip install 'tokenyard[plots]'")
-    from tokenyard.cli.plots import SUFFIXES
-
-    if path.suffix.lower() not in SUFFIXES:
-        raise typer.BadParameter(f"{path.name!r} must end in one of {', '.join(SUFFIXES)}", param_hint="--plot")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a directory", param_hint="--plot")
+    check_engine(engine, device)
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
@@ -137,7 +127,10 @@ def _run(config: DemoConfig, content: bytes, world: int, device: str, console: C
     """Start ``world`` ranks, or be one of torchrun's; ``content`` counts on the leading process only."""
     steps = [f"step {i + 1} of {config.steps}" for i in range(config.steps)]
     with progress([f"starting {world} ranks", "warming up", *steps, "comparing with one process"], console) as counter:
-        if not under_torchrun():
-            return spawn(run_rank, world, config, content, counter, device=device)[0]
-        with joined_by_launcher(device) as here:
-            return run_rank(here, config, bytes_of_rank_zero(content), counter)
+        try:
+            if not under_torchrun():
+                return spawn(run_rank, world, config, content, counter, device=device)[0]
+            with joined_by_launcher(device) as here:
+                return run_rank(here, config, bytes_of_rank_zero(content), counter)
+        except NotSupported as error:
+            raise typer.BadParameter(str(error), param_hint="--engine") from None

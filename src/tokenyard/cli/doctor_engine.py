@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tokenyard.cli.doctor_facts import Facts, gpu_pairs, pairs_text, unreachable
+from tokenyard.engines.select import TRITON
 from tokenyard.rows import RowFormat
 
 MIB = 1 << 20
@@ -62,8 +63,8 @@ class Need:
 def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
     """The engine that ``engine="auto"`` comes to on this machine, by default with one rank per GPU.
 
-    ``nvlink`` needs two GPUs or more that all reach each other's memory, Triton, and torch's symmetric memory. Everything
-    else is ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
+    ``nvlink`` needs Triton 3.6 and, for two ranks or more, GPUs that all reach each other's memory and torch's symmetric memory.
+    Everything else is ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
     """
     gpus = facts.gpus or []
     if not gpus:
@@ -71,6 +72,8 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
         return Engine("collective", f"{seen}: ranks over gloo, through host memory")
     ranks = ranks or len(gpus)
     missing = missing_for_nvlink(facts, ranks)
+    if not missing and ranks == 1:
+        return Engine("nvlink", f"one rank, on a GPU, Triton {facts.triton}")
     if not missing:
         return Engine("nvlink", f"{ranks} GPUs that all reach each other, Triton {facts.triton}, symmetric memory")
     has_nccl = facts.torch is not None and "nccl" in facts.torch.backends
@@ -79,15 +82,32 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
 
 
 def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
-    """Everything that keeps ``ranks`` ranks on this machine from engine ``nvlink``."""
-    gpus, missing = len(facts.gpus or []), list[str]()
+    """Everything that keeps ``ranks`` ranks on this machine from engine ``nvlink``, as ``engines/select.py`` would see it."""
+    missing = list[str]()
     if "nvlink" not in facts.engines:
         missing.append("this version does not have it")
     if facts.torch is not None and facts.torch.hip:
         missing.append("torch is built for ROCm")
-    if ranks < 2 or gpus < 2:
-        missing.append("it takes two GPUs")
-    elif ranks > gpus:
+    if ranks > 1:
+        missing += _missing_links(facts, ranks)
+    if facts.triton is None:
+        missing.append("Triton is not installed")
+    elif not triton_fits(facts.triton):
+        missing.append(f"it needs Triton {TRITON}, and this is {facts.triton}")
+    if ranks > 1 and facts.symmetric_memory != "":
+        missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
+    return missing
+
+
+def triton_fits(version: str) -> bool:
+    """Whether kernels run with this Triton."""
+    return version.startswith(f"{TRITON}.")
+
+
+def _missing_links(facts: Facts, ranks: int) -> list[str]:
+    """Why ``ranks`` GPUs of this machine do not all reach each other's memory."""
+    gpus, missing = len(facts.gpus or []), list[str]()
+    if ranks > gpus:
         missing.append(f"{ranks} ranks, but {gpus} GPUs on this host")
     elif facts.peers is None:
         missing.append("could not tell which GPUs reach each other")
@@ -98,10 +118,6 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
         )
     elif facts.peers is not None:
         missing += facts.preflight or []
-    if facts.triton is None:
-        missing.append("Triton is not installed")
-    if facts.symmetric_memory != "":
-        missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
     return missing
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenyard.cli.doctor_engine import Need
+from tokenyard.cli.doctor_engine import Need, triton_fits
 from tokenyard.cli.doctor_facts import (
     UNLIMITED,
     Facts,
@@ -19,15 +19,16 @@ from tokenyard.cli.doctor_facts import (
 )
 from tokenyard.cli.doctor_guard import NO_ANSWER
 from tokenyard.cli.report import bytes_text
+from tokenyard.engines.select import TRITON
 
 MIB = 1 << 20
-TRITON = (3, 6)
-"""What the kernels are tested with."""
-
 SMALL_SHM = 128 * MIB
 """A container's /dev/shm has 64 MB unless somebody asks for more."""
 
 FEW_FILES = 1024
+
+SLOW = "; on a slow machine wait longer: --timeout"
+"""The remedy besides, where time was up."""
 
 P2P_REASONS = {
     "CNS": "the chipset does not support it",
@@ -76,6 +77,8 @@ def no_torch(facts: Facts) -> Iterator[Finding]:
         remedy = (
             "run python -c 'import torch; torch.cuda.init()'; if that hangs or crashes, mend torch or the driver first"
         )
+        if why.startswith(NO_ANSWER):
+            remedy += SLOW
         yield _problem("torch-silent", "torch does not answer", why, remedy)
     elif "gloo" not in facts.torch.backends:
         cause = f"torch {facts.torch.version} was built without torch.distributed or without gloo"
@@ -161,16 +164,16 @@ def _from(paths: list[str]) -> str:
 
 def triton_version(facts: Facts) -> Iterator[Finding]:
     """Only what keeps GPUs that could run engine ``nvlink`` from it."""
-    if "nvlink" not in facts.engines or not gpu_pairs(facts) or facts.peers is None or unreachable(facts):
+    if "nvlink" not in facts.engines or not facts.gpus or facts.peers is None or unreachable(facts):
         return
     install = "pip install 'tokenyard[cuda]'"
     if facts.triton is None:
         cause = facts.untold.get("triton", "it is not installed")
         yield _warning("no-triton", "engine nvlink is out of reach without Triton", cause, install)
-    elif numbers(facts.triton)[:2] != TRITON:
-        symptom = f"Triton {facts.triton}: the kernels are tested with 3.6 only"
+    elif not triton_fits(facts.triton):
+        symptom = f"Triton {facts.triton}: engine nvlink needs {TRITON}"
         yield _warning("triton-version", symptom, "torch brought it, or something pinned it", install)
-    if facts.symmetric_memory:
+    if facts.symmetric_memory and gpu_pairs(facts):
         symptom = "engine nvlink is out of reach without torch's symmetric memory"
         yield _warning("no-symmetric-memory", symptom, facts.symmetric_memory, "install torch 2.9 or later")
 
@@ -294,7 +297,8 @@ def of_memory(need: Need, asked: bool) -> Iterator[Finding]:
     kind = _problem if asked else _warning
     symptom = f"a rank needs {bytes_text(need.even.total)}, but {bytes_text(need.free)} of {need.where} memory are free"
     cause = "the workload is too large for this machine, or other processes hold its memory"
-    yield kind("memory", symptom, cause, "take fewer --tokens or more --ranks, or end what else runs here")
+    fewer = "fewer --tokens or --ranks" if need.where == "host" else "fewer --tokens"
+    yield kind("memory", symptom, cause, f"take {fewer}, or end what else runs here")
 
 
 def of_self_test(test: SelfTest, facts: Facts) -> Iterator[Finding]:
@@ -309,5 +313,5 @@ def of_self_test(test: SelfTest, facts: Facts) -> Iterator[Finding]:
         if any(nvlinks(facts, a, b) == 0 for a, b in gpu_pairs(facts)):
             remedy += f"; for P2P over PCIe {ACS}"
     if test.error.startswith(NO_ANSWER):
-        remedy += "; on a slow machine wait longer: --timeout"
+        remedy += SLOW
     yield _problem(f"self-test-{test.device}", f"the self-test on {where} failed", test.error, remedy)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tokenyard.cli.options import check_plot
 from tokenyard.cli.plan_report import as_json, print_plan
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.planner.fit import rates_from
@@ -54,7 +54,10 @@ def plan(
     nic: Annotated[float | None, typer.Option(help="GB/s of network per GPU, one way.", show_default="45")] = None,
     latency: Annotated[float | None, typer.Option(help="us of a put over the network.", show_default="5")] = None,
     rates: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON of tokenyard bench.", show_default="recorded on 2x H200")
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="JSON of tokenyard bench --json or --suite nvlink.", show_default="recorded on 2x H200"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Which experts are popular under zipf.")] = 0,
     as_document: Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")] = False,
@@ -66,8 +69,7 @@ def plan(
 
     Bytes are expected values under uniform and zipf routing. Times come from a small model; docs/planner.md says how far it is off.
     """
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'tokenyard[plots]'")
+    check_plot(plot)
     dtypes = _dtypes(dtype)
     try:
         workload = Workload(

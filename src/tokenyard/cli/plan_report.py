@@ -15,7 +15,7 @@ from tokenyard.planner.plan import Call, Plan
 from tokenyard.planner.rates import Rates
 
 IGNORED = (
-    "Not in these times: the Python call (150-190 us in the records; CUDA graphs hide it), the plan of a new routing, congestion, "
+    "Not in these times: the Python call (100-260 us in the records; CUDA graphs hide it), the plan of a new routing, congestion, "
     "rails that do not match, limits of NICs and their queues, GPUs that wait for slower ones. The network was never measured."
 )
 

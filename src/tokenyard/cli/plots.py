@@ -11,9 +11,6 @@ from matplotlib.ticker import MaxNLocator
 
 from tokenyard.cli.demo_rank import DemoResult
 
-SUFFIXES = (".png", ".svg", ".pdf")
-"""Kinds of file that a figure can be written to."""
-
 RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#666666")
 """Okabe and Ito's palette, told apart by every kind of colour vision; further ranks start over."""
 

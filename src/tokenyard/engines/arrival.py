@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.handle import Arrived, Spec
+from tokenyard.handle import Arrived, Handle, Spec
 from tokenyard.layout import Placement, block_offsets, compact_rows, count_keys, place_rows, source_ranges
 from tokenyard.rows import take_values
 from tokenyard.types import Layout
@@ -122,3 +122,8 @@ def _overflow(counts: Tensor, starts: Tensor, num_rows: int) -> Tensor:
     """Rows whose place lies past the end."""
     kept = (num_rows - starts[:-1]).clamp(min=0)
     return (counts - kept).clamp(min=0).sum().view(1).to(torch.int32)
+
+
+def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
+    """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
+    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0) if handle.spec.placed else reduce_weights

@@ -24,7 +24,7 @@ from tokenyard.engines.wire import Spans, Wire
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.layout import Placement, host_ints
-from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, sum_rows
+from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, overlap, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
@@ -183,6 +183,7 @@ class CollectiveEngine:
             self._mover.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
             shape = (plan.returns.shape[0], rows.shape[1])
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
+            bias = tuple(term.clone() if overlap(out, term) else term for term in bias)
             sum_rows(form.payload(recv), plan.returns, out, bias=bias)
             if reduce_weights is None:
                 return out, None

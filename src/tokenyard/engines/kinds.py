@@ -76,11 +76,6 @@ def kind_of(
     """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along, ``raw``, weights reduced)."""
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
-    if experts and (spec.expert_alignment + config.padded_rows) * config.num_local_experts > head.MOST_ROWS:
-        raise ValueError(
-            f"expert_alignment ({spec.expert_alignment}) x {config.num_local_experts} local experts makes more rows than int32 "
-            "counts: make it smaller"
-        )
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
     scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
     return Kind(

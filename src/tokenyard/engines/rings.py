@@ -12,7 +12,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
-from tokenyard.rows import Payload, padded
+from tokenyard.rows import Payload, overlap, padded
 from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
@@ -234,6 +234,10 @@ class Ground:
         self.state_words = region.state_words(ranks, channels)
         self.rank_bins = power_of_two_at_least(max(ranks, 2))
 
+    def check_room(self, form: Form) -> None:
+        """Raise ValueError if rings have no room for two rows of ``form``."""
+        self.slots(form)
+
     def slots(self, form: Form) -> int:
         """Rows of ``form`` that one ring holds.
 
@@ -268,16 +272,6 @@ def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Te
     if out is not None and fits and not any(overlap(out, each) for each in read):
         return out
     return rows.new_empty(tokens, rows.shape[1])
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
-    spans = [
-        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
-        for tensor in (one, other)
-    ]
-    (a, last_a), (b, last_b) = spans
-    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize
 
 
 def address(tensor: Any) -> int:

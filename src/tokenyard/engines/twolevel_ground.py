@@ -128,6 +128,10 @@ class TwoGround(Ground):
         """Of a kernel that moves rows."""
         return self.tuning.workers * self.tuning.channels
 
+    def check_room(self, form: Form) -> None:
+        super().check_room(form)
+        self.net_ring(form)
+
     def net_ring(self, form: Form) -> NetRing:
         """How a network ring takes rows of ``form``.
 

@@ -1,4 +1,4 @@
-"""Times out of the JSON that ``tokenyard bench`` writes, each beside the workload it belongs to."""
+"""Times out of the JSON that ``tokenyard bench --json`` or ``--suite nvlink`` writes, each beside the workload it belongs to."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(path: Path) -> list[Point]:
         points = [point for row in record["rows"] if (point := _point(row, len(record["devices"])))]
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as wrong:
         raise ValueError(
-            f"rates ({path}) must be a file that tokenyard bench --json or --suite wrote ({type(wrong).__name__}: {wrong})"
+            f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink ({type(wrong).__name__}: {wrong})"
         ) from wrong
     if not points:
         raise ValueError(
