@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +115,16 @@ def test_what_is_cast_or_sent_ahead_comes_after_too(ranks: Ranks, later: bool) -
                 want.x, want.handle, weighted=True, topk_weights=blank, async_op=later, after=Filled(blank)
             )
             assert torch.equal(got.x if isinstance(got, ty.Combined) else got, sums)
+        flat = ep.dispatch(x, idx, weights)
+        reduced = ep.combine(flat.x, flat.handle, reduce_weights=flat.topk_weights)
+        half, blank = flat.topk_weights, torch.zeros_like(flat.topk_weights)
+        got = ep.combine(flat.x, flat.handle, reduce_weights=blank, async_op=later, after=Filled(blank))
+        assert torch.equal(got.topk_weights, reduced.topk_weights)
+        padded = ep.dispatch(x, idx, weights, layout=ty.Layout.EXPERT_PADDED)
+        sums = ep.combine(padded.x, padded.handle)
+        half, blank = padded.x, torch.zeros_like(padded.x).transpose(0, 1).contiguous().transpose(0, 1)
+        got = ep.combine(blank, padded.handle, async_op=later, after=Filled(blank))
+        assert torch.equal(got.x if isinstance(got, ty.Combined) else got, sums)
 
 
 def test_to_come_after_a_result_does_not_take_it() -> None:
@@ -125,6 +138,70 @@ def test_to_come_after_a_result_does_not_take_it() -> None:
         assert "x" not in first.__dict__
         assert torch.equal(first.x, second.x)
         assert torch.equal(ep.dispatch(x, idx, after=first).x, first.x)
+
+
+class Slow:
+    """Stands in for an engine: its calls take a while, and the second one fails."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.log = engine, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def dispatch(self, *args: Any, **more: Any) -> Any:
+        self.log.append("begin")
+        time.sleep(0.3)
+        self.log.append("end")
+        if self.log.count("begin") == 2:
+            raise ValueError("the second one")
+        return self._engine.dispatch(*args, **more)
+
+    def check(self) -> None:
+        self.log.append("check")
+
+
+def slow_object() -> tuple[ty.ExpertParallel, Slow]:
+    ep = ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu")
+    ep._calls.engine = slow = Slow(ep._calls.engine)
+    return ep, slow
+
+
+def test_order_outlives_an_interrupt() -> None:
+    """Ctrl-C ends the wait for a call, not the call: the next one still comes behind it."""
+    ep, slow = slow_object()
+    x, idx = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    first = ep.dispatch(x, idx, async_op=True)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            first.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ValueError, match="the second one"):
+        ep.dispatch(x, idx)
+    assert slow.log == ["begin", "end", "begin", "end"]
+    ep.close()
+
+
+def test_checks_and_failed_results_come_behind_their_calls() -> None:
+    ep, slow = slow_object()
+    x, idx = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    good, bad = ep.dispatch(x, idx, async_op=True), ep.dispatch(x, idx, async_op=True)
+    ep.check()
+    assert slow.log == ["begin", "end", "begin", "end", "check"]
+    for _ in range(2):  # also when it has been read
+        with pytest.raises(ValueError, match="the second one"):
+            ep.dispatch(x, idx, async_op=True, after=bad).wait()
+        with pytest.raises(ValueError, match="the second one"):
+            bad.wait()
+    assert good.x.shape == (3, 8)
+    ep.close()
 
 
 @distributed_test(world_size=2, engine=ENGINES)

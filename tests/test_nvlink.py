@@ -132,6 +132,24 @@ def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
 
 
 @distributed_test(world_size=SIZES, engine="nvlink")
+def test_rows_of_one_rank_that_rings_cannot_hold(ranks: Ranks) -> None:
+    """They are of another dtype, too: all ranks learn of that before a row moves, and go on together."""
+    case = Case(ranks.world_size, hidden=512)
+    with case.make(ranks) as ep:
+        channels = ep._calls.engine._ground.shape.channels
+    with case.make(ranks, buffer_bytes=ranks.world_size * channels * 2816) as ep:
+        x, (idx, weights) = case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank]
+        last = ranks.rank == ranks.world_size - 1
+        with pytest.raises(ty.Mismatch, match="dtype"):
+            ep.dispatch(x.float() if last else x, idx.to(ranks.device), weights.to(ranks.device))
+        check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+        rows = rows_to_combine(recv, case, ranks.rank)
+        check_combined(ep.combine(rows, recv.handle), case, ranks.rank, case.combined(ranks.rank).x)
+        with pytest.raises(ValueError, match=r"holds 1 rows of .* make ExpertParallel with buffer_bytes of at least"):
+            ep.dispatch(x.float(), idx.to(ranks.device), weights.to(ranks.device))
+
+
+@distributed_test(world_size=SIZES, engine="nvlink")
 def test_a_failure_is_of_the_call_it_was_in(ranks: Ranks) -> None:
     """Ranks disagree in combine #1, which the host may only learn in the next call."""
     case = Case(ranks.world_size)

@@ -50,6 +50,7 @@ def test_bodies_that_gpus_run_too() -> None:
             "sums_over_the_rows_that_are_read",
             "results_of_like_calls_share_no_memory",
             "a_failure_is_of_the_call_it_was_in",
+            "rows_of_one_rank_that_rings_cannot_hold",
         )
     ]
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]

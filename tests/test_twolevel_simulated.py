@@ -9,6 +9,7 @@ other nodes); the others by peer pointers. A seed that fails runs alone with
 from __future__ import annotations
 
 import pytest
+import torch
 
 import tokenyard as ty
 from nvlink_pool import SOAK, run_all, without_devices
@@ -86,7 +87,8 @@ def test_the_whole_object_beside_engine_nvlink() -> None:
 
 
 def test_a_rank_that_cannot_make_rows_in_place() -> None:
-    run_all("twolevel_api.refused_rows", [(what, 0) for what in ("layout", "handle", "dtype")])
+    dtypes = {"layout": torch.float32, "handle": torch.float32, "dtype": torch.bfloat16}
+    run_all("twolevel_api.refused_rows", [(what, dtype, 0) for what, dtype in dtypes.items()])
 
 
 @pytest.mark.timeout(600 * SOAK)

@@ -93,7 +93,7 @@ def check(nodes: int, per_node: int, seed: int) -> None:
     simulate(nodes * per_node, lambda ranks: body(ranks, per_node, seed), seed=seed)
 
 
-def refused_rows(what: str, seed: int) -> None:
+def refused_rows(what: str, dtype: torch.dtype, seed: int) -> None:
     """One rank cannot make rows for a combine in place: it says why, and the others, which wait for it, go on."""
 
     def body(ranks: SimulatedRank) -> None:
@@ -104,18 +104,19 @@ def refused_rows(what: str, seed: int) -> None:
         x, idx, weights = inputs(ep.rank, ep.world_size, seed)
         recv, major = ep.dispatch(x, idx, weights), ep.dispatch(x, idx, layout=ty.Layout.EXPERT_MAJOR)
         wrong: dict[str, tuple[Any, Any, str]] = {
-            "layout": (major.handle, torch.bfloat16, "FLAT"),
-            "handle": (recv, torch.bfloat16, "handle must be"),
+            "layout": (major.handle, dtype, "FLAT"),
+            "handle": (recv, dtype, "handle must be"),
             "dtype": (recv.handle, "bf16", "dtype .'bf16'. must be"),
         }
         if ep.rank == 3:
-            handle, dtype, text = wrong[what]
+            handle, kind, text = wrong[what]
             with pytest.raises((ValueError, ty.NotSupported), match=text):
-                ep.empty_for_combine(handle, dtype, in_place=True)
-            rows = recv.x
+                ep.empty_for_combine(handle, kind, in_place=True)
+            rows = recv.x.to(dtype)
         else:
-            rows = ep.empty_for_combine(recv.handle, in_place=True).copy_(recv.x)
-        assert_same_bits(ep.combine(rows, recv.handle, in_place=True), ep.combine(recv.x, recv.handle), what="sums")
+            rows = ep.empty_for_combine(recv.handle, dtype, in_place=True).copy_(recv.x)
+        sums = ep.combine(recv.x.to(dtype), recv.handle)
+        assert_same_bits(ep.combine(rows, recv.handle, in_place=True), sums, what="sums")
         ep.close()
 
     simulate(4, body, seed=seed)

@@ -321,7 +321,7 @@ class ExpertParallel:
                 checks.check_combine_in_place(self.engine, known, None, (), self.config)
         except (ValueError, NotSupported):
             if in_place:
-                self._calls.come_to_rows_in_place()
+                self._calls.come_to_rows_in_place(dtype)
             raise
         if in_place:
             return self._calls.rows_in_place(known.num_rows, dtype)

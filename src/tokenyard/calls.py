@@ -322,10 +322,10 @@ class Calls:
         call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
         return self.lane.run(self._watched(call))
 
-    def come_to_rows_in_place(self) -> None:
-        """Of a rank that refuses to make rows: the others come to where memory may grow."""
+    def come_to_rows_in_place(self, dtype: Any) -> None:
+        """Of a rank that refuses to make rows: the others come to where memory may grow, as much as their dtype asks."""
         if hasattr(self.engine, "rows_in_place"):
-            self.rows_in_place(0, torch.bfloat16)
+            self.rows_in_place(0, dtype if dtype in checks.FLOAT_DTYPES else torch.bfloat16)
 
     def fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
         """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -39,9 +38,13 @@ class PeerTimeout(RuntimeError):
 def afresh(error: _Error) -> _Error:
     """The same error without a traceback: to be kept, or raised again. A traceback keeps all that its frames had."""
     try:
-        return copy(error)
-    except TypeError:  # made from other arguments than it shows
+        new = type(error).__new__(
+            type(error), *error.args
+        )  # not made again: that may take other arguments than it shows
+        new.__dict__.update(error.__dict__)
+    except Exception:
         return error
+    return new
 
 
 class PeerLost(PeerTimeout):

@@ -178,7 +178,7 @@ class Lane:
         try:
             result = future.result()
         finally:
-            if self._last is future:
+            if self._last is future and future.done():  # not if an interrupt has ended the wait
                 self._last = None
             del future  # an error's traceback would hold it, and it holds the error
         if issued is not None:
@@ -190,12 +190,14 @@ class Lane:
             keep_for(result, here)
         return result
 
-    def work_of(self, ticket: int) -> Waitable | None:
+    def work_of(self, ticket: int) -> Work | None:
         """What is done when the call behind ``ticket`` is, its result still to be taken; None where nothing was started."""
         issued, future = self._issued.get(ticket), self._started.get(ticket)
-        if issued is None and not isinstance(future, Future):
+        if isinstance(future, _Made) and (issued is None or future.error is not None):
             return None
-        return _Work(future if isinstance(future, Future) else None, None if issued is None else issued[0])
+        if future is None:
+            return None
+        return Work(future if isinstance(future, Future) else None, None if issued is None else issued[0])
 
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
@@ -217,11 +219,16 @@ class Lane:
             self._pool.shutdown(wait=True)
 
 
-class _Work:
+class Work:
     """A call under way: on another thread, on a stream (then ``done`` is recorded behind it), or both. It keeps no result."""
 
     def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
         self._future, self._done = None if future is None else weakref.ref(future), done
+        self._captured = done is not None and torch.cuda.is_current_stream_capturing()
+
+    def can_be_waited_for(self) -> bool:
+        """Whether the current stream may wait: events of a CUDA graph's capture are for it alone, and others not for it."""
+        return self._done is None or self._captured == torch.cuda.is_current_stream_capturing()
 
     def wait(self) -> None:
         """Wait for it, the current stream instead of the host where it is on a stream; raise what it raised."""
@@ -253,6 +260,9 @@ class _Made(NamedTuple):
 
     value: Any
     error: Exception | None
+
+    def done(self) -> bool:
+        return True
 
     def result(self) -> Any:
         try:

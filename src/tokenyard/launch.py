@@ -105,7 +105,7 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
                     raise RuntimeError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")
                 time.sleep(0.02)
             rank, ok, value = out.get()
-            if isinstance(value, NotSupported):
+            if not ok and isinstance(value, NotSupported):
                 raise value
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")

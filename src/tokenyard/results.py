@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard.errors import afresh
 from tokenyard.handle import Handle
-from tokenyard.lane import Waitable
+from tokenyard.lane import Waitable, Work
 from tokenyard.types import Layout
 
 
@@ -24,13 +24,14 @@ class Later:
 
     _finish: Callable[[], dict[str, Any]] | None
 
-    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None, work: Waitable | None = None) -> None:
+    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None, work: Work | None = None) -> None:
         """``work``: what there is to wait for without finishing the call."""
         self._finish, self._work = finish, work
 
     def work(self) -> Waitable:
         """What another call waits for to come behind this one, wherever it runs; the result stays with whoever reads it."""
-        return self if self._work is None else self._work
+        finished = self._finish is None
+        return self if self._work is None or (finished and not self._work.can_be_waited_for()) else self._work
 
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting again does nothing.
@@ -44,7 +45,7 @@ class Later:
         try:
             fields = finish()
         except Exception as error:
-            self._finish = partial(_raise, afresh(error))
+            self._finish, self._work = partial(_raise, afresh(error)), None
             raise
         self.__dict__.update(fields)
 

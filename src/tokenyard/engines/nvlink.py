@@ -267,8 +267,6 @@ class NvlinkEngine:
         kind = self._kinds.get(key)
         if kind is None:
             kind = kind_of(op, payload, spec, mode, self.config, marked=marked, scaled=scaled, in_place=in_place)
-            if not in_place:
-                self._ground.check_room(kind.form)
             self._kinds[key] = kind
         kind.fingerprint.call = self._calls
         self._calls += 1

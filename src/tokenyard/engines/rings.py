@@ -197,7 +197,13 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 
 
 class Ground:
-    """What an object keeps on the device between calls. Making one is collective."""
+    """What an object keeps on the device between calls. Making one is collective.
+
+    Attributes:
+        near_share: part of ``buffer_bytes`` that these rings have.
+    """
+
+    near_share = 1.0
 
     def __init__(self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
@@ -234,10 +240,6 @@ class Ground:
         self.state_words = region.state_words(ranks, channels)
         self.rank_bins = power_of_two_at_least(max(ranks, 2))
 
-    def check_room(self, form: Form) -> None:
-        """Raise ValueError if rings have no room for two rows of ``form``."""
-        self.slots(form)
-
     def slots(self, form: Form) -> int:
         """Rows of ``form`` that one ring holds.
 
@@ -246,9 +248,12 @@ class Ground:
         """
         slots, rings = self.ring_bytes // form.slot_bytes, self.memory.world_size * self.shape.channels
         if slots < 2:
+            given, least = (
+                int(rings * each / self.near_share) for each in (self.ring_bytes, 2 * form.slot_bytes + 256)
+            )
             raise ValueError(
-                f"buffer_bytes ({rings * self.ring_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings, "
-                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {rings * (2 * form.slot_bytes + 256)}"
+                f"buffer_bytes ({given}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings, "
+                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
             )
         return slots
 

@@ -115,6 +115,7 @@ class TwoGround(Ground):
         self.far_at = 8 * region.signal_words(ranks, channels, words)
         self.rings_at = self.far_at + 8 * two_region.far_words(ranks, nodes, channels, words)
         far_bytes = int(buffer_bytes * self.tuning.net_share) if links else 0
+        self.near_share = 1 - self.tuning.net_share if links else 1.0
         self.ring_bytes = (buffer_bytes - far_bytes) // (ranks * channels) // 256 * 256
         self.net_ring_bytes = far_bytes // (2 * links) // 256 * 256 if links else 0
         self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
@@ -127,10 +128,6 @@ class TwoGround(Ground):
     def num_programs(self) -> int:
         """Of a kernel that moves rows."""
         return self.tuning.workers * self.tuning.channels
-
-    def check_room(self, form: Form) -> None:
-        super().check_room(form)
-        self.net_ring(form)
 
     def net_ring(self, form: Form) -> NetRing:
         """How a network ring takes rows of ``form``.
