@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import low_latency_bodies as bodies
+import tokenyard as ty
 from cases import Case
 from low_latency_bodies import ENGINE, MAJOR, static
-from tokenyard.testing import Ranks
+from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.group import SimulatedGroup
 
@@ -45,3 +48,48 @@ def left_out(world_size: int, options: dict[str, Any]) -> None:
 
 def refusals(seed: int) -> None:
     _on_ranks(bodies.refusals, static(2, seed=seed), seed)
+
+
+def back_before_the_combine(seed: int) -> None:
+    """A rank that was left out in the dispatch is back: it adds nothing to the sums, says so at once, and is not left out again."""
+
+    def body(here: SimulatedRank) -> None:
+        other = 1 - here.rank
+
+        def meet(name: str) -> None:
+            there = here.world.gathered(("meet", name))
+            there[here.rank] = 1
+            here.sim.happened()
+            here.wait_until(lambda: len(there) == 2, 1e3, name)
+
+        ep = ty.ExpertParallel(SimulatedGroup(here), num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3,
+                               engine=ENGINE, num_sms=NUM_SMS, timeout=5.0)  # fmt: skip
+        ep.mask(other)
+        x, idx = torch.full((2, 8), 3.0).bfloat16(), torch.tensor([[0, 1], [other, -1]])
+        recv = ep.dispatch(x, idx, layout=ty.Layout.EXPERT_PADDED, exact=False)
+        ep.check()
+        meet("all have sent")
+        ep.unmask(other)
+        ep.check()
+        meet("all are back")
+        lost = torch.full((2,), 9.0)
+        y = ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=lost))
+        assert (y[:, 0].tolist(), lost.tolist()) == ([3.0, 0.0], [1.0, 1.0])
+        assert ep.active_ranks == [True, True]
+
+    simulate(2, body, seed=seed)
+
+
+def no_experts(seed: int) -> None:
+    """A rank without experts has rows that nobody fills: they say so."""
+
+    def body(here: SimulatedRank) -> None:
+        ep = ty.ExpertParallel(SimulatedGroup(here), num_experts=1, hidden=8, num_topk=1, max_tokens_per_rank=1,
+                               engine=ENGINE, num_sms=NUM_SMS)  # fmt: skip
+        idx, ones = torch.tensor([[0]]), torch.ones(1, 1)
+        recv = ep.dispatch(torch.ones(1, 8).bfloat16(), idx, ones, layout=MAJOR, exact=False, capacity=3)
+        if here.rank == 1:
+            assert (recv.source.tolist(), recv.row_weights.tolist()) == ([-1] * 3, [0.0] * 3)
+
+    with poisoned():
+        simulate(2, body, seed=seed)

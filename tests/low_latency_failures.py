@@ -20,7 +20,7 @@ from low_latency_ranks import MOST_STEPS, RankRun
 from tokenyard import reference
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
-from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.testing import assert_same_bits, poisoned
 from tokenyard.testing.simulator import RanksFailed, SimulatedRank, simulate
 
@@ -293,7 +293,7 @@ def refusal(world_size: int, seed: int) -> list[Ending | None]:
         case, way = case_of(scenario, seed, 0), WAYS[seed % 3]
         if mine.rank == refuser:
             with mine.own:
-                assert mine.engine.refuse(DISPATCH, False, "x is wrong")
+                assert mine.engine.refuse(CACHED if seed % 2 else DISPATCH, False, "x is wrong")
         else:
             recv = mine.dispatch(case)
             there = [rank != refuser for rank in range(world_size)]

@@ -88,7 +88,7 @@ def test_other_engines_take_no_options() -> None:
             ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=torch.zeros(2)))
 
 
-@pytest.mark.parametrize("what", ["hooks", "capacity", "refusals"])
+@pytest.mark.parametrize("what", ["hooks", "capacity", "refusals", "back_before_the_combine", "no_experts"])
 def test_calls(what: str) -> None:
     run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])
 

@@ -192,6 +192,20 @@ def test_no_tokens_anywhere(ranks: Ranks, layout: ty.Layout, exact: bool) -> Non
 
 
 @distributed_test(world_size=2)
+def test_a_single_row_or_column_of_any_stride(ranks: Ranks) -> None:
+    """Torch calls them contiguous whatever the stride of what there is one of."""
+    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=40, num_topk=1, max_tokens_per_rank=4) as ep:
+        wide = torch.randn(4, 43, device=ranks.device).bfloat16()
+        recv = ep.dispatch(wide[1:2, :40], torch.full((1, 1), ranks.rank, device=ranks.device))
+        assert torch.equal(recv.x, wide[1:2, :40])
+    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=1, num_topk=1, max_tokens_per_rank=4) as ep:
+        column = torch.randn(9, 4, device=ranks.device).t()[:, 3:4]  # strides (1, 4)
+        recv = ep.dispatch(column, torch.full((4, 1), ranks.rank, device=ranks.device))
+        rows = torch.zeros(9, 4, device=ranks.device).t()[:, 3:4].copy_(recv.x)
+        assert torch.equal(ep.combine(rows, recv.handle), column)
+
+
+@distributed_test(world_size=2)
 def test_no_rows_and_any_strides(ranks: Ranks) -> None:
     """Torch calls every empty tensor contiguous; rank 0 has no tokens and gets no rows."""
     num_tokens = 5 * ranks.rank

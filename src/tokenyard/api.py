@@ -359,7 +359,8 @@ class ExpertParallel:
         return self._calls.need_low("has no mask").active
 
     def mask(self, rank: int) -> None:
-        """Leave a rank out from the next call on (engine low_latency). Queued in the current stream, so CUDA graphs hold it."""
+        """Leave a rank out (engine low_latency), from the next launch on, the second one of an open hook too. Queued in the current
+        stream, so CUDA graphs hold it."""
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank)
 
     def unmask(self, rank: int) -> None:

@@ -48,18 +48,18 @@ def as_bytes(rows: Tensor) -> Tensor:
     """``rows [n, m]`` viewed as bytes. An empty tensor says that it is contiguous, whatever its strides."""
     if rows.numel() == 0:
         return torch.empty(rows.shape[0], rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
-    return rows.contiguous().view(torch.uint8)
+    return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], -1)
 
 
 def as_words(rows: Tensor) -> Tensor:
     """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at the same speed."""
     if rows.numel() == 0:
         return as_bytes(rows)
-    rows = rows.contiguous()
     word = _word(rows.shape[1] * rows.element_size())
-    if rows.storage_offset() * rows.element_size() % word.itemsize:  # views begin at whole words
-        rows = rows.clone()
-    return rows.view(word)
+    flat = rows.contiguous().view(-1)  # a single row, or column, may have any stride
+    if flat.storage_offset() * flat.element_size() % word.itemsize:  # views begin at whole words
+        flat = flat.clone()
+    return flat.view(word).view(rows.shape[0], -1)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -271,7 +271,8 @@ class Buffer:
         """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph can hold it. Collective.
 
         Args:
-            x: ``[T, H]`` bf16 (or fp16, fp32), T at most ``num_max_dispatch_tokens_per_rank`` (M), which all ranks agree on.
+            x: ``[T, H]`` bf16 (or fp16, fp32; GPUs have room for 2 bytes per channel, so fp32 with ``use_fp8`` only), T at most
+                ``num_max_dispatch_tokens_per_rank`` (M), which all ranks agree on.
             topk_idx: ``[T, K]`` global expert ids, -1 = none.
             cumulative_local_expert_recv_stats: int32 ``[L]``, counts are added. (A bool is ``use_fp8``, as in old versions.)
             dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R, R]`` (this rank's row), waits are added in nanoseconds.

@@ -23,7 +23,7 @@ from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.rings import address, aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
-from tokenyard.header import DISPATCH
+from tokenyard.header import COMBINE
 from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
@@ -311,7 +311,7 @@ class LowLatencyEngine:
             ground = self._ground
             self._refuse(ground.peers, ground.state_at, ground.active_at, self._nanoseconds)
             self._memory.settle()
-            self._dispatches += op == DISPATCH
+            self._dispatches += op != COMBINE
         return True
 
     def check(self) -> None:

@@ -254,7 +254,7 @@ def _receive_slot(
     SB: tl.constexpr = triton.next_power_of_2(S) if S else 1
     k, w, sw = tl.arange(0, KP), tl.arange(0, BLOCK), tl.arange(0, SB)
     mine = peer_base(peers, me)
-    place = k * 0 - 1
+    place = k * 0 - 2  # of a source that is not here: a combine tells the owner, if that is back by then
     if tl.load(present_of(state, s, R, P, LC)) != 0:
         want = 2 * call
         seen = wait_flag(
@@ -265,6 +265,8 @@ def _receive_slot(
                 lo = tl.load(start_of(state, e + 0, s, R, P))
                 hi = lo + tl.load(pairs_of(state, e + 0, s, R, P, LC))
                 _empty_rows(source, row_weights, tl.minimum(lo, num_rows), tl.minimum(hi, num_rows), WEIGHTED)
+        if seen == want:
+            place = k * 0 - 1
         if seen == want + 1:
             slot = slot_of(mine, half, s, t, R, M, K, LC, SLOT)
             row, meta = as_words(slot, BITS), as_words(slot + META, 32)
@@ -336,6 +338,8 @@ def low_dispatch_kernel(
                 alignment, timeout, R, RP, P, M, K, E, LC, HB, PADDED, LOADS, TIMED,
             )  # fmt: skip
         wait_ready(state, call)
+        if (first_expert(me + 1, E, R) == first_expert(me, E, R)) & (pid == 0):
+            _empty_rows(source, row_weights, 0, num_rows, WEIGHTED)
         for e in range(pid, first_expert(me + 1, E, R) - first_expert(me, E, R), P):
             _finish_block(
                 state,
