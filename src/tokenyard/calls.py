@@ -153,11 +153,10 @@ class Calls:
         return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
 
     def _run(self, call: Callable[[], Result], ticket: int) -> Result:
-        if ticket:
-            rest = self.lane.rest_of(ticket)
-            if rest is None:
-                return self.lane.take(ticket)
-            call = rest
+        rest = self.lane.rest_of(ticket)
+        if ticket and rest is None:
+            return self.lane.take(ticket)
+        call = rest or call
         self.check_open()
         return self.lane.run(self._watched(call))
 
