@@ -11,6 +11,7 @@ import low_latency_bodies as bodies
 import tokenyard as ty
 from cases import Case
 from low_latency_bodies import ENGINE, MAJOR, static
+from low_latency_failures import meet
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.group import SimulatedGroup
@@ -56,22 +57,16 @@ def back_before_the_combine(seed: int) -> None:
     def body(here: SimulatedRank) -> None:
         other = 1 - here.rank
 
-        def meet(name: str) -> None:
-            there = here.world.gathered(("meet", name))
-            there[here.rank] = 1
-            here.sim.happened()
-            here.wait_until(lambda: len(there) == 2, 1e3, name)
-
         ep = ty.ExpertParallel(SimulatedGroup(here), num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3,
                                engine=ENGINE, num_sms=NUM_SMS, timeout=5.0)  # fmt: skip
         ep.mask(other)
         x, idx = torch.full((2, 8), 3.0).bfloat16(), torch.tensor([[0, 1], [other, -1]])
         recv = ep.dispatch(x, idx, layout=ty.Layout.EXPERT_PADDED, exact=False)
         ep.check()
-        meet("all have sent")
+        meet(here, "all have sent")
         ep.unmask(other)
         ep.check()
-        meet("all are back")
+        meet(here, "all are back")
         lost = torch.full((2,), 9.0)
         y = ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=lost))
         assert (y[:, 0].tolist(), lost.tolist()) == ([3.0, 0.0], [1.0, 1.0])

@@ -231,12 +231,12 @@ def torn(seeds: int, agree: bool) -> int:
     return -1
 
 
-def meet(mine: RankRun, name: str) -> None:
+def meet(ranks: SimulatedRank, name: str) -> None:
     """All ranks' hosts come here."""
-    here = mine.ranks.world.gathered(("meet", name))
-    here[mine.rank] = 1
-    mine.ranks.sim.happened()
-    mine.ranks.wait_until(lambda: len(here) == mine.ranks.world_size, 1000 * TIMEOUT, f"waits for all at {name}")
+    here = ranks.world.gathered(("meet", name))
+    here[ranks.rank] = 1
+    ranks.sim.happened()
+    ranks.wait_until(lambda: len(here) == ranks.world_size, 1000 * TIMEOUT, f"waits for all at {name}")
 
 
 def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
@@ -250,11 +250,11 @@ def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
             for rank in others:
                 mine.engine.mask(rank)
         live(mine, scenario, seed, range(1, 3))
-        meet(mine, "back")
+        meet(mine.ranks, "back")
         with mine.own:
             for rank in others:
                 mine.engine.mask(rank, active=True)
-        meet(mine, "go on")
+        meet(mine.ranks, "go on")
         live(mine, scenario, seed, range(3, 5))
         assert all(mine.engine.active_ranks())
 
@@ -273,12 +273,12 @@ def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
         for _ in range(2):
             mine.dispatch(case)
         assert mine.rank == victim or not mine.engine.active_ranks()[victim]
-        meet(mine, "back")
+        meet(mine.ranks, "back")
         with mine.own:
             for rank in range(world_size):
                 if rank != mine.rank:
                     mine.engine.mask(rank, active=True)
-        meet(mine, "go on")
+        meet(mine.ranks, "go on")
         live(mine, scenario, seed, range(2, 4))
 
     return play(scenario, body, seed)[0]

@@ -222,7 +222,7 @@ def test_random_configurations(ranks: Ranks, part: int) -> None:
     def draw(*choices: object) -> object:
         return choices[int(torch.randint(len(choices), (), generator=random))]
 
-    for seed in range(25 if ranks.engine == "nvlink" else 6):
+    for seed in range(25 if ranks.engine == "nvlink" else 7):
         case = Case(
             ranks.world_size,
             routing=draw(*ROUTINGS),

@@ -153,10 +153,11 @@ class Calls:
         return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
 
     def _run(self, call: Callable[[], Result], ticket: int) -> Result:
-        rest = self.lane.rest_of(ticket)
-        if ticket and rest is None:
-            return self.lane.take(ticket)
-        call = rest or call
+        if ticket:
+            rest = self.lane.rest_of(ticket)
+            if rest is None:
+                return self.lane.take(ticket)
+            call = rest
         self.check_open()
         return self.lane.run(self._watched(call))
 

@@ -35,17 +35,16 @@ class PeerTimeout(RuntimeError):
         self.rank = rank
 
 
+class PeerLost(PeerTimeout):
+    """The connection to a peer closed: it exited, crashed or gave up on another peer."""
+
+
 def afresh(error: _Error) -> _Error:
     """The same error without a traceback: to be kept, or raised again. A traceback keeps all that its frames had."""
+    kind = type(error)
     try:
-        new = type(error).__new__(
-            type(error), *error.args
-        )  # not made again: that may take other arguments than it shows
+        new = kind.__new__(kind, *error.args)  # not made again: that may take other arguments than it shows
         new.__dict__.update(error.__dict__)
     except Exception:
         return error
     return new
-
-
-class PeerLost(PeerTimeout):
-    """The connection to a peer closed: it exited, crashed or gave up on another peer."""

@@ -193,9 +193,7 @@ class Lane:
     def work_of(self, ticket: int) -> Work | None:
         """What is done when the call behind ``ticket`` is, its result still to be taken; None where nothing was started."""
         issued, future = self._issued.get(ticket), self._started.get(ticket)
-        if isinstance(future, _Made) and (issued is None or future.error is not None):
-            return None
-        if future is None:
+        if future is None or (isinstance(future, _Made) and (issued is None or future.error is not None)):
             return None
         return Work(future if isinstance(future, Future) else None, None if issued is None else issued[0])
 

@@ -22,9 +22,9 @@ from torch.library import (
 from tokenyard.engines.arrival import num_result_rows
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.lane import NO_TICKET
-from tokenyard.quant import dequantize
+from tokenyard.quant import dequantize, scale_words
 from tokenyard.rows import Payload, take_values
-from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Layout, Quantize
+from tokenyard.types import Layout, Quantize
 
 if TYPE_CHECKING:
     from tokenyard.calls import Calls
@@ -170,9 +170,8 @@ def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int
         return scales.shape[1], scales.dtype
     if quantize == 0:
         return 0, torch.float32
-    if Quantize(quantize) is Quantize.FP8_UE8M0:
-        return -(-hidden // (SCALE_GROUP * UE8M0_PER_WORD)), torch.int32
-    return -(-hidden // SCALE_GROUP), torch.float32
+    packed = Quantize(quantize) is Quantize.FP8_UE8M0
+    return scale_words(hidden, packed=packed), torch.int32 if packed else torch.float32
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -45,6 +45,11 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
     return Quantized(data.view(num_tokens, groups * SCALE_GROUP)[:, :hidden].contiguous(), scales)
 
 
+def scale_words(hidden: int, *, packed: bool) -> int:
+    """Words of scales of a row: a float32 per group of channels, or (``packed``) four UE8M0 bytes to an int32."""
+    return -(-hidden // (SCALE_GROUP * (UE8M0_PER_WORD if packed else 1)))
+
+
 def unpack_scales(scales: Tensor, hidden: int) -> Tensor:
     """Scales as float32 ``[T, ceil(H / 128)]``, whether given so or as packed UE8M0 words."""
     if scales.dtype != torch.int32:
@@ -60,7 +65,7 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         ValueError: there is not one scale per group.
     """
     hidden = data.shape[1]
-    words = -(-hidden // (SCALE_GROUP * (UE8M0_PER_WORD if scales.dtype == torch.int32 else 1)))
+    words = scale_words(hidden, packed=scales.dtype == torch.int32)
     if scales.shape[1] != words:
         raise ValueError(
             f"scales have {scales.shape[1]} words per row of {hidden} channels, but one scale per {SCALE_GROUP} channels is "

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.layout import tokens_in_ranks
+from tokenyard.quant import scale_words
 from tokenyard.testing.routings import payload, routing
-from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Layout, Quantize
+from tokenyard.types import Layout, Quantize
 
 NUM_INPUTS = 3
 """Inputs that the timed rounds rotate over."""
@@ -53,7 +54,7 @@ class Job:
         if QUANTIZE[self.quantize] is None:
             return self.combined_row_bytes
         packed = QUANTIZE[self.quantize] is Quantize.FP8_UE8M0
-        scales = -(-self.hidden // (SCALE_GROUP * UE8M0_PER_WORD if packed else SCALE_GROUP))
+        scales = scale_words(self.hidden, packed=packed)
         return self.hidden + 4 * scales
 
     @property

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tokenyard.cli.doctor_facts import Facts, gpu_pairs, pairs_text, unreachable
-from tokenyard.engines.select import TRITON
+from tokenyard.engines.select import TRITON, triton_fits
 from tokenyard.rows import RowFormat
 
 MIB = 1 << 20
@@ -97,11 +97,6 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
     if ranks > 1 and facts.symmetric_memory != "":
         missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
     return missing
-
-
-def triton_fits(version: str) -> bool:
-    """Whether kernels run with this Triton."""
-    return version.startswith(f"{TRITON}.")
 
 
 def _missing_links(facts: Facts, ranks: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tokenyard.cli.doctor_engine import Need, triton_fits
+from tokenyard.cli.doctor_engine import Need
 from tokenyard.cli.doctor_facts import (
     UNLIMITED,
     Facts,
@@ -19,7 +19,7 @@ from tokenyard.cli.doctor_facts import (
 )
 from tokenyard.cli.doctor_guard import NO_ANSWER
 from tokenyard.cli.report import bytes_text
-from tokenyard.engines.select import TRITON
+from tokenyard.engines.select import TRITON, triton_fits
 
 MIB = 1 << 20
 SMALL_SHM = 128 * MIB

@@ -12,8 +12,9 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
+from tokenyard.quant import scale_words
 from tokenyard.rows import Payload, overlap, padded
-from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize
+from tokenyard.types import Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
 LINE, LONG_ROW = 128, 4096
@@ -186,7 +187,7 @@ def form_of(payload: Payload, mode: Quantize | None, meta_words: int) -> Form:
     bits = 32 if row_bytes % 4 == 0 else 16 if row_bytes % 2 == 0 else 8
     scales = 0 if payload.scales is None else payload.scales.shape[1]
     if mode is not None:
-        scales = -(-hidden // (SCALE_GROUP * (UE8M0_PER_WORD if mode is Quantize.FP8_UE8M0 else 1)))
+        scales = scale_words(hidden, packed=mode is Quantize.FP8_UE8M0)
     return Form(hidden, row_bytes * 8 // bits, bits, scales, meta_words)
 
 

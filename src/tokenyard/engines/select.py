@@ -170,11 +170,16 @@ def obstacle_of(gpu: torch.device | None) -> str:
     if importlib.util.find_spec("triton") is None:
         return f"it needs triton {TRITON}, which is not installed: pip install 'tokenyard[cuda]'"
     version: str = importlib.import_module("triton").__version__
-    if not version.startswith(f"{TRITON}."):
+    if not triton_fits(version):
         return f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
     if torch.cuda.get_device_capability(gpu) < (7, 0):
         return f"it needs compute capability 7.0, and {torch.cuda.get_device_name(gpu)} is older"
     return ""
+
+
+def triton_fits(version: str) -> bool:
+    """Whether kernels run with this Triton."""
+    return version.startswith(f"{TRITON}.")
 
 
 def _cuda_memory(

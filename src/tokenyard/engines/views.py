@@ -16,7 +16,7 @@ from tokenyard.engines.watch import Watch
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
 from tokenyard.memory.base import Region, SymmetricMemory
-from tokenyard.rows import Payload, padded
+from tokenyard.rows import Payload, overlap, padded
 
 _PART = 256
 
@@ -135,7 +135,7 @@ class View:
         total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
         elsewhere = rows.numel() > 0 and (rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous())
         if elsewhere:
-            rows, *terms = (tensor.clone() if self._covers(tensor) else tensor for tensor in (rows, *bias))
+            rows, *terms = (tensor.clone() if overlap(tensor, view.local) else tensor for tensor in (rows, *bias))
             view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
         self._memory.gate()
         launch(
@@ -172,11 +172,6 @@ class View:
         )  # fmt: skip
         self._memory.settle()
         return total if out is None or total is out else out.copy_(total)
-
-    def _covers(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the view."""
-        view = self._view.region
-        return view is not None and 0 <= tensor.data_ptr() - view.local.data_ptr() < view.local.numel()
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a view of rows alone."""
