@@ -251,7 +251,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
 SKEWS = {
     "rings": "program",
     "views": "rank",
-    "pushes": "rank",
+    "pushes": "program",
     "greetings": "program",
     "plans": "rank",
     "guesses": "rank",
