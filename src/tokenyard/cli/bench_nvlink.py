@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import time
@@ -110,6 +111,7 @@ class _Run:
     device: torch.device
     lines: list[Line] = field(default_factory=list[Line])
     start: float = field(default_factory=time.monotonic)
+    barrier: Callable[[], object] | None = None
 
     def measure(self, section: str, job: Job, batches: list[Batch], probes: Sequence[Probe]) -> None:
         """Check everything, then time what was right, interleaved. Collective."""
@@ -124,6 +126,7 @@ class _Run:
             device=self.device,
             seed=suite.seed,
             head_start_us=HEAD_START_US,
+            barrier=self.barrier,
         )
         times = iter(series)
         for probe, error in zip(probes, errors, strict=True):
@@ -147,6 +150,7 @@ class _Run:
         name = f"ExpertParallel with num_sms={sms}, buffer_bytes={num_bytes}"
         error = failure(make, name, 0, self.device)
         if not error:
+            self.barrier = self.barrier or _barrier(self.suite, self.device)
             return made[0]
         self._say(Line(section=section, job=job, name=name, phase="making", sms=sms, error=error, ours=True))
         return None
@@ -179,6 +183,14 @@ def _object(suite: Suite, max_tokens: int, sms: int | None, num_bytes: int, devi
         buffer_bytes=num_bytes,
         device=device,
     )
+
+
+def _barrier(suite: Suite, device: torch.device) -> Callable[[], object] | None:
+    """Torch's barrier of symmetric memory, where engine ``nvlink`` was made on several GPUs; None elsewhere. Collective."""
+    if suite.engine != "nvlink" or device.type != "cuda" or dist.get_world_size() == 1:
+        return None
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    return symmetric.rendezvous(symmetric.empty(1, device=device), dist.group.WORLD).barrier
 
 
 def _all_sms(device: torch.device) -> int | None:

@@ -68,9 +68,10 @@ def summarise(times: Sequence[float]) -> Stats:
 class _Clock:
     """Times one call on one rank: wall clock everywhere, CUDA events where there is a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, barrier: Callable[[], object] | None) -> None:
         self.cuda = device.type == "cuda"
         self._meet = torch.zeros(1, device=device)
+        self._barrier = barrier
 
     def time_queued(self, call: Call, number: int, head_start_us: float) -> float:
         """Microseconds on the GPU of ``call(number)``, whose launches the host has queued before the GPU gets to them.
@@ -83,6 +84,8 @@ class _Clock:
         self.meet()
         _untyped_cuda._sleep(int(head_start_us * CYCLES_PER_MICROSECOND))
         _untyped.all_reduce(self._meet)
+        if self._barrier is not None:
+            self._barrier()
         events[0].record()
         result = call(number)
         events[1].record()
@@ -125,6 +128,7 @@ def time_interleaved(
     device: torch.device,
     seed: int = 0,
     head_start_us: float = 0.0,
+    barrier: Callable[[], object] | None = None,
 ) -> list[Series]:
     """Time ``calls`` side by side on every rank of the default process group. A collective call.
 
@@ -141,7 +145,7 @@ def time_interleaved(
     Returns:
         One series per call, equal on every rank.
     """
-    clock, shuffled, order = _Clock(device), random.Random(seed), list(range(len(calls)))
+    clock, shuffled, order = _Clock(device, barrier), random.Random(seed), list(range(len(calls)))
     times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
     for turn in range(-warmup, iterations):
         shuffled.shuffle(order)
