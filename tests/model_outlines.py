@@ -7,7 +7,7 @@ VERBS = (
     "copy_rows", "place_rows", "place_riders", "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "return_credits",
     "return_network_credits", "add_nodes", "write_rows", "say_hello", "all_are_here", "in_same_call", "end_in_views", "count_call",
     "_push_rows", "_copy", "raise_release", "_sum_rows", "_landed", "_leave", "store_sums",
-    "owe", "publish", "say_hello_to_all", "begin_tasks", "far_turn", "_near_turn", "_place_turn",
+    "owe", "publish", "_publish", "say_hello_to_all", "begin_tasks", "far_turn", "_near_turn", "_place_turn",
     "forward_turn", "_own_turn", "_send_turn", "_receive_turn", "_reduce_turn", "_combine_turn", "greet_turn",
 )  # fmt: skip
 OUTLINES = {

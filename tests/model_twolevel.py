@@ -201,7 +201,11 @@ def combine_far(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
 
 
 def reduce_both(near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
-    """A reducer: ``near``: partial sums of my node's other ranks; ``back``: sums of other nodes."""
+    """A reducer: ``near``: partial sums of my node's other ranks; ``back``: sums of other nodes.
+
+    Without inner rings it is that of ``kernels/two_pull.py``, which owes its credits where the network rings are mapped.
+    """
+    inner = bool(near)
     if all(each.mapped for each in back):  # one ring is as the other
         near, back = [*near, *(each.flow for each in back)], ()
     far = [each.flow for each in back]
@@ -213,7 +217,7 @@ def reduce_both(near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int]
         if bug("network credit before read"):
             yield from add_all([flow.ring.head for flow in far], taken[len(near) :], ends[len(near) :])
         yield from take(flows, taken, ends, call)
-        yield from add_all([flow.ring.head for flow in near], taken[: len(near)], ends[: len(near)])
+        yield from add_all([flow.ring.head for flow in near], taken[: len(near)], ends[: len(near)], owed=not inner)
         if not bug("network credit before read"):
             owed = [
                 more + high - low for more, low, high in zip(owed, taken[len(near) :], ends[len(near) :], strict=True)

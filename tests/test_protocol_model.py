@@ -73,6 +73,18 @@ def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool, mapp
     assert [state for state in found.states if not any(state[: len(machine.processes)])]  # all have ended
 
 
+def test_workers_that_owe_credits_of_reducers_do_too() -> None:
+    """As combine in place has them: no rings inside nodes, network rings mapped. 2 nodes, 3 tokens there and 2 back."""
+    call = Call((((1,),) * 3, ((0,),) * 2), combine=True)
+    machine = Grid([call], grid=(2, 1), cells=1, far_cells=least_far_slots(call), mapped=True).machine
+    tasks = Search(machine)
+    assert not tasks.run().failure
+    found = Workers(machine, 1).run()
+    assert not found.failure and found.states < tasks.reached.keys()
+    assert "no worker can go on" in Workers(machine, 1, FORGETS).run().failure
+    assert "finds" in Workers(machine, 1, TWICE).run().failure
+
+
 @pytest.mark.parametrize(
     ("bug", "combine", "failure"),
     [

@@ -18,9 +18,9 @@ SPILLS = {
     "two_dispatch_kernel FLAT fp8 @132": 245,
     "two_dispatch_kernel FLAT cast @132": 260,
     "two_dispatch_kernel EXPERT_MAJOR bf16 @132": 85,
-    "two_combine_kernel FLAT bf16 @132": 30,
-    "two_combine_kernel FLAT reducing weights @132": 60,
-    "two_combine_kernel EXPERT_MAJOR bf16 @132": 60,
+    "two_combine_kernel FLAT bf16 @132": 20,
+    "two_combine_kernel FLAT reducing weights @132": 95,
+    "two_combine_kernel EXPERT_MAJOR bf16 @132": 55,
     "two_direct_kernel FLAT bf16 @132": 80,
     "two_direct_kernel FLAT fp8 @132": 175,
     "two_direct_kernel FLAT cast @132": 155,
@@ -28,7 +28,7 @@ SPILLS = {
     "plan_kernel FLAT bf16 @24": 6,
     "two_dispatch_kernel FLAT bf16 @24": 100,
     "two_dispatch_kernel FLAT cached bf16 @24": 65,
-    "two_combine_kernel FLAT bf16 @24": 85,
+    "two_combine_kernel FLAT bf16 @24": 60,
     "narrow rows, 2 x 8": 50,
 }
 """Most local loads and stores where there may be some; all others have none. All roles of a kernel share one loop, and a program

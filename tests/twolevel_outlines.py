@@ -285,7 +285,7 @@ if (left > 0) & ready
         add_nodes(v_home)
   if i > i0
     if MAPPED
-      add_release(heads)
+      tl.store(owed_at)
     else
       return_network_credits(state)
       tl.store(owed_at)
@@ -294,6 +294,11 @@ if (left > 0) & ready
     if left == 0
       tl.store(taken_from)
 """,  # model_twolevel.reduce_both, without inner rings
+    ("two_pull", "_publish"): """
+if tl.max(count) > 0
+  add_release(words(tl.where(r < 0, tails, heads)))
+  tl.store(counts)
+""",  # model_turns.Workers._published
     ("two_pull", "two_pull_kernel"): """
 if pid >= 0
   begin_tasks(state)
@@ -312,7 +317,7 @@ if pid >= 0
             if tl.load(done) == 0
               say_hello_to_all(peers)
               tl.store(done)
-    publish(state)
+    _publish(peers)
   if step < OVER
     end_in_views(peers)
 """,  # model_turns.Workers

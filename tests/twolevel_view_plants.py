@@ -17,7 +17,7 @@ _CREDITED = (
     "R, P, C, W, CREDIT, FAR, MAPPED)\n"
 )
 _SUMS = "            if ok:\n"
-_ADDED = "                add_release(heads, taken - before, far & (taken > before))\n"
+_NOTED = "                tl.store(owed_at, taken - before, mask=far)\n"
 _ADD_EARLY = """                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
                 heads = words(theirs + net_head(home, c, G, C, FAR))
                 add_release(heads, upto - taken, far & (upto > taken))
@@ -292,10 +292,18 @@ VIEW_PLANTS = {
         "last chunk", "two_pull", (("            here = t < t1\n", "            here = t < t1 - 1\n"),), part="pulls"
     ),
     "pulling reducer: credit before read": Plant(
-        "credit before read", "two_pull", ((_OWED, ""), (_SUMS, _SUMS + _OWE_EARLY)), part="pulls", within=20
+        "credit before read",
+        "two_pull",
+        ((_OWED, ""), (_SUMS, _SUMS + _OWE_EARLY)),
+        part="pulls",
+        within=20,
     ),
     "pulling reducer: credit before read, mapped": Plant(
-        "credit before read", "two_pull", ((_ADDED, ""), (_SUMS, _SUMS + _ADD_EARLY)), part="pulls peers", within=20
+        "credit before read",
+        "two_pull",
+        ((_NOTED, "                pass\n"), (_SUMS, _SUMS + _ADD_EARLY)),
+        part="pulls peers",
+        within=20,
     ),
     "pulling reducer: credits of an earlier turn forgotten": Plant(
         "last chunk",
@@ -322,11 +330,31 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "            publish(state, worker, c, TASKS, WORKERS, R, G, C)\n            step,",
+                "            _publish(peers, state, worker, c, me, TASKS, WORKERS, R, P, C, RP, FAR, MAPPED)\n            step,",
                 "            step,",
             ),
         ),
         part="pulls peers",
+    ),
+    "pull: published twice": Plant(
+        "flag before data",
+        "two_pull",
+        (("        tl.store(counts, tl.zeros_like(count), mask=count > 0)\n", ""),),
+        part="pulls peers",
+    ),
+    "pull: what is owed is added without order": Plant(
+        "release",
+        "two_pull",
+        (
+            (
+                "        add_release(words(tl.where(r < 0, tails, heads)), count, count > 0)\n",
+                '        tl.atomic_add(words(tl.where(r < 0, tails, heads)), count, mask=count > 0, sem="relaxed", scope="sys")\n',
+            ),
+        ),
+        part="pulls peers",
+    ),
+    "pull: credits of reducers forgotten": Plant(
+        "last chunk", "two_pull", (("(worker == 0) & MAPPED", "(worker < 0) & MAPPED"),), part="long pulls peers"
     ),
 }
 """By name."""

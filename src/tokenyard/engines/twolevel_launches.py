@@ -150,7 +150,7 @@ class TwoLaunches(Launches):
     def _token_bytes(self, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> int:
         """Bytes that a reducer loads for a channel of a token, at most."""
         grid = self._ground.grid
-        return (grid.ranks_per_node + grid.num_nodes) * dtype.itemsize + sum(kind.itemsize for kind in bias)
+        return (grid.ranks_per_node + grid.num_nodes - 1) * dtype.itemsize + sum(kind.itemsize for kind in bias)
 
     def greet(self) -> Launch:
         return self._bound(("greet",), two_greet_kernel, 1, 4, None, self._ground.constants)

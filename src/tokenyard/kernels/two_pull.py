@@ -7,8 +7,8 @@ their views, adds them in rank order, rounds and sends one row to rank 0, whose 
 
 The tree is that of ``kernels/two_combine.py``, bit for bit. Rows of a view stand as a dispatch in place leaves them: in arrival order.
 
-Who publishes what, who may read when: of the network rings, as in ``kernels/two_combine.py``; of views, ``kernels/two_views.py``. There are no
-rings inside a node.
+Who publishes what, who may read when: of the network rings, as in ``kernels/two_combine.py``, but reducers owe what they add to MAPPED heads,
+too, so a round has one release; of views, ``kernels/two_views.py``. There are no rings inside a node.
 
 Nobody waits in a circle: a combiner needs room in its network ring, so its reducer, which takes rows in token order, as combiners send them:
 the argument of ``kernels/two_combine.py``, without inner rings. Both need greetings, which wait for nothing.
@@ -28,11 +28,11 @@ from tokenyard.kernels.two_combine import return_network_credits
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, table_of,
-    table_rows,
+    ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, owed_of,
+    owed_words, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import add_nodes, view_sum
-from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
 from tokenyard.kernels.two_views import end_in_views
 
 
@@ -152,9 +152,7 @@ def _reduce_turn(
         if i > i0:
             left = tokens - i
             if MAPPED:
-                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
-                heads = words(theirs + net_head(home, c, G, C, FAR))
-                add_release(heads, taken - before, far & (taken > before))
+                tl.store(owed_at, taken - before, mask=far)
             else:
                 owed += tl.where(far, taken - before, 0)
                 owed = return_network_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
@@ -164,6 +162,31 @@ def _reduce_turn(
             if left == 0:
                 tl.store(taken_from, bases + taken, mask=far)
     return left
+
+
+@triton.jit
+def _publish(
+    peers, state, worker, c, me, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    RP: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """:func:`publish`, and behind the same release what the reducer owes to heads of MAPPED network rings."""
+    G: tl.constexpr = R // P
+    EACH: tl.constexpr = owed_words(P)
+    ROUND: tl.constexpr = (TASKS + W - 1) // W
+    N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), RP)
+    e = tl.arange(0, 2 * N)  # tasks, then nodes, as N + R + node
+    task, r = dealt(worker, e // EACH, W), e - N
+    of_task = (e // EACH < ROUND) & (task < TASKS) & (r < 0)
+    of_node = (r >= R) & (r < R + G) & (r != R + me // P) & (worker == 0) & MAPPED
+    owed = owed_of(state, task, c, e % EACH, R, G, C)
+    counts = words(tl.where(r < 0, (owed + 1).to(tl.int64), moved_of(state, 1, r, c, R, G, C).to(tl.int64)))
+    count = tl.load(counts, mask=of_task | of_node, other=0)
+    if tl.max(count) > 0:
+        tails = tl.load(owed, mask=of_task & (count > 0), other=0)
+        heads = tl.load(words(peers) + (r - R) * P + me % P, mask=of_node, other=0) + net_head(me // P, c, G, C, FAR)
+        add_release(words(tl.where(r < 0, tails, heads)), count, count > 0)
+        tl.store(counts, tl.zeros_like(count), mask=count > 0)
+        tl.debug_barrier()
 
 
 @triton.jit(repr=shown_as("twolevel::combine_pull"))
@@ -217,7 +240,7 @@ def two_pull_kernel(
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-            publish(state, worker, c, TASKS, WORKERS, R, G, C)
+            _publish(peers, state, worker, c, me, TASKS, WORKERS, R, P, C, RP, FAR, MAPPED)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
         if step < OVER:

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import partial_rows, store_sums
-from tokenyard.kernels.two_region import other
 
 
 @triton.jit
@@ -96,13 +95,14 @@ def add_nodes(
     if G > 1:
         v_home = v_home.to(DTYPE).to(tl.float32)
     total = tl.zeros((B, BLOCK), tl.float32)
-    for g in tl.static_range(G):
+    for o in tl.static_range(G - 1):
+        g = tl.where(home > o, o, o + 1)
         place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
         slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING
+        ring = mine + NETS + ((home * 0 + o) * C + c).to(tl.int64) * NRING
         rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
         rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-        got = (place >= 0) & (home != g)
-        v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
-        total = total + tl.where(home == g, v_home, v.to(tl.float32))
+        v = tl.load(rows + w[None, :], mask=(place >= 0)[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
+        total = total + tl.where(home == o, v_home, 0.0) + v.to(tl.float32)  # no sum that begins with 0.0 is -0.0
+    total = total + tl.where(home == G - 1, v_home, 0.0)
     store_sums(out, total, t, here, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
