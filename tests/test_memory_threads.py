@@ -124,6 +124,34 @@ def test_a_meeting_that_fails_fails_for_all() -> None:
     assert late == "0: rank 1 came to the test, but rank 0 has given up waiting there"
 
 
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int, gate: Gate) -> list[str]:
+        meeting = Meeting(store, rank, 3, 10.0)
+        said: list[str] = []
+        for failed in (torch.OutOfMemoryError("none left"), OSError("no space"), RuntimeError()):
+
+            def step(failed: Exception = failed) -> str:
+                if rank == 1:
+                    raise failed
+                return "made"
+
+            try:
+                said.append(meeting.attempt("making it", step, ". Do this"))
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return [*said, meeting.attempt("making it", lambda: f"made by {rank}")]
+
+    elsewhere = [
+        f"RuntimeError: making it failed on rank 1: {text}. Do this"
+        for text in ("none left", "no space", "RuntimeError")
+    ]
+    here = ["OutOfMemoryError: none left", elsewhere[1], "RuntimeError: "]
+    expected = [elsewhere, here, elsewhere]
+    assert together(3, body) == [[*each, f"made by {rank}"] for rank, each in enumerate(expected)]
+
+
 def test_sizes() -> None:
     check_sizes([16, 16])
     with pytest.raises(ValueError, match="rank 0 16 bytes, rank 2 32"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -86,7 +87,10 @@ def choose(
     if asked.engine != "collective" and not obstacle and gpu is not None:
         memory, why = _cuda_memory(group, store, config, gpu, asked)
         return _on_kernels(memory, store, most_sms, config, asked, why)
-    return _collective(group, store, config, asked)
+    found = _collective(group, store, config, asked)
+    if asked.engine == "auto" and gpu is not None:
+        return found._replace(why=f"{found.why}; not nvlink: {shorten(obstacle, 600)}")
+    return found
 
 
 # Engines with one-sided kernels
@@ -228,7 +232,7 @@ def _common_obstacle(
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
         missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
         pairs, missing = (near, "") if is_available() or len(near) == len(pairs) else (pairs, missing)
-    why = "; ".join(f"ranks {pair.a} and {pair.b}: {pair.why}" for pair in pairs)
+    why = "; ".join(f"ranks {pair.a} and {pair.b} {pair.why}" for pair in pairs)
     return missing + why if pairs else "", min(each[2] for each in everybody)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -63,6 +64,16 @@ class Growing:
         self._regions = []
 
 
+def _forbid(storages: list[Any], why: str) -> None:
+    """Let tensors over ``storages`` raise ``why`` from now on, where torch can, and let go of their memory; forget them."""
+    forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # pyright: ignore[reportPrivateUsage]
+    if forbid is not None:
+        for storage in storages:
+            forbid(storage._cdata, why)
+            del storage.memory
+    storages.clear()
+
+
 class View:
     """The view of one object. Tensors over it raise once it is written to again. Beside it, the landing of rows that come back."""
 
@@ -70,7 +81,10 @@ class View:
         self._config, self._ground, self._launches, self._watch = config, ground, launches, watch
         self._memory = ground.memory
         self._view, self._landing = Growing(self._memory), Growing(self._memory)
-        self._given: list[torch.UntypedStorage] = []
+        self._given: list[Any] = []
+        weakref.finalize(
+            self, _forbid, self._given, "this view of symmetric memory ended with its object"
+        ).atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -202,10 +216,7 @@ class View:
 
         torch has the means in its CUDA builds only. Elsewhere (the simulator) the tensors live on with the next call's rows.
         """
-        forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # pyright: ignore[reportPrivateUsage]
-        for storage in self._given if forbid is not None else ():
-            forbid(storage._cdata, why)  # pyright: ignore
-        self._given = []
+        _forbid(self._given, why)
 
     def _payload(self, num_rows: int, kind: Kind, parts: Parts) -> Payload:
         """Tensors over the rows, and over their scales if they have any."""
@@ -219,6 +230,7 @@ class View:
         device = view.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-        storage: torch.UntypedStorage = make(view.local.data_ptr() + at, device, num_bytes)
+        storage: Any = make(view.local.data_ptr() + at, device, num_bytes)
+        storage.memory = view.local  # lives as long as a tensor over it may be used
         self._given.append(storage)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))  # pyright: ignore

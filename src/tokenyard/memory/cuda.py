@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class CudaMemory(DeviceMemory):
 
         Raises:
             PeerTimeout: a rank did not come. ValueError: sizes differ. RuntimeError: a GPU cannot map a peer's memory, or
-                memory is short; the message is the driver's.
+                memory is short on a rank, which is named on the others; the message is the driver's.
         """
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):
@@ -79,7 +80,11 @@ class CudaMemory(DeviceMemory):
             return alone, [alone.data_ptr()]
         symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         # Not symm.empty: its pool would keep the memory after close, and may place a region differently on each rank.
-        local: Tensor = symmetric._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        make: Callable[..., Tensor] = symmetric._SymmetricMemory.empty_strided_p2p
+        local = self._meeting.attempt(
+            f"allocating {num_bytes} bytes of symmetric memory",
+            partial(make, (num_bytes,), (1,), torch.uint8, self.device),
+        )
         handle: Any = symmetric.rendezvous(local, self._group)
         views: list[Tensor] = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.world_size)]
         pointers = [view.data_ptr() for view in views]

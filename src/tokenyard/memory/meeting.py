@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from tokenyard.errors import PeerTimeout
+
+Made = TypeVar("Made")
 
 
 class Meeting:
@@ -45,6 +49,27 @@ class Meeting:
         if outcome != "all here":
             self._raise(key, what, int(outcome))
         return [self._store.get(f"{key}/{peer}").decode() for peer in range(self._world_size)]
+
+    def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
+        """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are for errors.
+
+        Raises:
+            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; on that rank itself its own RuntimeError.
+            PeerTimeout: a rank did not come.
+        """
+        made: list[Made] = []
+        mine: OSError | RuntimeError | None = None
+        try:
+            made.append(step())
+        except (OSError, RuntimeError) as error:
+            mine = error
+        texts = self.exchange(what, "" if mine is None else str(mine) or type(mine).__name__)
+        if isinstance(mine, RuntimeError):
+            raise mine
+        for peer, text in enumerate(texts):
+            if text:
+                raise RuntimeError(f"{what} failed on rank {peer}: {text}{remedy}") from mine
+        return made[0]
 
     def _raise(self, key: str, what: str, first: int) -> None:
         if first != self._rank:

@@ -15,6 +15,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tokenyard.memory.sharing import SharedTensors, shared_empty
 
 PREFIX = "tokenyard-"
 """How names of regions begin."""
+_REMEDY = ". All ranks must be on one host and see one /dev/shm of sufficient size (containers: --shm-size)"
 
 
 class SharedMemory:
@@ -65,8 +67,12 @@ class SharedMemory:
         path = self._meeting.same_size(num_bytes, self._new_path() if self.rank == 0 else "")[0]
         stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            self._tell(_make, path, stride * self.world_size, "making shared memory", only=0)
-            mapping: mmap.mmap = self._tell(_map, path, stride * self.world_size, "mapping shared memory")
+            size = stride * self.world_size
+            hint = f" ({size} bytes at {path}){_REMEDY}"
+            self._meeting.attempt(
+                "making shared memory", partial(_make if self.rank == 0 else _leave, path, size), hint
+            )
+            mapping = self._meeting.attempt("mapping shared memory", partial(_map, path, size), hint)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(path)
@@ -78,24 +84,6 @@ class SharedMemory:
     def _new_path(self) -> str:
         directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         return os.path.join(directory, f"{PREFIX}{secrets.token_hex(8)}")
-
-    def _tell(
-        self, step: Callable[[str, int], Any], path: str, num_bytes: int, what: str, only: int | None = None
-    ) -> Any:
-        """Take a step (on rank ``only``), and raise on every rank if it failed on one."""
-        problem, made = "", None
-        if only in (None, self.rank):
-            try:
-                made = step(path, num_bytes)
-            except OSError as error:
-                problem = f"{error} ({num_bytes} bytes at {path})"
-        for peer, theirs in enumerate(self._meeting.exchange(what, problem)):
-            if theirs:
-                raise RuntimeError(
-                    f"{what} failed on rank {peer}: {theirs}. All ranks must be on one host and see one /dev/shm of "
-                    "sufficient size (containers: --shm-size)"
-                )
-        return made
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor that kernels of this rank may write to. Zeroed; its memory goes when the tensor does."""
@@ -152,6 +140,10 @@ class SharedMemory:
         """End programs that still run, and let go of regions and host words (memory goes with the last tensor on it)."""
         self._programs.kill()
         self._kept.clear()
+
+
+def _leave(path: str, num_bytes: int) -> None:
+    """What other ranks do while one makes it."""
 
 
 def _make(path: str, num_bytes: int) -> None:
