@@ -65,11 +65,12 @@ def test_short_rows_compile_for_nodes_of_8(facts: Facts) -> None:
 
 
 def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
-    """Of what a combine in place reads, copies to shared memory, 12 rounds and more at once; it stores two kinds of sums."""
+    """Of what a combine in place reads, copies to shared memory: four at once of each of two ranks' rows, in both its sums, and of
+    the other node's. It stores two kinds of sums."""
     assert len(moving(facts)) > 16
     for name, each in moving(facts).items():
         pulls = name.startswith("two_pull")
-        assert each["copies 128"] >= 24 if pulls else each["loads 128"] >= 3, (name, each)
+        assert each["copies 128"] >= 20 if pulls else each["loads 128"] >= 3, (name, each)
         assert each["stores 128"] >= (2 if pulls else 3), (name, each)
 
 
