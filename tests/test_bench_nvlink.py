@@ -144,10 +144,10 @@ def test_gpus_wait_and_meet_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
-    clock = timing._Clock(torch.device("cpu"))
+    clock = timing._Clock(torch.device("cpu"), lambda: done.append("barrier"))
     clock.cuda = True
     assert clock.time_queued(done.append, 7, 50.0) == 250.0
-    assert done == ["idle", "meet", "idle", 100_000, "meet", "record", 7, "record", "idle"]
+    assert done == ["idle", "meet", "idle", 100_000, "meet", "barrier", "record", 7, "record", "idle"]
 
 
 def test_overfull_means_so_many_times_more_bytes_than_the_rings_hold() -> None:
@@ -276,6 +276,8 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert f"![]({picture.name})" in text.read_text()
     for heading in ("## 12 tokens per rank", "## Over SMs, 12", "## Over tokens per rank", "## Bounded memory, "):
         assert heading in text.read_text()
+    sms, _, _ = text.read_text().partition("## Over SMs, 12")[2].partition("\n## ")
+    assert "- *all_to_all_single BF16*: **" in sms and "FP8" not in sms
     found = json.loads(content.read_text())
     assert found["suite"]["engine"] == "collective"
     assert {row["section"] for row in found["rows"]} == set(SECTIONS)
@@ -321,6 +323,30 @@ def test_record_says_what_was_missed() -> None:
     assert "Bars missed: sum 31 (30)." in text
     assert "Bars missed: view 30 (29)." in text
     assert "| 5.00 | **25.0** (25.0, 25.0) | 2500.00 | 0.80 |" in text
+
+
+def test_curves_show_the_floor_and_collectives_beside_it() -> None:
+    at_8 = line(SMS, "view", 30.0, ours=True, sms=8, floor_us=24.0)
+    lines = [
+        line(MAIN, "cached", 20.0, ours=True),
+        line(MAIN, "swap", 25.0, DISPATCH, floor_us=10.0),
+        replace(line(MAIN, "swap FP8", 25.0, DISPATCH), job=replace(at_8.job, quantize="fp8")),
+        at_8,
+        line(SMS, "cached", 40.0, ours=True, sms=8),
+        line(TOKENS, "cached", 50.0, ours=True, tokens=4, floor_us=40.0),
+        line(TOKENS, "cached", 60.0, ours=True, tokens=30),
+        replace(line(TOKENS, "swap", 0.0, tokens=30, floor_us=9.0), wall_us=[], device_us=None, error="lost"),
+    ]
+    text = markdown(lines, TINY, FACTS)
+    assert "## Over SMs, 12 tokens per rank (kernel us, wire GB/s, % of floor)" in text
+    assert "| 8 | **30.0** (30.0, 30.0), 0, 80 % | **40.0** (40.0, 40.0), 0, - |" in text
+    assert "from the first table:\n\n- *swap*: **25.0** (25.0, 25.0), 0, 40 %\n\n## Over tokens" in text
+    assert "Kernel, median us (% of floor)" in text
+    assert "| cached | 50.0 (80 %) | 60.0 |" in text
+    assert "| cached | 60.0 (67 %) | 70.0 |" in text
+    assert "| *swap* | - | - |" in text
+    assert "from the first table" not in markdown(lines[3:], TINY, FACTS)
+    assert "Over SMs" not in markdown(lines[:3], TINY, FACTS)
 
 
 def test_losses_name_the_baseline_and_the_size() -> None:

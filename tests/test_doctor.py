@@ -258,6 +258,33 @@ def test_everything_hangs():
     assert {"torch-silent", "self-test-cpu"} <= {finding["id"] for finding in document["findings"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("TemporaryDirectory", FileNotFoundError(2, "No usable temporary directory found")),
+        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
+    ],
+)
+def test_no_process_can_ask(name: str, error: OSError, monkeypatch: pytest.MonkeyPatch):
+    """No room for files or for processes: still one document, which says so."""
+
+    def no(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(f"tokenyard.cli.doctor_guard.{name}", no)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert not document["healthy"]
+    why = f"no process to ask in: {type(error).__name__}: {error}"
+    assert [document["could_not_tell"][question] for question in ("torch", "gpus")] == [why, why]
+    assert document["self_tests"][0]["error"] == why
+    found = {finding["id"]: finding for finding in document["findings"]}
+    for each in ("torch-silent", "self-test-cpu"):
+        assert found[each]["cause"] == why
+        assert "TMPDIR" in found[each]["remedy"]
+
+
 def test_this_machine():
     done = subprocess.run(
         [sys.executable, "-m", "tokenyard", "doctor", "--json"], capture_output=True, text=True, timeout=300

@@ -41,6 +41,8 @@ from tokenyard.testing import routing
 
 OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
 
+OLD_GPU = replace(gpu(2, capability="6.1"), name="Tesla P100")
+
 CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"])
 
 # Which engine
@@ -65,6 +67,11 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
         (gpu_facts(peers=None), None, "collective", "could not tell which GPUs reach each other"),
         (gpu_facts(preflight=["ranks 0 and 1 share one GPU"]), None, "collective", "ranks 0 and 1 share one GPU"),
         (gpu_facts(triton=None), None, "collective", "Triton is not installed"),
+        (gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]), None, "collective",
+         "not nvlink: it needs compute capability 7.0, and there is Tesla P100 (6.1)"),
+        (gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]), 2, "nvlink", "2 GPUs"),
+        (gpu_facts(gpus=[OLD_GPU]), 1, "collective", "it needs compute capability 7.0"),
+        (gpu_facts(gpus=[gpu(0, capability="10.0")]), 1, "nvlink", "one rank"),
         (gpu_facts(triton="3.7.0"), None, "collective", "not nvlink: it needs Triton 3.6, and this is 3.7.0"),
         (gpu_facts(triton="3.60.0"), None, "collective", "it needs Triton 3.6, and this is 3.60.0"),
         (gpu_facts(symmetric_memory="ImportError: no"), None, "collective", "symmetric memory: ImportError: no"),
@@ -89,6 +96,18 @@ def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.Mon
     taken = not select.obstacle_of(torch.device("cuda", 0))
     assert taken == (likely_engine(gpu_facts(triton=version)).name == "nvlink")
     assert taken == ("triton-version" not in findings(gpu_facts(triton=version)))
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (10, 0)])
+def test_the_engine_takes_the_same_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(select.importlib, "import_module", lambda _: SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    obstacle = select.obstacle_of(torch.device("cuda", 0))
+    engine = likely_engine(gpu_facts(gpus=[gpu(0, capability=".".join(map(str, capability)))]))
+    assert (not obstacle) == (engine.name == "nvlink")
+    assert obstacle.partition(",")[0] in engine.why
 
 
 def test_everything_that_is_missing_is_named():
@@ -138,6 +157,9 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
          {"two-nccls": ("warning", "LD_PRELOAD", "leave one")}),
         ({"triton": None}, {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
         ({"triton": "3.9.1"}, {"triton-version": ("warning", "torch brought it", "tokenyard[cuda]")}),
+        ({"triton": None, "gpus": [OLD_GPU], "peers": [[True]], "links": [["X"]]}, {}),
+        ({"torch": None, "untold": {"torch": "no process to ask in: BlockingIOError: busy"}},
+         {"torch-silent": ("problem", "no process to ask in: BlockingIOError", "ulimit -u")}),
         ({"triton": None, "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]},
          {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
         ({"symmetric_memory": "ImportError: gone", "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]}, {}),

@@ -38,10 +38,12 @@ def test_a_closed_object(ranks: Ranks) -> None:
         lambda: ep.combine(recv.x, recv.handle),
         lambda: ep.dispatch(None),
         ep.warmup,
+        ep.check,
     ]
     for call in calls:
         check(error_of(call), RuntimeError, "ExpertParallel is closed", "make a new one")
     assert ep.stats().calls == {"dispatch": 1}
+    assert ep.buffer_bytes == 0
     assert recv.x.shape == (recv.source.numel(), CASE.hidden)
 
 

@@ -56,7 +56,7 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     ground = object.__new__(kind)
     for name, value in {
         "shape": shape, "tuning": shape, "grid": GRID, "net": False, "mapped": False, "header_words": 16,
-        "shared_bytes": SHARED_BYTES, "memory": SimpleNamespace(world_size=4),
+        "buffer_bytes": buffer_bytes, "shared_bytes": SHARED_BYTES, "memory": SimpleNamespace(world_size=4),
     }.items():  # fmt: skip
         setattr(ground, name, value)
     ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
@@ -97,6 +97,18 @@ def _engines() -> Iterator[tuple[dict[str, int], Call]]:
 @pytest.fixture(scope="module")
 def engines() -> list[tuple[dict[str, int], Call]]:
     return list(_engines())
+
+
+@pytest.mark.parametrize(("kind", "ask"), [(Ground, "slots"), (TwoGround, "slots"), (TwoGround, "net_ring")])
+def test_rings_that_are_too_small_name_what_was_asked_for(kind: type[Ground], ask: str) -> None:
+    """And a size that is enough."""
+    shape = shape_for(24, 4, all_sms=False) if kind is Ground else tuning_for(24, GRID, all_sms=False)
+    form = Form(1024, 512, 32, 0, 0)
+    text = r"buffer_bytes \(5000\) holds 0 rows of 2048 bytes in each of \d+ (network )?rings of \d+ bytes, but 2"
+    with pytest.raises(ValueError, match=text) as caught:
+        getattr(_ground(kind, shape, 5000), ask)(form)
+    enough = int(str(caught.value).split()[-1])
+    getattr(_ground(kind, shape, enough), ask)(form)
 
 
 def test_engines_choose_rings_that_are_large_enough(engines: list[tuple[dict[str, int], Call]]) -> None:

@@ -56,6 +56,7 @@ def test_reports_are_relayed() -> None:
     assert any(relayed(3, range(begin, begin + 24)) for begin in range(96, 336, 24))
 
 
+@pytest.mark.timeout(600 * SOAK)
 def test_a_call_that_returns_has_a_complete_plan() -> None:
     """Even if its deadline passes about when the last counts come: one program tells the host, another completes the plan."""
     returned = run_all("nvlink_failures.hurried", [(seed,) for seed in range(216, 216 + 24 * SOAK)])

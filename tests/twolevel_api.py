@@ -84,7 +84,9 @@ def body(ranks: SimulatedRank, per_node: int, seed: int) -> None:
         )
         assert ep.engine == engine
         both[engine] = results(ep, seed)
+        assert ep.buffer_bytes > 0
         ep.close()
+        assert ep.buffer_bytes == 0
     for name, want in both["nvlink"].items():
         assert_same_bits(both["twolevel"][name], want, what=name, rank=ranks.rank)
 

@@ -344,8 +344,8 @@ class ExpertParallel:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that this object holds between calls."""
-        return self._calls.engine.buffer_bytes
+        """Bytes that this object holds between calls; 0 once it is closed."""
+        return 0 if self._calls.closed else self._calls.engine.buffer_bytes
 
     @property
     def active_ranks(self) -> list[bool]:

@@ -43,7 +43,7 @@ class Calls:
         self.number = ops.enlist(self)
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows
-        self.gone = ""
+        self.gone, self.closed = "", False
         self._lost: PeerTimeout | None = None
 
     def check_open(self) -> None:
@@ -61,13 +61,15 @@ class Calls:
         return type(error)(f"{error} (other ranks cannot be told: those in this call wait until their own timeout)")
 
     def check(self) -> None:
-        """Wait for all calls so far; raise what went wrong on the device."""
+        """Wait for all calls so far; raise what went wrong on the device, or that this object is closed."""
+        if self.closed:  # one that lost a peer says which below
+            self.check_open()
         self.lane.run(self._watched(self.engine.check))
 
     def close(self) -> None:
         """Finish what was started and let go of the engine."""
-        if self.gone != "is closed":
-            self.gone = "is closed"
+        if not self.closed:
+            self.gone, self.closed = "is closed", True
             self.lane.close()
             self.engine.close()
 
@@ -295,16 +297,9 @@ class Calls:
 
         def finish() -> dict[str, Any]:
             if tracked:
+                numbers = ops.spec_numbers(spec)
                 x, reduced = ops.combine_op(
-                    rows,
-                    weights,
-                    reduce_weights,
-                    list(bias),
-                    list(plan),
-                    self.number,
-                    ops.spec_numbers(spec),
-                    False,
-                    ticket,
+                    rows, weights, reduce_weights, list(bias), list(plan), self.number, numbers, False, ticket
                 )
                 if out is not None and not ticket:  # under a compiler: operators write to nothing they are given
                     x = out.copy_(x)

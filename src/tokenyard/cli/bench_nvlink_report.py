@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def _hardware(names: Sequence[str], device: str) -> str:
 def markdown(lines: list[Line], suite: Suite, facts: dict[str, Any]) -> str:
     """The record without its picture. ``facts`` are those of the JSON."""
     parts = [_head(suite, facts)]
-    for section, build in ((MAIN, _main), (SMS, _sms), (TOKENS, _tokens), (BOUNDED, _bounded)):
+    others = [line for line in lines if line.section == MAIN and not line.ours]
+    builders = ((MAIN, _main), (SMS, partial(_sms, others=others)), (TOKENS, _tokens), (BOUNDED, _bounded))
+    for section, build in builders:
         mine = [line for line in lines if line.section == section]
         if section == MAIN:
             mine += [line for line in lines if line.section == ZIPF]
@@ -111,6 +114,10 @@ def _median(line: Line | None) -> float | None:
 
 def _number(value: float | None, form: str = ",.0f") -> str:
     return NONE if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f} %"
 
 
 def _times(stats: Stats | None) -> str:
@@ -186,22 +193,29 @@ def _missed(lines: list[Line]) -> list[str]:
     return [f"Bars missed: {'; '.join(texts) or 'none'}."] if any(line.bar_us for line in lines) else []
 
 
-def _sms(lines: list[Line]) -> str:
+def _sms(lines: list[Line], others: list[Line]) -> str:
+    """Calls over SMs; of ``others``, collectives that were timed elsewhere, those with the same rows stand below."""
     timed = [line for line in lines if line.phase != "making"]
     names = _unique(line.name for line in timed)
     rows: list[list[str]] = []
     for sms in _unique(line.sms for line in timed):
         found = [_find(timed, sms=sms, name=name) for name in names]
         rows.append([str(sms), *(_with_rate(line) for line in found)])
-    title = f"## Over SMs, {lines[0].job.tokens} tokens per rank (kernel us, wire GB/s)"
+    title = f"## Over SMs, {lines[0].job.tokens} tokens per rank (kernel us, wire GB/s, % of floor)"
     bars = "; ".join(f"{line.name}, {line.sms} SMs: {_number(line.bar_us)}" for line in timed if line.bar_us)
     said = [f"Bars: {bars}.", *_missed(timed)] if bars else []
-    return "\n".join([title, "", _table(["SMs", *names], rows), "", *said]).rstrip()
+    jobs = [line.job for line in timed]
+    beside = [f"- *{line.name}*: {_with_rate(line)}" for line in others if line.job in jobs]
+    if beside:
+        beside.insert(0, "NCCL (gloo on the CPU) with as many SMs as it takes, from the first table:\n")
+    return "\n\n".join(filter(None, [title, _table(["SMs", *names], rows), "\n".join(said), "\n".join(beside)]))
 
 
 def _with_rate(line: Line | None) -> str:
     stats = None if line is None else _clock(line)
-    return NONE if line is None or stats is None else f"{_times(stats)}, {_number(line.wire_gbs)}"
+    if line is None or stats is None:
+        return NONE
+    return f"{_times(stats)}, {_number(line.wire_gbs)}, {_percent(line.percent_of_floor)}"
 
 
 def _tokens(lines: list[Line]) -> str:
@@ -216,11 +230,11 @@ def _tokens(lines: list[Line]) -> str:
             found = [
                 _find(timed, name=name, job=job) for job in _unique(line.job for line in timed if line.name == name)
             ]
-            cells = {line.job.tokens: _number(_of(line, clock), ",.1f") for line in found if line}
+            cells = {line.job.tokens: _with_floor(line, clock) for line in found if line}
             ours = any(line.ours for line in found if line)
             rows.append([name if ours else f"*{name}*", *(cells.get(size, NONE) for size in sizes)])
         what = "Kernel" if clock == "device" else "End to end"
-        text += ["", f"{what}, median us", "", _table(["", *map(str, sizes)], rows)]
+        text += ["", f"{what}, median us (% of floor)", "", _table(["", *map(str, sizes)], rows)]
         text += ["", *losses(timed, clock)]
     return "\n".join(text)
 
@@ -228,6 +242,13 @@ def _tokens(lines: list[Line]) -> str:
 def _of(line: Line, clock: str) -> float | None:
     stats: Stats | None = getattr(line, clock)
     return None if stats is None else stats.median
+
+
+def _with_floor(line: Line, clock: str) -> str:
+    """The median on a clock and, where the floor is known, the percentage of it."""
+    time = _of(line, clock)
+    of_floor = f" ({_percent(100 * line.floor_us / time)})" if time and line.floor_us else ""
+    return _number(time, ",.1f") + of_floor
 
 
 def losses(lines: list[Line], clock: str) -> list[str]:

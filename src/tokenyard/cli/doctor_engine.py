@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tokenyard.cli.doctor_facts import Facts, gpu_pairs, pairs_text, unreachable
-from tokenyard.engines.select import TRITON, triton_fits
+from tokenyard.cli.doctor_facts import Facts, gpu_pairs, old_gpus, pairs_text, unreachable
+from tokenyard.engines.select import CAPABILITY, TRITON, triton_fits
 from tokenyard.rows import RowFormat
 
 MIB = 1 << 20
@@ -63,7 +63,8 @@ class Need:
 def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
     """The engine that ``engine="auto"`` comes to on this machine, by default with one rank per GPU.
 
-    ``nvlink`` needs Triton 3.6 and, for two ranks or more, GPUs that all reach each other's memory and torch's symmetric memory.
+    ``nvlink`` needs GPUs of compute capability 7.0, Triton 3.6 and, for two ranks or more, GPUs that all reach each other's memory
+    and torch's symmetric memory.
     Everything else is ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
     """
     gpus = facts.gpus or []
@@ -94,6 +95,9 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
         missing.append("Triton is not installed")
     elif not triton_fits(facts.triton):
         missing.append(f"it needs Triton {TRITON}, and this is {facts.triton}")
+    if old := old_gpus(facts, ranks):
+        least, names = ".".join(map(str, CAPABILITY)), ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old)
+        missing.append(f"it needs compute capability {least}, and there is {names}")
     if ranks > 1 and facts.symmetric_memory != "":
         missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
     return missing

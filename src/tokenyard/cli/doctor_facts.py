@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from tokenyard.engines.select import CAPABILITY
+
 UNLIMITED = -1
 """A limit that is none."""
 
@@ -152,6 +154,11 @@ def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]
     if peers is None:
         return []
     return [(a, b) for a, b in gpu_pairs(facts, count) if not (peers[a][b] and peers[b][a])]
+
+
+def old_gpus(facts: Facts, count: int | None = None) -> list[Gpu]:
+    """Those of the first ``count`` GPUs that torch sees (default: all) that are too old for kernels."""
+    return [gpu for gpu in (facts.gpus or [])[:count] if gpu.capability and numbers(gpu.capability) < CAPABILITY]
 
 
 def nvlinks(facts: Facts, a: int, b: int) -> int | None:

@@ -14,10 +14,11 @@ from tokenyard.cli.doctor_facts import (
     gpu_pairs,
     numbers,
     nvlinks,
+    old_gpus,
     pairs_text,
     unreachable,
 )
-from tokenyard.cli.doctor_guard import NO_ANSWER
+from tokenyard.cli.doctor_guard import NO_ANSWER, NOT_ASKED
 from tokenyard.cli.report import bytes_text
 from tokenyard.engines.select import TRITON, triton_fits
 
@@ -29,6 +30,9 @@ FEW_FILES = 1024
 
 SLOW = "; on a slow machine wait longer: --timeout"
 """The remedy besides, where time was up."""
+
+ROOM = "make room for processes (ulimit -u) and for files in a temporary directory (TMPDIR)"
+"""The remedy instead, where nothing could be asked."""
 
 P2P_REASONS = {
     "CNS": "the chipset does not support it",
@@ -67,6 +71,13 @@ def _warning(name: str, symptom: str, cause: str, remedy: str) -> Finding:
     return Finding(id=name, severity="warning", symptom=symptom, cause=cause, remedy=remedy)
 
 
+def _remedy(why: str, remedy: str) -> str:
+    """What helps against ``why`` a process of our own has no answer; ``remedy`` if that is its own fault."""
+    if why.startswith(NOT_ASKED):
+        return ROOM
+    return remedy + SLOW if why.startswith(NO_ANSWER) else remedy
+
+
 # torch and the driver
 
 
@@ -77,9 +88,7 @@ def no_torch(facts: Facts) -> Iterator[Finding]:
         remedy = (
             "run python -c 'import torch; torch.cuda.init()'; if that hangs or crashes, mend torch or the driver first"
         )
-        if why.startswith(NO_ANSWER):
-            remedy += SLOW
-        yield _problem("torch-silent", "torch does not answer", why, remedy)
+        yield _problem("torch-silent", "torch does not answer", why, _remedy(why, remedy))
     elif "gloo" not in facts.torch.backends:
         cause = f"torch {facts.torch.version} was built without torch.distributed or without gloo"
         yield _problem("no-gloo", "torch cannot connect ranks over gloo", cause, "install a build of torch that has it")
@@ -164,7 +173,7 @@ def _from(paths: list[str]) -> str:
 
 def triton_version(facts: Facts) -> Iterator[Finding]:
     """Only what keeps GPUs that could run engine ``nvlink`` from it."""
-    if "nvlink" not in facts.engines or not facts.gpus or facts.peers is None or unreachable(facts):
+    if "nvlink" not in facts.engines or not facts.gpus or facts.peers is None or unreachable(facts) or old_gpus(facts):
         return
     install = "pip install 'tokenyard[cuda]'"
     if facts.triton is None:
@@ -312,6 +321,5 @@ def of_self_test(test: SelfTest, facts: Facts) -> Iterator[Finding]:
         remedy = "run again with NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1; if it hangs, with NCCL_P2P_DISABLE=1"
         if any(nvlinks(facts, a, b) == 0 for a, b in gpu_pairs(facts)):
             remedy += f"; for P2P over PCIe {ACS}"
-    if test.error.startswith(NO_ANSWER):
-        remedy += SLOW
-    yield _problem(f"self-test-{test.device}", f"the self-test on {where} failed", test.error, remedy)
+    symptom = f"the self-test on {where} failed"
+    yield _problem(f"self-test-{test.device}", symptom, test.error, _remedy(test.error, remedy))

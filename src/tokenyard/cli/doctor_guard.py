@@ -25,6 +25,9 @@ KILL_SECONDS = 2.0
 NO_ANSWER = "no answer within"
 """How the reason begins when time was up."""
 
+NOT_ASKED = "no process to ask in"
+"""How the reason begins where no process could be started, or no file be made for its answers."""
+
 MOST_OUTPUT = 1 << 20
 LONGEST_REASON = 500
 
@@ -71,7 +74,10 @@ class Asker:
     def process(self, names: Sequence[str], *arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Ask ``tokenyard.cli.doctor_child``; answers by name, and reasons for what has none."""
         program = [sys.executable, "-m", "tokenyard.cli.doctor_child"]
-        return ask_child(program, names, arguments, self.timeout)
+        try:
+            return ask_child(program, names, arguments, self.timeout)
+        except Exception as error:
+            return {}, dict.fromkeys(names, f"{NOT_ASKED}: {reason(error)}")
 
     def ask_process(self, names: Sequence[str], *arguments: str) -> dict[str, Any]:
         """Answers of ``tokenyard.cli.doctor_child`` to the questions ``names``; one that has none is left out."""

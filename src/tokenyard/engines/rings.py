@@ -201,6 +201,7 @@ class Ground:
     """What an object keeps on the device between calls. Making one is collective.
 
     Attributes:
+        buffer_bytes: what all rings together were given; ``num_bytes``, of the whole region, differs.
         near_share: part of ``buffer_bytes`` that these rings have.
     """
 
@@ -211,7 +212,7 @@ class Ground:
 
         ranks, channels = config.world_size, shape.channels
         self.memory, self.shape, self.shared_bytes = memory, shape, shared_bytes(memory.device)
-        self.header_words = head.COUNTS + config.most_local_experts
+        self.header_words, self.buffer_bytes = head.COUNTS + config.most_local_experts, buffer_bytes
         self._lay_out(ranks, channels, buffer_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(sync.STATUS_WORDS)
@@ -249,12 +250,10 @@ class Ground:
         """
         slots, rings = self.ring_bytes // form.slot_bytes, self.memory.world_size * self.shape.channels
         if slots < 2:
-            given, least = (
-                int(rings * each / self.near_share) for each in (self.ring_bytes, 2 * form.slot_bytes + 256)
-            )
+            least = int(rings * (2 * form.slot_bytes + 256) / self.near_share)
             raise ValueError(
-                f"buffer_bytes ({given}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings, "
-                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
+                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings of "
+                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
             )
         return slots
 

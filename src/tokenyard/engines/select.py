@@ -27,6 +27,8 @@ from tokenyard.topology import Topology
 ENGINES = ("auto", "collective", "nvlink", "twolevel", "low_latency")
 _ON_KERNELS = ("nvlink", "twolevel", "low_latency")
 TRITON = "3.6"
+CAPABILITY = (7, 0)
+"""Compute capability that kernels need."""
 
 
 class Asked(NamedTuple):
@@ -176,8 +178,8 @@ def obstacle_of(gpu: torch.device | None) -> str:
     version: str = importlib.import_module("triton").__version__
     if not triton_fits(version):
         return f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
-    if torch.cuda.get_device_capability(gpu) < (7, 0):
-        return f"it needs compute capability 7.0, and {torch.cuda.get_device_name(gpu)} is older"
+    if torch.cuda.get_device_capability(gpu) < CAPABILITY:
+        return f"it needs compute capability {'.'.join(map(str, CAPABILITY))}, and {torch.cuda.get_device_name(gpu)} is older"
     return ""
 
 

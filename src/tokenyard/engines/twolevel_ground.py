@@ -142,8 +142,8 @@ class TwoGround(Ground):
             rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
             least = int(rings * (2 * form.slot_bytes + 256) / self.tuning.net_share) + 1
             raise ValueError(
-                f"buffer_bytes ({self.num_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} network rings, "
-                f"but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
+                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} network "
+                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
             )
         chunk = max(1, min(self.tuning.net_chunk, slots // 3))
         return NetRing(slots // chunk * chunk, chunk)
