@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
+from tokenyard.config import Config
 from tokenyard.engines import select
 from tokenyard.testing import Ranks, distributed_test
 
@@ -41,3 +42,31 @@ def test_on_cpus_nobody_expects_nvlink(ranks: Ranks) -> None:
     ep = made()
     assert "nvlink" not in ep.why
     ep.close()
+
+
+@pytest.mark.parametrize(
+    ("grid", "why"),
+    [
+        (
+            None,
+            "needs ranks that form a grid: hosts must have equally many ranks, and a has 3; engine 'collective' does not",
+        ),
+        (ty.Topology(64, 8), "takes at most 512 ranks and nodes together, and 64x8 are 576"),
+    ],
+)
+def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(grid: ty.Topology | None, why: str) -> None:
+    """Not by a list of all pairs of GPUs on different hosts."""
+    size = 4 if grid is None else grid.world_size
+    config = Config(
+        num_experts=size,
+        hidden=8,
+        num_topk=1,
+        max_tokens_per_rank=1,
+        rank=0,
+        world_size=size,
+        timeout=1.0,
+        topology=grid,
+    )
+    asked = select.Asked(engine="twolevel", no_grid="hosts must have equally many ranks, and a has 3")
+    with pytest.raises(ty.NotSupported, match=why):
+        select.choose(None, None, config, asked)

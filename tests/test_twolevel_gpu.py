@@ -8,11 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
+import test_cuda_graph
 import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus, to
+from cases import on_grid as cases_on_grid
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
+from tokenyard.testing.modules import BODY
 
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 pytestmark = [
@@ -49,6 +52,13 @@ CALLS = {
     "major": {"layout": ty.Layout.EXPERT_MAJOR, "expert_alignment": 4},
     "padded, static, FP8": {"layout": ty.Layout.EXPERT_PADDED, "exact": False, "quantize": ty.Quantize.FP8},
 }
+
+
+GRAPHS = (
+    ("test_replays_follow_new_rows_and_routing", (ty.Layout.FLAT,)),
+    ("test_replays_follow_new_rows_and_routing", (ty.Layout.EXPERT_PADDED,)),
+    ("test_replays_leave_rows_in_place_and_read_them_there", ()),
+)
 
 
 def on_grid(ranks: Ranks, grid: type[Case], **options: object) -> Case:
@@ -133,6 +143,18 @@ def test_few_multiprocessors(ranks: Ranks, grid: type[Case]) -> None:
             check_received(recv := dispatch(ranks, ep, case, in_place=call % 2 == 0), case, ranks.rank)
             got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, in_place=call % 2 == 0)
             check_combined(got, case, ranks.rank, case.combined(ranks.rank).x, f"call {call}")
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="threads of one process cannot capture side by side: make test-gpu")
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
+@pytest.mark.parametrize("body", GRAPHS, ids=["flat", "padded", "in place"])
+@sizes
+def test_replays_of_a_cuda_graph(ranks: Ranks, grid: type[Case], body: tuple[str, tuple[ty.Layout, ...]]) -> None:
+    """Those of ``test_cuda_graph.py``."""
+    case, (name, layout) = on_grid(ranks, grid), body
+    assert case.topology is not None
+    with cases_on_grid(*case.topology):
+        getattr(getattr(test_cuda_graph, name), BODY)(ranks, *layout)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)

@@ -8,8 +8,8 @@ _END = "        if step < OVER:\n            end_in_views(peers, state, C * WORK
 _BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
 _DONE_FIRST = ((_END, ""), (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"))
 _UNASKED = (
-    "                    ready = all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += 1\n",
-    "                    ready = all_are_here(peers, state, tag, call, step, R, C, RP)\n",
+    "all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += tl.where(ready, 0, 1)",
+    "all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += 0",
 )
 _ROWS = "            for j in range(0, n, B):\n                i, here = i0 + j + b, j + b < n\n"
 _CREDITED = (

@@ -64,6 +64,8 @@ def choose(
         ValueError: the group has no backend for the device. NotSupported: the engine asked for cannot work here.
         Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not come.
     """
+    if asked.engine == "twolevel":
+        _grid(config, asked)
     if isinstance(group, MemoryGroup):
         if asked.engine == "collective":
             raise NotSupported(
@@ -147,9 +149,7 @@ def _twolevel(
     from tokenyard.engines.twolevel import TwolevelEngine
     from tokenyard.engines.twolevel_ground import most_channels, tuning_for
 
-    grid, room = config.topology, asked.room(most_sms)
-    if grid is None:
-        raise NotSupported(f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}")
+    grid, room = _grid(config, asked), asked.room(most_sms)
     num_sms = min(asked.num_sms or room, room)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
     channels = most_channels(grid, 2 * config.hidden, num_bytes)
@@ -160,6 +160,23 @@ def _twolevel(
         return TwolevelEngine(config, memory, stats, tuning, num_bytes, blame)
 
     return Choice(make, memory.device, f"twolevel: {grid} nodes and ranks; {why}")
+
+
+def _grid(config: Config, asked: Asked) -> Topology:
+    """The grid of engine twolevel."""
+    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS
+
+    grid = config.topology
+    if grid is None:
+        raise NotSupported(
+            f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' does not"
+        )
+    if grid.world_size + grid.num_nodes > MOST_DESTINATIONS:
+        raise NotSupported(
+            f"engine 'twolevel' takes at most {MOST_DESTINATIONS} ranks and nodes together, and {grid} are "
+            f"{grid.world_size + grid.num_nodes}: use smaller expert-parallel groups, or engine 'collective'"
+        )
+    return grid
 
 
 def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:

@@ -18,6 +18,11 @@ LEAST_SLOTS = 8
 """Rows in a ring below which fewer channels, with more workers each, are better."""
 
 
+MOST_DESTINATIONS = 512
+"""Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers: 32 x 8 compiles, 64 x 8 had not
+after 200 s, and of 128 x 8 Triton refuses the table."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning(Cuts):
     """How work of engine twolevel is cut into programs. Equal on all ranks.

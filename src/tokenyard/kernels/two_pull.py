@@ -217,8 +217,9 @@ def two_pull_kernel(
             if not ready:  # the first thing to report: while somebody lacks it, others may lack room and rows
                 if before > 0:  # hellos go out first
                     ready = all_are_here(peers, state, tag, call, step, R, C, RP)
-                left += 1
-                direct += 1
+                short = tl.where(ready, 0, 1)  # as in two_direct.py
+                left += short
+                direct += short
             for turn in range((TASKS + WORKERS - 1) // WORKERS):
                 task = dealt(worker, place_in_round(turn, c, WORKERS, TASKS), WORKERS)
                 done = done_in(state, task, c, R, G, C)
