@@ -27,17 +27,18 @@ lint: $(VENV)/.lint
 test-gpu:
 	TOKENYARD_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q $(ARGS)
 
-# Many ranks on one GPU: threads of one process, engines with kernels.
+# Many ranks on one GPU: threads of one process, engines with kernels. Not test_compile.py: torch compiles for one thread at a time, and a
+# process in which several did may end in a segmentation fault.
+VIRTUAL := $(addprefix tests/test_,dispatch_combine.py gradients.py async.py nvlink.py low_latency_gpu.py twolevel_gpu.py)
 test-virtual:
 	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
-		tests/test_dispatch_combine.py tests/test_nvlink.py tests/test_low_latency_gpu.py tests/test_twolevel_gpu.py $(ARGS)
+		$(VIRTUAL) $(ARGS)
 
-# SEEDS times as many schedules of the simulator as `make test` runs; larger models of the protocols.
+# SEEDS times as many schedules of the simulator as `make test` runs; larger models of the protocols, all planted bugs, all variants of
+# kernels: the tests whose files name SOAK (tests/nvlink_pool.py).
 SEEDS ?= 10
-SIMULATED := $(addprefix tests/test_,nvlink_simulated.py nvlink_failures_simulated.py low_latency_simulated.py low_latency_failures.py \
-	twolevel_simulated.py twolevel_failures.py)
 soak: $(VENV)/.ready
-	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q $(SIMULATED) tests/test_protocol_model.py $(ARGS)
+	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q $$(grep -lw SOAK tests/test_*.py) $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

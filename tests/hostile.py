@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from cases import Case, check_combined, check_received, dispatch, rows_to_combine
+from cases import SMALL_RINGS, Case, check_combined, check_received, dispatch, rows_to_combine
+from tokenyard.memory.base import MemoryGroup
+from tokenyard.memory.meeting import Meeting
 from tokenyard.testing import Ranks
 
 TIMEOUT = 1.5
@@ -28,8 +30,10 @@ BIG = 1 << 70
 
 
 @cache
-def gloo(ranks: Ranks) -> dist.ProcessGroup:
+def gloo(ranks: Ranks) -> Any:
     """A group on which the object itself times its peers; over NCCL the group's watchdog would."""
+    if isinstance(ranks.group, MemoryGroup):
+        return ranks.group
     return ranks.group if dist.get_backend(ranks.group) == "gloo" else dist.new_group(backend="gloo")
 
 
@@ -40,6 +44,8 @@ def meet(ranks: Ranks) -> None:
 
 def anyone(ranks: Ranks, here: bool) -> bool:
     """Whether something is so on any rank."""
+    if isinstance(ranks.group, MemoryGroup):
+        return "1" in Meeting(ranks.group.open_store(), ranks.rank, ranks.world_size, 60.0).exchange("", str(int(here)))
     flag = torch.tensor([int(here)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=gloo(ranks))
     return bool(flag)
@@ -48,6 +54,8 @@ def anyone(ranks: Ranks, here: bool) -> bool:
 def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
     """A small object on ``group`` (default: all ranks) that waits ``TIMEOUT`` seconds."""
     same = {**SIZES, "engine": ranks.engine, "timeout": TIMEOUT, "device": ranks.device}
+    if ranks.engine == "nvlink":
+        same["buffer_bytes"] = SMALL_RINGS
     options = {**same, "topology": Case.topology if group is None else None, **changes}
     return ty.ExpertParallel(gloo(ranks) if group is None else group, **options)
 

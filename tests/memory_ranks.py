@@ -179,9 +179,13 @@ def tensors_outlive_the_object(memory: SharedMemory) -> object:
     return [int(region.local.sum()), list(memory.empty(0, 3, dtype=torch.int8).shape)]
 
 
-def run(name: str, port: int) -> dict[str, object]:
-    """Fork the ranks of a scenario and collect what they return or raise; a rank that was killed says so."""
-    world_size, body = SCENARIOS[name]
+def run(
+    name: str, world_size: int, body: Callable[[SharedMemory], object], port: int, timeout: float = TIMEOUT
+) -> dict[str, object]:
+    """Fork the ranks of a scenario and collect what they return or raise; a rank that was killed says so.
+
+    ``timeout``: seconds that ranks wait for each other to allocate.
+    """
     pipes: dict[int, tuple[int, int]] = {}
     for rank in range(world_size):
         read, write = os.pipe()
@@ -189,7 +193,7 @@ def run(name: str, port: int) -> dict[str, object]:
         if pid == 0:
             os.close(read)
             store = dist.PrefixStore(name, dist.TCPStore(LOOPBACK, port, is_master=False))
-            memory = SharedMemory(store, rank, world_size, TIMEOUT, patched_language)
+            memory = SharedMemory(store, rank, world_size, timeout, patched_language)
             try:
                 outcome: object = body(memory)
             except Exception as error:
@@ -216,6 +220,6 @@ if __name__ == "__main__":
     outcomes = {}
     for name in sys.argv[1:] or SCENARIOS:
         started = time.monotonic()
-        outcomes[name] = run(name, store.port)
+        outcomes[name] = run(name, *SCENARIOS[name], store.port)
         print(f"{name}: {time.monotonic() - started:.2f} s", file=sys.stderr)
     print(json.dumps(outcomes))

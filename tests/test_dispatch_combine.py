@@ -213,8 +213,12 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
         check_combined(got, case, ranks.rank, sums[ranks.rank].x)
 
 
+RANDOM_SIZE = {"cpu": 4, "cuda": max(2, min(4, torch.cuda.device_count())), "virtual": 8, "simulated": 3}[DEVICE]
+"""As many ranks as there are GPUs, up to four."""
+
+
 @pytest.mark.parametrize("part", range(8))
-@distributed_test(world_size=4, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=RANDOM_SIZE, engine=ENGINES, timeout=300.0)
 def test_random_configurations(ranks: Ranks, part: int) -> None:
     """Configurations drawn from a seed, the same on every rank; an eighth of them."""
     random = torch.Generator().manual_seed(2026 + part)
@@ -223,6 +227,7 @@ def test_random_configurations(ranks: Ranks, part: int) -> None:
         return choices[int(torch.randint(len(choices), (), generator=random))]
 
     for seed in range(25 if ranks.engine == "nvlink" else 7):
+        layout, dtype = draw(*ty.Layout), draw(*PLAIN, *QUANTIZED)
         case = Case(
             ranks.world_size,
             routing=draw(*ROUTINGS),
@@ -230,9 +235,11 @@ def test_random_configurations(ranks: Ranks, part: int) -> None:
             num_topk=draw(1, 2, 5, 9),
             num_experts=draw(1, 3, 4, 9, 64),
             hidden=draw(1, 8, 24, 130),
-            dtype=draw(*PLAIN, *QUANTIZED),
-            layout=draw(*ty.Layout),
+            dtype=dtype,
+            layout=layout,
             exact=draw(True, False),
+            expert_alignment=draw(1, 2, 16) if layout is ty.Layout.EXPERT_MAJOR else 1,
+            quantize=draw(None, *ty.Quantize) if dtype in PLAIN else None,
             seed=seed,
         )
         with case.make(ranks) as ep, poisoned():

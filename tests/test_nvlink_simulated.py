@@ -22,6 +22,7 @@ def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
     run_all("nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)])
 
 
+@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
 def test_sums_in_place(world_size: int) -> None:
     """Combine in place: rows of the dispatch's view and others, landings that grow, rows that change from call to call."""
@@ -35,11 +36,13 @@ def test_rings_go_round() -> None:
     assert sum(rows > slots for rows, slots in found) > 4, found
 
 
+@pytest.mark.timeout(600 * SOAK)
 def test_slots_of_whole_lines() -> None:
     """The rows of all others are too short for them."""
     run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(4 * SOAK)])
 
 
+@pytest.mark.timeout(600 * SOAK)
 def test_bodies_that_gpus_run_too() -> None:
     """The whole object: rows left and read in place, refusals with and without memory made for it, results of like calls."""
     calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]

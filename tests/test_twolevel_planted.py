@@ -8,7 +8,7 @@ from nvlink_pool import SOAK, run_all, without_devices
 from plants import changed
 from twolevel_plants import PLANTS
 
-pytestmark = without_devices
+pytestmark = [without_devices, pytest.mark.timeout(600 * SOAK)]
 
 KINDS = {
     "barrier",

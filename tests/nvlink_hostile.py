@@ -1,0 +1,52 @@
+"""Test bodies of other files on simulated ranks with engine nvlink, and what it says of refusals its own way.
+
+Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import tokenyard as ty
+from hostile import Inputs, assert_works, check, complaint, error_of, make_patient
+from test_bad_input import CACHED, COMBINE, Bad
+from tokenyard.testing import Ranks
+from tokenyard.testing.decorators import BODY, run_in_simulator
+
+CULPRIT = 1
+REFUSED: dict[str, tuple[str, Bad]] = {
+    "cached: x is float64": ("cached dispatch", CACHED[12]),
+    "combine: x is float64": ("combine", COMBINE["x"][4]),
+    "combine: weighted rows of FLAT": ("combine", COMBINE["weights"][0]),
+    "combine: a bias for other tokens": ("combine", COMBINE["bias and out"][3]),
+}
+"""The call, and what is wrong with it."""
+
+
+def shared_body(module: str, name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
+    """A test body that engines share."""
+    body = getattr(getattr(import_module(module), name), BODY)
+    run_in_simulator(body, "nvlink", arguments, world_size, seed)
+
+
+def refused(name: str, seed: int) -> None:
+    """One rank refuses a cached dispatch or a combine, which return before anybody has heard of it: all learn by ``check()``."""
+    run_in_simulator(_refused, "nvlink", {"name": name}, 2, seed)
+
+
+def _refused(ranks: Ranks, name: str) -> None:
+    op, bad = REFUSED[name]
+    inputs, wrong = Inputs.of(ranks), ranks.rank == CULPRIT
+    with make_patient(ranks) as ep:
+        recv = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        good = {"x": recv.x if op == "combine" else inputs.x, "handle": recv.handle}
+        changed = bad.change(SimpleNamespace(x=inputs.x, flat=recv, inputs=inputs)) if wrong else {}
+        error = error_of(lambda: (ep.combine if op == "combine" else ep.dispatch)(**{**good, **changed}))
+        assert not (why := complaint(error, bad.kind if wrong else None, bad.words if wrong else ())), why
+        says = f"this rank refused {op} #1" if wrong else f"rank {CULPRIT} refused its side of {op} #1"
+        for call in (ep.check, lambda: ep.dispatch(inputs.x, inputs.topk_idx)):  # the object is finished
+            check(error_of(call), ty.PeerError, says)
+    with make_patient(ranks) as ep:
+        assert_works(ranks, ep)
