@@ -213,7 +213,7 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
         check_combined(got, case, ranks.rank, sums[ranks.rank].x)
 
 
-RANDOM_SIZE = {"cpu": 4, "cuda": max(2, min(4, torch.cuda.device_count())), "virtual": 8, "simulated": 3}[DEVICE]
+RANDOM_SIZE = {"cpu": 4, "cuda": max(2, min(4, torch.cuda.device_count())), "virtual": 4, "simulated": 3}[DEVICE]
 """As many ranks as there are GPUs, up to four."""
 
 

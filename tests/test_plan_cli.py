@@ -15,6 +15,7 @@ from tokenyard.planner.workload import Workload
 
 RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261121.json"
 DECODING = RECORD.with_name("low_latency-2xh200-20261121.json")
+TWOLEVEL = RECORD.with_name("twolevel-4xh200-20261122.json")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -26,7 +27,7 @@ def test_tables_of_one_node() -> None:
     done = run("--gpus-per-node", "4")
     assert done.exit_code == 0, done.output
     for words in (
-        "1 x 4 GPUs, 4096 tokens per rank, hidden 7168, top-8 of 256 experts. Engine nvlink would run",
+        "1 x 4 GPUs, 4096 tokens per rank, hidden 7168, top-8 of 256 experts. Engine nvlink would run; the others are",
         "Time (us",
         "Bytes per GPU and call",
         "Sizes of engine nvlink",
@@ -44,13 +45,22 @@ def test_tables_of_one_node() -> None:
 def test_tables_of_several_nodes() -> None:
     done = run("--nodes", "4", "--dtype", "fp8")
     assert done.exit_code == 0, done.output
-    assert "Engine twolevel would run" in done.output
+    assert (
+        'Engine twolevel would run if asked for, engine="twolevel" ("auto" takes collective there); the' in done.output
+    )
     lines = [line.split() for line in done.output.splitlines()]
     assert ["uniform", "7.27", "3.61", "22,324", "11,103", "50%"] in lines
     heads = [line[:4] for line in lines]
     for engine in (["twolevel", "uniform"], ["collective", "zipf"], ["flat", "exchange"]):
         assert ["dispatch", "fp8", *engine] in heads
     assert not any(line[:2] == ["dispatch", "bf16"] for line in lines)
+
+
+def test_a_machine_too_large_for_twolevel_is_on_paper() -> None:
+    """As ``engines/select.py`` refuses it."""
+    largest, larger = run("--nodes", "56").output, run("--nodes", "57").output
+    assert "would run if asked for" in largest and "on paper" not in largest
+    assert "twolevel is on paper only (it takes at most 512 ranks and nodes together; collective would run)" in larger
 
 
 def test_json_is_the_plan() -> None:
@@ -104,6 +114,27 @@ def test_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
 
 
+def test_machines_that_do_not_fit_are_not_in_the_picture(tmp_path: Path) -> None:
+    """Here those of one node, whose rings are cut for all of its channels, and large ones."""
+    path = tmp_path / "plan.png"
+    done = run("--nodes", "2", "--hidden", "20000", "--json", "--plot", str(path))
+    assert done.exit_code == 0, done.output
+    assert path.read_bytes().startswith(PNG)
+    assert json.loads(done.stdout)["workload"]["nodes"] == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("Not in the picture: machines of 1024 GPUs: buffer_bytes (134217728) gives each of")
+
+
+def test_no_machine_for_the_picture(tmp_path: Path) -> None:
+    """Two nodes of 600 GPUs fit; one, the only machine of up to 1024 GPUs, has too few SMs."""
+    path = tmp_path / "plan.png"
+    machine = ("--nodes", "2", "--gpus-per-node", "600", "--experts", "1200", "--buffer-bytes", str(1 << 30))
+    assert run(*machine).exit_code == 0
+    done = run(*machine, "--plot", str(path))
+    assert (done.exit_code, done.stdout) == (2, "") and not path.exists()
+    assert "num_sms (132) must be at least 600 for 600 ranks" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,7 +142,9 @@ def test_a_picture(tmp_path: Path) -> None:
         (("--topk", "9", "--experts", "8"), "topk (9) must be at most experts (8)"),
         (("--dtype", "fp4"), "'fp4' is unknown; use one of bf16, fp8"),
         (("--sms", "8"), "num_sms (8) must be at least 16 for 8 ranks"),
-        (("--nic", "0"), "nic (0.0) must be more than 0"),
+        (("--nic", "0"), "nic (0.0) must be from 1e-06 to 1e+09"),
+        (("--latency", "inf", "--json"), "latency (inf) must be from 1e-06 to 1e+09: give GB/s, or us for latency"),
+        (("--nvlink", "nan"), "nvlink (nan) must be from"),
         (
             ("--gpus-per-node", "133"),
             "num_sms (132) must be at least 133 for 133 ranks: take fewer ranks per node, or engine",
@@ -121,6 +154,7 @@ def test_a_picture(tmp_path: Path) -> None:
             "rates (nowhere.json) must be a file of tokenyard bench --json or --suite nvlink",
         ),
         (("--rates", str(DECODING)), "must be a file of tokenyard bench --json or --suite nvlink"),
+        (("--rates", str(TWOLEVEL)), "records of other suites, such as twolevel, have no rates of links"),
         (("--plot", "no/such/x.png"), "Invalid value for --plot: no/such is not a directory"),
         (("--plot", "x.bmp"), "'x.bmp' must end in .png"),
         (("--plot", "x.gif"), "'x.gif' must end in .png"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.engines.twolevel_ground import NetRing, TwoGround, most_channels, tuning_for
+from tokenyard.header import COUNTS
 from tokenyard.planner.fit import rates_from
 from tokenyard.planner.model import (
     Terms,
@@ -28,7 +30,7 @@ from tokenyard.planner.model import (
     twolevel_dispatch,
 )
 from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
-from tokenyard.planner.rates import H200, Leg
+from tokenyard.planner.rates import H200, LEAST, MOST, Leg
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import traffic
@@ -164,8 +166,8 @@ def test_sizes_are_the_engines_own() -> None:
         shape = shape_for(sms, gpus, all_sms=sms == 132)
         [ring] = found.rings
         assert (found.channels, found.writers) == (shape.channels, shape.writers)
-        assert ring.count == gpus * shape.channels and found.symmetric_bytes == ring.count * ring.num_bytes
-        assert DEFAULT_BUFFER_BYTES - 256 * ring.count < found.symmetric_bytes <= DEFAULT_BUFFER_BYTES
+        assert ring.count == gpus * shape.channels
+        assert DEFAULT_BUFFER_BYTES - 256 * ring.count < ring.count * ring.num_bytes <= DEFAULT_BUFFER_BYTES
         there = forms(layer(gpus=gpus, sms=sms))[0]
         assert there.row_bytes == 14336 + 80  # with token, 8 ids and 8 weights, padded to 16 bytes: what crosses
         assert ring.slots == ring.num_bytes // (14336 + 128)  # whole lines of memory: what it takes in a ring
@@ -177,7 +179,7 @@ def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: D
     """Beside the engine's own layout of its memory, made without any."""
     work = layer(nodes, gpus, dtype=dtype)
     ground: Any = object.__new__(TwoGround)
-    ground.grid, ground.header_words = work.grid, 40
+    ground.grid, ground.header_words = work.grid, COUNTS + -(-256 // work.ranks)
     channels = most_channels(work.grid, 2 * work.hidden, DEFAULT_BUFFER_BYTES)
     ground.tuning = ground.shape = tuning_for(132, work.grid, all_sms=True, channels=channels)
     ground._lay_out(work.ranks, ground.shape.channels, DEFAULT_BUFFER_BYTES)
@@ -186,7 +188,7 @@ def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: D
     assert found.channels == ground.shape.channels
     assert found.senders == found.reducers == ground.num_programs
     assert (inner.num_bytes, network.num_bytes) == (ground.ring_bytes, ground.net_ring_bytes)
-    assert found.symmetric_bytes == ground.num_bytes - ground.rings_at
+    assert found.symmetric_bytes == ground.num_bytes
     for form, slots, chunk in zip(
         forms(work), (network.slots, network.back_slots), (network.chunk, network.back_chunk), strict=True
     ):
@@ -219,10 +221,20 @@ def test_too_few_sms_are_refused_as_the_engine_does() -> None:
 
 
 def test_machines_grow_to_1024_gpus() -> None:
-    found = scaling(layer(gpus=8), H200)
+    found, refused = scaling(layer(gpus=8), H200)
+    assert not refused
     assert [each.workload.ranks for each in found] == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert {each.workload.experts for each in found} == {1024}
-    assert [each.workload.nodes for each in scaling(layer(gpus=16), H200)][-1] == 64
+    assert [each.workload.nodes for each in scaling(layer(gpus=16), H200)[0]][-1] == 64
+
+
+def test_machines_that_do_not_fit_say_why() -> None:
+    """Eight ranks have rings for 32 channels each, 16 ranks as two nodes only as many channels as hold some rows."""
+    found, refused = scaling(replace(layer(gpus=8), hidden=200_000), H200)
+    assert [each.workload.ranks for each in found] == [16, 32, 64] and list(refused) == [8, 128, 256, 512, 1024]
+    assert "gives each of 256 NVLink rings 524288 bytes, but 2 rows of 400128 bytes must fit" in str(refused[8])
+    with pytest.raises(ValueError, match="buffer_bytes"):
+        scaling(replace(layer(gpus=8), hidden=1 << 30), H200)
 
 
 # Rates
@@ -241,9 +253,16 @@ def test_links_that_are_given() -> None:
 
 
 @pytest.mark.parametrize("link", ["nvlink", "nic", "latency"])
-def test_a_rate_must_be_positive(link: str) -> None:
-    with pytest.raises(ValueError, match=rf"{link} \(0.0\) must be more than 0"):
-        H200.with_links(**{link: 0.0})
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e308, 1e-308])
+def test_a_rate_must_be_positive_and_finite(link: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{link} \({re.escape(str(value))}\) must be from 1e-06 to 1e\+09"):
+        H200.with_links(**{link: value})
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+def test_times_are_finite_whatever_the_rates(value: float) -> None:
+    for link in ("nvlink", "nic", "latency"):
+        assert all(math.isfinite(us) for us in sizes_in(plan(layer(4, 8), H200.with_links(**{link: value}))).values())
 
 
 def test_a_sweep_of_the_bench_is_read() -> None:
@@ -292,6 +311,7 @@ def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:
         ("no", "must be a file of tokenyard bench"),
         ("{}", "KeyError: 'rows'"),
         ("[]", "TypeError"),
+        ('{"devices": [], "rows": [{"who": "twolevel"}]}', "records of other suites, such as twolevel, have no rates"),
         ('{"devices": [], "rows": []}', "has no time of engine nvlink or collective"),
     ],
 )
@@ -301,6 +321,16 @@ def test_records_that_are_none(tmp_path: Path, text: str | None, message: str) -
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         rates_from(path, H200)
+
+
+@pytest.mark.parametrize("us", [0.0, math.inf, math.nan])
+def test_times_of_a_record_are_positive_and_finite(tmp_path: Path, us: float) -> None:
+    record = json.loads(RECORD.read_text())
+    next(row for row in record["rows"] if row.get("kind") == "bf16")["device"]["median"] = us
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"must be a file of tokenyard bench .*ValueError: a time of {us} us"):
+        read(path)
 
 
 def test_one_size_is_too_few(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_fit_recovers_what_made_the_times() -> None:
 
 
 def test_memory_is_what_was_measured() -> None:
-    """``symmetric_bytes`` of rows without views: rings, and counters of less than 1 MiB."""
+    """``symmetric_bytes`` of rows without views."""
     record = json.loads(tables.TWO.read_text())
     held = [row["symmetric_bytes"] for row in record["rows"] if row["ours"] and row["section"] == "zipf"]
     [work] = {point.work for point in read(tables.TWO) if point.work.tokens == 64 and point.leg == "dispatch"}

@@ -84,6 +84,7 @@ def plan(
         )
         known = _rates(rates, nvlink, nic, latency)
         found = make_plan(workload, known, dtypes, SKEWS, seed)
+        shown, refused = ([], {}) if plot is None else scaling(workload, known, dtypes)
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
     if as_document:
@@ -94,4 +95,7 @@ def plan(
     if plot is not None:
         from tokenyard.cli.plan_plot import draw  # matplotlib is an extra
 
-        draw(scaling(workload, known, dtypes), plot)
+        draw(shown, plot)
+        if refused:
+            gpus, why = ", ".join(map(str, refused)), next(iter(refused.values()))
+            typer.echo(f"Not in the picture: machines of {gpus} GPUs: {why}", err=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tokenyard import __version__
 from tokenyard.cli.report import bytes_text, plain_table, print_section
+from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS
 from tokenyard.planner.plan import Call, Plan
 from tokenyard.planner.rates import Rates
 
@@ -54,7 +55,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     _line(
         console,
         f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold], {work.tokens} tokens per rank, hidden {work.hidden}, "
-        f"top-{work.topk} of {work.experts} experts. Engine [bold]{plan.engine}[/bold] would run; the others are for comparison.",
+        f"top-{work.topk} of {work.experts} experts. Engine [bold]{plan.engine}[/bold] {_when(plan)}; "
+        "the others are for comparison.",
     )
     print_section(console, "Time (us; each limit were it alone)", _times(plan))
     print_section(console, "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)", _bytes(plan))
@@ -66,6 +68,15 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _line(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
+
+
+def _when(plan: Plan) -> str:
+    """When the engine that is planned runs."""
+    if plan.engine == "nvlink":
+        return "would run"
+    if plan.workload.ranks + plan.workload.nodes > MOST_DESTINATIONS:
+        return f"is on paper only (it takes at most {MOST_DESTINATIONS} ranks and nodes together; collective would run)"
+    return 'would run if asked for, engine="twolevel" ("auto" takes collective there)'
 
 
 def _times(plan: Plan) -> Table:

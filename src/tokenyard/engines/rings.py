@@ -202,10 +202,7 @@ class Ground:
 
     Attributes:
         buffer_bytes: what all rings together were given; ``num_bytes``, of the whole region, differs.
-        near_share: part of ``buffer_bytes`` that these rings have.
     """
-
-    near_share = 1.0
 
     def __init__(self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
@@ -250,12 +247,21 @@ class Ground:
         """
         slots, rings = self.ring_bytes // form.slot_bytes, self.memory.world_size * self.shape.channels
         if slots < 2:
-            least = int(rings * (2 * form.slot_bytes + 256) / self.near_share)
             raise ValueError(
                 f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings of "
-                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
+                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least "
+                f"{self.least_bytes(form)}"
             )
         return slots
+
+    def least_bytes(self, form: Form) -> int:
+        """``buffer_bytes`` with which all rings hold two rows of ``form``."""
+        return self.memory.world_size * self.shape.channels * least_ring(form.slot_bytes)
+
+
+def least_ring(slot_bytes: int) -> int:
+    """Bytes of the smallest ring for two rows, a multiple of 256 as all rings are."""
+    return -(-2 * slot_bytes // 256) * 256
 
 
 def as_aligned(tensor: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Cuts, Form, Ground
+from tokenyard.engines.rings import Cut, Cuts, Form, Ground, least_ring
 from tokenyard.errors import NotSupported
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.memory.base import SymmetricMemory
@@ -52,6 +53,20 @@ def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
     share = NET_SHARE if far else 0.0
     rows = min((1 - share) * buffer_bytes / near, share * buffer_bytes / far if far else buffer_bytes) / row_bytes
     return max(1, min(MOST_CHANNELS, int(rows / LEAST_SLOTS)))
+
+
+def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) -> int:
+    """The buffer from which on every ring holds two rows of ``slot_bytes``, though larger buffers have more than ``channels``.
+
+    :func:`most_channels` gives rings ``LEAST_SLOTS`` rows of ``row_bytes``. Where two slots are more than that, as those of short
+    rows with many picks are, any number of channels must do.
+    """
+    ring = least_ring(slot_bytes)
+    channels = channels if ring <= LEAST_SLOTS * row_bytes else MOST_CHANNELS
+    near, far = grid.world_size, 2 * (grid.num_nodes - 1)
+    if not far:
+        return near * channels * ring
+    return math.ceil(channels * ring * max(near / (1 - NET_SHARE), far / NET_SHARE))
 
 
 def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS) -> Tuning:
@@ -120,7 +135,6 @@ class TwoGround(Ground):
         self.far_at = 8 * region.signal_words(ranks, channels, words)
         self.rings_at = self.far_at + 8 * two_region.far_words(ranks, nodes, channels, words)
         far_bytes = int(buffer_bytes * self.tuning.net_share) if links else 0
-        self.near_share = 1 - self.tuning.net_share if links else 1.0
         self.ring_bytes = (buffer_bytes - far_bytes) // (ranks * channels) // 256 * 256
         self.net_ring_bytes = far_bytes // (2 * links) // 256 * 256 if links else 0
         self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
@@ -145,13 +159,17 @@ class TwoGround(Ground):
         slots = self.net_ring_bytes // form.slot_bytes
         if slots < 2:
             rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
-            least = int(rings * (2 * form.slot_bytes + 256) / self.tuning.net_share) + 1
             raise ValueError(
                 f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} network "
-                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least {least}"
+                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least "
+                f"{self.least_bytes(form)}"
             )
         chunk = max(1, min(self.tuning.net_chunk, slots // 3))
         return NetRing(slots // chunk * chunk, chunk)
+
+    def least_bytes(self, form: Form) -> int:
+        """As there, for rings between nodes too, with channels as they are or as :func:`most_channels` then chooses them."""
+        return least_bytes(self.grid, 2 * form.hidden, form.slot_bytes, self.shape.channels)
 
     def constants(self, form: Form | None = None) -> dict[str, Any]:
         """Constants of the grid and its memory that kernels share; with those of rings for rows of ``form``."""

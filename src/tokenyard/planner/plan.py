@@ -52,7 +52,7 @@ class Plan:
     """What :func:`plan` found.
 
     Attributes:
-        engine: the one that would run.
+        engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node; ``twolevel`` must be asked for.
         sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective, and flat ones.
     """
 
@@ -94,10 +94,18 @@ def sizes_of(engine: str, work: Workload) -> Sizes:
     return nvlink_sizes(work) if engine == "nvlink" else twolevel_sizes(work)
 
 
-def scaling(workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES) -> list[Plan]:
+def scaling(
+    workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES
+) -> tuple[list[Plan], dict[int, ValueError]]:
     """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on each GPU.
 
     All have the same number of experts: at least one per GPU of the largest.
+
+    Returns:
+        The plans, at least one; and, by number of GPUs, why other machines have none (see :func:`plan`).
+
+    Raises:
+        ValueError: none of them has one.
     """
     counts = [
         1 << power
@@ -105,8 +113,17 @@ def scaling(workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES) 
         if not power or workload.gpus_per_node << power <= MOST_GPUS
     ]
     experts = max(workload.experts, counts[-1] * workload.gpus_per_node)
-    machines = [replace(workload, nodes=nodes, experts=experts) for nodes in counts]
-    return [plan(machine, rates, dtypes) for machine in machines]
+    plans: list[Plan] = []
+    refused: dict[int, ValueError] = {}
+    for nodes in counts:
+        machine = replace(workload, nodes=nodes, experts=experts)
+        try:
+            plans.append(plan(machine, rates, dtypes))
+        except ValueError as wrong:
+            refused[machine.ranks] = wrong
+    if not plans:
+        raise next(iter(refused.values()))
+    return plans, refused
 
 
 def _dispatches(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 LEGS = ("dispatch", "in_place", "combine", "collective", "collective_back")
 """Fields of :class:`Rates` that are fitted to measured times."""
 
+LEAST, MOST = 1e-6, 1e9
+"""Of rates and latencies that are given, so that times stay finite."""
+
 
 class Leg(NamedTuple):
     """One kind of call inside a node.
@@ -57,11 +60,11 @@ class Rates:
         """The same machine with other links. ``nvlink`` is dispatch's; in place, combine and collective scale with it.
 
         Raises:
-            ValueError: a rate or a latency is not positive.
+            ValueError: a rate or a latency is outside of what :data:`LEAST` and :data:`MOST` allow.
         """
         for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} ({value}) must be more than 0: give GB/s, or us for latency")
+            if value is not None and not LEAST <= value <= MOST:
+                raise ValueError(f"{name} ({value}) must be from {LEAST:g} to {MOST:g}: give GB/s, or us for latency")
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
         legs = {name: _faster(getattr(self, name), scale) for name in LEGS}
         given = [

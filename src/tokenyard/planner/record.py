@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,10 @@ def read(path: Path) -> list[Point]:
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text())
+        if any("job" not in row for row in record["rows"]):
+            raise ValueError("records of other suites, such as twolevel, have no rates of links")
         points = [point for row in record["rows"] if (point := _point(row, len(record["devices"])))]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as wrong:
+    except (OSError, KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
             f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink ({type(wrong).__name__}: {wrong})"
         ) from wrong
@@ -73,6 +76,8 @@ def _point(row: dict[str, Any], ranks: int) -> Point | None:
     sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
     limits = {"sms": row["sms"], "buffer_bytes": row.get("rings")}
     given = {name: value for name, value in limits.items() if value is not None}
+    if not 0 < clock["median"] < math.inf:
+        raise ValueError(f"a time of {clock['median']} us")
     return Point(leg, Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, **sizes, **given), clock["median"])
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.engines.rings import Cuts, Form, form_of, meta_words, shape_for
-from tokenyard.engines.twolevel_ground import Tuning, most_channels, tuning_for
-from tokenyard.planner.workload import Workload
+from tokenyard.engines.rings import Cuts, Form, form_of, least_ring, meta_words, shape_for
+from tokenyard.engines.twolevel_ground import Tuning, least_bytes, most_channels, tuning_for
+from tokenyard.header import COUNTS
+from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
 
 
@@ -35,7 +36,8 @@ class Sizes:
         senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel,
             senders and reducers are all its workers: each does whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
-        symmetric_bytes: of rings, per GPU; counters and headers (under 1 MiB for 8 ranks) and what calls in place need come on top.
+        symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters, headers and letters, which grow
+            with the square of ranks. What calls in place need comes on top.
     """
 
     channels: int
@@ -62,7 +64,7 @@ def nvlink_sizes(workload: Workload) -> Sizes:
         writers=shape.writers,
         reducers=shape.channels,
         rings=(ring,),
-        symmetric_bytes=ring.count * each,
+        symmetric_bytes=_signals(workload, shape.channels) + ring.count * each,
     )
 
 
@@ -75,6 +77,7 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     nodes, grid = workload.nodes, workload.grid
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
     tuning = tuning_for(workload.sms, grid, all_sms=workload.sms == workload.most_sms, channels=channels)
+    signals = _signals(workload, tuning.channels) + _letters(workload, tuning.channels)
     links, far = (nodes - 1) * tuning.channels, int(workload.buffer_bytes * tuning.net_share)
     each = (workload.buffer_bytes - far) // (workload.ranks * tuning.channels) // 256 * 256
     inner = _ring("NVLink", workload.ranks * tuning.channels, each, workload, tuning)
@@ -84,8 +87,34 @@ def twolevel_sizes(workload: Workload) -> Sizes:
         senders=tuning.channels * tuning.workers,
         reducers=tuning.channels * tuning.workers,
         rings=(network, inner),
-        symmetric_bytes=inner.count * inner.num_bytes + 2 * network.count * network.num_bytes,
+        symmetric_bytes=signals + inner.count * inner.num_bytes + 2 * network.count * network.num_bytes,
     )
+
+
+def _signals(workload: Workload, channels: int) -> int:
+    """Bytes before the rings: ``region.signal_words``, which needs Triton."""
+    ranks = workload.ranks
+    return _in_bytes(2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + _header_words(workload)))
+
+
+def _letters(workload: Workload, channels: int) -> int:
+    """Bytes that engine twolevel has besides: ``two_region.far_words``."""
+    ranks = workload.ranks
+    letter = _even(_header_words(workload) + ranks + 3 + 2 * channels) + _even(workload.gpus_per_node * channels)
+    return _in_bytes(2 * workload.nodes * channels + 4 * ranks * letter + 4)
+
+
+def _header_words(workload: Workload) -> int:
+    return COUNTS + -(-workload.experts // workload.ranks)
+
+
+def _even(words: int) -> int:
+    return -(-words // 2) * 2
+
+
+def _in_bytes(words: int) -> int:
+    """Of as many int64 words, padded to 256 bytes."""
+    return -(-words // 32) * 256
 
 
 def _network(ring: Ring, tuning: Tuning) -> Ring:
@@ -106,8 +135,8 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
         raise ValueError(
-            f"buffer_bytes ({whole}) gives each of {count} rings {num_bytes} bytes, but 2 rows of {row} bytes must fit: "
-            f"make it such as {whole * (2 * row + 256) // max(num_bytes, 256)}"
+            f"buffer_bytes ({whole}) gives each of {count} {name} rings {num_bytes} bytes, but 2 rows of {row} bytes must fit: "
+            f"make it at least {_least_bytes(workload, shape.channels)}"
         )
     return Ring(
         name=name,
@@ -118,6 +147,14 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts
         back_slots=back_slots,
         back_chunk=shape.send.chunk_of(back_slots),
     )
+
+
+def _least_bytes(workload: Workload, channels: int) -> int:
+    """A buffer that is large enough, for rows of all dtypes."""
+    slot = max(form.slot_bytes for dtype in DTYPES for form in forms(replace(workload, dtype=dtype)))
+    if workload.nodes == 1:
+        return workload.ranks * channels * least_ring(slot)
+    return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
 
 def forms(workload: Workload) -> tuple[Form, Form]:
