@@ -145,9 +145,8 @@ def over_nvlink(leg: str, work: Workload, rates: Rates) -> Terms:
 
 def machines(rates: Rates) -> list[Plan]:
     """1 to 128 nodes of 8 GPUs, 1024 experts."""
-    return scaling(Workload(nodes=1, gpus_per_node=8, tokens=4096, hidden=7168, experts=256, topk=8), rates, ("fp8",))[
-        0
-    ]
+    one = Workload(nodes=1, gpus_per_node=8, tokens=4096, hidden=7168, experts=256, topk=8)
+    return scaling(one, rates, ("fp8",))[0]
 
 
 # As Markdown
