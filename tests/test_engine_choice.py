@@ -51,7 +51,8 @@ def test_on_cpus_nobody_expects_nvlink(ranks: Ranks) -> None:
             None,
             "needs ranks that form a grid: hosts must have equally many ranks, and a has 3; engine 'collective' does not",
         ),
-        (ty.Topology(64, 8), "takes at most 512 ranks and nodes together, and 64x8 are 576"),
+        (ty.Topology(64, 8), "takes at most 64 nodes, and 512 ranks and nodes together, but 64x8 are 64 and 576"),
+        (ty.Topology(65, 1), "but 65x1 are 65 and 130"),
     ],
 )
 def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(grid: ty.Topology | None, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,34 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     here = ["OutOfMemoryError: none left", elsewhere[1], "RuntimeError: "]
     expected = [elsewhere, here, elsewhere]
     assert together(3, body) == [[*each, f"made by {rank}"] for rank, each in enumerate(expected)]
+
+
+def test_what_failed_here_is_told_with_who_is_missing() -> None:
+    """And what was made is let go of, though somebody keeps the error."""
+    store, kept = dist.HashStore(), []
+
+    class Thing: ...
+
+    def body(rank: int, gate: Gate) -> str:
+        if rank == 2:
+            return "dead"
+
+        def step() -> Thing:
+            if rank == 0:
+                raise RuntimeError("none left")
+            kept.append(weakref.ref(thing := Thing()))
+            return thing
+
+        try:
+            Meeting(store, rank, 3, 1.0).attempt("making it", step)
+        except PeerTimeout as error:
+            assert rank == 0 or kept[0]() is None
+            return str(error)
+        return "passed"
+
+    failed, fine, _ = together(3, body)
+    assert failed.endswith("; making it failed on rank 0: none left")
+    assert "making it" in fine and "none left" not in fine
 
 
 def test_sizes() -> None:

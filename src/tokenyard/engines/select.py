@@ -164,17 +164,18 @@ def _twolevel(
 
 def _grid(config: Config, asked: Asked) -> Topology:
     """The grid of engine twolevel."""
-    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS
+    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS, MOST_NODES
 
     grid = config.topology
     if grid is None:
         raise NotSupported(
             f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' does not"
         )
-    if grid.world_size + grid.num_nodes > MOST_DESTINATIONS:
+    both = grid.world_size + grid.num_nodes
+    if both > MOST_DESTINATIONS or grid.num_nodes > MOST_NODES:
         raise NotSupported(
-            f"engine 'twolevel' takes at most {MOST_DESTINATIONS} ranks and nodes together, and {grid} are "
-            f"{grid.world_size + grid.num_nodes}: use smaller expert-parallel groups, or engine 'collective'"
+            f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks and nodes together, but {grid} are "
+            f"{grid.num_nodes} and {both}: use smaller expert-parallel groups, or engine 'collective'"
         )
     return grid
 

@@ -22,6 +22,8 @@ LEAST_SLOTS = 8
 MOST_DESTINATIONS = 512
 """Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers: 32 x 8 compiles, 64 x 8 had not
 after 200 s, and of 128 x 8 Triton refuses the table."""
+MOST_NODES = 64
+"""Sums over nodes are unrolled: those of 64 nodes compile in a minute, of 128 not within 100 s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ class Meeting:
         """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are for errors.
 
         Raises:
-            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; on that rank itself its own RuntimeError.
-            PeerTimeout: a rank did not come.
+            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it did itself, that RuntimeError.
+            PeerTimeout: a rank did not come; says what failed here, too.
         """
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
@@ -63,12 +63,21 @@ class Meeting:
             made.append(step())
         except (OSError, RuntimeError) as error:
             mine = error
-        texts = self.exchange(what, "" if mine is None else str(mine) or type(mine).__name__)
+        said = "" if mine is None else str(mine) or type(mine).__name__
+        try:
+            texts = self.exchange(what, said)
+        except PeerTimeout as lost:
+            made.clear()  # a traceback keeps this frame
+            if mine is None:
+                raise
+            raise PeerTimeout(f"{lost}; {what} failed on rank {self._rank}: {said}", lost.rank) from mine
         if isinstance(mine, RuntimeError):
             raise mine
-        for peer, text in enumerate(texts):
-            if text:
-                raise RuntimeError(f"{what} failed on rank {peer}: {text}{remedy}") from mine
+        failed = {peer: text for peer, text in enumerate(texts) if text}
+        if failed:
+            made.clear()
+            peer = self._rank if mine is not None else min(failed)
+            raise RuntimeError(f"{what} failed on rank {peer}: {failed[peer]}{remedy}") from mine
         return made[0]
 
     def _raise(self, key: str, what: str, first: int) -> None:
