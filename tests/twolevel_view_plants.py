@@ -193,8 +193,8 @@ VIEW_PLANTS = {
         "two_letters",
         (
             (
-                "    seen = look_at_all(hello_of(mine, r, R, C), others)\n    tl.debug_barrier()\n",
-                "    seen = look_at_all(hello_of(mine, r, R, C), others)\n",
+                "    seen = look_at_all(hello_of(mine, r, R, C), r < R)\n    tl.debug_barrier()\n",
+                "    seen = look_at_all(hello_of(mine, r, R, C), r < R)\n",
             ),
         ),
         part="views",

@@ -188,13 +188,14 @@ def greet_turn(
 
 @triton.jit
 def all_are_here(peers, state, tag, call, step, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """One look: whether all ranks have come to this ``call``. Gives up on one that is late, or in another."""
+    """One look: whether all ranks have come to this ``call``. Gives up on one that is late, or in another: not before this rank
+    has said hello itself, as the worker that does so may begin after one that gave up, and the others would wait for it."""
     r, me = tl.arange(0, RP), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(peers, me), (r < R) & (r != me)
     want = call + 1 + (r * 0)
-    seen = look_at_all(hello_of(mine, r, R, C), others)
+    seen = look_at_all(hello_of(mine, r, R, C), r < R)
     tl.debug_barrier()
-    here = (lacking(seen, want, others) == 0) & (step == ON_TIME)
+    here = (lacking(seen, want, r < R) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_GREETING, r, want, seen, others)
     elif here:
