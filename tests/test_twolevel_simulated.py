@@ -65,7 +65,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_oracle() -> None:
 @pytest.mark.timeout(600 * SOAK)
 def test_a_batch_of_32_times_the_rings() -> None:
     """Memory does not grow with the batch."""
-    grids = [(2, seed) for seed in range(SOAK)] + [(1, 0)]
+    grids = [(1, 0), *((2, seed) for seed in range(SOAK - 1))]
     for rows, slots, before, after in run_all("twolevel_ranks.large_batch", grids):
         assert rows >= 32 * slots
         assert before == after
