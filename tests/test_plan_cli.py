@@ -61,6 +61,9 @@ def test_a_machine_too_large_for_twolevel_is_on_paper() -> None:
     largest, larger = run("--nodes", "56").output, run("--nodes", "57").output
     assert "would run if asked for" in largest and "on paper" not in largest
     assert "twolevel is on paper only (it takes at most 512 ranks and nodes together; collective would run)" in larger
+    slim, slimmer = (run("--nodes", nodes, "--gpus-per-node", "1").output for nodes in ("64", "65"))
+    assert "would run if asked for" in slim and "on paper" not in slim
+    assert "twolevel is on paper only (it takes at most 64 nodes; collective would run)" in slimmer
 
 
 def test_json_is_the_plan() -> None:

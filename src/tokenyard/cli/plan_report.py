@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tokenyard import __version__
 from tokenyard.cli.report import bytes_text, plain_table, print_section
-from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS
+from tokenyard.engines.twolevel_ground import limit_of
 from tokenyard.planner.plan import Call, Plan
 from tokenyard.planner.rates import Rates
 
@@ -74,8 +74,8 @@ def _when(plan: Plan) -> str:
     """When the engine that is planned runs."""
     if plan.engine == "nvlink":
         return "would run"
-    if plan.workload.ranks + plan.workload.nodes > MOST_DESTINATIONS:
-        return f"is on paper only (it takes at most {MOST_DESTINATIONS} ranks and nodes together; collective would run)"
+    if limit := limit_of(plan.workload.grid):
+        return f"is on paper only (it takes at most {limit}; collective would run)"
     return 'would run if asked for, engine="twolevel" ("auto" takes collective there)'
 
 

@@ -164,18 +164,17 @@ def _twolevel(
 
 def _grid(config: Config, asked: Asked) -> Topology:
     """The grid of engine twolevel."""
-    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS, MOST_NODES
+    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS, MOST_NODES, limit_of
 
     grid = config.topology
     if grid is None:
         raise NotSupported(
             f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' does not"
         )
-    both = grid.world_size + grid.num_nodes
-    if both > MOST_DESTINATIONS or grid.num_nodes > MOST_NODES:
+    if limit_of(grid):
         raise NotSupported(
             f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks and nodes together, but {grid} are "
-            f"{grid.num_nodes} and {both}: use smaller expert-parallel groups, or engine 'collective'"
+            f"{grid.num_nodes} and {grid.world_size + grid.num_nodes}: use smaller expert-parallel groups, or engine 'collective'"
         )
     return grid
 

@@ -26,6 +26,13 @@ MOST_NODES = 64
 """Sums over nodes are unrolled: those of 64 nodes compile in a minute, of 128 not within 100 s."""
 
 
+def limit_of(grid: Topology) -> str:
+    """What engine twolevel takes at most, where ``grid`` has more; "" if it takes the grid."""
+    if grid.world_size + grid.num_nodes > MOST_DESTINATIONS:
+        return f"{MOST_DESTINATIONS} ranks and nodes together"
+    return f"{MOST_NODES} nodes" if grid.num_nodes > MOST_NODES else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning(Cuts):
     """How work of engine twolevel is cut into programs. Equal on all ranks.
