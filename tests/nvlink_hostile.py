@@ -1,19 +1,17 @@
-"""Test bodies of other files on simulated ranks with engine nvlink, and what it says of refusals its own way.
+"""What engine nvlink says of refusals its own way, on simulated ranks.
 
 Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import tokenyard as ty
 from hostile import Inputs, assert_works, check, complaint, error_of, make_patient
 from test_bad_input import CACHED, COMBINE, Bad
 from tokenyard.testing import Ranks
-from tokenyard.testing.decorators import BODY, run_in_simulator
+from tokenyard.testing.decorators import run_in_simulator
 
 CULPRIT = 1
 REFUSED: dict[str, tuple[str, Bad]] = {
@@ -23,12 +21,6 @@ REFUSED: dict[str, tuple[str, Bad]] = {
     "combine: a bias for other tokens": ("combine", COMBINE["bias and out"][3]),
 }
 """The call, and what is wrong with it."""
-
-
-def shared_body(module: str, name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
-    """A test body that engines share."""
-    body = getattr(getattr(import_module(module), name), BODY)
-    run_in_simulator(body, "nvlink", arguments, world_size, seed)
 
 
 def refused(name: str, seed: int) -> None:

@@ -316,9 +316,9 @@ def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
     return max(int(part.sum()) for part in rows.split(share)), slots[0]
 
 
-def shared_body(name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
-    """A test body of ``test_nvlink.py``, which GPUs run too."""
-    run_in_simulator(getattr(getattr(import_module("test_nvlink"), name), BODY), "nvlink", arguments, world_size, seed)
+def shared_body(module: str, name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
+    """A test body of ``module``, which GPUs or other engines run too."""
+    run_in_simulator(getattr(getattr(import_module(module), name), BODY), "nvlink", arguments, world_size, seed)
 
 
 if __name__ == "__main__":

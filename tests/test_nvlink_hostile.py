@@ -59,7 +59,7 @@ REFUSED = (
 def test_bodies_of_other_tests() -> None:
     """Together, so that they share the processors."""
     bodies = BODIES if SOAK == 1 else BODIES + LONG
-    run_all("nvlink_hostile.shared_body", [(*body, seed) for body in bodies for seed in range(SOAK)])
+    run_all("nvlink_ranks.shared_body", [(*body, seed) for body in bodies for seed in range(SOAK)])
 
 
 def test_refused_calls_that_return_at_once() -> None:

@@ -59,5 +59,5 @@ def test_bodies_that_gpus_run_too() -> None:
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
     run_all(
         "nvlink_ranks.shared_body",
-        [(*call, ranks, seed) for call in calls for ranks in (2, 3)[:SOAK] for seed in range(SOAK)],
+        [("test_nvlink", *call, ranks, seed) for call in calls for ranks in (2, 3)[:SOAK] for seed in range(SOAK)],
     )
