@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenyard.testing.simulator.errors import AddressError
-from tokenyard.testing.simulator.pages import Addresses
+from tokenyard.testing.simulator.pages import Addresses, Bytes
 
 GUARD = 4096
 """Bytes before and after a region that nobody may touch."""
@@ -82,10 +82,13 @@ class AddressBook:
         at = bisect_right(self._lows, address) - 1
         return self._zones[at] if at >= 0 and address < self._zones[at].high else None
 
-    def is_shared(self, address: int) -> bool:
-        """Whether other ranks may see this address."""
-        zone = self.zone(address)
-        return zone is not None and zone.shared
+    def shared(self, low: int, size: int) -> Bytes:
+        """0xFF for those of ``size`` bytes from ``low`` on that other ranks may see."""
+        found = np.zeros(size, np.uint8)
+        for zone in self._zones[max(bisect_right(self._lows, low) - 1, 0) : bisect_right(self._lows, low + size - 1)]:
+            if zone.shared:
+                found[max(zone.low - low, 0) : max(zone.high - low, 0)] = 0xFF
+        return found
 
     def check(self, rank: int, addresses: Addresses, size: int) -> None:
         """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these addresses.

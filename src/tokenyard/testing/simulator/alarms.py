@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenyard.testing.simulator.pages import PAGE, SHIFT, Addresses, Bytes
+from tokenyard.testing.simulator.pages import PAGE, SHIFT, Addresses
 from tokenyard.testing.simulator.program import Program
+from tokenyard.testing.simulator.weak import Written
 
 _WORD = 8
 _LONG = 64
@@ -40,24 +41,31 @@ class Alarms:
                 sleepers[:] = [(other, nap) for other, nap in sleepers if other.asleep and other.nap == nap]
             sleepers.append((p, p.nap))
 
-    def ring(self, page: int, low: int, have: Bytes) -> None:
-        """Bytes ``have`` (0xFF) of a page, from ``low`` on, have been written."""
-        sleepers = self._pages.get(page)
-        if not sleepers:
-            return
-        for word in list(sleepers):
-            at = word * _WORD % PAGE - low
-            if at < have.size and at + _WORD > 0 and have[max(at, 0) : at + _WORD].any():
-                self._ring_word(sleepers, word)
+    def ring(self, where: list[Written]) -> None:
+        """These bytes have been written. Who wakes first does not hang on where memory lies."""
+        woken: dict[int, Program] = {}
+        for page, low, have in where:
+            sleepers = self._pages.get(page, {})
+            for word in list(sleepers):
+                at = word * _WORD % PAGE - low
+                if at < have.size and at + _WORD > 0 and have[max(at, 0) : at + _WORD].any():
+                    woken.update(_asleep(sleepers.pop(word)))
+        self._wake_all(woken)
 
     def ring_at(self, addresses: Addresses) -> None:
         """These places have been written."""
+        woken: dict[int, Program] = {}
         for address in addresses.tolist():
             sleepers = self._pages.get(address >> SHIFT)
             if sleepers and address >> 3 in sleepers:
-                self._ring_word(sleepers, address >> 3)
+                woken.update(_asleep(sleepers.pop(address >> 3)))
+        self._wake_all(woken)
 
-    def _ring_word(self, sleepers: _Sleepers, word: int) -> None:
-        for p, nap in sleepers.pop(word):
-            if p.asleep and p.nap == nap:
-                self._wake(p)
+    def _wake_all(self, programs: dict[int, Program]) -> None:
+        for serial in sorted(programs):
+            self._wake(programs[serial])
+
+
+def _asleep(sleepers: list[tuple[Program, int]]) -> dict[int, Program]:
+    """Those that still sleep, by their serial numbers."""
+    return {p.serial: p for p, nap in sleepers if p.asleep and p.nap == nap}

@@ -7,6 +7,7 @@ page once per access; all maps are then read and written through the result.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -134,6 +135,20 @@ class ByteMap(dict[int, Page]):
             mine = self.get(number)
             if mine is not None:
                 mine.have &= ~page.have
+
+    def split(self, keep: Callable[[int], Bytes]) -> ByteMap:
+        """Take away what lies outside ``keep(page)`` (0xFF for bytes that stay). Pages of which nothing is known are dropped."""
+        away = ByteMap()
+        for number, page in list(self.items()):
+            stays = page.have & keep(number)
+            goes = page.have & ~stays
+            if goes.any():
+                other = away[number] = Page()
+                other.data, other.have = page.data, goes
+            page.have = stays
+            if not stays.any():
+                del self[number]
+        return away
 
     def take(self, where: list[Span], size: int, into: ByteMap) -> None:
         """Move what is known of these lanes into ``into``."""

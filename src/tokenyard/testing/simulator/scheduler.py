@@ -301,7 +301,7 @@ class Simulator:
         exposed = [p for p in launch.left_behind if p.exposed]
         for p in launch.left_behind:
             self.memory.bundle(p, p.pending())
-        self.memory.publish_private(launch.rank, self.addresses.is_shared)
+        self.memory.publish_private(launch.rank, self.addresses.shared)
         if exposed:
             self.memory.publish_rank(launch.rank)
         for p in exposed:  # its threads may have lagged behind until now

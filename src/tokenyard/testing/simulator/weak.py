@@ -32,6 +32,9 @@ from tokenyard.testing.simulator.pages import (
 
 Values: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
+Written: TypeAlias = "tuple[int, int, Bytes]"
+"""Part of a write: a page, the first byte in it, and 0xFF for bytes from there on that are written."""
+
 _WINDOW = 4096
 """Writes that the past reaches back."""
 _MOST_RECORDS = 128
@@ -76,13 +79,13 @@ class Bundle(NamedTuple):
 
 
 class WeakMemory:
-    """All ranks' memory. ``written(page, low, have)`` is called after every write to real memory.
+    """All ranks' memory. ``written(where)`` is called after every write to real memory.
 
     Args:
         stale: how likely a plain load looks into the past.
     """
 
-    def __init__(self, world_size: int, rng: Random, stale: float, written: Callable[[int, int, Bytes], None]) -> None:
+    def __init__(self, world_size: int, rng: Random, stale: float, written: Callable[[list[Written]], None]) -> None:
         self._rng, self._stale, self._written = rng, stale, written
         self.now = 0
         self._past: dict[int, list[Record]] = {}
@@ -240,12 +243,11 @@ class WeakMemory:
         if len(bundles) > _MOST_BUNDLES:
             self._publish(bundles.pop(0))
 
-    def publish_private(self, rank: int, is_shared: Callable[[int], bool]) -> None:
-        """Bundled stores to memory that no other rank can see go to real memory: the host may free it soon."""
+    def publish_private(self, rank: int, shared: Callable[[int, int], Bytes]) -> None:
+        """Bundled stores to memory that no other rank can see go to real memory: the host may free it soon. ``shared(low, size)``:
+        0xFF for bytes that another can see."""
         for bundle in self._bundles[rank]:
-            private = ByteMap()
-            for number in [number for number in bundle.stores if not is_shared(number << SHIFT)]:
-                private[number] = bundle.stores.pop(number)
+            private = bundle.stores.split(lambda number: shared(number << SHIFT, PAGE))
             self._write(private, bundle.writer, bundle.number)
         self._bundles[rank] = [bundle for bundle in self._bundles[rank] if bundle.stores]
 
@@ -281,6 +283,7 @@ class WeakMemory:
         if not stores:
             return
         self.now += 1
+        where: list[Written] = []
         for number, page in stores.items():
             low, high = extent(page)
             if low == high:
@@ -289,7 +292,8 @@ class WeakMemory:
             memory = raw((number << SHIFT) + low, high - low)
             self._remember(number, Record(self.now, since or self.now, writer, low, have, memory.copy()))
             lay_over(memory, page.data[low:high], have)
-            self._written(number, low, have)
+            where.append((number, low, have))
+        self._written(where)
         for bundle in self._bundles[writer.rank]:  # same place, same rank: what comes later stays
             if since is None or bundle.number < since:
                 bundle.stores.forget(stores)
