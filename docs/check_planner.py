@@ -32,7 +32,7 @@ from tokenyard.planner.workload import Dtype, Workload
 
 PAGE = Path(__file__).parent / "planner.md"
 RECORDS = Path(__file__).parent / "benchmarks"
-TWO, FOUR = RECORDS / "nvlink-2xh200-20261121.json", RECORDS / "nvlink-4xh200-20261122.json"
+TWO, FOUR = RECORDS / "nvlink-2xh200-20261122.json", RECORDS / "nvlink-4xh200-20261122.json"
 PORTABLE = RECORDS / "collective-4xh200-20261121.json"
 AS_TWO_BY_ONE = RECORDS / "twolevel-2xh200-dev-20261122.json"
 AS_TWO_BY_TWO = RECORDS / "twolevel-4xh200-dev-20261122.json"

@@ -13,7 +13,7 @@ from tokenyard.planner.plan import plan
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import Workload
 
-RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261121.json"
+RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
 DECODING = RECORD.with_name("low_latency-2xh200-20261121.json")
 TWOLEVEL = RECORD.with_name("twolevel-4xh200-20261122.json")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,13 +31,13 @@ def test_tables_of_one_node() -> None:
         "Time (us",
         "Bytes per GPU and call",
         "Sizes of engine nvlink",
-        "docs/benchmarks/nvlink-2xh200-20261121",
+        "docs/benchmarks/nvlink-2xh200-20261122",
         "The network was never measured",
         "the Python call (100-260 us in the records",
     ):
         assert words in done.output
     lines = [line.split() for line in done.output.splitlines()]
-    assert ["dispatch", "bf16", "nvlink", "uniform", "471", "437", "0", "26.2", "11.6", "21.2", "NVLink"] in lines
+    assert ["dispatch", "bf16", "nvlink", "uniform", "470", "437", "0", "26.5", "11.0", "21.2", "NVLink"] in lines
     assert ["combine", "bf16", "nvlink", "uniform", "159", "MB", "159", "MB", "0", "B", "0", "B"] in lines
     assert ["bf16", "64", "NVLink", "256", "524", "kB", "36", "16", "36", "4", "134", "MB"] in lines
 

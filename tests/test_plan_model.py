@@ -36,7 +36,7 @@ from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_s
 from tokenyard.planner.traffic import traffic
 from tokenyard.planner.workload import Dtype, Workload
 
-RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261121.json"
+RECORD = Path(__file__).parent.parent / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
 ROUND = replace(
     H200,
     dispatch=Leg(10.0, 100.0, 2.0),
@@ -278,6 +278,21 @@ def test_rings_of_a_record_are_read() -> None:
     points = read(RECORD.with_name("nvlink-4xh200-20261122.json"))
     sizes = {point.work.buffer_bytes for point in points if point.leg == "combine" and point.work.tokens > 16384}
     assert len(sizes) == 2 and min(sizes) == DEFAULT_BUFFER_BYTES
+
+
+@pytest.mark.parametrize("sms", [108, 148])
+def test_records_of_other_gpus_have_other_multiprocessors(tmp_path: Path, sms: int) -> None:
+    """Calls that fill the GPU are such whatever its size; the curve over multiprocessors asks for 132 of any."""
+    record = json.loads(RECORD.read_text())
+    for row in record["rows"]:
+        if row["sms"] == 132 and row["section"] != "sms":
+            row["sms"] = sms
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(record))
+    found = [point.work for point in read(path)]
+    assert {work.most_sms for work in found} == {sms}
+    assert {work.sms for work in found} == {8, 16, 24, 32, 64, min(132, sms), sms}
+    assert rates_from(path, H200).dispatch.link_gbs == pytest.approx(H200.dispatch.link_gbs, rel=0.1)
 
 
 def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def _faster(leg: Leg, scale: float) -> Leg:
 
 
 H200 = Rates(
-    dispatch=Leg(11.6, 364.0, 31.6),
-    in_place=Leg(12.6, 360.0, 60.7),
-    combine=Leg(12.9, 357.0, 11.9),
+    dispatch=Leg(11.0, 364.0, 31.3),
+    in_place=Leg(11.2, 371.0, 67.6),
+    combine=Leg(12.3, 341.0, 25.3),
     collective=Leg(269.0, 275.0),
     collective_back=Leg(459.0, 115.0),
     copy_gbs=2074.0,
@@ -95,7 +95,7 @@ H200 = Rates(
     nic_gbs=45.0,
     latency_us=5.0,
     put_us=0.1,
-    source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261121 and collective-4xh200-20261121",
+    source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261122 and collective-4xh200-20261121",
 )
 """Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is half of what a local copy was
 seen to read and write, in no record. ``turns_*``: chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.planner.workload import Dtype, Workload
+from tokenyard.planner.workload import H200_SMS, Dtype, Workload
 
 SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
     "bf16": ("dispatch", "bf16"),
@@ -54,7 +54,8 @@ def read(path: Path) -> list[Point]:
         record: dict[str, Any] = json.loads(path.read_text())
         if any("job" not in row for row in record["rows"]):
             raise ValueError("records of other suites, such as twolevel, have no rates of links")
-        points = [point for row in record["rows"] if (point := _point(row, len(record["devices"])))]
+        ranks, most_sms = len(record["devices"]), _most_sms(record["rows"])
+        points = [point for row in record["rows"] if (point := _point(row, ranks, most_sms))]
     except (OSError, KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
             f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink ({type(wrong).__name__}: {wrong})"
@@ -67,18 +68,25 @@ def read(path: Path) -> list[Point]:
     return points
 
 
-def _point(row: dict[str, Any], ranks: int) -> Point | None:
+def _most_sms(rows: list[dict[str, Any]]) -> int:
+    """Multiprocessors of the GPUs: what calls without a limit had; if no row tells, those of an H200, or as many as asked."""
+    told = [(row.get("section", "sms"), row["sms"]) for row in rows if row["sms"] is not None]
+    return max((sms for section, sms in told if section != "sms"), default=max([H200_SMS, *(sms for _, sms in told)]))
+
+
+def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
     job: dict[str, Any] = row["job"]
     leg, dtype = _leg(row, job)
     clock = row["device"] or row["wall"]
     if leg is None or clock is None or job["skew"] != "uniform" or job["layout"] != "flat" or job["dtype"] != "bf16":
         return None
     sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
-    limits = {"sms": row["sms"], "buffer_bytes": row.get("rings")}
+    limits = {"sms": min(row["sms"] or most_sms, most_sms), "buffer_bytes": row.get("rings")}
     given = {name: value for name, value in limits.items() if value is not None}
     if not 0 < clock["median"] < math.inf:
         raise ValueError(f"a time of {clock['median']} us")
-    return Point(leg, Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, **sizes, **given), clock["median"])
+    work = Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, most_sms=most_sms, **sizes, **given)
+    return Point(leg, work, clock["median"])
 
 
 def _leg(row: dict[str, Any], job: dict[str, Any]) -> tuple[str | None, Dtype]:
