@@ -130,6 +130,45 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
     return victim, 1000 * step // steps, endings
 
 
+QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
+"""Behind the first dispatch; fresh ones are static."""
+
+
+def queued_behind_one(nodes: int, absent_from: int) -> list[Ending | None]:
+    """On 3 ranks of engine nvlink, or as many ``nodes`` of 2 of twolevel."""
+    import twolevel_failures
+
+    scenario = twolevel_failures.life(nodes, 2, 0, absent_from % 3) if nodes else life(3, 0)
+    return queued(scenario, absent_from, absent_from)
+
+
+def queued(scenario: Scenario, absent_from: int, seed: int) -> list[Ending | None]:
+    """The culprit does not come to the call of this number; the others have queued calls before and behind it, as on a GPU."""
+    case = scenario.rounds[0].case
+
+    def body(mine: RankRun) -> None:
+        recv, engine, memory = mine.dispatch(case), mine.engine, mine.engine._memory
+        plan, spec, payload, settle = recv.handle.plan, recv.handle.spec, payload_of(case, mine.rank), memory.settle
+        rows = torch.zeros_like(recv.x)
+        mine.own.adopt(payload, rows, case.picks[mine.rank])
+        memory.settle = mine.own.sweep = lambda: None  # the allocator of a GPU's stream keeps what calls let go
+        with mine.own:
+            for number, op in enumerate(QUEUE, 1):
+                if mine.rank == CULPRIT and number == absent_from:
+                    memory.wait_until(lambda: False, 60.0)
+                    break
+                if op == COMBINE:
+                    engine.combine(rows, plan, spec)
+                elif op == CACHED:
+                    engine.redispatch(payload, plan, spec)
+                else:
+                    engine.dispatch(payload, *case.picks[mine.rank], replace(spec, exact=False), None)
+            settle()
+            engine.check()
+
+    return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
+
+
 # Ranks in different calls
 
 

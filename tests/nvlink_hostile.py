@@ -42,3 +42,18 @@ def _refused(ranks: Ranks, name: str) -> None:
             check(error_of(call), ty.PeerError, says)
     with make_patient(ranks) as ep:
         assert_works(ranks, ep)
+
+
+def rings_too_small(exact: bool, seed: int) -> None:
+    """Rings that hold no row are refused behind the launch of the plan, whose programs write to tables that must live so long."""
+    run_in_simulator(_rings_too_small, "nvlink", {"exact": exact}, 2, seed)
+
+
+def _rings_too_small(ranks: Ranks, exact: bool) -> None:
+    inputs = Inputs.of(ranks)
+    with make_patient(ranks, buffer_bytes=1) as ep:
+        for _ in range(2):
+            error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, exact=exact))
+            check(
+                error, ValueError, "buffer_bytes (1) holds 0 rows", "make ExpertParallel with buffer_bytes of at least"
+            )

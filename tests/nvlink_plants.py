@@ -127,6 +127,7 @@ PLANTS = {
             ),
         ),
         within=30,
+        hint=1,
     ),
     "dispatch: rows sent not counted": Plant(
         "wrong epoch",
@@ -179,6 +180,7 @@ PLANTS = {
             ),
         ),
         within=30,
+        hint=6,
     ),
     "combine: rows taken not counted": Plant(
         "wrong epoch",
@@ -190,7 +192,7 @@ PLANTS = {
         "reused too early",
         "greet",
         (
-            ("half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)", "half = 0"),
+            ("half = (call % 2).to(tl.int32)", "half = 0"),
             ("tag_of(mine, (call % 2).to(tl.int32), r, R, C)", "tag_of(mine, 0, r, R, C)"),
         ),
         part="greetings",
@@ -216,9 +218,13 @@ PLANTS = {
         (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),),
         part="plans",
         within=40,
+        hint=5,
     ),
     "plan: no barrier before a ticket": Plant(
-        "barrier", "plan", (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),)
+        "barrier",
+        "plan",
+        (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),),
+        hint=1,
     ),
     "plan: ticket without order": Plant(
         "release",
@@ -229,6 +235,7 @@ PLANTS = {
                 'tl.atomic_add(words(state) + TICKETS, 1, sem="relaxed", scope="gpu")',
             ),
         ),
+        hint=1,
     ),
     "plan: tickets of the last call": Plant(
         "wrong epoch",
@@ -239,6 +246,7 @@ PLANTS = {
                 "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) >= call * C:",
             ),
         ),
+        hint=2,
     ),
     "plan: arrivals of the last call": Plant(
         "wrong epoch", "plan", (("(call + 1) * C + (r * 0)", "call * C + (r * 0)"),)
@@ -273,6 +281,7 @@ PLANTS = {
         "direct",
         (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
         part="views",
+        hint=2,
     ),
     "direct: done before the rows": Plant(
         "flag before data",

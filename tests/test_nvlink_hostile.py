@@ -65,3 +65,7 @@ def test_bodies_of_other_tests() -> None:
 def test_refused_calls_that_return_at_once() -> None:
     """Whoever is wrong gets its own ValueError there and then; all are told by ``check()``, and the object is finished."""
     run_all("nvlink_hostile.refused", [(name, seed) for name in REFUSED for seed in range(SOAK)])
+
+
+def test_rings_too_small_for_a_row() -> None:
+    run_all("nvlink_hostile.rings_too_small", [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK)])

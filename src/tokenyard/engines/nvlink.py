@@ -94,19 +94,12 @@ class NvlinkEngine:
             kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
             room = kind.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, kind, room)
-            if not spec.exact:
-                return self._finish(*self._move(payload, counted, kind, self._static_rows(spec)), None, kind)
-            moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
-            if room and not self._memory.shared_gpu:
-                self._tables.make_ahead(kind, topk_idx.shape[0], counted.route.shape[0], room)
-            counts = self._learn(kind)
-            crowded = bool(self._host[2])  # some rank guessed too little room, and no row has moved
-            if moved is not None and not crowded:
-                self._memory.gate()  # every rank comes to two, whether it launches or not
-            else:
-                num_rows = num_result_rows(spec, self.config, counts.experts.tolist(), sum(counts.received))
-                moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
-            return self._finish(*moved, counts, kind)
+            try:
+                return self._follow(payload, counted, kind, room)
+            except Exception:
+                self._memory.settle()  # the plan's programs write to tensors that the caller lets go
+                self._watch.stop_short()
+                raise
 
     def redispatch(
         self,
@@ -213,9 +206,8 @@ class NvlinkEngine:
         at once, and all objects of this call are of no more use.
         """
         self._watch.raise_if_failed()
-        fingerprint = Fingerprint(op, self._calls, *[0] * 13)
+        self._watch.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
         self._calls += 1
-        self._watch.begin(fingerprint)
         if op != DISPATCH:
             launch = self._launches.greet()
             self._memory.gate()
@@ -235,6 +227,7 @@ class NvlinkEngine:
                 nonce, host = self._calls, self._host
                 self._watch.wait(lambda: host[0] == nonce)  # until then the kernel reads the header
             self._memory.settle()
+            self._watch.stop_short()
             del held
         return True
 
@@ -269,8 +262,8 @@ class NvlinkEngine:
             kind = kind_of(op, payload, spec, mode, self.config, marked=marked, scaled=scaled, in_place=in_place)
             self._kinds[key] = kind
         kind.fingerprint.call = self._calls
+        self._watch.begin(kind.fingerprint, kind.tag)
         self._calls += 1
-        self._watch.begin(kind.fingerprint)
         return kind
 
     # The plan
@@ -312,17 +305,11 @@ class NvlinkEngine:
     def _learn(self, kind: Kind) -> Counts:
         """Wait on the host for everybody's counts, and check them."""
         nonce, host = self._calls, self._host
-        try:
-            self._watch.wait(lambda: host[0] == nonce)
-            if host[1]:
-                headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
-                padded = kind.spec.layout is Layout.EXPERT_PADDED
-                head.verify(
-                    headers, self.config, max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS
-                )
-        except Exception:
-            self._memory.settle()  # the plan's programs write to tensors that the caller lets go
-            raise
+        self._watch.wait(lambda: host[0] == nonce)
+        if host[1]:
+            headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
+            padded = kind.spec.layout is Layout.EXPERT_PADDED
+            head.verify(headers, self.config, max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS)
         return Counts(
             sent=self._rows[self.config.rank].tolist(),
             received=self._headers[:, head.NUM_ROWS].tolist(),
@@ -331,6 +318,21 @@ class NvlinkEngine:
         )
 
     # Rows
+
+    def _follow(self, payload: Payload, counted: Counted, kind: Kind, room: int) -> tuple[Payload, Plan, Arrived]:
+        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 if nothing is known."""
+        if not kind.spec.exact:
+            return self._finish(*self._move(payload, counted, kind, self._static_rows(kind.spec)), None, kind)
+        moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
+        if room and not self._memory.shared_gpu:
+            self._tables.make_ahead(kind, counted.first_pick.shape[0], counted.route.shape[0], room)
+        counts = self._learn(kind)
+        if moved is not None and not self._host[2]:  # (else some rank guessed too little room, and no row has moved)
+            self._memory.gate()  # every rank comes to two, whether it launches or not
+        else:
+            num_rows = num_result_rows(kind.spec, self.config, counts.experts.tolist(), sum(counts.received))
+            moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
+        return self._finish(*moved, counts, kind)
 
     def _move(
         self, payload: Payload, counted: Counted, kind: Kind, room: tuple[int, int], *, forced: bool = False

@@ -20,7 +20,7 @@ class TwoWatch(Watch):
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         grid, me = self._ground.grid, self._config.rank
         home, local, channels = grid.node_of(me), grid.local_of(me), self._ground.shape.channels
-        combines = self._now[0] == COMBINE
+        combines = self._now.op == COMBINE
 
         def inner(index: int) -> tuple[int, str]:
             """Who is at the other end of an inner ring, and whose rows it takes if they are another's."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +54,11 @@ def pack_routing(routing: int) -> int:
     return (routing & mask) << at
 
 
+def _unrouted(tag: int) -> int:
+    """A tag without the routing's part."""
+    return tag if tag == REFUSED else tag & ((1 << _BITS[-1][2]) - 1)
+
+
 def unpack(tag: int) -> dict[str, int]:
     """The fields of a packed fingerprint."""
     values: dict[str, int] = {}
@@ -62,6 +68,15 @@ def unpack(tag: int) -> dict[str, int]:
     return values
 
 
+class Begun(NamedTuple):
+    """A call that the host has begun. ``at``: how often this rank has said hello before."""
+
+    op: int
+    number: int
+    tag: int
+    at: int
+
+
 class Watch:
     """Reads the status words of one rank. A failure stays: the object is of no more use then."""
 
@@ -69,15 +84,42 @@ class Watch:
         self._config, self._ground, self._blame = config, ground, blame
         self._failure: Exception | None = None
         self._status: Any = ground.status.numpy()
-        self._now: tuple[int, int] = (0, 0)
+        self._begun: deque[Begun] = deque(maxlen=1024)
+        self._hellos = 0
 
-    def begin(self, fingerprint: Fingerprint) -> None:
-        """A call begins."""
-        self._now = (fingerprint.op, fingerprint.call)
+    def begin(self, fingerprint: Fingerprint, tag: int) -> None:
+        """A call begins. ``tag``: what it tells the others, with or without the routing's part."""
+        self._begun.append(Begun(fingerprint.op, fingerprint.call, _unrouted(tag), self._hellos))
+        self._hellos += 1
+
+    def stop_short(self) -> None:
+        """The call that began last has ended before any rank said hello in it."""
+        self._hellos -= 1
+
+    @property
+    def _now(self) -> Begun:
+        """The call in which a kernel gave up, behind which others may be queued; the last one, while none has.
+
+        Of a replay of a CUDA graph: the last call of that kind that the host made.
+        """
+        code, phase, own, tag, hellos = (
+            int(self._status[at]) for at in (sync.CODE, sync.PHASE, sync.EXPECTED, sync.TAG, sync.CALL)
+        )
+        if not code:
+            return self._begun[-1]
+        if code == sync.DISAGREED.value and phase == sync.ON_GREETING.value:
+            tag = own
+        of_plan = phase in (sync.ON_PLAN.value, sync.ON_COUNTS.value)
+        if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):  # judged before anybody says hello
+            at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
+        else:
+            at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == _unrouted(tag)]
+        exact = [begun for begun in alike if begun.at == at]
+        return (exact or alike or self._begun)[-1]
 
     @property
     def _call(self) -> str:
-        return f"{head.OPS[self._now[0]]} #{self._now[1]}"
+        return f"{head.OPS[self._now.op]} #{self._now.number}"
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait on the host until ``ready()`` or until a kernel gives up, and raise then.

@@ -16,7 +16,7 @@ import triton.language as tl
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, wait_for_all, words,
+    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, note_call, wait_for_all, words,
 )  # fmt: skip
 
 
@@ -47,8 +47,9 @@ def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexp
 @triton.jit
 def say_hello(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
     """Tell all peers that this rank has come to the call."""
-    me = tl.load(words(state) + RANK).to(tl.int32)
-    half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)
+    me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
+    half = (call % 2).to(tl.int32)
+    note_call(state, tag, call)
     r = tl.arange(0, RP)
     bases = tl.load(words(peers) + r, mask=r < R, other=0)
     tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=r < R)

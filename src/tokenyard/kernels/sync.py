@@ -8,7 +8,8 @@ A small tensor is loaded by several threads per element. So a program that store
 thread that lags behind would load what was stored, and its value may be the one that is used next. (The simulator checks that.)
 
 Every wait ends: after the object's timeout, or as soon as another program of this rank has given up. The first to give up
-writes what it waited for into the status words, which the host can read at any time.
+writes what it waited for into the status words, which the host can read at any time, and in which data call: TAG_NOW is the tag of
+the last one in which this rank has said hello, HELLOS how many those are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # int64 words at the start of a rank's local state
 RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
 EXPIRED = tl.constexpr(7)
+TAG_NOW, HELLOS = tl.constexpr(9), tl.constexpr(10)
 STATE_WORDS = 16
 """Words reserved for the above."""
 
 # int64 words of the status, in host memory
 CODE, PHASE, PEER, COUNTER, EXPECTED, SEEN = range(6)
-STATUS_WORDS = 8
+TAG, CALL = 8, 9
+STATUS_WORDS = 16
 TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
@@ -96,8 +99,17 @@ def give_up(state, code, phase, peer, counter, expected, seen):
         tl.store(status + 3, counter)
         tl.store(status + 4, expected)
         tl.store(status + 5, seen)
+        tl.store(status + 8, tl.atomic_add(words(state) + TAG_NOW, 0, sem="relaxed", scope="gpu"))
+        tl.store(status + 9, tl.atomic_add(words(state) + HELLOS, 0, sem="relaxed", scope="gpu"))
         tl.debug_barrier()
         tl.atomic_xchg(status, code, sem="release", scope="sys")
+
+
+@triton.jit
+def note_call(state, tag, earlier):
+    """A data call begins, after so many ``earlier`` ones: what :func:`give_up` tells of it. Before the call's first release."""
+    tl.store(words(state) + TAG_NOW, tag)
+    tl.store(words(state) + HELLOS, earlier + 1)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from tokenyard.kernels.region import (
     EPOCH, arrival_of, bounds_of, first_expert, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up, lacking, look_at_all, words,
+    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up, lacking, look_at_all, note_call, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import landing_of, letter_at, letter_words, net_bytes, other, short_letter_words, tag_at
@@ -145,8 +145,9 @@ def say_hello_to_all(
     NET: tl.constexpr,
 ):  # fmt: skip
     """As ``say_hello``: near ranks by stores, the others by puts."""
-    me = tl.load(words(state) + RANK).to(tl.int32)
-    half = (tl.load(words(state) + EPOCH) % 2).to(tl.int32)
+    me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
+    half = (call % 2).to(tl.int32)
+    note_call(state, tag, call)
     r = tl.arange(0, RP)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(peers) + r, mask=near, other=0)
