@@ -22,7 +22,19 @@ import torch.distributed as dist
 
 from memory_calls import launch
 from memory_kernels import REGION_BYTES, count_up, double, everybody, fail, widths
-from tokenyard.kernels.sync import COUNTER, EXPECTED, GIVEN_UP, PEER, PHASE, RANK, SEEN, STATUS, TIMEOUT_NS
+from tokenyard.kernels.sync import (
+    COUNTER,
+    EXPECTED,
+    GIVEN_UP,
+    PEER,
+    PHASE,
+    RANK,
+    SEEN,
+    STATE_WORDS,
+    STATUS,
+    STATUS_WORDS,
+    TIMEOUT_NS,
+)
 from tokenyard.launch import LOOPBACK, local_store
 from tokenyard.memory import shared
 from tokenyard.memory.shared import SharedMemory
@@ -34,7 +46,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[SharedMemory], object]]] = {}
 
 
 def state_of(memory: SharedMemory) -> tuple[torch.Tensor, torch.Tensor]:
-    state, status = memory.host_words(16), memory.host_words(8)
+    state, status = memory.host_words(STATE_WORDS), memory.host_words(STATUS_WORDS)
     state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = memory.rank, int(TIMEOUT * 1e9), status.data_ptr()
     return state, status
 

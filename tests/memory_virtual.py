@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memory_calls import launch
 from memory_kernels import REGION_BYTES, everybody, multiply_add
-from tokenyard.kernels.sync import PEER, RANK, SEEN, STATUS, TIMEOUT_NS
+from tokenyard.kernels.sync import PEER, RANK, SEEN, STATE_WORDS, STATUS, STATUS_WORDS, TIMEOUT_NS
 from tokenyard.memory.threads import ThreadsFailed
 from tokenyard.memory.virtual import VirtualGroup, VirtualMemory, run_virtual_ranks
 
@@ -38,8 +38,8 @@ class Exchange:
         self.memory = VirtualMemory(group, timeout=10.0)
         self.region = self.memory.allocate(REGION_BYTES)
         self.clean = not self.region.local.any()
-        self.status = self.memory.host_words(8)
-        state = torch.zeros(16, dtype=torch.int64)
+        self.status = self.memory.host_words(STATUS_WORDS)
+        state = torch.zeros(STATE_WORDS, dtype=torch.int64)
         state[RANK.value], state[TIMEOUT_NS.value] = group.rank(), int(timeout * 1e9)
         state[STATUS.value] = self.status.data_ptr()
         self.state = state.to(self.memory.device)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tokenyard.kernels.sync import (
     STATE_WORDS,
+    STATUS_WORDS,
     TIMEOUT_NS,
     add_release,
     given_up,
@@ -153,7 +154,7 @@ class Place:
         self.bases: list[int] = self.region.addresses.tolist()
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int64)
         self.state[TIMEOUT_NS.value] = TIMEOUT_SECONDS * 10**9
-        self.status = ranks.memory.host_words(8)
+        self.status = ranks.memory.host_words(STATUS_WORDS)
         self.state[2] = self.status.data_ptr()
         for name, word in counters.items():
             ranks.sim.name(self.bases[ranks.rank] + 8 * word, 8, f"{name} of rank {ranks.rank}")

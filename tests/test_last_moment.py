@@ -22,6 +22,7 @@ from tokenyard.kernels.sync import (
     GIVEN_UP,
     STATE_WORDS,
     STATUS,
+    STATUS_WORDS,
     TIMED_OUT,
     TIMEOUT_NS,
     wait_at_least,
@@ -54,7 +55,7 @@ def hurried(seed: int, every: bool, more: bool) -> tuple[list[int], list[int], b
     counters, state, status, out = (
         sim.allocate(64),
         np.zeros(STATE_WORDS, np.int64),
-        np.zeros(8, np.int64),
+        np.zeros(STATUS_WORDS, np.int64),
         np.zeros(2, np.int64),
     )
     for name, words_of in (("state", state), ("status", status)):

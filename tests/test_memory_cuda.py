@@ -41,10 +41,10 @@ def memory_of(ranks: Ranks) -> Iterator[CudaMemory]:
 
 def state_of(memory: CudaMemory, timeout: float = 10.0) -> tuple[Tensor, Tensor]:
     """Local state as ``kernels/sync.py`` wants it, and the status words."""
-    from tokenyard.kernels.sync import RANK, STATUS, TIMEOUT_NS
+    from tokenyard.kernels.sync import RANK, STATE_WORDS, STATUS, STATUS_WORDS, TIMEOUT_NS
 
-    status = memory.host_words(8)
-    state = torch.zeros(16, dtype=torch.int64)
+    status = memory.host_words(STATUS_WORDS)
+    state = torch.zeros(STATE_WORDS, dtype=torch.int64)
     state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = memory.rank, int(timeout * 1e9), status.data_ptr()
     return state.to(memory.device), status
 

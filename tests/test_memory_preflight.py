@@ -96,6 +96,8 @@ def test_what_a_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report(5, torch.device("cuda", 1)) == Report(
         5, preflight.host_name(), "GPU-b", 1, GPUS[:3], ("GPU-b", "GPU-c"), overlap=True
     )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert report(5, torch.device("cuda")) == report(5, torch.device("cuda", 1))
     assert [each.reaches for each in preflight.local_reports()] == [GPUS[:1], GPUS[1:3], GPUS[2:3]]
 
 

@@ -43,6 +43,15 @@ def parameters(kernel: Any) -> Parameters:
     return Parameters(args, constants)
 
 
+def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants``, and the kernel's own values of those that are left out."""
+    given = inspect.signature(kernel.fn).parameters.values()
+    names = parameters(kernel).constants
+    return {
+        each.name: each.default for each in given if each.name in names and each.default is not each.empty
+    } | constants
+
+
 def signature_of(kernel: Any) -> dict[str, str]:
     """Triton's type of each parameter: ``"i64"`` or ``"constexpr"``."""
     names = parameters(kernel)
@@ -67,7 +76,7 @@ def compile_for(
     Raises:
         ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in this process.
     """
-    names = parameters(kernel)
+    names, constants = parameters(kernel), with_defaults(kernel, constants)
     if set(constants) != set(names.constants):
         raise ValueError(f"{kernel.__name__}: constants ({sorted(constants)}) must be {sorted(names.constants)}")
     compiler: Any = importlib.import_module("triton.compiler")

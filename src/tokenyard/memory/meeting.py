@@ -102,10 +102,16 @@ class Meeting:
         return [word for _, word in everybody]
 
 
+MOST_BYTES = 1 << 47
+"""Of a region: the address space of a process, and of a GPU."""
+
+
 def check_sizes(sizes: list[int]) -> None:
-    """Raise ``ValueError`` unless all ranks ask for the same positive multiple of 16 bytes."""
+    """Raise ``ValueError`` unless all ranks ask for the same positive multiple of 16 bytes, at most :data:`MOST_BYTES`."""
     for peer, size in enumerate(sizes):
         if size != sizes[0]:
             raise ValueError(f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} {size}")
     if sizes[0] <= 0 or sizes[0] % 16:
         raise ValueError(f"num_bytes ({sizes[0]}) must be a positive multiple of 16")
+    if sizes[0] > MOST_BYTES:
+        raise ValueError(f"num_bytes ({sizes[0]}) must be at most {MOST_BYTES}, which is all that can be addressed")

@@ -88,13 +88,13 @@ def _from_json(text: str) -> Report:
 
 
 def report(rank: int, device: torch.device) -> Report:
-    """What this process sees, if it is ``rank`` and works on ``device`` (with its index)."""
+    """What this process sees, if it is ``rank`` and works on ``device`` (without an index: the current one)."""
     nothing = Report(rank, host_name(), "", -1, (), ())
     if device.type != "cuda":
         return nothing._replace(problem=f"works on {device}")
     if not torch.cuda.is_available():
         return nothing._replace(problem="sees no GPU")
-    mine = device.index
+    mine = device.index if ":" in str(device) else torch.cuda.current_device()
     count = torch.cuda.device_count()
     if mine >= count:
         return nothing._replace(problem=f"works on {device}, but sees {count} GPU(s)")

@@ -19,11 +19,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
-from tokenyard.memory.launch import parameters
+from tokenyard.memory.launch import parameters, with_defaults
 
 _FORKING = threading.Lock()  # the pipe of a launch must not leak into another thread's children
 
@@ -124,10 +125,11 @@ class Programs:
 
 
 def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and constants.
+    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and constants, which may be left out
+    where the kernel has defaults.
 
     Raises:
-        ValueError: they do not fit the kernel, or kernels are not interpreted in this process.
+        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in this process.
     """
     names = parameters(kernel)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -136,10 +138,18 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
             f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: set TRITON_INTERPRET=1 before "
             "anything imports triton"
         )
+    constants = with_defaults(kernel, constants)
     if len(args) != len(names.args) or set(constants) != set(names.constants):
         raise ValueError(
             f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and {[*constants]}"
         )
+    for name, value in zip(names.args, args, strict=True):
+        # a tensor of one number would pass as that number, a float without its fraction
+        if not isinstance(value, Integral):
+            raise ValueError(
+                f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole numbers: give tensors by their "
+                "data_ptr(), and other numbers as constants"
+            )
     _rewrite(kernel, interpreter.InterpretedFunction)
     return {name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)} | constants
 

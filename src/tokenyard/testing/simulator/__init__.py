@@ -19,7 +19,7 @@ under many seeds; whatever goes wrong comes back as an exception that names the 
         results = simulate(4, body, seed=seed)                # options: see Simulator (timeouts=, kill=, resident=, strict=)
 
 Without host code: ``sim = Simulator(world_size, seed=...)``, ``sim.allocate``, ``sim.register``, ``sim.launch(rank, kernel, grid,
-*args, **constants)``, ``sim.run()``.
+*args, num_warps=4, **constants)``, ``sim.run()``.
 
 What is simulated: weak stores and stale loads (:mod:`.weak`), streams, a clock, deadlocks, dead ranks (``kill={rank: step}``), a
 limit of resident programs, regions with forbidden zones around them. What is not: threads inside a program (a missing barrier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +19,24 @@ _OS_PAGE = 12
 
 
 class Zone(NamedTuple):
-    """Addresses ``[low, high)``. ``rank``: whose programs may touch them, None: everybody's. ``wrong``: why nobody may."""
+    """Addresses ``[low, high)`` of what begins at ``start``. ``ranks``: whose programs may touch them, None: everybody's.
+    ``wrong``: why nobody may."""
 
     low: int
     high: int
-    rank: int | None
+    start: int
+    ranks: frozenset[int] | None
     name: str
     wrong: str = ""
     shared: bool = False
+
+    def beside(self, older: Zone) -> Zone:
+        """Where both lie: whoever may touch one may touch it; what is forbidden stays so."""
+        low, high = max(self.low, older.low), min(self.high, older.high)
+        if older.wrong:
+            return older._replace(low=low, high=high)
+        ranks = None if self.ranks is None or older.ranks is None else self.ranks | older.ranks
+        return self._replace(low=low, high=high, ranks=ranks, shared=self.shared or older.shared)
 
 
 class AddressBook:
@@ -40,26 +50,44 @@ class AddressBook:
         self._strict = strict
         self._zones: list[Zone] = []
         self._lows: list[int] = []
+        self._ends: dict[int, int] = {}  # of what was registered, by its first address
         self._names: list[tuple[int, int, str]] = []
         self._mapped: list[tuple[int, int]] = []
 
     def add(self, low: int, size: int, rank: int | None, name: str, guard: int = 0, shared: bool = False) -> None:
-        """Register a buffer; ``guard`` bytes on either side are forbidden. ``shared``: other ranks' programs may see it."""
-        zones = [Zone(low, low + size, rank, name, "", shared)]
+        """Register a buffer; ``guard`` bytes on either side are forbidden. ``shared``: other ranks' programs may see it. Parts may
+        have been registered before."""
+        self._ends[low] = max(low + size, self._ends.get(low, 0))
+        ranks = None if rank is None else frozenset((rank,))
+        zones = [Zone(low, low + size, low, ranks, name, "", shared)]
         if guard:
             before, after = f"before the start of {name}", f"past the end of {name}"
-            zones.insert(0, Zone(low - guard, low, rank, name, before))
-            zones.append(Zone(low + size, low + size + guard, rank, name, after))
+            zones.insert(0, Zone(low - guard, low, low - guard, ranks, name, before))
+            zones.append(Zone(low + size, low + size + guard, low + size, ranks, name, after))
         for zone in zones:
-            at = bisect_right(self._lows, zone.low)
-            self._zones.insert(at, zone)
-            self._lows.insert(at, zone.low)
+            self._insert(zone)
+
+    def _insert(self, zone: Zone) -> None:
+        """Zones never overlap: what is there already is cut."""
+        first = bisect_right(self._lows, zone.low) - 1
+        first += first < 0 or self._zones[first].high <= zone.low
+        last = bisect_left(self._lows, zone.high)
+        parts: list[Zone] = []
+        reached = zone.low
+        for old in self._zones[first:last]:
+            pieces = old._replace(high=zone.low), zone._replace(low=reached, high=old.low), zone.beside(old)
+            parts += [piece for piece in (*pieces, old._replace(low=zone.high)) if piece.low < piece.high]
+            reached = old.high
+        if reached < zone.high:
+            parts.append(zone._replace(low=reached))
+        self._zones[first:last] = parts
+        self._lows[first:last] = [part.low for part in parts]
 
     def close(self, low: int) -> None:
         """Nobody may touch the buffer that starts at ``low`` any more."""
-        at = bisect_right(self._lows, low) - 1
-        zone = self._zones[at]
-        self._zones[at] = zone._replace(wrong=f"in {zone.name}, which is closed")
+        for at in range(bisect_left(self._lows, low), bisect_left(self._lows, self._ends[low])):
+            zone = self._zones[at]
+            self._zones[at] = zone._replace(wrong=f"in {zone.name}, which is closed")
 
     def name(self, low: int, size: int, name: str) -> None:
         """Call ``size`` bytes from ``low`` on ``name`` in messages."""
@@ -68,7 +96,9 @@ class AddressBook:
     def describe(self, address: int) -> str:
         """A name for an address, as good as known."""
         where = self.zone(address)
-        place = f"{where.name} + {address - where.low:#x}" if where is not None and not where.wrong else f"{address:#x}"
+        place = (
+            f"{where.name} + {address - where.start:#x}" if where is not None and not where.wrong else f"{address:#x}"
+        )
         at = bisect_right(self._names, (address, sys.maxsize, "")) - 1
         if at >= 0:
             low, size, name = self._names[at]
@@ -123,11 +153,12 @@ class AddressBook:
             self._check_mapped(low >> _OS_PAGE)
             self._check_mapped((high - 1) >> _OS_PAGE)
         elif zone.wrong:
-            raise AddressError(f"{high - low} bytes at {low:#x}, {low - zone.low} bytes into the zone {zone.wrong}")
+            raise AddressError(f"{high - low} bytes at {low:#x}, {low - zone.start} bytes into the zone {zone.wrong}")
         elif high > zone.high:
             raise AddressError(f"{high - low} bytes at {self.describe(low)} reach past its end")
-        elif zone.rank is not None and zone.rank != rank and not zone.shared:
-            raise AddressError(f"{high - low} bytes at {self.describe(low)}, which belongs to rank {zone.rank}")
+        elif zone.ranks is not None and rank not in zone.ranks and not zone.shared:
+            ranks = ", ".join(str(each) for each in sorted(zone.ranks))
+            raise AddressError(f"{high - low} bytes at {self.describe(low)}, which belongs to rank {ranks}")
 
     def _check_mapped(self, page: int) -> None:
         address = page << _OS_PAGE

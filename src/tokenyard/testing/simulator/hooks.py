@@ -29,16 +29,15 @@ _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 def launch_of(
-    rank: int, kernel: Any, grid: int | tuple[int, ...], args: tuple[int, ...], constants: dict[str, Any]
+    rank: int, kernel: Any, grid: tuple[int, int, int], threads: int, args: tuple[int, ...], constants: dict[str, Any]
 ) -> Launch:
-    """A launch of a ``@triton.jit`` function with int64 arguments and constants.
+    """A launch of a ``@triton.jit`` function with int64 arguments and constants; ``threads`` of each program.
 
     Raises:
         ValueError: they do not fit, or Triton was imported without ``TRITON_INTERPRET=1``.
     """
     bound, function = bind(kernel, args, constants), kernel.rewrite()
-    x, y, z = ((grid,) if isinstance(grid, int) else grid) + (1,) * (2 if isinstance(grid, int) else 3 - len(grid))
-    return Launch(rank, kernel.__name__, (x, y, z), lambda: function(**bound))
+    return Launch(rank, kernel.__name__, grid, threads, lambda: function(**bound))
 
 
 @contextmanager
@@ -63,6 +62,18 @@ def place(p: Program) -> None:
     builder.grid_dim, builder.grid_idx = p.launch.grid, p.index
 
 
+def roles(p: Program) -> list[str]:
+    """The device functions that a program is inside of, outermost first."""
+    call: Any = upstream.InterpretedFunction.__call__
+    found: list[str] = []
+    frame = p.frame
+    while frame is not None and frame.f_back is not None:
+        if frame.f_back.f_code is call.__code__:
+            found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found[::-1]
+
+
 class _Hooks:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -79,7 +90,7 @@ class _Hooks:
             "create_atomic_cas": lambda builder, *args: self.cas(builder, *args),
             "create_barrier": lambda _: self._operations.barrier(),
         }
-        for name in ("SLE", "SLT", "SGE", "SGT", "ULE", "ULT", "UGE", "UGT"):
+        for name in ("SLE", "SLT", "SGE", "SGT", "ULE", "ULT", "UGE", "UGT", "EQ", "NE"):
             methods[f"create_icmp{name}"] = self._comparing(getattr(builder, f"create_icmp{name}"))
         for name in ("create_add", "create_sub"):
             methods[name] = _passing_on(getattr(builder, name))
@@ -91,20 +102,22 @@ class _Hooks:
         shape = ptrs.data.shape
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            bits = self._operations.load(addresses, lambda: _gather(addresses, dtype.itemsize), dtype.itemsize)
+            size = dtype.itemsize
+            bits = self._operations.load(addresses, lambda: _gather(addresses, size), size, shape, lanes)
             values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
             if lanes is _ALL:
-                return TensorHandle(values.reshape(shape), element)
+                return self._noted(TensorHandle(values.reshape(shape), element), addresses, lanes)
         out = np.zeros(shape, dtype) if other is None else np.array(np.broadcast_to(other.data, shape), dtype)
         if addresses.size:
             out.reshape(-1)[lanes] = values
-        return TensorHandle(out, element)
+        return self._noted(TensorHandle(out, element), addresses, lanes)
 
     def store(self, ptrs: Any, value: Any, mask: Any, *_: Any, **__: Any) -> None:
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            data = _spread(value.data, ptrs.data.shape).reshape(-1)[lanes]
-            self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]))
+            shape = ptrs.data.shape
+            data = _spread(value.data, shape).reshape(-1)[lanes]
+            self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]), shape, lanes)
 
     def rmw(self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
         out = np.zeros(ptr.data.shape, value.data.dtype)
@@ -121,7 +134,7 @@ class _Hooks:
                 return native.atomic_rmw(kind, addresses, bits, all_lanes, native.MEM_SEMANTIC.RELAXED)
 
             out.reshape(-1)[lanes] = self._atomic(addresses, data.itemsize, act, sem, scope).view(data.dtype)
-        return TensorHandle(out, value.dtype.scalar)
+        return self._noted(TensorHandle(out, value.dtype.scalar), addresses, lanes)
 
     def cas(self, builder: Any, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> TensorHandle:
         kind = UNSIGNED[value.data.itemsize]
@@ -135,7 +148,8 @@ class _Hooks:
             return native.atomic_cas(addresses, wants, news, native.MEM_SEMANTIC.RELAXED)
 
         old = self._atomic(addresses, value.data.itemsize, act, sem, scope)
-        return TensorHandle(old.view(value.data.dtype).reshape(shape), compare.dtype.scalar)
+        handle = TensorHandle(old.view(value.data.dtype).reshape(shape), compare.dtype.scalar)
+        return self._noted(handle, addresses, _ALL)
 
     def _atomic(self, addresses: Any, size: int, act: Callable[[], Any], sem: Any, scope: Any) -> Any:
         everywhere = scope == ir.MEM_SYNC_SCOPE.SYSTEM
@@ -143,13 +157,27 @@ class _Hooks:
         order = (wide and sem in _ACQUIRES, wide and sem in _RELEASES, everywhere)
         return self._operations.atomic(addresses, size, lambda: _gather(addresses, size), act, order)
 
+    def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
+        """What was read, marked for :meth:`_comparing` if the program is to say what it waits for."""
+        if self._operations.caller.takes_notes and addresses.size:
+            where = addresses.tolist()
+            handle.set_attr("read", (where, lanes))
+            self._operations.reads_anew(where)
+        return handle
+
     def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A comparison of the clock with something says when the program will wake up by itself."""
+        """A comparison of the clock with something says when the program will wake up by itself, that of something read what it
+        waits for."""
 
         def compare(builder: Any, left: Any, right: Any) -> Any:
             if "clock" in left.attr or "clock" in right.attr:
                 distance = int(right.data.reshape(-1)[0]) - int(left.data.reshape(-1)[0])
                 self._operations.compares_clock(abs(distance))
+            for read, other in ((left, right), (right, left)):
+                if "read" in read.attr and "clock" not in other.attr:
+                    addresses, lanes = read.attr["read"]
+                    values = _spread(other.data, read.data.shape).reshape(-1)[lanes]
+                    self._operations.compares(addresses, values.tolist())
             return original(builder, left, right)
 
         return compare

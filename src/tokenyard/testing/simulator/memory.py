@@ -84,13 +84,13 @@ class SimulatedMemory:
         Raises:
             ValueError: more programs than the simulation's ``resident``.
         """
-        del num_warps, max_registers
+        del max_registers
         resident = self._here.sim.resident
         if resident is not None and grid > resident:
             raise ValueError(f"grid ({grid}) of {kernel.__name__} must be at most {resident}: that many fit together")
 
         def launch(*args: int) -> None:
-            self._here.launch(kernel, grid, *args, **constants)
+            self._here.launch(kernel, grid, *args, num_warps=num_warps, **constants)
 
         return launch
 

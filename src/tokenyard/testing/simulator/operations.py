@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from tokenyard.testing.simulator.errors import AddressError, Livelock, Race
-from tokenyard.testing.simulator.pages import Addresses, spans
+from tokenyard.testing.simulator.pages import Addresses, Index, spans
 from tokenyard.testing.simulator.program import Program
-from tokenyard.testing.simulator.weak import Values
+from tokenyard.testing.simulator.weak import Lanes, Values
 
 if TYPE_CHECKING:
     from tokenyard.testing.simulator.scheduler import Simulator
@@ -42,23 +43,37 @@ class Operations:
         """A kernel compares the clock with a time that is so many ns away: it will wake up by itself then."""
         self.caller.deadline = self._sim.now_ns + distance
 
+    def reads_anew(self, addresses: list[int]) -> None:
+        """A kernel has read these places."""
+        for address in addresses:
+            self.caller.compared.pop(address, None)
+
+    def compares(self, addresses: list[int], values: list[Any]) -> None:
+        """A kernel compares what it has read at these places with these values."""
+        compared = self.caller.compared
+        for address, value in zip(addresses, values, strict=True):
+            known = compared.setdefault(address, [])
+            if value not in known:
+                known.append(value)
+
     def barrier(self) -> None:
         """All threads of the program meet."""
         p = self.caller
         self.check_late_reads(p)
         self._sim.memory.barrier(p)
 
-    def store(self, addresses: Addresses, values: Values) -> None:
-        """A plain store to these lanes.
+    def store(self, addresses: Addresses, values: Values, shape: tuple[int, ...], taking: Index) -> None:
+        """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements take part.
 
         Raises:
-            Race: the program has read one of them since its last barrier. Several threads load the same lane of a small tensor.
+            Race: the program has read one of them since its last barrier. Several threads load the same lane of a small tensor; of
+                one with at least as many lanes as the program has threads, each may store to exactly what it has loaded.
         """
         p = self._step(addresses, values.itemsize)
         p.advances()
         self._sim.happened()
         where = spans(addresses, values.itemsize)
-        again = self._sim.memory.rereads(p, where, values.itemsize)
+        again = self._sim.memory.rereads(p, where, values.itemsize, _lanes(p, addresses, shape, taking))
         if again is not None:
             raise Race(
                 f"{p.name} stores to {self._sim.addresses.describe(again)}, which it has read without a barrier in between, so "
@@ -66,15 +81,17 @@ class Operations:
             )
         self._sim.memory.store(p, addresses, where, values)
 
-    def load(self, addresses: Addresses, read: Callable[[], Values], size: int) -> Values:
-        """A plain load of these lanes; ``read()`` gives what real memory holds."""
+    def load(
+        self, addresses: Addresses, read: Callable[[], Values], size: int, shape: tuple[int, ...], taking: Index
+    ) -> Values:
+        """A plain load of lanes as in :meth:`store`; ``read()`` gives what real memory holds."""
         p = self._step(addresses, size)
-        where = spans(addresses, size)
+        where, lanes = spans(addresses, size), _lanes(p, addresses, shape, taking)
         values = read()
-        if not self._sim.memory.load(p, where, values) and self._is_fruitless(p, addresses, size, values):
+        if not self._sim.memory.load(p, where, values, lanes) and self._is_fruitless(p, addresses, size, values):
             self._sleep(p)
             values = read()
-            self._sim.memory.load(p, where, values)
+            self._sim.memory.load(p, where, values, lanes)
             self._is_fruitless(p, addresses, size, values)
         return values
 
@@ -170,3 +187,8 @@ class Operations:
     def _sleep(self, p: Program) -> None:
         self._sim.sleep(p)
         p.round.clear()
+
+
+def _lanes(p: Program, addresses: Addresses, shape: tuple[int, ...], taking: Index) -> Lanes | None:
+    """These lanes if the tensor has one for each thread of the program."""
+    return Lanes(shape, taking, addresses) if prod(shape) >= p.launch.threads else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import greenlet
@@ -16,13 +17,14 @@ Key = tuple[int, int, int, int]
 """Of a read: first address, last, lanes, bytes of an element."""
 
 _MOST_SEEN = 4096
+_NOTED_ROUNDS = 4
 
 
 class Launch:
-    """A kernel on one rank's stream: ``call(index)`` runs one of its ``grid`` programs."""
+    """A kernel on one rank's stream: ``call(index)`` runs one of its ``grid`` programs, of ``threads`` threads each."""
 
-    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], call: Callable[[], Any]) -> None:
-        self.rank, self.name, self.grid, self.call = rank, name, grid, call
+    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], threads: int, call: Callable[[], Any]) -> None:
+        self.rank, self.name, self.grid, self.threads, self.call = rank, name, grid, threads, call
         self.size = grid[0] * grid[1] * grid[2]
         self.started = 0
         self.running: list[Program] = []
@@ -54,6 +56,8 @@ class Program(Pending):
         self.asleep = False
         self.nap = 0  # counts sleeps, so that old alarms are recognised
         self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
+        self.notes = False  # whether it is to note what it compares with what it has read
+        self.compared: dict[int, list[Any]] = {}  # address -> values, since the last read of it
         self.deadline: int | None = None
         self.reads_clock = False
         self.seen: dict[Key, bytes] = {}
@@ -63,6 +67,16 @@ class Program(Pending):
     def name(self) -> str:
         """Who this is, for people."""
         return f"rank {self.rank}, {self.launch.name}[{self.number}]"
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Where it stands, the innermost frame; None if it does not run yet or has ended."""
+        return None if self._greenlet is None else self._greenlet.gr_frame
+
+    @property
+    def takes_notes(self) -> bool:
+        """Whether it is to note what it compares, and these are its last rounds."""
+        return self.notes and self.patience <= _NOTED_ROUNDS
 
     def go_on(self) -> bool:
         """From the scheduler's thread: run until it gives way. Whether it has ended."""
@@ -87,7 +101,8 @@ class Program(Pending):
         """It has changed something: what it saw before says nothing about what it will do."""
         self.seen.clear()
         self.round.clear()
-        self.deadline, self.reads_clock, self.patience = None, False, 0
+        self.compared.clear()
+        self.deadline, self.reads_clock, self.patience, self.notes = None, False, 0, False
 
     def observe(self, addresses: Addresses, size: int, value: bytes) -> bool | None:
         """Note a read. True: the program has come round to it and nothing it read has changed. None: nothing new either."""

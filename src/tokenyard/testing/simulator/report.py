@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tokenyard.testing.simulator import hooks
 from tokenyard.testing.simulator.pages import raw
 
 if TYPE_CHECKING:
@@ -38,14 +39,19 @@ def failures(errors: dict[int, BaseException], seed: int) -> str:
 
 
 def _program(sim: Simulator, p: Program) -> str:
-    places: list[str] = []
-    for (_, _, _, size), addresses in p.round.items():
-        for address in addresses.tolist():
-            value = int.from_bytes(raw(address, size).tobytes(), "little", signed=True)
-            places.append(f"{sim.addresses.describe(address)} saw {value}")
+    read = [(address, key[-1]) for key, addresses in p.round.items() for address in addresses.tolist()]
+    read.sort(key=lambda place: place[0] not in p.compared)  # what it looks for first
+    places = [_place(sim, address, size, p.compared.get(address, [])) for address, size in read]
     if len(places) > _MOST_PLACES:
         places[_MOST_PLACES:] = [f"... {len(places) - _MOST_PLACES} more"]
-    return f"{p.name} waits at " + ", ".join(places)
+    inside = hooks.roles(p)
+    return f"{p.name}" + (f", in {' > '.join(inside)}," if inside else "") + " waits at " + "; ".join(places)
+
+
+def _place(sim: Simulator, address: int, size: int, wants: list[Any]) -> str:
+    value = int.from_bytes(raw(address, size).tobytes(), "little", signed=True)
+    compared = f", compared with {', '.join(str(want) for want in wants)}" if wants else ""
+    return f"{sim.addresses.describe(address)} saw {value}{compared}"
 
 
 def _not_started(sim: Simulator) -> list[str]:

@@ -10,7 +10,7 @@ import greenlet
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenyard.testing.simulator import hooks, report
+from tokenyard.testing.simulator import hooks, limits, report
 from tokenyard.testing.simulator.addresses import GUARD, AddressBook
 from tokenyard.testing.simulator.alarms import Alarms
 from tokenyard.testing.simulator.errors import ProgramError, RanksFailed, SimulationError
@@ -41,6 +41,14 @@ class Simulator:
         max_steps: operations of programs after which the simulation is given up.
         hardware: fields of :class:`Hardware` that are not to be drawn.
 
+    Raises:
+        ValueError: fewer than 1 rank or resident program, a rank to kill that is none, an unknown option.
+
+    A program is taken to wait when it comes round to a read again, and nothing that it has read since its last store, or atomic
+    that changed something, is different: it sleeps until one of these places is written. That is a guess (a loop may count its
+    rounds), so before the clock jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then for 3000 more
+    those that read no clock, and poll nothing together with a program of their rank that does. Who counts further is taken to wait.
+
     Attributes:
         now_ns: the clock. steps: operations of programs so far.
         trace: who ran, switch by switch: programs by serial number, host code as ``-1 - rank``.
@@ -59,6 +67,9 @@ class Simulator:
         max_steps: int = 20_000_000,
         **hardware: Any,
     ) -> None:
+        limits.check_options(world_size, resident, hardware)
+        for rank in kill or ():
+            limits.check_rank(rank, world_size, "kill")
         self.world_size, self.seed, self.timeouts, self.resident = world_size, seed, timeouts, resident
         self.rng = Random(seed)
         self.hardware = Hardware.draw(self.rng)._replace(**hardware)
@@ -88,7 +99,12 @@ class Simulator:
     # What there is
 
     def allocate(self, size: int, name: str = "region") -> NDArray[np.uint8]:
-        """Zeroed bytes that programs of all ranks may touch, between zones that nobody may."""
+        """Zeroed bytes that programs of all ranks may touch, between zones that nobody may.
+
+        Raises:
+            ValueError: ``size`` is less than 1.
+        """
+        limits.check_size(size)
         whole = np.zeros(size + 3 * GUARD, np.uint8)
         start = -(-(whole.ctypes.data + GUARD) // GUARD) * GUARD - whole.ctypes.data
         self._kept.append(whole)
@@ -96,25 +112,50 @@ class Simulator:
         return whole[start : start + size]
 
     def register(self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False) -> int:
-        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, and keep it. Its address."""
-        low, size = _extent(buffer)
+        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, from its lowest element to its
+        highest, and keep it. The address of its first element. Parts of it may be registered again, for further ranks too.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if rank is not None:
+            limits.check_rank(rank, self.world_size, "register()")
+        first, low, size = limits.extent(buffer)
         self._kept.append(buffer)
-        self.addresses.add(low, size, rank, name, shared=shared or rank is None)
-        return low
+        if size:
+            self.addresses.add(low, size, rank, name, shared=shared or rank is None)
+        return first
 
     def name(self, address: int, size: int, name: str) -> None:
         """What messages call ``size`` bytes from ``address`` on."""
         self.addresses.name(address, size, name)
 
-    def launch(self, rank: int, kernel: Any, grid: int | tuple[int, ...], *args: int, **constants: Any) -> None:
-        """Queue ``grid`` programs of a ``@triton.jit`` function behind the rank's earlier launches."""
+    def launch(
+        self, rank: int, kernel: Any, grid: limits.Grid, *args: int, num_warps: int = 4, **constants: Any
+    ) -> None:
+        """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps`` threads of a ``@triton.jit`` function
+        behind the rank's earlier launches. Constants with defaults may be left out.
+
+        Raises:
+            ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments do not fit the kernel.
+        """
+        limits.check_rank(rank, self.world_size, "launch()")
+        limits.check_num_warps(num_warps)
+        launch = hooks.launch_of(rank, kernel, limits.grid_of(grid), 32 * num_warps, args, constants)
+        if not launch.size:
+            return
         queue = self.streams[rank].queue
-        queue.append(hooks.launch_of(rank, kernel, grid, args, constants))
+        queue.append(launch)
         if len(queue) == 1:
             self._start_programs(queue[0])
 
     def kill(self, rank: int, at_step: int) -> None:
-        """Let a rank's programs and host code stop for ever at that step."""
+        """Let a rank's programs and host code stop for ever at that step.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        limits.check_rank(rank, self.world_size, "kill()")
         self._kill = sorted([*self._kill, (at_step, rank)])
 
     # What happened
@@ -283,6 +324,7 @@ class Simulator:
             raise p.error
         else:
             raise ProgramError(f"{p.name} raised {p.error!r} (seed {self.seed})") from p.error
+        self._leak_at_end(p)
         del self.live[p.serial]
         p.launch.running.remove(p)
         p.launch.left_behind.append(p)
@@ -315,6 +357,13 @@ class Simulator:
         if queue and queue[0].left_behind:
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
+    def _leak_at_end(self, p: Program) -> None:
+        """What an ended program never released need not arrive at once: a flag may, before the data that was stored first."""
+        if not (p.fresh_log or p.fenced_log):
+            return
+        if (self.hardware.early or self.hardware.late) and self.rng.random() < 0.75:
+            self.memory.leak(p)
+
     def _let_die(self, rank: int) -> None:
         self.dead.add(rank)
         for p in [p for p in self.live.values() if p.rank == rank]:
@@ -330,9 +379,3 @@ class Simulator:
                     p.end()
         for host in list(self.hosts):
             host.end()
-
-
-def _extent(buffer: Any) -> tuple[int, int]:
-    if isinstance(buffer, np.ndarray):
-        return int(buffer.ctypes.data), int(buffer.nbytes)
-    return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tokenyard.testing.simulator import report
 from tokenyard.testing.simulator.errors import Deadlock
 
 if TYPE_CHECKING:
+    from tokenyard.testing.simulator.program import Program
     from tokenyard.testing.simulator.scheduler import Simulator
 
-_PATIENCE = (16, 100)
+_PATIENCE = (16, 100, 3000)
 _SECOND = 1_000_000_000
 
 
 class Standstill:
     """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then let hardware finish all
-    that it has begun, and believe it again; then let the clock jump, or report a deadlock.
+    that it has begun, and believe it again; then believe it of those that wait without a deadline, for long; then let the clock
+    jump, or report a deadlock.
     """
 
     def __init__(self, sim: Simulator) -> None:
@@ -35,18 +38,31 @@ class Standstill:
             self._wake_all(_PATIENCE[0])
         elif self._tries == 1:
             self._finish_stores()
-            self._wake_all(_PATIENCE[1])
-        else:
+            self._wake_all(_PATIENCE[1], notes=True)
+        elif self._tries > 2 or not self._wake_the_patient():
             self._jump()
             self._tries = -1
         self._version = self._sim.version
 
-    def _wake_all(self, patience: int) -> None:
+    def _wake_all(self, patience: int, notes: bool = False) -> None:
         for p in self._sim.live.values():
-            p.patience = patience
+            p.patience, p.notes = patience, notes
         self._sim.wake_all()
         for host in self._sim.hosts:
             host.checked = -1
+
+    def _wake_the_patient(self) -> bool:
+        """Let programs that have no deadline, neither of their own nor another's, go on for long: they may count their rounds.
+        False: there are none."""
+        waiting = [p for p in self._sim.live.values() if p.asleep]
+        timed = {(p.rank, address) for p in waiting if p.reads_clock for address in _polled(p)}
+        patient = [
+            p for p in waiting if not p.reads_clock and not any((p.rank, address) in timed for address in _polled(p))
+        ]
+        for p in patient:
+            p.patience, p.notes = _PATIENCE[2], False
+            self._sim.wake(p)
+        return bool(patient)
 
     def _finish_stores(self) -> None:
         """All stores reach everybody, and nobody sees the past."""
@@ -72,3 +88,8 @@ class Standstill:
             raise Deadlock(report.deadlock(sim, programs, bool(deadlines)))
         sim.now_ns = max(sim.now_ns, min(deadlines)) + 1
         self._wake_all(0)
+
+
+def _polled(p: Program) -> Iterator[int]:
+    """Addresses that it reads round after round."""
+    return (address for addresses in p.round.values() for address in addresses.tolist())

@@ -22,6 +22,7 @@ from tokenyard.testing.simulator.pages import (
     Addresses,
     ByteMap,
     Bytes,
+    Index,
     Page,
     Span,
     extent,
@@ -42,6 +43,32 @@ _MOST_BUNDLES = 32
 _MOST_READS = 4096
 
 
+class Lanes(NamedTuple):
+    """Lanes of a tensor of this shape (``taking``: which of its flat elements take part), which has one for each thread."""
+
+    shape: tuple[int, ...]
+    taking: Index
+    addresses: Addresses
+
+    def is_same(self, other: Lanes) -> bool:
+        """Whether each thread touches the places that it touches in ``other``, and no other thread does."""
+        if self.shape != other.shape or not np.array_equal(self.addresses, other.addresses):
+            return False
+        if isinstance(self.taking, slice) or isinstance(other.taking, slice):
+            same = type(self.taking) is type(other.taking)
+        else:
+            same = np.array_equal(self.taking, other.taking)
+        return same and np.unique(self.addresses).size == self.addresses.size
+
+
+class Read(NamedTuple):
+    """A load. ``lanes``: None if several threads may load the same element."""
+
+    where: list[Span]
+    size: int
+    lanes: Lanes | None
+
+
 class Pending:
     """One program's part of the memory model."""
 
@@ -53,10 +80,8 @@ class Pending:
         # Writes up to here are seen: all of them, and those of programs of the same rank (at least as many)
         self.view = self.rank_view = now
         self.acquired = self.rank_acquired = now  # the same, once the program passes a barrier
-        self.reads: list[
-            tuple[list[Span], int]
-        ] = []  # since the last barrier: threads may lag behind and not have read yet
-        self.exposed: list[tuple[int, list[Span], int]] = []  # those of them before a release, with its number
+        self.reads: list[Read] = []  # since the last barrier: threads may lag behind and not have read yet
+        self.exposed: list[tuple[int, Read]] = []  # those of them before a release, with its number
 
 
 class Record(NamedTuple):
@@ -123,7 +148,7 @@ class WeakMemory:
     def release(self, p: Pending, addresses: Addresses, everywhere: bool) -> None:
         """Of an atomic, before it is performed."""
         if p.reads:
-            p.exposed += [(self.now, where, size) for where, size in p.reads]
+            p.exposed += [(self.now, read) for read in p.reads]
             p.reads.clear()
         if everywhere:
             seen = max(p.rank_view, p.rank_acquired)
@@ -136,10 +161,10 @@ class WeakMemory:
         for address in addresses.tolist():
             self._told[p.rank, address] = max(p.view, p.acquired, self._told.get((p.rank, address), 0))
 
-    def load(self, p: Pending, where: list[Span], values: Values) -> bool:
-        """Turn what real memory holds into what ``p`` loads. True if a newer value exists."""
+    def load(self, p: Pending, where: list[Span], values: Values, lanes: Lanes | None = None) -> bool:
+        """Turn what real memory holds into what ``p`` loads. True if a newer value exists. ``lanes``: see :class:`Read`."""
         if len(p.reads) < _MOST_READS:
-            p.reads.append((where, values.itemsize))
+            p.reads.append(Read(where, values.itemsize, lanes))
         stale = False
         if self.now > p.view and self._rng.random() < self._stale:
             stale = self._look_back(p, where, values)
@@ -179,7 +204,7 @@ class WeakMemory:
 
     def overwritten(self, p: Pending) -> tuple[int, Pending] | None:
         """A place that ``p`` read without a barrier before a release, and that another program has written since, and which."""
-        for number, where, size in p.exposed:
+        for number, (where, size, _) in p.exposed:
             for span in where:
                 for record in reversed(self._past.get(span.page, ())):
                     if record.number <= number:
@@ -188,13 +213,16 @@ class WeakMemory:
                         return (span.page << SHIFT) + _extent(span, size)[0], record.writer
         return None
 
-    def rereads(self, p: Pending, where: list[Span], size: int) -> int | None:
-        """A place among these that ``p`` has read since its last barrier: threads that lag behind would read what is stored now."""
+    def rereads(self, p: Pending, where: list[Span], size: int, lanes: Lanes | None = None) -> int | None:
+        """A place among these that ``p`` has read since its last barrier: threads that lag behind would read what is stored now.
+        Those that each store to what they alone have loaded (``lanes``, see :class:`Read`) do not."""
         stored = {span.page: span for span in where}
-        for there, width in (*p.reads, *((there, width) for _, there, width in p.exposed)):
-            for span in there:
+        for read in (*p.reads, *(read for _, read in p.exposed)):
+            for span in read.where:
                 mine = stored.get(span.page)
-                if mine is not None and bool((_lanes(span, width) & _lanes(mine, size)).any()):
+                if mine is not None and bool((_lanes(span, read.size) & _lanes(mine, size)).any()):
+                    if lanes is not None and read.lanes is not None and read.size == size and read.lanes.is_same(lanes):
+                        break
                     return (span.page << SHIFT) + _extent(mine, size)[0]
         return None
 
