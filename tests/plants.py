@@ -2,7 +2,7 @@
 
 A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it says, so a plant that no
 longer fits fails by itself. The changed file and copies of the others become a package of their own, which an engine launches
-from instead.
+from instead. Most of what a plant costs are seeds that do not find it, so each has a hint: a seed to begin with.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class Plant(NamedTuple):
     """Which rehearsal shows it."""
     within: int = 10
     """Seeds in which it must be found."""
+    hint: int = 0
+    """One of them, tried first: the seed that found it when this was written. Only time depends on it."""
+
+    def seeds(self) -> list[int]:
+        """All seeds in which it must be found, the likeliest first."""
+        return sorted(range(self.within), key=lambda seed: seed != self.hint)
 
 
 def changed(plant: Plant) -> str:

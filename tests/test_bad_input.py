@@ -114,6 +114,9 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("layout ('flat')|Layout", lambda i: {"layout": "flat"}),
         bad("layout (0)|Layout", lambda i: {"layout": 0}),
         bad("exact ('static')", lambda i: {"exact": "static"}),
+        bad("in_place ('no')|True or False", lambda i: {"in_place": "no"}),
+        bad("expert_alignment (True)|whole", lambda i: {"layout": MAJOR, "expert_alignment": True}),
+        bad("capacity (True)|whole", lambda i: {"capacity": True, "layout": MAJOR, "exact": False}),
         bad("expert_alignment (0)|at least 1", lambda i: {"layout": MAJOR, "expert_alignment": 0}),
         bad("expert_alignment (-8)|at least 1", lambda i: {"layout": MAJOR, "expert_alignment": -8}),
         bad("expert_alignment (2.0)|whole", lambda i: {"layout": MAJOR, "expert_alignment": 2.0}),
@@ -208,6 +211,7 @@ COMBINE: dict[str, list[Bad]] = {
     ],
     "weights": [
         bad("weighted=True|FLAT", lambda o: {"weighted": True}),
+        bad("weighted ('no')|True or False", lambda o: {"weighted": "no"}),
         bad("weighted=True only", lambda o: {**of_major(o), "topk_weights": o.inputs.topk_weights}),
         bad("weighted=True needs weights", lambda o: {"x": o.bare.x, "handle": o.bare.handle, "weighted": True}),
         bad("topk_weights must be", lambda o: {**of_major(o), "weighted": True, "topk_weights": 1.0}),

@@ -306,6 +306,7 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
     [
         (["--skew", "zipf,wild"], "'wild' is unknown; use one of uniform, zipf, recorded"),
         (["--tokens", "4,0"], "--tokens '0' must be a whole number of at least 1"),
+        (["--hidden", "2147483648"], "--hidden '2147483648' must be a whole number of at least 1 (at most 2147483647)"),
         (["--topk", "9"], "--topk 9 must be at most --experts 5"),
         (["--engine", "warp"], "--engine 'warp' is unknown"),
     ],
@@ -331,6 +332,15 @@ def test_nothing_is_measured_in_vain(arguments: list[str], message: str, monkeyp
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in plain(result)
+
+
+def test_engines_may_be_a_list_as_other_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is dropped without a word."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(bench_command, "run_plan", lambda plan, *_: seen.append(plan.engines) or [])
+    monkeypatch.setattr(bench_command, "_report", lambda *_: None)
+    assert run("--engine", "collective,auto", "--engine", "nvlink").exit_code == 0
+    assert seen == [["collective", "auto", "nvlink"]]
 
 
 def test_only_who_writes_a_file_looks_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,10 @@ def test_everything_hangs():
     assert {"torch-silent", "self-test-cpu"} <= {finding["id"] for finding in document["findings"]}
 
 
+def test_a_timeout_that_no_clock_can_wait_is_a_bad_option():
+    assert CliRunner().invoke(app, ["doctor", "--no-self-test", "--timeout", "inf"]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [

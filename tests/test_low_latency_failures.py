@@ -1,4 +1,8 @@
-"""Engine low_latency when ranks die, are late, refuse, or are left out: every call completes, and says what it lacks."""
+"""Engine low_latency when ranks die, are late, refuse, or are left out: every call completes, and says what it lacks.
+
+``make soak`` runs many times as many seeds, and each story of a rank that comes back with two victims at two sizes; CI has each
+victim and each size once.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +50,14 @@ def test_what_a_sum_lacks_is_told_token_by_token() -> None:
 
 def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
     """Programs that share a token see a rank die at different times, and agree. If they did not, it would show."""
-    fine, found = run_all("low_latency_failures.torn", [(6 * SOAK, True), (6, False)])
+    fine, found = run_all("low_latency_failures.torn", [(3 * SOAK, True), (6, False)])
     assert fine == -1 < found
 
 
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
-    for endings in run_all(f"low_latency_failures.{story}", [(size, seed) for size in (2, 3) for seed in range(2)]):
+    stories = [(2, 0), (3, 1)] if SOAK == 1 else [(size, seed) for size in (2, 3) for seed in range(2)]
+    for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
 
 

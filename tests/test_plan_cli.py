@@ -70,7 +70,7 @@ def test_json_is_the_plan() -> None:
     done = run("--nodes", "2", "--gpus-per-node", "4", "--tokens", "128", "--experts", "64", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
-    assert set(found) == {"tokenyard", "workload", "rates", "engine", "sizes", "rows", "calls"}
+    assert set(found) == {"tokenyard", "workload", "rates", "engine", "engine_runs", "sizes", "rows", "calls"}
     assert found["workload"] == {
         "nodes": 2,
         "gpus_per_node": 4,
@@ -83,6 +83,7 @@ def test_json_is_the_plan() -> None:
         "buffer_bytes": 128 << 20,
     }
     assert found["engine"] == "twolevel" and set(found["sizes"]) == {"bf16", "fp8"}
+    assert "if asked for" in found["engine_runs"]
     assert set(found["rows"]) == {"uniform", "zipf"}
     work = Workload(nodes=2, gpus_per_node=4, tokens=128, hidden=7168, experts=64, topk=8)
     calls = plan(work, H200, skews=("uniform", "zipf")).calls

@@ -67,6 +67,7 @@ DISPATCH_PLANTS = {
         "two_dispatch",
         (("base + tl.maximum(i + n - Q, 0)", "base + i + n - Q"),),
         within=30,
+        hint=7,
     ),
     "receiver: rows taken not counted": Plant(
         "wrong epoch",

@@ -23,7 +23,9 @@ PLANTS = {
             ),
         ),
     ),
-    "put: no fence": Plant("flag before data", "two_net", (("    nvshmem_fence()\n", ""),), part="long", within=20),
+    "put: no fence": Plant(
+        "flag before data", "two_net", (("    nvshmem_fence()\n", ""),), part="long", within=20, hint=2
+    ),
     "put between peers: flag before data": Plant(
         "flag before data",
         "two_net",
@@ -91,6 +93,7 @@ PLANTS = {
         "credit before read",
         "two_combine",
         (("tl.maximum(end - NQ, 0)", "tl.maximum(end - NQ - 1, 0)"),),
+        hint=7,
     ),
     "combiner: last chunk dropped": Plant(
         "last chunk", "two_combine", (("if i == end:", "if (i == end) & (end < hi - lo):"),)
@@ -206,6 +209,7 @@ PLANTS = {
         (("((outbox * 2 + half) * R + peer)", "((outbox * 2 + half * 0) * R + peer)"),),
         part="plans",
         within=40,
+        hint=1,
     ),
     "letters: bounds of the rank for those of the node": Plant(
         "wrong epoch", "two_letters", (("hist + c * HIST + R + to // P,", "hist + c * HIST + to,"),)

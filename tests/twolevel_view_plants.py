@@ -40,7 +40,11 @@ VIEW_PLANTS = {
         "reused too early", "two_direct", (("(seen >= want) & ready", "(seen >= want)"),), part="views"
     ),
     "near rows: views not waited for": Plant(
-        "reused too early", "two_direct", (("    if (left > 0) & ready:\n", "    if left > 0:\n"),), part="views"
+        "reused too early",
+        "two_direct",
+        (("    if (left > 0) & ready:\n", "    if left > 0:\n"),),
+        part="views",
+        hint=4,
     ),
     "near rows: no barrier between progress read and noted": Plant(
         "barrier",
@@ -90,6 +94,7 @@ VIEW_PLANTS = {
             ("tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), NCHUNK)", "tl.minimum(left, NCHUNK)"),
         ),
         part="views",
+        hint=4,
     ),
     "placer: credit before read": Plant(
         "credit before read",
@@ -111,6 +116,7 @@ VIEW_PLANTS = {
             ),
         ),
         part="views",
+        hint=4,
     ),
     "placer: rows of an earlier turn forgotten": Plant(
         "wrong epoch",
@@ -238,6 +244,7 @@ VIEW_PLANTS = {
         "two_pull",
         (("tl.maximum(i0 + n - NQ, 0)", "tl.maximum(i0 + n - NQ - 1, 0)"),),
         part="pulls",
+        hint=2,
     ),
     "puller: put before its rows": Plant(
         "flag before data", "two_pull", ((_PUT, "                pass\n"), (_FIRST, _FIRST + _PUT_EARLY)), part="pulls"

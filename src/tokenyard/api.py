@@ -184,9 +184,9 @@ class ExpertParallel:
                 spec = checks.check_spec(layout, exact, expert_alignment, capacity)
                 checks.check_bound(payload.x.shape[0], spec, self.config)
                 checks.check_blocks(spec, self.config, self.engine)
+            checks.check_flag("in_place", in_place)
             if in_place:
-                shown = spec if known is None else known.spec
-                checks.check_in_place(self.engine, shown, payload, topk_weights, self.config)
+                checks.check_in_place(self.engine, spec, payload, topk_weights, self.config)
             self._calls.check_dispatch(
                 payload, spec, quantize, cached=known is not None, in_place=in_place, options=options
             )
@@ -271,6 +271,7 @@ class ExpertParallel:
         try:
             derives = checks.is_copied(x) or topk_weights is not None or reduce_weights is not None
             when = self._calls.when(async_op, return_hook, after, options, derives)
+            checks.check_flag("in_place", in_place)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
             at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
@@ -282,9 +283,7 @@ class ExpertParallel:
             self._calls.check_combine(rows, known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
-        weights = None
-        if weighted:
-            weights = known.arrived.weights if at_owner is None else self._calls.fetch_weights(at_owner, known)
+        weights = carried if at_owner is None else self._calls.fetch_weights(at_owner, known)
         reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
         combined = self._calls.combine(
             rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when, in_place=in_place

@@ -27,10 +27,20 @@ LONGEST = 1e9
 """Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """What is on or off: a word or a number would be taken for on, whatever it says."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} ({value!r}) must be True or False")
+
+
 def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
     """Construction arguments: positive whole numbers, and a timeout in seconds."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        if not _is_whole(value) or not 1 <= value <= LARGEST:
             raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {LARGEST})")
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= LONGEST:
         raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
@@ -39,9 +49,7 @@ def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
 def check_optional(sizes: dict[str, Any]) -> None:
     """Sizes that have a default: whole numbers of at least 1, or None. Bytes may be many."""
     for name, value in sizes.items():
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_BYTES
-        ):
+        if value is not None and (not _is_whole(value) or not 1 <= value <= MOST_BYTES):
             raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {MOST_BYTES}), or None")
 
 
@@ -230,9 +238,8 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
     layout = Layout.FLAT if layout is None else layout
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) must be a tokenyard.Layout")
-    if not isinstance(exact, bool):
-        raise ValueError(f"exact ({exact!r}) must be True or False")
-    if not isinstance(expert_alignment, int) or not 1 <= expert_alignment <= LARGEST:
+    check_flag("exact", exact)
+    if not _is_whole(expert_alignment) or not 1 <= expert_alignment <= LARGEST:
         raise ValueError(
             f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1 (at most {LARGEST})"
         )
@@ -245,7 +252,7 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
             raise ValueError(
                 f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR"
             )
-        if not isinstance(capacity, int) or not 0 <= capacity <= LARGEST:
+        if not _is_whole(capacity) or not 0 <= capacity <= LARGEST:
             raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows, at most {LARGEST}")
     return _spec(layout, exact, expert_alignment, capacity)
 
@@ -323,6 +330,7 @@ def check_weighting(
     handle: Handle, weighted: bool, topk_weights: Any, reduce_weights: Any, config: Config
 ) -> Tensor | None:
     """Weights for combine; returns the owner's ``topk_weights`` as float32, if given."""
+    check_flag("weighted", weighted)
     flat, device = handle.layout is Layout.FLAT, handle.plan.returns.device
     if weighted and flat:
         raise ValueError(

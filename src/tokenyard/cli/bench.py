@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from tokenyard import launch
+from tokenyard.checks import LARGEST
 from tokenyard.cli.bench_decode import Decode, Timed, run_decode
 from tokenyard.cli.bench_decode_report import write_decode_record
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Job, sweep
@@ -105,8 +106,8 @@ def _words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
 def _numbers(text: str, option: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
-        if not word.isdecimal() or int(word) < 1:
-            raise typer.BadParameter(f"{option} {word!r} must be a whole number of at least 1")
+        if not word.isdecimal() or not 1 <= int(word) <= LARGEST:
+            raise typer.BadParameter(f"{option} {word!r} must be a whole number of at least 1 (at most {LARGEST})")
     return [int(word) for word in words]
 
 
@@ -208,7 +209,8 @@ def bench(
     rate = NVLINK_GBS if link_gbs is None and where == "cuda" else link_gbs
     if topology is not None and suite != "twolevel":
         raise typer.BadParameter("--topology goes with --suite twolevel")
-    engines = [_words(name, "--engine", ENGINES)[0] for name in engine or ["auto" if suite is None else "nvlink"]]
+    asked = engine or ["auto" if suite is None else "nvlink"]
+    engines = [word for words in asked for word in _words(words, "--engine", ENGINES)]
     if suite is not None:
         _check_suite(context, suite, engines, where)
         if suite == "low_latency":

@@ -42,7 +42,7 @@ def doctor(
     ranks: Annotated[int | None, _size("one per GPU, or 4", "Ranks of the workload.")] = None,
     layout: Annotated[Literal["flat", "expert_major"], typer.Option(help="Order of its received rows.")] = "flat",
     self_test: Annotated[bool, typer.Option(help="Dispatch and combine on real ranks.")] = True,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each answer.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for each answer.")] = 60.0,
     as_document: Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")] = False,
 ) -> None:
     """Look at this machine: GPUs, links, libraries, limits; which engine it gets; whether dispatch and combine work.

@@ -28,6 +28,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "workload": {name: value for name, value in asdict(plan.workload).items() if name != "dtype"},
         "rates": asdict(plan.rates),
         "engine": plan.engine,
+        "engine_runs": _when(plan),
         "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
         "rows": {skew: asdict(rows) for skew, rows in plan.traffic.items()},
         "calls": [_call(call) for call in plan.calls],
