@@ -69,7 +69,7 @@ def test_flags_and_numbers_reach_everybody(ranks: Ranks) -> None:
                 where = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr())
                 launch(memory, everybody, 2, *where, epoch, num_warps=4, R=ranks.world_size, W=LANES)
             torch.cuda.synchronize()
-            assert status.tolist() == [0] * 8
+            assert not status.any()
             assert out.tolist() == [[0] * LANES, *(sums(ranks.world_size, e, LANES) for e in range(1, EPOCHS + 1))]
 
 
