@@ -131,7 +131,7 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
 
 
 QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
-"""Behind the first dispatch; fresh ones are static."""
+"""Behind a dispatch and a cached one in place; fresh ones are static."""
 
 
 def queued_behind_one(nodes: int, absent_from: int) -> list[Ending | None]:
@@ -148,12 +148,13 @@ def queued(scenario: Scenario, absent_from: int, seed: int) -> list[Ending | Non
 
     def body(mine: RankRun) -> None:
         recv, engine, memory = mine.dispatch(case), mine.engine, mine.engine._memory
+        mine.redispatch(case, recv, in_place=True)  # the ranks meet once more, for memory
         plan, spec, payload, settle = recv.handle.plan, recv.handle.spec, payload_of(case, mine.rank), memory.settle
         rows = torch.zeros_like(recv.x)
         mine.own.adopt(payload, rows, case.picks[mine.rank])
         memory.settle = mine.own.sweep = lambda: None  # the allocator of a GPU's stream keeps what calls let go
         with mine.own:
-            for number, op in enumerate(QUEUE, 1):
+            for number, op in enumerate(QUEUE, 2):
                 if mine.rank == CULPRIT and number == absent_from:
                     memory.wait_until(lambda: False, 60.0)
                     break

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
 from nvlink_failures import QUEUE
 from nvlink_pool import SOAK, run_all, without_devices
+from tokenyard.engines.blame import Blame
+from tokenyard.engines.watch import Watch
+from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH, OPS
 
 pytestmark = without_devices
@@ -144,9 +150,19 @@ def test_an_expert_that_is_not_there(exact: bool) -> None:
 
 def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> None:
     """Engines nvlink and twolevel; on a GPU the host is ahead."""
-    jobs = [(nodes, number) for nodes in (0, 2) for number in range(1, 7) if SOAK > 1 or (number + nodes // 2) % 2]
+    jobs = [(nodes, number) for nodes in (0, 2) for number in range(2, 8) if SOAK > 1 or (number + nodes // 2) % 2]
     for (_, number), endings in zip(jobs, run_all("nvlink_failures.queued_behind_one", jobs), strict=True):
         assert endings.pop(CULPRIT) == FINE
         for name, text, rank in filter(None, endings):
-            op = OPS[QUEUE[number - 1]]
+            op = OPS[QUEUE[number - 2]]
             assert name == "PeerTimeout" and rank == CULPRIT and f"({op} #{number}, waiting for" in text, text
+
+
+def test_who_waits_for_memory_with_one_that_gave_up_names_whom_that_one_lost() -> None:
+    store = dist.HashStore()
+    Blame(store, 1, 1.0).report("rank 3 did not send its rows", 3)
+    for first, culprit in ((1, 3), (2, 2)):
+        watch: Any = SimpleNamespace(_blame=Blame(store, 0, 0.1))
+        lost = Watch.blamed(watch, PeerTimeout(f"rank 0 waited 5.0 s for rank(s) [{first}, 3]", first))
+        assert lost.rank == culprit
+        assert ("it had reported: rank 3 did not send its rows" in str(lost)) == (first == 1)

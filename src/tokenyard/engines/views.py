@@ -14,6 +14,7 @@ from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Form, Ground, address, as_aligned, sums_for
 from tokenyard.engines.watch import Watch
+from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
 from tokenyard.memory.base import Region, SymmetricMemory
@@ -196,7 +197,10 @@ class View:
         if not part.holds(num_bytes):
             if tag is not None:
                 self._meet(tag)
-            part.grow(num_bytes)
+            try:
+                part.grow(num_bytes)
+            except PeerTimeout as lost:
+                raise self._watch.blamed(lost) from None
         found = part.region
         assert found is not None
         return found
@@ -206,6 +210,7 @@ class View:
         launch = self._launches.greet()
         self._memory.gate()
         launch(self._ground.peers, self._ground.state_at, tag)
+        self._watch.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda":
             torch.cuda.current_stream(self._memory.device).synchronize()

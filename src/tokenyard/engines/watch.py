@@ -96,6 +96,11 @@ class Watch:
         """The call that began last has ended before any rank said hello in it."""
         self._hellos -= 1
 
+    def meets(self) -> None:
+        """The call that began last says hello once more than others do."""
+        self._begun.append(self._begun[-1]._replace(at=self._hellos))
+        self._hellos += 1
+
     @property
     def _now(self) -> Begun:
         """The call in which a kernel gave up, behind which others may be queued; the last one, while none has.
@@ -178,9 +183,13 @@ class Watch:
             f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
-        self._blame.report(text, peer)
-        report, culprit = self._blame.behind(peer)
-        return PeerTimeout(f"{text}; it had reported: {report}" if report else text, culprit)
+        return self.blamed(PeerTimeout(text, peer))
+
+    def blamed(self, lost: PeerTimeout) -> PeerTimeout:
+        """``lost``, told to the others, and with what the rank it names had reported: then its culprit is that one's."""
+        self._blame.report(str(lost), lost.rank)
+        report, culprit = self._blame.behind(lost.rank)
+        return PeerTimeout(f"{lost}; it had reported: {report}" if report else str(lost), culprit)
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         """Who was waited for, for what, and what the counter is called."""
