@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
+from nvlink_pool import without_devices
 from tokenyard.config import Config
 from tokenyard.engines import select
 from tokenyard.testing import Ranks, distributed_test
@@ -18,6 +19,7 @@ def made(engine: str = "auto") -> ty.ExpertParallel:
     return ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, engine=engine)
 
 
+@without_devices  # beside real GPUs there is more to choose from
 @distributed_test(world_size=1, engine="auto")
 def test_auto_says_what_keeps_gpus_from_nvlink(ranks: Ranks) -> None:
     """All of it if it is short, and where all of it is asked for by name."""
@@ -37,6 +39,7 @@ def test_auto_says_what_keeps_gpus_from_nvlink(ranks: Ranks) -> None:
     assert dist.is_initialized()
 
 
+@without_devices
 @distributed_test(world_size=1, engine="auto")
 def test_on_cpus_nobody_expects_nvlink(ranks: Ranks) -> None:
     ep = made()

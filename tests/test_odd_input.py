@@ -254,8 +254,8 @@ def test_sums_over_the_bias_of_other_tokens(ranks: Ranks) -> None:
     """More than one block of sums, each over the bias of the next."""
     tokens, hidden = 700, 7168
     with ty.ExpertParallel(ranks.group, num_experts=2, hidden=hidden, num_topk=1, max_tokens_per_rank=tokens) as ep:
-        x = torch.randn(tokens, hidden).bfloat16()
-        recv = ep.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64))
-        both = torch.randn(tokens + 1, hidden).bfloat16()
+        x = torch.randn(tokens, hidden, device=ranks.device).bfloat16()
+        recv = ep.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64, device=ranks.device))
+        both = torch.randn(tokens + 1, hidden, device=ranks.device).bfloat16()
         want = ep.combine(recv.x, recv.handle, bias=both[:-1].clone())
         assert torch.equal(ep.combine(recv.x, recv.handle, bias=both[:-1], out=both[1:]), want)
