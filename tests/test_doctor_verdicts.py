@@ -227,7 +227,7 @@ def test_memory_of_nvlink_does_not_grow():
 def test_memory_is_what_one_rank_really_takes(layout: Any):
     work = Workload(tokens=50, hidden=24, experts=6, topk=3, ranks=1, layout=layout)
     idx, weights = routing("uniform", 0, 1, 50, 3, 6, 0)
-    with ty.ExpertParallel(num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50) as ep:
+    with ty.ExpertParallel(num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50, device="cpu") as ep:
         recv = ep.dispatch(torch.zeros(50, 24, dtype=torch.bfloat16), idx, weights, layout=ty.Layout[layout.upper()])
         out = ep.combine(recv.x, recv.handle)
         buffers = ep.buffer_bytes

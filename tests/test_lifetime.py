@@ -332,7 +332,7 @@ def _can_reorder() -> bool:
 
 def test_alone() -> None:
     assert not dist.is_initialized()
-    with ty.ExpertParallel(**SIZES) as ep:
+    with ty.ExpertParallel(**SIZES, device="cpu") as ep:
         ranks = Ranks(0, 1, torch.device("cpu"), "collective", None)  # type: ignore[arg-type]
         assert (ep.rank, ep.world_size, ep.engine) == (0, 1, "collective")
         assert "one rank" in ep.why
@@ -361,7 +361,7 @@ def test_a_lost_peer_keeps_nothing() -> None:
             raise ty.PeerTimeout("rank 1 is silent", 1)
 
     def lose() -> list[weakref.ref[Any]]:
-        ep = ty.ExpertParallel(**SIZES)
+        ep = ty.ExpertParallel(**SIZES, device="cpu")
         engine = Gone()
         ep._calls.engine = engine  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage]
         x = torch.zeros(3, SIZES["hidden"])
@@ -379,7 +379,7 @@ def test_a_lost_peer_keeps_nothing() -> None:
 
 def test_check_leaves_what_cuda_graphs_write_to() -> None:
     """A replay notes bad ids where the captured call did: after a check as before."""
-    with ty.ExpertParallel(**SIZES) as ep:
+    with ty.ExpertParallel(**SIZES, device="cpu") as ep:
         engine: Any = ep._calls.engine  # pyright: ignore[reportPrivateUsage]
         engine._has_headers = lambda op, exact: exact  # as over NCCL
         x, good = torch.zeros(3, SIZES["hidden"]), torch.zeros(3, SIZES["num_topk"], dtype=torch.int64)

@@ -144,7 +144,7 @@ def test_the_remedy_of_a_refusal_is_not_cut_off() -> None:
         verify(headers)
 
 
-LONE = {"num_experts": 2, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 256}
+LONE = {"num_experts": 2, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 256, "device": "cpu"}
 
 
 def test_garbage_instead_of_text() -> None:
