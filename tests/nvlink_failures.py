@@ -134,14 +134,6 @@ QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
 """Behind a dispatch and a cached one in place; fresh ones are static."""
 
 
-def queued_behind_one(nodes: int, absent_from: int) -> list[Ending | None]:
-    """On 3 ranks of engine nvlink, or as many ``nodes`` of 2 of twolevel."""
-    import twolevel_failures
-
-    scenario = twolevel_failures.life(nodes, 2, 0, absent_from % 3) if nodes else life(3, 0)
-    return queued(scenario, absent_from, absent_from)
-
-
 def queued(scenario: Scenario, absent_from: int, seed: int) -> list[Ending | None]:
     """The culprit does not come to the call of this number; the others have queued calls before and behind it, as on a GPU."""
     case = scenario.rounds[0].case

@@ -151,7 +151,7 @@ def test_an_expert_that_is_not_there(exact: bool) -> None:
 def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> None:
     """Engines nvlink and twolevel; on a GPU the host is ahead."""
     jobs = [(nodes, number) for nodes in (0, 2) for number in range(2, 8) if SOAK > 1 or (number + nodes // 2) % 2]
-    for (_, number), endings in zip(jobs, run_all("nvlink_failures.queued_behind_one", jobs), strict=True):
+    for (_, number), endings in zip(jobs, run_all("twolevel_failures.queued_on", jobs), strict=True):
         assert endings.pop(CULPRIT) == FINE
         for name, text, rank in filter(None, endings):
             op = OPS[QUEUE[number - 2]]

@@ -10,9 +10,10 @@ from random import Random
 
 import torch
 
+import nvlink_failures
 from cases import Case
 from nvlink_cases import CULPRIT, MAJOR, Ending, Round, Scenario
-from nvlink_failures import live, play
+from nvlink_failures import live, play, queued
 from nvlink_ranks import RankRun
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from twolevel_cases import REACHES
@@ -66,6 +67,12 @@ def hurry(nodes: int, per_node: int, seed: int, part: int) -> list[Ending | None
     scenario = replace(life(nodes, per_node, part, seed // 2 % 3), workers=1 + seed % 2)
     with planted("hurried"):
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
+
+
+def queued_on(nodes: int, absent_from: int) -> list[Ending | None]:
+    """See :func:`nvlink_failures.queued`; on so many ``nodes`` of 2, or 3 ranks of engine nvlink (0)."""
+    scenario = life(nodes, 2, 0, absent_from % 3) if nodes else nvlink_failures.life(3, 0)
+    return queued(scenario, absent_from, absent_from)
 
 
 def absence(op: int, seed: int) -> list[Ending | None]:

@@ -13,15 +13,12 @@ from torch import Tensor
 from tokenyard.config import Config
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle, Spec
-from tokenyard.memory.base import MemoryGroup
+from tokenyard.memory.base import MOST_BYTES, MemoryGroup
 from tokenyard.rows import Payload
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
 
 LARGEST = 2**31 - 1
 """Of the whole numbers that an option may be: rows are counted in int32."""
-
-MOST_BYTES = 2**47
-"""Of what an option may count: a GPU's address space."""
 
 LONGEST = 1e9
 """Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""

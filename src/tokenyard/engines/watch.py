@@ -88,8 +88,8 @@ class Watch:
         self._hellos = 0
 
     def begin(self, fingerprint: Fingerprint, tag: int) -> None:
-        """A call begins. ``tag``: what it tells the others, with or without the routing's part."""
-        self._begun.append(Begun(fingerprint.op, fingerprint.call, _unrouted(tag), self._hellos))
+        """A call begins. ``tag``: what it tells the others, without the routing's part."""
+        self._begun.append(Begun(fingerprint.op, fingerprint.call, tag, self._hellos))
         self._hellos += 1
 
     def stop_short(self) -> None:

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+MOST_BYTES = 2**47
+"""Of a region, and of what an option may count: the address space of a process, and of a GPU."""
+
 
 class Region(NamedTuple):
     """A region that exists once per rank, at the same offsets everywhere."""

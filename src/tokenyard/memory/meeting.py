@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from tokenyard.errors import PeerTimeout
+from tokenyard.memory.base import MOST_BYTES
 
 Made = TypeVar("Made")
 
@@ -100,10 +101,6 @@ class Meeting:
         everybody = [text.split(" ", 1) for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")]
         check_sizes([int(size) for size, _ in everybody])
         return [word for _, word in everybody]
-
-
-MOST_BYTES = 1 << 47
-"""Of a region: the address space of a process, and of a GPU."""
 
 
 def check_sizes(sizes: list[int]) -> None:
