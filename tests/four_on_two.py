@@ -11,7 +11,8 @@ pointers, for letters and greetings too (no NVSHMEM). Maps of a 2x2 grid:
 Two GPUs stand for four here: changes of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a
 GPU's multiprocessors (``all`` is a share of them), memory, L2 and NVLink. ``tokenyard bench`` makes those, with a GPU per rank.
 
-Each kind of call has an object of its own; what its cached calls return is compared with the truth, bit for bit, first.
+Each kind of call has an object of its own; what its cached calls return is compared with the truth, bit for bit, first. Kind
+``cast`` is a dispatch of BF16 that is cast to FP8 on the way.
 A round is 4 calls behind each other between CUDA events; GPUs sleep until the host has launched all of it, then streams wait for
 each other. Printed are median and least over rounds of the slowest rank's time divided by 4 (us), and ``net``: bytes of rows
 that the rank with fewest sends to other nodes, over the median. HOST LATE: in so many rounds a GPU woke up too early.
@@ -49,7 +50,8 @@ GPUS = 2
 EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 ENGINES, MAPS = ("twolevel", "nvlink"), ("A", "B")
 IN_PLACE = " in place"
-KINDS = ("bf16", "combine", "bf16" + IN_PLACE, "combine" + IN_PLACE)
+PLAIN_KINDS = ("bf16", "combine", "bf16" + IN_PLACE, "combine" + IN_PLACE)
+KINDS = (*PLAIN_KINDS, "cast", "cast" + IN_PLACE)
 WARMUPS, CALLS = 2, 4
 SLEEP = 20_000_000  # cycles, about 10 ms: longer than the host takes to launch a round
 TIMEOUT, LIMIT = 40.0, 280.0  # seconds: of kernels and gates; of one combination
@@ -139,6 +141,7 @@ class Case:
     def __init__(self, ep: ty.ExpertParallel, kind: str, truth: GridTruth) -> None:
         self.ep, self.truth, batch = ep, truth, truth.batch
         self.back, self.in_place = kind.startswith("combine"), kind.endswith(IN_PLACE)
+        self.mode = ty.Quantize.FP8 if kind.startswith("cast") else None
         received = ep.dispatch(batch.x, batch.topk_idx[ep.rank], batch.topk_weights[ep.rank])
         self.handle = received.handle
         self.rows = self.given = received.x.mul_(share(ep.rank))
@@ -149,7 +152,7 @@ class Case:
     def run(self) -> Any:
         if self.back:
             return self.ep.combine(self.given, self.handle, in_place=self.in_place)
-        return self.ep.dispatch(self.truth.batch.x, handle=self.handle, in_place=self.in_place)
+        return self.ep.dispatch(self.truth.batch.x, handle=self.handle, quantize=self.mode, in_place=self.in_place)
 
     def check(self) -> str:
         """What is wrong, or "ok"."""
@@ -306,7 +309,8 @@ class Rank:
         times = [max(each) for each in zip(*(each.times for each in found), strict=True)]
         median, late = statistics.median(times), max(each.late for each in found)
         plan = rows_across(self.picks[0], EXPERTS, self.setting.grid, per_node=self.two_levels)
-        moved = min(plan.received if kind.startswith("combine") else plan.sent) * 2 * HIDDEN
+        row_bytes = HIDDEN + HIDDEN // 32 if kind.startswith("cast") else 2 * HIDDEN
+        moved = min(plan.received if kind.startswith("combine") else plan.sent) * row_bytes
         wrong = sorted({each.check for each in found} - {"ok"})
         return (
             f"{median:.1f} us min {min(times):.1f} net {moved / median / 1e3:.1f} GB/s ({moved / 1e6:.1f} MB) "
@@ -337,7 +341,7 @@ def parse_settings(arguments: Sequence[str]) -> list[Setting]:
     parser.add_argument("--map", default="A", help="of A,B: ranks of a node on one GPU, or on both (A)")
     parser.add_argument("--sms", default="24", help="multiprocessors of a rank (24), or all: its whole share")
     parser.add_argument("--tokens", default=4096, type=int, help="of a rank (4096)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {','.join(KINDS)} (all)")
+    parser.add_argument("--kinds", default=",".join(PLAIN_KINDS), help=f"of {','.join(KINDS)} (the first four)")
     parser.add_argument("--rounds", default=5, type=int, help=f"that are timed, {CALLS} calls each (5)")
     given = parser.parse_args(arguments)
     try:

@@ -23,7 +23,7 @@ SPILLS = {
     "two_combine_kernel EXPERT_MAJOR bf16 @132": 55,
     "two_direct_kernel FLAT bf16 @132": 80,
     "two_direct_kernel FLAT fp8 @132": 175,
-    "two_direct_kernel FLAT cast @132": 155,
+    "two_direct_kernel FLAT cast @132": 185,
     "two_direct_kernel FLAT bf16 @24": 85,
     "plan_kernel FLAT bf16 @24": 6,
     "two_dispatch_kernel FLAT bf16 @24": 100,

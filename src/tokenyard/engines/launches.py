@@ -45,6 +45,13 @@ def combine_tiles(hidden: int, send: Cut, reduce: Cut, chunk: int, most: int, *,
     return {"SB": send.rows_of(whole, chunk), "SBLOCK": whole, "B": reduce.rows_of(part, most), "BLOCK": part}
 
 
+def packed_rows(cut: Cut, form: Form, mode: Quantize | None, block: int, most: int, *, placed: bool = False) -> int:
+    """Rows (of ``block`` words) in flight of who takes them out of ordinary memory, and casts them there if ``mode`` says so."""
+    if placed:
+        return 1
+    return cut.rows_of(block, most) if mode is None else cut.casts_of(groups_of(form.hidden), most)
+
+
 class Launches:
     """Makes launches and keeps them. ``memory.bind`` may wait for the device, so a kind of call is slow the first time."""
 
@@ -87,7 +94,8 @@ class Launches:
             lambda: self._ring(form) | {
                 "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "J": width, "H": form.hidden,
                 "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
-                "B": 1 if placed or mode is not None else cut.rows_of(block, chunk), "BLOCK": block, "PLACED": placed,
+                "B": 1 if placed else cut.rows_of(block, chunk), "PB": packed_rows(cut, form, mode, block, chunk, placed=placed),
+                "BLOCK": block, "PLACED": placed,
                 "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
@@ -126,7 +134,7 @@ class Launches:
             lambda: {
                 "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
                 "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
-                "B": 1 if mode is not None else cut.rows_of(block, 8), "BLOCK": block,
+                "B": packed_rows(cut, form, mode, block, 8), "BLOCK": block,
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
             },
         )  # fmt: skip

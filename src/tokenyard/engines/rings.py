@@ -16,6 +16,9 @@ from tokenyard.quant import scale_words
 from tokenyard.rows import Payload, overlap, padded
 from tokenyard.types import Quantize
 
+MANY_REGISTERS = 128
+"""Of a thread, where a program may have as many as the compiler likes."""
+
 DEFAULT_BUFFER_BYTES = 128 << 20
 LINE, LONG_ROW = 128, 4096
 """Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 % larger at most."""
@@ -49,6 +52,12 @@ class Cut:
     def rows_of(self, block: int, most: int) -> int:
         """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only: short rows go several at a time."""
         rows = max(1, min(self.rows * self.block // block, most))
+        return 1 << (rows.bit_length() - 1)
+
+    def casts_of(self, groups: int, most: int) -> int:
+        """Rows cast at once (at most ``most``, a power of two) if each has ``groups`` of 128 channels: half of the registers."""
+        channels = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
+        rows = max(1, min(channels // (groups * 128), most))
         return 1 << (rows.bit_length() - 1)
 
 
@@ -134,7 +143,7 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
         )
     return Shape(
         channels=channels,
-        dispatch=Cut(rows=2, block=4096, chunk=16, num_warps=16, max_registers=64),
+        dispatch=Cut(rows=2, block=4096, chunk=16, num_warps=16, max_registers=128),
         send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
         reduce=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
         direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),

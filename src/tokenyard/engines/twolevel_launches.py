@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.launches import Launch, Launches, combine_tiles
+from tokenyard.engines.launches import Launch, Launches, combine_tiles, packed_rows
 from tokenyard.engines.rings import Form, staged
 from tokenyard.engines.twolevel_ground import TwoGround
 from tokenyard.handle import Spec
@@ -70,8 +70,8 @@ class TwoLaunches(Launches):
             lambda: ground.constants(form) | {
                 "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "J": width, "H": form.hidden,
                 "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
-                "B": 1 if placed or mode is not None else cut.rows_of(block, most), "BLOCK": block,
-                "FB": 1 if placed else forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed,
+                "B": 1 if placed else cut.rows_of(block, most), "PB": packed_rows(cut, form, mode, block, most, placed=placed),
+                "BLOCK": block, "FB": 1 if placed else forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed,
                 "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
                 "WORKERS": ground.tuning.workers,
@@ -115,7 +115,7 @@ class TwoLaunches(Launches):
             lambda: _without(ground.constants(form)) | {
                 "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "H": form.hidden, "N": form.words,
                 "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "BLOCK": block,
-                "B": 1 if mode is not None else cut.rows_of(block, net.chunk), "FB": cut.rows_of(block, min(net.chunk, most)),
+                "B": packed_rows(cut, form, mode, block, net.chunk), "FB": cut.rows_of(block, min(net.chunk, most)),
                 "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
                 "WORKERS": ground.tuning.workers,
             },

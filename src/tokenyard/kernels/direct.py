@@ -23,7 +23,7 @@ import triton.language as tl
 
 from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast_values, store_cast
+from tokenyard.kernels.payload import as_words, cast, load_groups, of_each, store_cast
 from tokenyard.kernels.place import unpack_flat
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import DIRECT_CALLS, done_of, first_in, first_out, in_bound, peer_base, place_of
@@ -52,38 +52,39 @@ def _store_words(v, rows, w, parts, first, N: tl.constexpr, BITS: tl.constexpr, 
 
 
 @triton.jit
-def _store_cast(values, scale, rows, bases, scales_at, first, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-                MODE: tl.constexpr, GP: tl.constexpr):  # fmt: skip
-    """The same for one token that was cast, with its scales."""
+def _store_cast(
+    values, scale, g, rows, bases, scales_at, first, H: tl.constexpr, S: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    MODE: tl.constexpr, B: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """The same for tokens that were cast, groups ``g [B * GP]``, with their scales."""
     r = tl.arange(0, RP)
     for i in tl.static_range(R):
         d = (first + i) % R
-        row = tl.sum(tl.where((r == d)[None, :], rows, 0)).to(tl.int64)
-        if row >= 0:
-            base = tl.sum(tl.where(r == d, bases, 0))
-            to = tl.multiple_of(base.to(tl.pointer_type(tl.float8e4nv)), 16) + row * H
-            store_cast(values, scale, to, base + scales_at + row * (S * 4), H, GP, MODE, S)
+        row = of_each(tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1), B, GP)
+        base = tl.sum(tl.where(r == d, bases, 0))
+        store_cast(values, scale, base, H, base + scales_at, S * 4, row, g, row >= 0, H, MODE, S)
 
 
 @triton.jit
 def write_rows(
     x, scales, meta, row, here, rows, parts, scales_at, meta_at, first,
     FROM: tl.constexpr, SCALE: tl.constexpr, META: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
-    S: tl.constexpr, MW: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    S: tl.constexpr, MW: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
     GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Each ``row [B]`` of ``x``, ``scales`` and ``meta`` (strides FROM, SCALE, META words) to its ``rows [B, RP]`` of the views at ``parts [RP]``.
 
-    All of it is read once. With MODE rows are cast on the way, one at a time.
+    All of it is read once. With MODE rows are cast on the way.
     """
     SP: tl.constexpr = triton.next_power_of_2(S if S > 0 else 1)
     MP: tl.constexpr = triton.next_power_of_2(MW if MW > 0 else 1)
     if MW:
         m = _load_words(meta, row, here, tl.arange(0, MP), META, MW, 32)
     if MODE:
-        floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + tl.max(row).to(tl.int64) * H
-        values, scale = cast_values(floats, H, GP, MODE)
-        _store_cast(values, scale, rows, parts, scales_at, first, H, S, R, RP, MODE, GP)
+        g = tl.arange(0, B * GP) % GP
+        floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
+        values, scale = cast(load_groups(floats, of_each(row, B, GP), g, of_each(here, B, GP), H), g, H, MODE)
+        _store_cast(values, scale, g, rows, parts, scales_at, first, H, S, R, RP, MODE, B, GP)
     else:
         if S:
             s = _load_words(scales, row, here, tl.arange(0, SP), SCALE, S, 32)
@@ -102,7 +103,7 @@ def direct_kernel(
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
     S: tl.constexpr, MW: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Rows begin at 0 of a view, scales and meta at ``scales_at`` and ``meta_at`` bytes. B: tokens at a time, 1 if MODE."""
+    """See the module. Rows begin at 0 of a view, scales and meta at ``scales_at`` and ``meta_at`` bytes. B: tokens at a time."""
     pid = tl.program_id(0)
     T = T.to(tl.int32)
     r = tl.arange(0, RP)
@@ -124,7 +125,7 @@ def direct_kernel(
                 rows = tl.where(places >= 0, places + firsts[None, :], -1)
                 write_rows(
                     x, scales, meta, t, here, rows, parts, scales_at, meta_at, me + 1 + pid,
-                    N, S, MW, H, N, BITS, S, MW, R, RP, BLOCK, MODE, GP, DTYPE,
+                    N, S, MW, H, N, BITS, S, MW, R, RP, B, BLOCK, MODE, GP, DTYPE,
                 )  # fmt: skip
             add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
         if pid == 0:

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast_values, copy_rows, store_cast, zero_row
+from tokenyard.kernels.payload import as_words, cast_rows, copy_rows, zero_row
 from tokenyard.kernels.place import place_riders, place_rows
 from tokenyard.kernels.plan import first_expert
 from tokenyard.kernels.region import (
@@ -46,14 +46,7 @@ def pack_payload(
 ):  # fmt: skip
     """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload, with MODE cast on the way and with its scales."""
     if MODE:
-        for i in tl.static_range(B):
-            one = tl.arange(0, B) == i
-            if tl.max((one & here).to(tl.int32)) > 0:
-                t, at = tl.sum(tl.where(one, token, 0)).to(tl.int64), tl.sum(tl.where(one, slot, 0)).to(tl.int64)
-                floats = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t * H
-                to = tl.multiple_of((ring + at * SLOT).to(tl.pointer_type(tl.float8e4nv)), 16)
-                values, scale = cast_values(floats, H, GP, MODE)
-                store_cast(values, scale, to, ring + at * SLOT + PAY, H, GP, MODE, S)
+        cast_rows(x, token, ring, SLOT, ring + PAY, SLOT, slot, here, H, MODE, S, B, GP, DTYPE)
     else:
         copy_rows(as_words(x, BITS), token, N, as_words(ring, BITS), slot, SLOT * 8 // BITS, here, N, BLOCK)
 
@@ -100,7 +93,7 @@ def put_own_rows(
     B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr,
     STATIC: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``lo`` .. ``hi - 1`` for this rank itself go to their places; cast ones through ``ring``."""
+    """Rows ``lo`` .. ``hi - 1`` for this rank itself go to their places; cast ones of expert layouts through ``ring``."""
     first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
     order = order_of(plan, me, T, D, C)
     META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
@@ -111,7 +104,7 @@ def put_own_rows(
         i = i0 + b
         here = i < hi
         token = tl.load(order + i, mask=here, other=0)
-        if MODE:
+        if MODE and PLACED:
             pack_payload(x, token, ring, b, here, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE)
             pack_riders(scales, meta, token, ring, b, here, S, MW, SLOT, PAY, MODE)
             tl.debug_barrier()
@@ -121,6 +114,8 @@ def put_own_rows(
                 D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
             tl.debug_barrier()
+        elif MODE:
+            cast_rows(x, token, out, H, out_scales, S * 4, a0 + i, here, H, MODE, S, B, GP, DTYPE)
         elif PLACED:
             place_rows(
                 x, scales, meta, token, a0 + i, here, me, first, end, plan, T, num_rows, out,
@@ -129,14 +124,14 @@ def put_own_rows(
             )  # fmt: skip
         else:
             copy_rows(as_words(x, BITS), token, N, as_words(out, BITS), a0 + i, N, here, N, BLOCK)
-    if not PLACED and not MODE:
+    if not PLACED:
         several = tl.arange(0, TOGETHER)
         for i0 in range(lo, hi, TOGETHER):
             i = i0 + several
             token = tl.load(order + i, mask=i < hi, other=0)
             place_riders(
                 scales, meta, token, a0 + i, i < hi, me, first, end, out_scales, topk_idx, weights, source, slots, gather,
-                S, MW, K, KP, S, FRESH, WEIGHTED, STATIC,
+                S, MW, K, KP, 0 if MODE else S, FRESH, WEIGHTED, STATIC,
             )  # fmt: skip
 
 
@@ -258,11 +253,14 @@ def dispatch_kernel(
     peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows, forced,
     R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
-    SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr, PADDING: tl.constexpr,
-    MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
+    SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, PB: tl.constexpr,
+    BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
+    PADDING: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release."""
+    """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release.
+
+    Rows in flight: PB of those who have ``x``, and may cast; B of receivers.
+    """
     pid = tl.program_id(0)
     if FRESH:  # launched before the host knew the counts
         pid = tl.where((tl.load(go_of(plan, R, C)) == 0) & (forced == 0), -1, pid)
@@ -277,14 +275,14 @@ def dispatch_kernel(
             put_own_rows(
                 state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me,
                 ring, tl.load(out_bound(plan, me, c, R, C)), tl.load(out_bound(plan, me, c + 1, R, C)),
-                R, R, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE, GP, DTYPE,
+                R, R, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, PB, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE, GP, DTYPE,
             )  # fmt: skip
             if PADDING:
                 local = first_expert(me + 1, E, R) - first_expert(me, E, R)
                 zero_padding(plan, out, out_scales, T, local, num_rows, c, R, C, N, BITS, S, BLOCK)
         else:
             send_rows(
-                peers, state, plan, x, scales, meta, T, me, to, c, ring, R, C, H, N, BITS, S, MW, SLOT, PAY, Q, CHUNK, B, BLOCK,
+                peers, state, plan, x, scales, meta, T, me, to, c, ring, R, C, H, N, BITS, S, MW, SLOT, PAY, Q, CHUNK, PB, BLOCK,
                 MODE, GP, DTYPE,
             )  # fmt: skip
     elif (pid >= 0) & (pid < (2 * R - 1) * C):

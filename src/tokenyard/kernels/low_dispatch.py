@@ -122,7 +122,8 @@ def _send_piece(
     raw = tl.load(picks_at(topk_idx, WIDE) + t.to(tl.int64) * K + k, mask=k < K, other=-1)
     bases = tl.load(words(peers) + r, mask=r < R, other=0)
     if MODE:
-        floats = load_groups(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, H, GP, piece * GP)
+        g = piece * GP + tl.arange(0, GP)
+        floats = load_groups(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16) + t.to(tl.int64) * H, g * 0, g, g >= 0, H)
     else:
         row = as_words(x, BITS) + t.to(tl.int64) * N
         v = tl.load(row + w, mask=w < N, cache_modifier=".cg")
@@ -133,14 +134,13 @@ def _send_piece(
     goes = tl.where(here, tl.max((owner_of(ids, E, R)[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
     slots = slot_of(bases, half, me, t, R, M, K, LC, SLOT)
     if MODE:
-        values, scale = cast(floats, H, GP, MODE, piece * GP)
+        values, scale = cast(floats, g, H, MODE)
     for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile
         d = (me + i) % R
         if tl.sum(tl.where(r == d, goes, 0)) > 0:
             slot = tl.sum(tl.where(r == d, slots, 0))
             if MODE:
-                to = tl.multiple_of(slot.to(tl.pointer_type(tl.float8e4nv)), 16)
-                store_cast(values, scale, to, slot + PAY, H, GP, MODE, S, piece * GP)
+                store_cast(values, scale, slot, 0, slot + PAY, 0, g * 0, g, g >= 0, H, MODE, S)
             else:
                 tl.store(as_words(slot, BITS) + w, v, mask=w < N)
                 for w0 in range(BLOCK, PART, BLOCK):

@@ -60,35 +60,35 @@ def groups_of(hidden: int) -> int:
 
 
 @triton.jit
-def cast_values(src, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr):
-    """One row of H floats, cast: see :func:`cast`."""
-    return cast(load_groups(src, H, GP), H, GP, MODE)
+def of_each(v, B: tl.constexpr, GP: tl.constexpr):
+    """``v [B]``, of rows, for every group of them ``[B * GP]``."""
+    return tl.reshape(tl.broadcast_to(v[:, None], (B, GP)), (B * GP,))
 
 
 @triton.jit
-def load_groups(src, H: tl.constexpr, GP: tl.constexpr, first=0):
-    """Groups ``first`` to ``first + GP`` of a row of H floats, ``[GP, 128]``."""
-    at = (first + tl.arange(0, GP))[:, None] * 128 + tl.arange(0, 128)[None, :]
-    return tl.load(src + at, mask=at < H, other=0.0)
+def load_groups(src, row, g, here, H: tl.constexpr):
+    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, 128]``; zeros past a row's end, and where not ``here``."""
+    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return tl.load(src + row.to(tl.int64)[:, None] * H + at, mask=here[:, None] & (at < H), other=0.0)
 
 
 @triton.jit
-def cast(floats, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, first=0):
-    """Groups ``[GP, 128]`` of a row of H floats as E4M3, and what their scales are stored as ``[GP]`` (``docs/semantics.md``, Quantisation).
+def cast(floats, g, H: tl.constexpr, MODE: tl.constexpr):
+    """Groups ``g [n]`` of rows of H floats, ``[n, 128]``, as E4M3, and what their scales are stored as ``[n]`` (``docs/semantics.md``, Quantisation).
 
     ``MODE``: the value of a ``Quantize``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
     """
-    g, x = first + tl.arange(0, GP), floats.to(tl.float32)
+    x = floats.to(tl.float32)
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # of magnitudes, which order as their bits do; NaNs are above all
     amax = tl.maximum(most.to(tl.float32, bitcast=True), 1e-4)
     amax = tl.where(most > 0x7F800000, float("nan"), amax)
-    scale = tl.div_rn(amax, tl.full((GP,), 448.0, tl.float32))
-    factor = tl.div_rn(tl.full((GP,), 448.0, tl.float32), amax)
+    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+    factor = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
     if MODE != 1:
         bits = scale.to(tl.int32, bitcast=True)
         exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
-        factor = tl.div_rn(tl.full((GP,), 1.0, tl.float32), scale)
+        factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
     values = (x * factor[:, None]).to(tl.float8e4nv)
     if MODE == 3:
         return values, tl.where(g * 128 < H, exponent, 0).to(tl.int8)
@@ -98,13 +98,28 @@ def cast(floats, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, first=0)
 
 @triton.jit
 def store_cast(
-    values, scale, dst, scales, H: tl.constexpr, GP: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr, first=0
-):
-    """Store what :func:`cast` made: to ``dst`` (pointer to float8e4nv) and S 4-byte words at the address ``scales``, of the whole row."""
-    g, i = first + tl.arange(0, GP), tl.arange(0, 128)
-    at = g[:, None] * 128 + i[None, :]
+    values, scale, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, g, here, H: tl.constexpr, MODE: tl.constexpr,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst``, TO bytes each, and ``scales``, S 4-byte words each SCALES bytes."""
+    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    to = tl.multiple_of(dst.to(tl.pointer_type(tl.float8e4nv)), 16) + row.to(tl.int64)[:, None] * TO
     if MODE == 3:
-        tl.store(scales.to(tl.pointer_type(tl.int8)) + g, scale, mask=g < 4 * S)
+        tl.store(scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES + g, scale, mask=here & (g < 4 * S))
     else:
-        tl.store(scales.to(tl.pointer_type(tl.float32)) + g, scale, mask=g < S)
-    tl.store(dst + at, values, mask=at < H)
+        tl.store(
+            scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4) + g, scale, mask=here & (g < S)
+        )
+    tl.store(to + at, values, mask=here[:, None] & (at < H))
+
+
+@triton.jit
+def cast_rows(
+    x, token, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, here, H: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr,
+    B: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``token [B]`` of ``x``, cast, all in flight, to rows ``row [B]`` of ``dst`` and ``scales``: see :func:`store_cast`."""
+    g, there = tl.arange(0, B * GP) % GP, of_each(here, B, GP)
+    floats = load_groups(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16), of_each(token, B, GP), g, there, H)
+    values, scale = cast(floats, g, H, MODE)
+    store_cast(values, scale, dst, TO, scales, SCALES, of_each(row, B, GP), g, there, H, MODE, S)

@@ -59,7 +59,7 @@ def _near_turn(
             rows = tl.where(places >= 0, places + firsts[None, :], -1)
             write_rows(
                 x, scales, meta, t, here, rows, parts, scales_at, meta_at, me + 1 + c,
-                N, S, MW, H, N, BITS, S, MW, P, PP, BLOCK, MODE, GP, DTYPE,
+                N, S, MW, H, N, BITS, S, MW, P, PP, B, BLOCK, MODE, GP, DTYPE,
             )  # fmt: skip
         left -= n
         tl.store(done, (i0 + n).to(tl.int64))
@@ -115,7 +115,7 @@ def _place_turn(
                 rows = tl.where(at >= 0, at + landings[None, :], -1)
                 write_rows(
                     ring, ring + PAY, ring + META, i % NQ, here, rows, parts, scales_at, meta_at, me + 1 + c,
-                    SLOT * 8 // BITS, SLOT // 4, SLOT // 4, H, N, BITS, S, MW, P, PP, BLOCK, 0, 1, DTYPE,
+                    SLOT * 8 // BITS, SLOT // 4, SLOT // 4, H, N, BITS, S, MW, P, PP, B, BLOCK, 0, 1, DTYPE,
                 )  # fmt: skip
             left -= n
             i1 = i0 + n
@@ -137,7 +137,7 @@ def two_direct_kernel(
     NCHUNK: tl.constexpr, CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FB: tl.constexpr, MODE: tl.constexpr,
     GP: tl.constexpr, DTYPE: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``direct_kernel``. A forwarder has FB rows of BLOCK words in flight, others B, 1 if MODE."""
+    """See the module, and ``direct_kernel``. A forwarder has FB rows of BLOCK words in flight, others B."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     T, E = T.to(tl.int32), E.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)

@@ -196,11 +196,11 @@ def two_dispatch_kernel(
     KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr,
     W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
     CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr,
-    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FB: tl.constexpr, FBLOCK: tl.constexpr, PLACED: tl.constexpr,
+    CREDIT: tl.constexpr, B: tl.constexpr, PB: tl.constexpr, BLOCK: tl.constexpr, FB: tl.constexpr, FBLOCK: tl.constexpr, PLACED: tl.constexpr,
     FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr, PADDING: tl.constexpr, MODE: tl.constexpr,
     GP: tl.constexpr, DTYPE: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``dispatch_kernel``. A forwarder has FB rows of FBLOCK words in flight."""
+    """See the module, and ``dispatch_kernel``, for PB too. A forwarder has FB rows of FBLOCK words in flight."""
     pid = tl.program_id(0)
     if FRESH:  # launched before the host knew the counts
         pid = tl.where((tl.load(go_of(plan, D, C)) == 0) & (forced == 0), -1, pid)
@@ -231,7 +231,7 @@ def two_dispatch_kernel(
                 if task < G - 1:
                     rows = far_turn(
                         peers, state, plan, x, scales, meta, T, me, (home + 1 + task) % G, c, task, done, step,
-                        R, D, P, C, H, N, BITS, S, MW, SLOT, PAY, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, MODE, GP, DTYPE, FAR, MAPPED,
+                        R, D, P, C, H, N, BITS, S, MW, SLOT, PAY, NETS, STAGE, NRING, NQ, NCHUNK, PB, BLOCK, MODE, GP, DTYPE, FAR, MAPPED,
                     )  # fmt: skip
                 elif task < 2 * (G - 1):
                     rows = forward_turn(
@@ -243,14 +243,14 @@ def two_dispatch_kernel(
                     rows = _own_turn(
                         state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows,
                         me, c, peer_base(peers, me) + RINGS + (me * C + c).to(tl.int64) * RING, done,
-                        R, D, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, CHUNK, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE,
+                        R, D, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, CHUNK, PB, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE,
                         GP, DTYPE,
                     )  # fmt: skip
                 elif task < 2 * (G - 1) + P:
                     to = home * P + (local + task - 2 * (G - 1)) % P
                     rows = _send_turn(
                         peers, state, plan, x, scales, meta, T, me, to, c, task, done, step,
-                        R, D, C, H, N, BITS, S, MW, RINGS, RING, SLOT, PAY, Q, CHUNK, B, BLOCK, MODE, GP, DTYPE,
+                        R, D, C, H, N, BITS, S, MW, RINGS, RING, SLOT, PAY, Q, CHUNK, PB, BLOCK, MODE, GP, DTYPE,
                     )  # fmt: skip
                 elif task < TASKS - 1:
                     at = task - P - 2 * (G - 1)
