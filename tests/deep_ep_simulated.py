@@ -1,4 +1,4 @@
-"""DeepEP's calls over the kernels of engines ``nvlink`` and ``low_latency``, interpreted, on ranks that take turns.
+"""DeepEP's calls over the kernels of engines ``nvlink``, ``twolevel`` and ``low_latency``, interpreted, on ranks that take turns.
 
 ``python tests/deep_ep_simulated.py 3`` runs the schedule of seed 3.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -16,20 +18,21 @@ import torch
 
 from deep_ep_world import World, from_fp8
 from tokenyard import deep_ep
+from tokenyard.deep_ep.natives import ENGINE_VARIABLE
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.group import SimulatedGroup
 
 MOST = 8
 
 
-def normal(buffer: Any, world: World) -> None:
+def normal(buffer: Any, world: World, engine: str = "nvlink") -> None:
     rank = buffer.rank
     per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
     layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_ranks, "num_tokens_per_expert": per_expert}
     picks = {"topk_idx": world.idx[rank], "topk_weights": world.weights[rank]}
     recv_x, idx, weights, counts, handle, _ = buffer.dispatch(world.x[rank], **layout, **picks)
     assert torch.equal(recv_x, world.take(rank, world.x)) and counts == world.counts(rank)
-    assert handle.ep.engine == "nvlink"
+    assert handle.ep.engine == engine
     assert torch.equal(idx, world.local_idx(rank)) and torch.equal(weights, world.local_weights(rank))
     assert handle[0].t().tolist() == [world.prefix(peer) for peer in range(world.size)]
     assert torch.equal(buffer.dispatch(world.x[rank], handle)[0], recv_x)
@@ -134,6 +137,28 @@ def check(seed: int) -> None:
         buffer.destroy()
 
     simulate(2, body, seed=seed)
+
+
+def check_grid(seed: int, nodes: int, each: int) -> None:
+    """Normal mode of internode programs: engine ``twolevel``, and hosts that are found by their names."""
+    hosts: dict[int, str] = {}  # by thread
+
+    def body(here: SimulatedRank) -> None:
+        hosts[get_ident()] = f"host {here.rank // each}"
+        group: Any = SimulatedGroup(here)
+        buffer = deep_ep.Buffer(group)
+        for tokens in ("only last", "few"):
+            world = World(nodes * each, tokens, 5, 2, 384, seed)
+            normal(buffer, world, "twolevel")
+            for ep in (made := buffer._natives._normal.values()):
+                ep.check()
+            assert {str(ep.topology) for ep in made} == {f"{nodes}x{each}"}
+            assert sum(ep.stats().across.rows_sent for ep in made) > 0 or not len(world.x[here.rank])
+        buffer.destroy()
+
+    named = patch("tokenyard.api.this_host", lambda: hosts[get_ident()])
+    with named, patch.dict(os.environ, {ENGINE_VARIABLE: "twolevel"}):
+        simulate(nodes * each, body, seed=seed)
 
 
 if __name__ == "__main__":

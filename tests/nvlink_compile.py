@@ -220,6 +220,9 @@ def code_facts(ptx: str, sass: str) -> dict[str, Any]:
         "copies 128": len(re.findall(r"\bLDGSTS\.E[.\w]*\.128", sass)),
         "loads 128": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
         "stores 128": len(re.findall(r"\bSTG\.E[.\w]*\.128", sass)),
+        # without .cg, which passes by the first-level cache, and .cs, whose lines the second-level one gives up first
+        "cached loads": len(re.findall(r"\bld\.global\.v4", ptx)),
+        "kept stores": len(re.findall(r"\bst\.global\.v4", ptx)),
         "acquires": len(re.findall(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire", ptx)),
         "strong loads": len(re.findall(r"\bLDG\.E[.\w]*STRONG\.SYS", sass)),
         "releases": len(re.findall(r"\.sys\.release\.", ptx)),

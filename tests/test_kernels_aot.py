@@ -63,6 +63,10 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
     }
     assert len(moving) > 10
     assert not wrong(moving, lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4)
+    copied = {
+        name: each for name, each in moving.items() if "FLAT" in name and "FP8" not in name
+    }  # no padding, not cast
+    assert len(copied) > 10 and not wrong(copied, lambda _, each: each["cached loads"] == each["kept stores"] == 0)
 
 
 def test_pushers_and_those_who_sum_both_do_so(real: Facts) -> None:

@@ -82,6 +82,8 @@ def test_json_is_the_plan() -> None:
         "most_sms": 132,
         "buffer_bytes": 128 << 20,
     }
+    assert found["rates"]["dispatch"].keys() == {"fixed_us", "link_gbs", "program_gbs"}
+    assert found["rows"]["uniform"]["nic"].keys() == {"mean", "busiest"}
     assert found["engine"] == "twolevel" and set(found["sizes"]) == {"bf16", "fp8"}
     assert "if asked for" in found["engine_runs"]
     assert set(found["rows"]) == {"uniform", "zipf"}

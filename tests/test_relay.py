@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def test_on_a_wire_that_keeps_counts_from_the_host(ranks: Ranks) -> None:
 def test_a_leg_by_hand() -> None:
     """Rank 0 of nodes (0, 1) and (2, 3), an expert each. Relayed: tokens for ranks 0 and 1, for rank 1, and for nobody here."""
     sizes = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 2, "timeout": 1.0}
-    relay = Relay(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), Any)
+    mover: Any = SimpleNamespace(counts_on_host=False)
+    relay = Relay(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), mover)
     ids = torch.tensor([[1, 0], [3, 1], [2, 99], [-1, -7]])
     leg = relay.plan(ids, [1, 2, 3, 1], Spec(layout=FLAT, exact=True))
     assert leg.order.tolist() == [0, 0, 1]
@@ -111,6 +113,13 @@ def test_a_leg_by_hand() -> None:
     assert leg.joins.tolist() == [[0, 4], [5, -1], [-1, -1], [-1, -1]]
     assert leg.arrange.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert (leg.spans.send_counts, leg.spans.recv_counts) == ([4, 4, 0, 0], [4, 4, 0, 0])
+    mover.counts_on_host = True
+    leg = relay.plan(ids, [1, 0, 2, 1], Spec(layout=FLAT, exact=False))
+    assert leg.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
+    assert leg.joins.tolist() == [[0, 4], [-1, 5], [-1, -1], [-1, -1]]
+    assert leg.arrange.tolist() == [0, 3, 5, 6, 1, 2, 4, 7]  # ranks 0, 2, 2 and 3 sent rows; then places without one
+    assert (leg.spans.send_counts, leg.spans.recv_counts) == ([1, 2, 0, 0], [3, 1, 0, 0])
+    assert (leg.spans.send_starts, leg.spans.recv_starts) == ([0, 4, 0, 0], [0, 4, 0, 0])
 
 
 # Each body with arguments; all run in one object's life after the other.
@@ -194,11 +203,18 @@ def check_counted(ranks: Ranks) -> None:
         with on_grid(*grid), case.make(ranks) as ep:
             recv = dispatch(ranks, ep, case)
             before = ep.stats()
+            with replace(case, exact=False).make(ranks) as static:  # places without a row do not move
+                there = dispatch(ranks, static, replace(case, exact=False))
+                static.combine(rows_to_combine(there, case, rank), there.handle)
+                static.dispatch(own_payload(ranks, case), handle=there.handle)
+                count = static.stats()
             ep.combine(rows_to_combine(recv, case, rank), recv.handle)
             back = ep.stats()
             there = before.across
             ep.dispatch(own_payload(ranks, case), handle=recv.handle)
             cached = ep.stats()
+        assert (count.rows_sent, count.rows_received) == (cached.rows_sent, cached.rows_received)
+        assert (count.inside, count.across) == (cached.inside, cached.across)
         to_nodes = [in_ranks.unflatten(1, grid).any(2) if nodes > 1 else in_ranks for in_ranks in hit]
         node = rank // each
         rail = [peer for peer in range(6) if peer % each == rank % each and peer != rank] if nodes > 1 else []

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import nvlink_plants
+import twolevel_plants
+from low_latency_plants import PLANTS as LOW_LATENCY_PLANTS
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "systems.md").read_text()
 REFERENCE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
@@ -70,6 +74,38 @@ def test_every_element_has_a_test_or_says_that_it_has_none(system: str) -> None:
         tests = [name for path, name in REFERENCE.findall(shown) if path.startswith("test_")]
         assert all(name.startswith("test_") for name in tests), element
         assert tests or "**missing**" in shown or "**none**" in shown, element
+
+
+BUGS = re.compile(r"`test_(\w+)\.py::test_a_planted_bug_is_found` \(([^)]*)\)")
+PLANTS = {
+    "nvlink_planted": nvlink_plants.PLANTS,
+    "twolevel_planted": twolevel_plants.PLANTS,
+    "low_latency_simulated": LOW_LATENCY_PLANTS,
+}
+NUMBERS = {"five": 5, "eleven": 11}
+
+
+def missing_bugs(text: str) -> list[str]:
+    """What ``text`` says wrongly of planted bugs: names (or their ends) in brackets behind the test, or how many a role has."""
+    bad: list[str] = []
+    for file, bugs in BUGS.findall(text):
+        for bug in bugs.split(", "):
+            role, _, number = bug.removesuffix(" bugs").rpartition(": ")
+            if bug.endswith(" bugs"):
+                found = sum(name.startswith(role) for name in PLANTS[file]) == NUMBERS[number]
+            else:
+                found = any(bug in name for name in PLANTS[file])
+            if not found:
+                bad.append(bug)
+    return bad
+
+
+def test_planted_bugs_have_these_names() -> None:
+    assert len(BUGS.findall(PAGE)) > 30 and not missing_bugs(PAGE)
+    wrong_page = (
+        "`test_nvlink_planted.py::test_a_planted_bug_is_found` (last chunk dropped, no such bug, push: five bugs)"
+    )
+    assert missing_bugs(wrong_page) == ["no such bug", "push: five bugs"]
 
 
 def test_marks_are_counted() -> None:

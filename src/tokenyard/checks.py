@@ -251,7 +251,8 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
             )
         if not _is_whole(capacity) or not 0 <= capacity <= LARGEST:
             raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows, at most {LARGEST}")
-    return _spec(layout, exact, expert_alignment, capacity)
+    make = Spec if torch.compiler.is_compiling() else _spec  # Dynamo warns of caches
+    return make(layout=layout, exact=exact, expert_alignment=expert_alignment, capacity=capacity)
 
 
 @lru_cache(maxsize=64)

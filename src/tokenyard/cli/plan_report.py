@@ -14,6 +14,7 @@ from tokenyard.cli.report import bytes_text, plain_table, print_section
 from tokenyard.engines.twolevel_ground import limit_of
 from tokenyard.planner.plan import Call, Plan
 from tokenyard.planner.rates import Rates
+from tokenyard.planner.traffic import Traffic
 
 IGNORED = (
     "Not in these times: the Python call (100-260 us in the records; CUDA graphs hide it), the plan of a new routing, congestion, "
@@ -26,13 +27,18 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "tokenyard": __version__,
         "workload": {name: value for name, value in asdict(plan.workload).items() if name != "dtype"},
-        "rates": asdict(plan.rates),
+        "rates": _named(plan.rates),
         "engine": plan.engine,
         "engine_runs": _when(plan),
         "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
-        "rows": {skew: asdict(rows) for skew, rows in plan.traffic.items()},
+        "rows": {skew: _named(rows) for skew, rows in plan.traffic.items()},
         "calls": [_call(call) for call in plan.calls],
     }
+
+
+def _named(values: Rates | Traffic) -> dict[str, Any]:
+    """Fields, also those of tuples with names, which ``asdict`` leaves as they are and JSON writes without names."""
+    return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in asdict(values).items()}
 
 
 def _call(call: Call) -> dict[str, Any]:

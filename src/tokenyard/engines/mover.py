@@ -20,6 +20,11 @@ class Mover:
         self._staging: dict[str, Tensor] = {}
 
     @property
+    def counts_on_host(self) -> bool:
+        """Whether the wire knows numbers of rows when it moves them, whatever the shapes."""
+        return self._wire.counts_on_host
+
+    @property
     def num_bytes(self) -> int:
         """Host memory kept between calls."""
         return sum(buffer.numel() for buffer in self._staging.values())

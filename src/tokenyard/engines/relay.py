@@ -28,7 +28,8 @@ INSIDE = ", inside the node"
 class Leg(NamedTuple):
     """From the rank that relays to the ranks of its node, and back. Q rows are relayed here, S are forwarded, Nb arrive.
 
-    With static shapes each (source rank, rank of this node) has M places, so Q = nodes * M and S = Nb = R * M.
+    With static shapes each (source rank, rank of this node) has M places, so Q = nodes * M and S = Nb = R * M. If the host knows
+    how many rows there are, those to a rank stand together, in front of its nodes * M places, and only they move; if not, all do.
     """
 
     spans: Spans  # rows to and from the ranks of this node
@@ -62,21 +63,23 @@ class Relay:
         """The leg of rows with global ids ``topk_idx [Q, K]``; ``sources [R]`` says how many come from each rank in the end."""
         hits = self._hits(topk_idx)
         if not spec.exact:
-            return self._static_leg(hits)
+            return self._static_leg(hits, sources)
         sends = host_ints(hits.sum(0))
         order, joins = send_order(hits), return_places(hits, None, self.width)
         return Leg(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
 
-    def _static_leg(self, hits: Tensor) -> Leg:
-        """Places that depend on nothing: ``order`` is by (destination, source node, token), M places each. For CUDA graphs."""
-        nodes, each, most = self.grid.num_nodes, self.grid.ranks_per_node, self.config.max_tokens_per_rank
-        node = torch.arange(nodes, device=hits.device)
-        from_node = node.repeat_interleave(most).unsqueeze(1) == node
-        split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
-        order, joins = send_order_static(split, most), return_places(split, most, self.width)
-        spans = self._spans([self._room] * each, [most] * self.config.world_size)
-        came = torch.arange(self.config.padded_rows, device=hits.device).view(each, nodes, most)
-        return Leg(spans, order, joins, came.transpose(0, 1).reshape(-1))
+    def _static_leg(self, hits: Tensor, sources: list[int]) -> Leg:
+        """Without counts on the host ``order`` is by (destination, source node, token), M places each: for CUDA graphs."""
+        each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
+        if self._mover.counts_on_host:
+            sends, split, stride = host_ints(hits.sum(0)), hits, self._room
+        else:
+            node = torch.arange(self.grid.num_nodes, device=hits.device)
+            from_node = node.repeat_interleave(most).unsqueeze(1) == node
+            split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
+            sends, stride = [self._room] * each, most
+        order, joins = send_order_static(split, stride), return_places(split, stride, self.width)
+        return Leg(self._spans(sends, sources, self._room), order, joins, self._arrange_static(sources, hits.device))
 
     def _hits(self, topk_idx: Tensor) -> Tensor:
         """Which ranks of this node each relayed row goes to: bool ``[Q, ranks per node]``. Other ids count for nothing."""
@@ -85,9 +88,9 @@ class Relay:
         here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
         return tokens_in_ranks(here, config.num_experts, config.world_size)[:, self._peers.start : self._peers.stop]
 
-    def _spans(self, sends: list[int], sources: list[int]) -> Spans:
+    def _spans(self, sends: list[int], sources: list[int], stride: int | None = None) -> Spans:
         recvs = [sum(sources[local :: self.grid.ranks_per_node]) for local in range(self.grid.ranks_per_node)]
-        return Spans.among(self._peers, self.config.world_size, sends, recvs)
+        return Spans.among(self._peers, self.config.world_size, sends, recvs, stride)
 
     def _arrange(self, sources: list[int], device: torch.device) -> Tensor:
         """Rows come by (local index of the rank that relays, source node); where those of each source rank begin there."""
@@ -97,6 +100,15 @@ class Relay:
         shift = begin - (ordered.cumsum(0) - ordered)
         num_rows = sum(sources)
         return shift.repeat_interleave(ordered, output_size=num_rows) + torch.arange(num_rows, device=device)
+
+    def _arrange_static(self, sources: list[int], device: torch.device) -> Tensor:
+        """The same where each rank that relays has nodes * M places: first those in use, by source node, then the others."""
+        nodes, each, most = self.grid.num_nodes, self.grid.ranks_per_node, self.config.max_tokens_per_rank
+        used = torch.tensor(sources, device=device).view(nodes, each, 1)
+        node, local, row = (torch.arange(count, device=device) for count in (nodes, each, most))
+        begin = used.cumsum(0) - used
+        unused = used.sum(0) + (node * most).view(-1, 1, 1) - begin + row - used
+        return (torch.where(row < used, begin + row, unused) + local.view(-1, 1) * self._room).reshape(-1)
 
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 
@@ -118,12 +130,13 @@ class Relay:
         """``token`` and the leg, as they were packed."""
         sends, recvs, forwards = self.counts_of(plan, spec)
         if spec.exact:
-            left, relayed = sum(sends), sum(recvs)
+            left, forwarded, relayed, came, stride = sum(sends), sum(forwards), sum(recvs), sum(sources), None
         else:
-            left, relayed, sources = self._room, self._room, [self.config.max_tokens_per_rank] * self.config.world_size
-        sizes = [left, sum(forwards), relayed * self.width, sum(sources)]
+            left = relayed = stride = self._room
+            forwarded = came = self.config.padded_rows
+        sizes = [left, forwarded, relayed * self.width, came]
         token, order, joins, arrange = cast("tuple[Tensor, ...]", plan.route.split(sizes))  # pyright: ignore[reportUnknownMemberType]
-        return token, Leg(self._spans(forwards, sources), order, joins.view(relayed, self.width), arrange)
+        return token, Leg(self._spans(forwards, sources, stride), order, joins.view(relayed, self.width), arrange)
 
     def route_size(self) -> int:
         """Elements of ``Plan.route`` with static shapes."""
@@ -140,6 +153,9 @@ class Relay:
             form.token(copies).masked_fill_(unused, -1)
             form.topk_idx(copies).masked_fill_(unused.unsqueeze(1), -1)
         came = self._mover.buffer("recv", form, leg.arrange.numel(), relayed.device)
+        if form.routed:  # places that nobody sends to
+            form.token(came).fill_(-1)
+            form.topk_idx(came).fill_(-1)
         self._mover.move(copies, came, leg.spans, op + INSIDE, call)()
         recv = self._mover.buffer("relay", form, leg.arrange.numel(), relayed.device)
         _copy_rows(came, leg.arrange, recv)
