@@ -61,8 +61,10 @@ def test_narrow_floats_are_rounded_as_torch_does(to: Any, dtype: torch.dtype, la
     x = torch.cat([bits.int().view(torch.float32), special, ties, -ties, ties * 2.0**-9, ties * 2.0**-16])
     x = x[~x.isnan()]
     assert same_bits(kernel_cast(x, tl.float32, to, dtype), saturated(x, largest).to(dtype))
-    nan = torch.full((4,), float("nan"))
-    assert kernel_cast(nan, tl.float32, to, dtype).float().isnan().all()
+    nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF]).int().view(torch.float32)  # two of them negative
+    cast = kernel_cast(nan, tl.float32, to, dtype)
+    assert nan.isnan().all() and cast.float().isnan().all()
+    assert largest == float("inf") or cast.view(torch.uint8).tolist() == [0x7F] * 4
 
 
 @pytest.mark.parametrize(("to", "dtype", "largest"), NARROW[1:], ids=NAMES[1:])

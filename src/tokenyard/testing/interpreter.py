@@ -94,10 +94,10 @@ def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
-    """The bits of the nearest (ties to even) narrow floats; fp8 saturates."""
+    """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as ``cvt.rn.satfinite`` does."""
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
-        values = values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
+        values = torch.where(values.isnan(), values.abs(), values.clamp(-_LARGEST[dtype], _LARGEST[dtype]))
     rounded = values.to(_NARROW[dtype])
     return rounded.view(_TORCH_BITS[rounded.itemsize]).numpy().view(upstream._get_np_dtype(dtype))
 
