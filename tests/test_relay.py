@@ -204,9 +204,9 @@ def check_counted(ranks: Ranks) -> None:
             recv = dispatch(ranks, ep, case)
             before = ep.stats()
             with replace(case, exact=False).make(ranks) as static:  # places without a row do not move
-                there = dispatch(ranks, static, replace(case, exact=False))
-                static.combine(rows_to_combine(there, case, rank), there.handle)
-                static.dispatch(own_payload(ranks, case), handle=there.handle)
+                padded = dispatch(ranks, static, replace(case, exact=False))
+                static.combine(rows_to_combine(padded, case, rank), padded.handle)
+                static.dispatch(own_payload(ranks, case), handle=padded.handle)
                 count = static.stats()
             ep.combine(rows_to_combine(recv, case, rank), recv.handle)
             back = ep.stats()

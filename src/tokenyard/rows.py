@@ -148,6 +148,14 @@ class RowFormat:
         weights = words[:, 1 + self.picks :].contiguous().view(torch.float32) if self.weighted else None
         return words[:, 0], words[:, 1 : 1 + self.picks], weights
 
+    def vacate(self, buffer: Tensor, unused: Tensor | None = None) -> None:
+        """Rows ``unused`` (bool ``[n]``; None: all) are nobody's: token and ids become -1."""
+        words = self._words(buffer, self.routing_at, 1 + self.picks)
+        if unused is None:
+            words.fill_(-1)
+        else:
+            words.masked_fill_(unused.unsqueeze(1), -1)
+
     def pack(self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor) -> None:
         """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1: any row)."""
         if payload.x.shape[0] and order.numel():

@@ -93,8 +93,7 @@ class CollectiveEngine:
         with record_function("tokenyard.dispatch.rows"):
             recv = self._mover.buffer("recv", form, self._num_received(spans, spec), payload.x.device)
             if not spec.exact:
-                form.token(recv).fill_(-1)
-                form.topk_idx(recv).fill_(-1)
+                form.vacate(recv)
             rows = self._mover.move(send, recv, spans, "dispatch", self._calls - 1)
             returns = ways_back(departure, spec, self.config)
             rows()

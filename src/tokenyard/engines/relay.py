@@ -149,13 +149,10 @@ class Relay:
         copies = self._mover.buffer("relay", form, leg.order.numel(), relayed.device)
         _copy_rows(relayed, leg.order.clamp(min=0), copies)
         if form.routed:
-            unused = leg.order < 0
-            form.token(copies).masked_fill_(unused, -1)
-            form.topk_idx(copies).masked_fill_(unused.unsqueeze(1), -1)
+            form.vacate(copies, leg.order < 0)
         came = self._mover.buffer("recv", form, leg.arrange.numel(), relayed.device)
-        if form.routed:  # places that nobody sends to
-            form.token(came).fill_(-1)
-            form.topk_idx(came).fill_(-1)
+        if form.routed and sum(leg.spans.recv_counts) < came.shape[0]:  # nobody sends to some
+            form.vacate(came)
         self._mover.move(copies, came, leg.spans, op + INSIDE, call)()
         recv = self._mover.buffer("relay", form, leg.arrange.numel(), relayed.device)
         _copy_rows(came, leg.arrange, recv)

@@ -26,6 +26,11 @@ SHARED_BYTES, KEPT_BYTES = 200 << 10, 28 << 10
 """Shared memory of a multiprocessor (of an H200, 228 KiB) for rows on their way, and what is kept for sums and scans."""
 
 
+def _at_once(rows: int, most: int) -> int:
+    """A power of two: not more than ``rows``, nor ``most``, but at least 1."""
+    return 1 << (max(1, min(rows, most)).bit_length() - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a role of a kernel works.
@@ -51,14 +56,12 @@ class Cut:
 
     def rows_of(self, block: int, most: int) -> int:
         """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only: short rows go several at a time."""
-        rows = max(1, min(self.rows * self.block // block, most))
-        return 1 << (rows.bit_length() - 1)
+        return _at_once(self.rows * self.block // block, most)
 
     def casts_of(self, groups: int, most: int) -> int:
         """Rows cast at once (at most ``most``, a power of two) if each has ``groups`` of 128 channels: half of the registers."""
         channels = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
-        rows = max(1, min(channels // (groups * 128), most))
-        return 1 << (rows.bit_length() - 1)
+        return _at_once(channels // (groups * 128), most)
 
 
 def shared_bytes(device: torch.device) -> int:
