@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build is enough for demo, tests and lint; TORCH= takes the torch that $(PYTHON) already has.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test bench lint test-gpu test-virtual soak clean
+.PHONY: demo test test-portable bench lint test-gpu test-virtual soak clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tokenyard demo $(ARGS)
@@ -14,6 +14,10 @@ demo: $(VENV)/.ready
 WORKERS ?= 2
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Of each kind of truth a little (marker "portable"), for other versions of Python: PYTHON=python3.13 VENV=.venv313
+test-portable: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m portable $(ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/tokenyard bench $(ARGS)

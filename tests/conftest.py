@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "portable: of each kind of truth a little, for other versions of Python")
 
 
 @pytest.hookimpl(optionalhook=True)

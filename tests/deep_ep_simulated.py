@@ -16,9 +16,12 @@ if __name__ == "__main__":
 
 import torch
 
+import hostile
 from deep_ep_world import World, from_fp8
+from hostile import error_of
 from tokenyard import deep_ep
 from tokenyard.deep_ep.natives import ENGINE_VARIABLE
+from tokenyard.errors import PeerError
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.group import SimulatedGroup
 
@@ -46,6 +49,32 @@ def normal(buffer: Any, world: World, engine: str = "nvlink") -> None:
     assert torch.equal(buffer.combine(worst[0], worst[4])[0], buffer.combine(recv_x, handle)[0])
     bare = buffer.dispatch(world.x[rank], **layout)
     assert torch.equal(bare[0], recv_x) and bare[3] == counts
+
+
+def refusals(buffer: Any, world: World) -> None:
+    """One rank has a bad argument. The others learn of it in the call (normal mode), or go on without its tokens; its turn is over
+    as theirs is, so that later calls meet."""
+    rank = buffer.rank
+    _, _, per_expert, _, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+    picks = {"topk_idx": world.idx[rank], "topk_weights": world.weights[rank], "num_tokens_per_expert": per_expert}
+    for bad in ({"expert_alignment": 0}, {"topk_idx": world.idx[rank].short()}, {"previous_event": 5}):
+        arguments = {**picks, **(bad if rank == 0 else {})}
+        error = error_of(lambda arguments=arguments: buffer.dispatch(world.x[rank], **arguments))
+        hostile.check(error, PeerError if rank else ValueError, next(iter(bad)))
+    rows, _, _, counts, _, _ = buffer.dispatch(world.x[rank], **picks)
+    assert torch.equal(rows, world.take(rank, world.x)) and counts == world.counts(rank)
+    got: list[torch.Tensor] = []
+
+    def low() -> None:
+        ways = {"async_finish": "no"} if rank == 0 else {}
+        got.append(buffer.low_latency_dispatch(world.x[rank], world.idx[rank], MOST, world.num_experts, **ways)[1])
+
+    error = error_of(low)
+    if rank == 0:
+        hostile.check(error, ValueError, "async_finish ('no') must be True or False")
+    else:
+        assert error is None
+        assert got[0].tolist() == [sum(source > 0 for source, _ in each) for each in world.expert_rows(rank)]
 
 
 def check_strides(scales: torch.Tensor) -> None:
@@ -94,14 +123,20 @@ def low_latency(buffer: Any, world: World) -> None:
         out = torch.empty_like(world.x[rank]) if scale == 1 else None
         combined.append(
             buffer.low_latency_combine(
-                plain, idx, weights, handle, out=out, return_recv_hook=True, combine_wait_recv_cost_stats=waits
+                world.by_expert(rank, plain),
+                idx,
+                weights,
+                handle,
+                out=out,
+                return_recv_hook=True,
+                combine_wait_recv_cost_stats=waits,
             )
         )
         assert out is None or combined[-1][0] is out
     assert counts.tolist() == [2 * len(want) for want in world.expert_rows(rank)]
     for scale, (out, _, hook) in enumerate(combined, start=1):
         hook()
-        assert torch.allclose(out.float(), scale * world.weighted(rank), rtol=0.02, atol=0.03)
+        assert torch.equal(out.float(), scale * world.weighted(rank))
     for cast in {"use_fp8": False}, {"round_scale": True, "use_ue8m0": True}:
         rows, got, handle, _, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, world.num_experts, **cast)
         plain = from_fp8(*rows) if isinstance(rows, tuple) else rows
@@ -110,11 +145,46 @@ def low_latency(buffer: Any, world: World) -> None:
             assert all(torch.equal(plain[expert, at], world.x[s][t]) for at, (s, t) in enumerate(want))
         if isinstance(rows, tuple):
             check_strides(rows[1])
-        out, _, none = buffer.low_latency_combine(plain, idx, weights, handle)
-        assert hook is None is none and torch.allclose(out.float(), world.weighted(rank), rtol=0.02, atol=0.03)
-    status = torch.ones(world.size, dtype=torch.int32)
+        out, _, none = buffer.low_latency_combine(world.by_expert(rank, plain), idx, weights, handle)
+        assert hook is None is none and torch.equal(out.float(), world.weighted(rank))
+    masks(buffer, world, first, second)
+
+
+def statistics(buffer: Any, world: World) -> None:
+    """Calls with statistics and without, in turn, on one object as on the other: each has launches of its own."""
+    rank, counts = buffer.rank, torch.zeros(len(world.experts_of(buffer.rank)), dtype=torch.int32)
+    idx, weights, peers = world.idx[rank], world.weights[rank], [peer for peer in range(world.size) if peer != rank]
+    asked = [(False, False)] * 2 + [(False, True), (True, True)] + [(True, False)] * 2  # objects take turns
+    for loads, timed in asked:
+        there, back = (torch.zeros(world.size, dtype=torch.int64) if timed else None for _ in range(2))
+        rows, got, handle, _, _ = buffer.low_latency_dispatch(
+            world.x[rank], idx, MOST, world.num_experts, counts.zero_() if loads else None, there, use_fp8=False
+        )
+        work = world.by_expert(rank, rows)
+        out = buffer.low_latency_combine(work, idx, weights, handle, combine_wait_recv_cost_stats=back)[0]
+        assert torch.equal(out.float(), world.weighted(rank))
+        assert not loads or torch.equal(counts, got)
+        for waits in (there, back):
+            assert waits is None or bool((waits[peers] > 0).all())
+
+
+def masks(buffer: Any, world: World, first: Any, second: Any) -> None:
+    """A rank that only one of the two objects has lost reads as left out; whoever asks to leave it out does so in both."""
+    rank, peer = buffer.rank, (buffer.rank + 1) % world.size
+    status, alone = torch.ones(world.size, dtype=torch.int32), [int(each == peer) for each in range(world.size)]
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * world.size
+    for ep in (first, second):
+        ep.mask(peer)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == alone
+        ep.unmask(peer)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * world.size
+    buffer.low_latency_update_mask_buffer(peer, True)
+    assert first.active_ranks == second.active_ranks == [not out for out in alone]
+    buffer.low_latency_update_mask_buffer(peer)
+    assert first.active_ranks == second.active_ranks == [True] * world.size
     buffer.low_latency_update_mask_buffer((rank + 1) % world.size, True)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [int(peer == (rank + 1) % world.size) for peer in range(world.size)]
@@ -134,6 +204,8 @@ def check(seed: int) -> None:
             with torch.inference_mode(tokens == "only last"):  # what is made inside must serve outside
                 normal(buffer, world)
                 low_latency(buffer, world)
+                refusals(buffer, world)
+                statistics(buffer, world)
         buffer.destroy()
 
     simulate(2, body, seed=seed)

@@ -155,10 +155,14 @@ class World:
             for expert in self.experts_of(rank)
         ]
 
+    def by_expert(self, rank: int, blocks: Tensor) -> Tensor:
+        """What the experts of ``rank`` make of blocks ``[L, rows, H]``: no two neighbours the same, as in :meth:`layer`."""
+        factors = torch.tensor([expert % 3 + 1 for expert in self.experts_of(rank)], device=blocks.device)
+        return (blocks * factors.view(-1, 1, 1)).to(blocks.dtype)
+
     def weighted(self, rank: int) -> Tensor:
-        """Each token times the sum of the weights of its picks, in float32."""
-        weights = torch.where(self.idx[rank] < 0, 0.0, self.weights[rank])
-        return self.x[rank].float() * weights.sum(1, keepdim=True)
+        """The whole layer for the tokens of ``rank``, in float32; exact if ``whole``."""
+        return self.x[rank].float() * self.coefficients(self.idx[rank], self.weights[rank])
 
 
 def calc_diff(got: Tensor, want: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 import tokenyard as ty
 from cases import SMALL_RINGS, Case, check_combined, check_received, dispatch, rows_to_combine
 from tokenyard.memory.base import MemoryGroup
-from tokenyard.memory.meeting import Meeting
+from tokenyard.rendezvous import agree
 from tokenyard.testing import Ranks
 
 TIMEOUT = 1.5
@@ -45,7 +45,8 @@ def meet(ranks: Ranks) -> None:
 def anyone(ranks: Ranks, here: bool) -> bool:
     """Whether something is so on any rank."""
     if isinstance(ranks.group, MemoryGroup):
-        return "1" in Meeting(ranks.group.open_store(), ranks.rank, ranks.world_size, 60.0).exchange("", str(int(here)))
+        store = dist.PrefixStore("outside", ranks.group.open_store())
+        return "1" in agree(store, ranks.rank, ranks.world_size, {}, "", 60.0, str(int(here)))[1]
     flag = torch.tensor([int(here)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=gloo(ranks))
     return bool(flag)

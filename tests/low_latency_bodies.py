@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,7 +207,10 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         ep.check()
         with pytest.raises(ValueError, match=r"rank \(2\) must be one of the other ranks"):
             ep.mask(2)
-        ep.mask(1 - ranks.rank)
+        for wrong in (True, float(1 - ranks.rank), str(1 - ranks.rank), torch.tensor(1 - ranks.rank)):
+            with pytest.raises(ValueError, match=r"rank \(.*\) must be one of the other ranks, 0\.\.1"):
+                ep.mask(wrong)
+        ep.mask(np.int64(1 - ranks.rank))
         assert ep.active_ranks == [rank == ranks.rank for rank in range(2)]
         assert ep.active_mask.tolist() == [int(rank == ranks.rank) for rank in range(2)]
         ep.unmask(1 - ranks.rank)

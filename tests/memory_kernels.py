@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,31 @@ from tokenyard.kernels.sync import RANK, add_release, follow, wait_at_least, wor
 REGION_BYTES = 16384
 PHASE = 7
 """As :func:`everybody` names its wait in the status."""
+
+
+class Pair(NamedTuple):
+    """Two arguments."""
+
+    first: Any
+    second: Any
+
+
+class Inner(NamedTuple):
+    factor: int
+
+
+class Outer(NamedTuple):
+    """Constants."""
+
+    width: int
+    inner: Inner
+
+
+@triton.jit
+def in_structs(out, pair: Pair, more, k: tl.constexpr):
+    """Arguments and constants in structs."""
+    at = tl.arange(0, k.width)
+    tl.store(words(out) + at, (pair.first - pair.second) * k.inner.factor + more + at)
 
 
 @triton.jit
@@ -79,6 +106,16 @@ def fail(address, odd):
         tl.inline_asm_elementwise("trap;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if tl.program_id(0) == odd:
         tl.store(words(address), 1)
+
+
+@triton.jit
+def fail_beside_waiting(address, never):
+    """Program 0 writes where nothing is, while the others wait for ever."""
+    if tl.program_id(0) == 0:
+        tl.store(words(address), 1)
+    else:
+        while tl.atomic_add(words(never), 0, sem="relaxed", scope="sys") == 0:
+            pass
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from memory_calls import launch
-from memory_kernels import REGION_BYTES, count_up, double, everybody, fail, widths
+from memory_kernels import REGION_BYTES, count_up, double, everybody, fail, fail_beside_waiting, widths
 from tokenyard.kernels.sync import (
     COUNTER,
     EXPECTED,
@@ -172,6 +172,28 @@ def memory_is_short(memory: SharedMemory) -> object:
 def a_program_is_killed(memory: SharedMemory) -> object:
     launch(memory, fail, 3, 8, 2, num_warps=4)
     memory.settle()
+    return "settled"
+
+
+@scenario(1)
+def a_program_is_killed_beside_others(memory: SharedMemory) -> object:
+    """Those of its launch, and those queued behind it, do not outlive it."""
+    never = memory.host_words(1)
+    launch(memory, fail_beside_waiting, 3, 8, never.data_ptr(), num_warps=4)
+
+    def running() -> list[int]:
+        return [pid for each in memory._programs._launches for pid in each.pids]
+
+    started = running()
+    try:
+        launch(memory, fail, 2, 8, -1, num_warps=4)  # on a busy machine the first may have failed by now
+        started = running()
+        memory.settle()
+    except RuntimeError as error:
+        alive = [pid for pid in started if os.path.exists(f"/proc/{pid}")]
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+        return [len(alive), str(error)]
     return "settled"
 
 

@@ -3,48 +3,50 @@
 from twolevel_outlines import TWOLEVEL_OUTLINES
 
 VERBS = (
-    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_payload", "pack_riders",
-    "copy_rows", "place_rows", "place_riders", "send_chunk", "receive_chunk", "send_sums_chunk", "tl.store", "return_credits",
-    "return_network_credits", "add_nodes", "write_rows", "say_hello", "all_are_here", "in_same_call", "end_in_views", "count_call",
-    "_push_rows", "_copy", "raise_release", "_sum_rows", "_landed", "_leave", "store_sums",
-    "owe", "publish", "_publish", "say_hello_to_all", "begin_tasks", "far_turn", "_near_turn", "_place_turn",
-    "forward_turn", "_own_turn", "_send_turn", "_receive_turn", "_reduce_turn", "_combine_turn", "greet_turn",
+    "wait_at_least", "wait_for_all", "load_acquire", "look_at_all", "add_release", "put", "credit", "pack_rows",
+    "pack_metadata", "copy_rows", "place_rows", "place_metadata", "send_chunk", "receive_chunk", "send_sums_chunk",
+    "tl.store", "return_credits", "return_network_credits", "add_nodes", "write_rows", "say_hello", "all_are_here",
+    "in_same_call", "end_in_views", "count_call", "_forward", "_place_batch", "_copy_slots", "_end_turn",
+    "_pack_chunk", "_put_chunk", "_push_rows", "_copy", "raise_release", "_sum_rows", "_landed", "_leave",
+    "store_sums", "owe", "publish", "_publish", "say_hello_to_all", "begin_tasks", "_turn", "far_turn",
+    "_near_turn", "_place_turn", "forward_turn", "_own_turn", "_send_turn", "_receive_turn", "_reduce_turn",
+    "_combine_turn", "greet_turn",
 )  # fmt: skip
 OUTLINES = {
     ("dispatch", "send_rows"): """
-wait_at_least(head_of(mine, to, c, R, C))
-for range(lo, hi, CHUNK)
+wait_at_least(head)
+for range(begin, end, k.ring.chunk)
   if ok
-    wait_at_least(head_of(mine, to, c, R, C))
+    wait_at_least(head)
   if ok
-    send_chunk(x)
+    send_chunk(payload)
     add_release(tail)
-tl.store(sent_to(state, to, c, R, C))
+tl.store(sent_to(peers.state, to, channel, k.ranks, k.channels))
 """,  # model_rings.send
     ("dispatch", "send_chunk"): """
-for range(0, n, B)
-  pack_payload(x)
-if MW or (S and (not MODE))
-  for range(0, n, TOGETHER)
-    pack_riders(scales)
+for range(0, count, k.rows_sent)
+  pack_rows(payload.rows)
+if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
+  for range(0, count, TOGETHER)
+    pack_metadata(payload)
 """,  # model_rings.send
     ("dispatch", "receive_rows"): """
 while (taken < total) & ok
-  wait_at_least(tail_of(mine, s, c, R, C))
+  wait_at_least(tail)
   if ok
-    receive_chunk(plan)
+    receive_chunk(routing)
     add_release(head)
-tl.store(taken_from(state, s, c, R, C))
+tl.store(taken_from(peers.state, source, channel, k.ranks, k.channels))
 """,  # model_rings.receive
     ("dispatch", "receive_chunk"): """
-for range(0, n, B)
-  if PLACED
-    place_rows(ring)
+for range(0, count, k.rows_received)
+  if k.placing.by_expert
+    place_rows(slots)
   else
-    copy_rows(as_words(ring, BITS))
-if not PLACED and (S or FRESH)
-  for range(0, n, TOGETHER)
-    place_riders(ring + PAY)
+    copy_rows(from_slot)
+if not k.placing.by_expert and (row.scale_words or k.placing.fresh)
+  for range(0, count, TOGETHER)
+    place_metadata(slots)
 """,  # model_rings.receive
     ("combine", "send_sums"): """
 wait_at_least(head_of(mine, s, c, R, C))

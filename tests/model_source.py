@@ -15,6 +15,20 @@ SHOWN = {"owe": 4}
 """Which argument of a call its outline shows, if not the first: of what is owed, the counter."""
 
 
+NAMES = {"k.ring.slots": "slots", "net.slots": "far_slots", "Q": "slots", "NQ": "far_slots"}
+"""What constants of kernels are called here."""
+
+
+class _Named(ast.NodeTransformer):
+    """Puts :data:`NAMES` for constants."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return ast.Name(NAMES[ast.unparse(node)], ast.Load()) if ast.unparse(node) in NAMES else node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Name(NAMES.get(node.id, node.id), ast.Load())
+
+
 class Expression:
     """An integer expression of a kernel; call it with the values of its names."""
 
@@ -41,12 +55,15 @@ def function(file: str, name: str) -> ast.FunctionDef:
 
 def assigned(file: str, name: str, variable: str, using: str) -> Expression:
     """The one expression that the function assigns to ``variable`` and that uses the name ``using``."""
-    found = [
-        node.value
+    assignments = [
+        ast.fix_missing_locations(_Named().visit(node.value))
         for node in ast.walk(function(file, name))
-        if isinstance(node, ast.Assign)
-        and ast.unparse(node.targets[0]) == variable
-        and any(isinstance(part, ast.Name) and part.id == using for part in ast.walk(node.value))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == variable
+    ]
+    found = [
+        value
+        for value in assignments
+        if any(isinstance(part, ast.Name) and part.id == using for part in ast.walk(value))
     ]
     assert len(found) == 1, f"{file}.py: {name} assigns {variable} {len(found)} times with {using}, not once"
     return Expression(found[0])
@@ -77,20 +94,20 @@ def _outlined(body: list[ast.stmt], verbs: tuple[str, ...], indent: str) -> Iter
                 yield f"{indent}{verb}({shown})"
 
 
-ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "Q")
+ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "slots")
 """What a sender of a dispatch waits for before a chunk."""
-ROOM_IN_COMBINE = assigned("combine", "send_sums", "want", "Q")
+ROOM_IN_COMBINE = assigned("combine", "send_sums", "want", "slots")
 """The same in combine."""
 ROOM_INSIDE = {
-    False: assigned("two_dispatch", "_send_turn", "want", "Q"),
-    True: assigned("two_combine", "_send_turn", "want", "Q"),
+    False: assigned("two_dispatch", "_send_turn", "want", "slots"),
+    True: assigned("two_combine", "_send_turn", "want", "slots"),
 }
 """The same inside nodes of engine twolevel, in dispatch and in combine."""
-ROOM_FAR_IN_DISPATCH = assigned("two_dispatch", "far_turn", "want", "NQ")
+ROOM_FAR_IN_DISPATCH = assigned("two_far", "far_turn", "want", "far_slots")
 """What a network sender waits for before a chunk."""
-ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "NQ")
+ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "far_slots")
 """The same of a combiner."""
-ROOM_AT_FORWARDER = assigned("two_forward", "forward_turn", "wants", "Q")
+ROOM_AT_FORWARDER = assigned("two_forward", "_forward", "wants", "slots")
 """What a forwarder waits for before a batch of rows, for each other local rank."""
 CREDIT_OF_FORWARDER = assigned("two_forward", "return_credits", "owed", "CREDIT")
 """What a forwarder returns after a turn."""

@@ -68,7 +68,7 @@ def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
     """A sender inside a node."""
     ring, base, rows = flow
     for chunk in chunks(rows, call.chunk, bug):
-        want = ROOM_INSIDE[call.combine](base=base, i=chunk.start, n=len(chunk), Q=ring.slots(call.row))
+        want = ROOM_INSIDE[call.combine](base=base, i=chunk.start, n=len(chunk), slots=ring.slots(call.row))
         yield from wait(ring.head, want - bug("one slot too many"))
         yield from store(flow, chunk, call.row)
         yield Release(ring.tail, len(chunk), owed=True)
@@ -77,7 +77,7 @@ def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
 def room_far(far: Far, chunk: range, call: Call, room: Expression, bug: Bug) -> Ops:
     """Wait for room for a chunk, in the ring and in staging."""
     base, slots = far.flow.base, far.flow.ring.slots(call.row)
-    want = room(base=base, i=chunk.start, n=len(chunk), end=chunk.stop, NQ=slots)
+    want = room(base=base, i=chunk.start, n=len(chunk), end=chunk.stop, far_slots=slots)
     if bug("network ring not drained"):
         want = base + chunk.stop - slots
     yield from wait(far.flow.ring.head, want - bug("one network slot too many"))
@@ -134,7 +134,7 @@ def forward_rows(
 ) -> Ops:
     """A batch of rows, read once and stored to all local ranks that need them: rows ``put[0]`` up to ``put[1]`` of their rings."""
     for flow, counts, upto in zip(near, *put, strict=True):
-        want = ROOM_AT_FORWARDER(sent=flow.base, counts=counts, more=upto - counts, Q=flow.ring.slots(call.row))
+        want = ROOM_AT_FORWARDER(sent=flow.base, counts=counts, more=upto - counts, slots=flow.ring.slots(call.row))
         yield from wait(flow.ring.head, want - bug("one slot too many"))
     yield from read(far, batch, call.row)
     for flow, counts, upto in zip(near, *put, strict=True):

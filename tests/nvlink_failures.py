@@ -134,8 +134,9 @@ QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
 """Behind a dispatch and a cached one in place; fresh ones are static."""
 
 
-def queued(scenario: Scenario, absent_from: int, seed: int) -> list[Ending | None]:
-    """The culprit does not come to the call of this number; the others have queued calls before and behind it, as on a GPU."""
+def queued(scenario: Scenario, absent_from: int, seed: int, closes: bool = False) -> list[Ending | None]:
+    """The culprit does not come to the call of this number, or ``closes`` its object then; the others have queued calls before and
+    behind it, as on a GPU."""
     case = scenario.rounds[0].case
 
     def body(mine: RankRun) -> None:
@@ -148,7 +149,8 @@ def queued(scenario: Scenario, absent_from: int, seed: int) -> list[Ending | Non
         with mine.own:
             for number, op in enumerate(QUEUE, 2):
                 if mine.rank == CULPRIT and number == absent_from:
-                    memory.wait_until(lambda: False, 60.0)
+                    if not closes:
+                        memory.wait_until(lambda: False, 60.0)
                     break
                 if op == COMBINE:
                     engine.combine(rows, plan, spec)

@@ -13,6 +13,11 @@ def _moved(line: str, before: str) -> tuple[tuple[str, str], ...]:
     return (line + "\n", ""), (before, f"{indent}{line.strip()}\n{before}")
 
 
+_DONES = """            dones = done_of(bases, me, k.ranks, k.channels)
+            one = tl.full((k.rank_bins,), 1, tl.int64)
+"""
+_WRITES = "            for t0 in range(pid * k.rows_sent, num_tokens, k.writers * k.rows_sent):\n"
+
 PLANTS = {
     # sync.py: every kernel's flags
     "no barrier before a release": Plant(
@@ -84,61 +89,68 @@ PLANTS = {
     "dispatch: flag before data": Plant(
         "flag before data",
         "dispatch",
-        _moved("            add_release(tail, n.to(tl.int64), None)", "            send_chunk(\n"),
+        _moved("            add_release(tail, count.to(tl.int64), None)", "            send_chunk("),
     ),
     "dispatch: flag before what rides along": Plant(
         "flag before data",
         "dispatch",
         (
-            ("order, ring, i0, n, lo,\n    H:", "order, ring, i0, n, lo, tail,\n    H:"),
-            ("order, ring, i0, n, lo, H, N,", "order, ring, i0, n, lo, tail, H, N,"),
-            *_moved("            add_release(tail, n.to(tl.int64), None)", "    if MW or (S and not MODE):\n"),
+            (
+                'begin, count, first, k: tl.constexpr):\n    """Pack',
+                'begin, count, first, tail, k: tl.constexpr):\n    """Pack',
+            ),
+            (
+                "send_chunk(payload, order, ring, i, count, begin, k)",
+                "send_chunk(payload, order, ring, i, count, begin, tail, k)",
+            ),
+            *_moved(
+                "            add_release(tail, count.to(tl.int64), None)",
+                "    if k.row.metadata_words or (k.row.scale_words and not k.cast.mode):\n",
+            ),
         ),
     ),
     "dispatch: credit before what rode along is read": Plant(
         "credit before read",
         "dispatch",
         (
-            ("s, ring, taken, n, a0,\n    R:", "s, ring, taken, n, a0, head,\n    R:"),
-            ("s, ring, taken, n, a0,\n                R,", "s, ring, taken, n, a0, head,\n                R,"),
-            *_moved("            add_release(head, n.to(tl.int64), None)", "    if not PLACED and (S or FRESH):\n"),
+            (
+                'begin, count, first, k: tl.constexpr):\n    """Place',
+                'begin, count, first, head, k: tl.constexpr):\n    """Place',
+            ),
+            ("source, ring, taken, count, first, k)", "source, ring, taken, count, first, head, k)"),
+            *_moved(
+                "            add_release(head, count.to(tl.int64), None)",
+                "    if not k.placing.by_expert and (row.scale_words or k.placing.fresh):\n",
+            ),
         ),
     ),
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
-        _moved("            add_release(head, n.to(tl.int64), None)", "            receive_chunk(\n"),
+        _moved("            add_release(head, count.to(tl.int64), None)", "            receive_chunk("),
     ),
     "dispatch: one slot too many": Plant(
         "credit before read",
         "dispatch",
-        (("want = base + (i0 - lo) + n - Q\n", "want = base + (i0 - lo) + n - Q - 1\n"),),
+        (("+ count - k.ring.slots\n", "+ count - k.ring.slots - 1\n"),),
     ),
     "dispatch: last chunk dropped": Plant(
-        "last chunk", "dispatch", (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),)
+        "last chunk", "dispatch", (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),)
     ),
     "dispatch: ring not drained": Plant(
         "reused too early",
         "dispatch",
         (
             (
-                "    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want\n    for i0",
-                "    ok = True\n    for i0",
+                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # the ring is drained\n",
+                "    ok = True\n",
             ),
         ),
         within=30,
         hint=1,
     ),
-    "dispatch: rows sent not counted": Plant(
-        "wrong epoch",
-        "dispatch",
-        (("tl.store(sent_to(state, to, c, R, C), base + hi - lo)", "tl.store(sent_to(state, to, c, R, C), base)"),),
-    ),
-    "dispatch: rows taken not counted": Plant(
-        "wrong epoch",
-        "dispatch",
-        (("tl.store(taken_from(state, s, c, R, C), base + total)", "tl.store(taken_from(state, s, c, R, C), base)"),),
-    ),
+    "dispatch: rows sent not counted": Plant("wrong epoch", "dispatch", (("sent + end - begin)", "sent)"),)),
+    "dispatch: rows taken not counted": Plant("wrong epoch", "dispatch", (("base + total)", "base)"),)),
     # combine.py
     "combine: flag before data": Plant(
         "flag before data",
@@ -272,28 +284,39 @@ PLANTS = {
     "dispatch: rows fly whatever the plan says": Plant(
         "guess",
         "dispatch",
-        (("(tl.load(go_of(plan, R, C)) == 0) & (forced == 0)", "(forced != 0) & (forced == 0)"),),
+        (
+            (
+                "(go == 0) & (forced == 0)",
+                "(forced != 0) & (forced == 0)",
+            ),
+        ),
         part="guesses",
     ),
     # direct.py
     "direct: views not waited for": Plant(
         "reused too early",
         "direct",
-        (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
+        (
+            (
+                "        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):",
+                "        if num_tokens >= 0:",
+            ),
+        ),
         part="views",
         hint=2,
     ),
     "direct: done before the rows": Plant(
         "flag before data",
         "direct",
-        _moved(
-            "            add_release(done_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
-            "            for t0 in range(pid * B, T, P * B):\n",
+        (
+            ("            add_release(dones, one, r < k.ranks)\n", ""),
+            (_DONES, ""),
+            (_WRITES, f"{_DONES}            add_release(dones, one, r < k.ranks)\n{_WRITES}"),
         ),
         part="views",
     ),
     "direct: writers of the last call": Plant(
-        "wrong epoch", "direct", (("(calls + 1) * P + (r * 0)", "calls * P + (r * 0)"),), part="views"
+        "wrong epoch", "direct", (("(calls + 1) * k.writers + (r * 0)", "calls * k.writers + (r * 0)"),), part="views"
     ),
     # push.py
     "push: landings not waited for": Plant(

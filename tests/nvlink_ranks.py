@@ -47,6 +47,7 @@ from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
+from tokenyard.kernels.region import EPOCH
 from tokenyard.layout import merge_weights
 from tokenyard.results import received_fields
 from tokenyard.rows import Payload
@@ -132,6 +133,11 @@ class RankRun:
         self._guess_closely(recv)
         for way in each.ways:
             self.follow(recv, each, way)
+        self._check_greetings()
+
+    def _check_greetings(self) -> None:
+        """The host knows how often this rank has said hello: by it, messages name the call in which a kernel gave up."""
+        assert self.engine._watch._hellos == int(self.engine._ground.state[EPOCH.value])
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]

@@ -76,13 +76,18 @@ def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
 
 @contextmanager
 def _launched_from(launches: Any, package: str) -> Iterator[None]:
-    kernels = {name: value for name, value in vars(launches).items() if name.endswith("_kernel")}
-    assert len(kernels) >= 3
+    """The kernels, and functions that bind kernels, in the names of module ``launches`` are those of ``package``."""
+    real = {name: value for name, value in vars(launches).items() if _home(value).startswith(f"{PACKAGE}.")}
+    assert len(real) >= 3
     try:
-        for name, kernel in kernels.items():
-            module = kernel.fn.__module__.replace(PACKAGE, package)
-            setattr(launches, name, getattr(import_module(module), name))
+        for name, value in real.items():
+            setattr(launches, name, getattr(import_module(_home(value).replace(PACKAGE, package)), name))
         yield
     finally:
-        for name, kernel in kernels.items():
-            setattr(launches, name, kernel)
+        for name, value in real.items():
+            setattr(launches, name, value)
+
+
+def _home(value: Any) -> str:
+    """The module that a function, or a kernel, is from; "" for others."""
+    return getattr(getattr(value, "fn", value), "__module__", None) or ""

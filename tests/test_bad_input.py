@@ -22,6 +22,8 @@ M, K, H, E = CASE.num_tokens, CASE.num_topk, CASE.hidden, CASE.num_experts
 T = 5
 MAJOR, PADDED = ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED
 META = torch.device("meta")
+FIRST_MISSING = f"cuda:{torch.cuda.device_count()}"
+"""The first GPU that this machine has not: ``cuda:0`` where there is none."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ DISPATCH: dict[str, list[Bad]] = {
     "x": [
         bad("x must be|Tensor|list", lambda i: {"x": [[1.0]]}),
         bad("x must be|Tensor|NoneType", lambda i: {"x": None}),
-        bad("x has shape|[40]|2 dim", lambda i: {"x": i.x[0]}),
-        bad("x has shape|[1, 5, 40]|2 dim", lambda i: {"x": i.x.unsqueeze(0)}),
-        bad("x has 39 channels|hidden=40|make one", lambda i: {"x": i.x[:, :39]}),
+        bad("x has shape [40]|2 dim|[T, H] = [T, 40]", lambda i: {"x": i.x[0]}),
+        bad("x has shape [1, 5, 40]|2 dim|[T, H] = [T, 40]", lambda i: {"x": i.x.unsqueeze(0)}),
+        bad("x has 39 channels|shape [5, 39]|hidden=40|[T, H] = [T, 40]|make one", lambda i: {"x": i.x[:, :39]}),
         bad("x is float64|bfloat16", lambda i: {"x": i.x.double()}),
         bad("x is complex64|bfloat16", lambda i: {"x": i.x.to(torch.complex64)}),
         bad("x is int8|Quantized", lambda i: {"x": i.x.to(torch.int8)}),
         bad("x is float8_e4m3fn|Quantized", lambda i: {"x": i.x.to(torch.float8_e4m3fn)}),
         bad("x is on meta", lambda i: {"x": i.x.to(META)}),
         bad("x|sparse", lambda i: {"x": i.x.to_sparse()}),
-        bad("topk_idx has shape [5, 3]|[4, 3]", lambda i: {"x": i.x[:4]}),
+        bad("topk_idx has shape [5, 3]|[T, K] = [4, 3]|num_topk", lambda i: {"x": i.x[:4]}),
     ],
     "quantized": [
         bad("quantize ('fp8')|Quantize", lambda i: {"quantize": "fp8"}),
@@ -72,16 +74,17 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("x.data has 39|hidden=40", lambda i: {"x": quantized(i.x[:, :39])}),
         bad("x.scales must be", lambda i: {"x": quantized(i.x, scales=1.0)}),
         bad("x.scales is float64|float32", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1).double())}),
-        bad("x.scales has shape [5]", lambda i: {"x": quantized(i.x, scales=torch.ones(T))}),
-        bad("x.scales has shape [4, 1]|[5, S]", lambda i: {"x": quantized(i.x, scales=torch.ones(4, 1))}),
+        bad("x.data has shape [40]|[T, H] = [T, 40]", lambda i: {"x": quantized(i.x, data=i.x[0].to(torch.int8))}),
+        bad("x.scales has shape [5]|2 dim|[T, S] = [5, S]", lambda i: {"x": quantized(i.x, scales=torch.ones(T))}),
+        bad("x.scales has shape [4, 1]|[T, S] = [5, S]", lambda i: {"x": quantized(i.x, scales=torch.ones(4, 1))}),
         bad("x.scales has shape [5, 0]", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 0))}),
         bad("x.scales is on meta", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1, device=META))}),
     ],
     "topk_idx": [
-        bad("topk_idx is missing|handle=", lambda i: {"topk_idx": None}),
+        bad("topk_idx is missing|[T, K] = [5, 3]|handle=", lambda i: {"topk_idx": None}),
         bad("topk_idx must be|Tensor|list", lambda i: {"topk_idx": i.topk_idx.tolist()}),
-        bad("topk_idx has shape [5]", lambda i: {"topk_idx": i.topk_idx[:, 0]}),
-        bad("topk_idx has shape [5, 2]|[5, 3]", lambda i: {"topk_idx": i.topk_idx[:, :2]}),
+        bad("topk_idx has shape [5]|2 dim|[T, K] = [5, 3]", lambda i: {"topk_idx": i.topk_idx[:, 0]}),
+        bad("topk_idx has shape [5, 2]|[T, K] = [5, 3]", lambda i: {"topk_idx": i.topk_idx[:, :2]}),
         bad("topk_idx has shape [6, 3]|[5, 3]", lambda i: {"topk_idx": i.topk_idx[[0, 0, 1, 2, 3, 4]]}),
         bad("topk_idx is float32|int64", lambda i: {"topk_idx": i.topk_idx.float()}),
         bad("topk_idx is bool|int64", lambda i: {"topk_idx": i.topk_idx.bool()}),
@@ -103,8 +106,8 @@ DISPATCH: dict[str, list[Bad]] = {
     ],
     "topk_weights": [
         bad("topk_weights must be|Tensor|float", lambda i: {"topk_weights": 1.0}),
-        bad("topk_weights has shape [5]", lambda i: {"topk_weights": i.topk_weights[:, 0]}),
-        bad("topk_weights has shape [5, 2]|[5, 3]", lambda i: {"topk_weights": i.topk_weights[:, :2]}),
+        bad("topk_weights has shape [5]|2 dim|[T, K] = [5, 3]", lambda i: {"topk_weights": i.topk_weights[:, 0]}),
+        bad("topk_weights has shape [5, 2]|[T, K] = [5, 3]", lambda i: {"topk_weights": i.topk_weights[:, :2]}),
         bad("topk_weights has shape [4, 3]|[5, 3]", lambda i: {"topk_weights": i.topk_weights[:4]}),
         bad("topk_weights is int64|float32", lambda i: {"topk_weights": i.topk_idx}),
         bad("topk_weights is float64|float32", lambda i: {"topk_weights": i.topk_weights.double()}),
@@ -172,7 +175,7 @@ CACHED: list[Bad] = [
     bad("capacity|leave it out", lambda o: {"capacity": 9}),
     bad("exact|leave it out", lambda o: {"exact": False}),
     bad("expert_alignment|leave it out", lambda o: {"expert_alignment": 16}),
-    bad("x has 4 tokens|5", lambda o: {"x": o.x[:4]}),
+    bad("x has 4 tokens|shape [4, 40]|[T, H] = [5, 40]", lambda o: {"x": o.x[:4]}),
     bad("x has 39 channels|hidden=40", lambda o: {"x": o.x[:, :39]}),
     bad("x is float64", lambda o: {"x": o.x.double()}),
     bad("x is on meta", lambda o: {"x": o.x.to(META)}),
@@ -190,18 +193,21 @@ def of_padded(o: Old) -> dict[str, Any]:
 COMBINE: dict[str, list[Bad]] = {
     "x": [
         bad("x must be|Tensor|list", lambda o: {"x": []}),
-        bad("x has shape [40]|2 dim", lambda o: {"x": o.x[0]}),
+        bad("x has shape [40]|2 dim|[N, H] = [|, 40]|recv.x", lambda o: {"x": o.x[0]}),
         bad("x has shape|recv.x", lambda o: {"x": torch.cat([o.flat.x, o.flat.x[:1], o.x[:1]])}),
-        bad("x has shape|39]|recv.x", lambda o: {"x": o.flat.x[:, :39]}),
+        bad("x has shape|39]|[N, H] = [|, 40]|recv.x", lambda o: {"x": o.flat.x[:, :39]}),
         bad("x is float64|bfloat16", lambda o: {"x": o.flat.x.double()}),
         bad("x is int8|not quantised", lambda o: {"x": o.flat.x.to(torch.int8)}),
         bad("x is float8_e4m3fn|not quantised", lambda o: {"x": o.flat.x.to(torch.float8_e4m3fn)}),
         bad("x is on meta", lambda o: {"x": o.flat.x.to(META)}),
         bad("x is a view that negates|resolve_neg", lambda o: {"x": torch._neg_view(o.flat.x)}),
         bad("x|sparse", lambda o: {"x": o.flat.x.to_sparse()}),
-        bad("x has shape|3 dim", lambda o: {**of_padded(o), "x": o.padded.x.flatten(0, 1)}),
+        bad(
+            "x has shape|3 dim|[L, R * M, H] = [|, 40]|recv.x",
+            lambda o: {**of_padded(o), "x": o.padded.x.flatten(0, 1)},
+        ),
         bad("x has shape|recv.x", lambda o: {**of_padded(o), "x": o.padded.x[:, 1:]}),
-        bad("x has shape|2 dim", lambda o: {"x": o.padded.x}),
+        bad("x has shape|2 dim|[N, H] = [|, 40]", lambda o: {"x": o.padded.x}),
     ],
     "handle": [
         bad("handle must be|NoneType", lambda o: {"handle": None}),
@@ -215,12 +221,15 @@ COMBINE: dict[str, list[Bad]] = {
         bad("weighted=True only", lambda o: {**of_major(o), "topk_weights": o.inputs.topk_weights}),
         bad("weighted=True needs weights", lambda o: {"x": o.bare.x, "handle": o.bare.handle, "weighted": True}),
         bad("topk_weights must be", lambda o: {**of_major(o), "weighted": True, "topk_weights": 1.0}),
-        bad("topk_weights has shape [4, 3]|[5, 3]", lambda o: weigh(o, o.inputs.topk_weights[:4])),
+        bad("topk_weights has shape [4, 3]|[T, K] = [5, 3]", lambda o: weigh(o, o.inputs.topk_weights[:4])),
         bad("topk_weights is int64", lambda o: weigh(o, o.inputs.topk_idx)),
         bad("topk_weights is on meta", lambda o: weigh(o, o.inputs.topk_weights.to(META))),
         bad("reduce_weights|FLAT|EXPERT_MAJOR", lambda o: {**of_major(o), "reduce_weights": o.flat.topk_weights}),
         bad("reduce_weights must be", lambda o: {"reduce_weights": True}),
-        bad("reduce_weights has shape|2]|3]", lambda o: {"reduce_weights": o.flat.topk_weights[:, :2]}),
+        bad(
+            "reduce_weights has shape|2]|[N, K] = [|, 3]|recv.topk_weights",
+            lambda o: {"reduce_weights": o.flat.topk_weights[:, :2]},
+        ),
         bad("reduce_weights is int64", lambda o: {"reduce_weights": o.flat.topk_idx}),
         bad("reduce_weights is on meta", lambda o: {"reduce_weights": o.flat.topk_weights.to(META)}),
     ],
@@ -228,11 +237,13 @@ COMBINE: dict[str, list[Bad]] = {
         bad("bias must be", lambda o: {"bias": 1.0}),
         bad("bias must be", lambda o: {"bias": (o.x, None)}),
         bad("bias has 3|pair", lambda o: {"bias": (o.x, o.x, o.x)}),
-        bad("bias has shape [4, 40]|[5, 40]", lambda o: {"bias": o.x[:4]}),
+        bad("bias has shape [4, 40]|[T, H] = [5, 40]", lambda o: {"bias": o.x[:4]}),
+        bad("bias has shape [40]|2 dim|[T, H] = [5, 40]", lambda o: {"bias": o.x[0]}),
         bad("bias is int64", lambda o: {"bias": o.x.long()}),
         bad("bias is on meta", lambda o: {"bias": o.x.to(META)}),
         bad("out must be", lambda o: {"out": 1.0}),
-        bad("out has shape [5, 39]|[5, 40]", lambda o: {"out": o.x[:, :39].clone()}),
+        bad("out has shape [200]|2 dim|[T, H] = [5, 40]", lambda o: {"out": o.x.flatten()}),
+        bad("out has shape [5, 39]|[T, H] = [5, 40]", lambda o: {"out": o.x[:, :39].clone()}),
         bad("out is float32|bfloat16", lambda o: {"out": o.x.float()}),
         bad("out is on meta", lambda o: {"out": o.x.to(META)}),
         bad("out=|no_grad", lambda o: {"out": o.x.clone().requires_grad_()}),
@@ -339,6 +350,8 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("num_experts (tensor(8))|whole", {"num_experts": torch.tensor(8)}),
         ("hidden|whole", {"hidden": {40}}),
         (f"num_topk|{BIG}", {"num_topk": BIG}),
+        ("num_experts (65537)|at most 65536", {"num_experts": 65537}),
+        ("num_topk (4097)|at most 4096", {"num_topk": 4097}),
     ],
     "timeout": [
         *((f"timeout ({value!r})|seconds", {"timeout": value}) for value in (0, -1.0, None, "30", True)),
@@ -354,6 +367,8 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("device|3.5", {"device": 3.5}),
         ("device|meta", {"device": "meta"}),
         ("device|cuda:77", {"device": "cuda:77"}),
+        (f"device ('{FIRST_MISSING}')|sees", {"device": FIRST_MISSING}),
+        (f"device (device(type='cuda', index={FIRST_MISSING[5:]}))|sees", {"device": torch.device(FIRST_MISSING)}),
     ],
 }
 

@@ -140,9 +140,9 @@ def test_verdicts_divide_by_the_composite_baselines() -> None:
         Row(job=JOB, name="index_select + a2a + copy (staging kept)", phase=DISPATCH, wall_us=[25.0]),
     ]
     fresh, kept, memory = verdicts(rows)
-    assert "1.50x the time of index_select + a2a + copy (bar 1.3x)" in fresh
-    assert "1.20x the time of" in kept
-    assert "1.25x bytes sent + received (bar 2.5x)" in memory
+    assert fresh == "tokenyard x, dispatch: 1.50x the time of index_select + a2a + copy"
+    assert kept == "tokenyard x, dispatch: 1.20x the time of index_select + a2a + copy (staging kept)"
+    assert memory == "tokenyard x, dispatch: peak memory 1.25x bytes sent + received"
 
 
 def test_recorded_routing_is_repeatable_and_skewed() -> None:

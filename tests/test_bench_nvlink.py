@@ -311,14 +311,14 @@ def line(section: str, name: str, device: float, phase: str = CACHED, **options:
 def test_record_says_what_was_missed() -> None:
     lines = [
         line(MAIN, "fresh", 61.0, DISPATCH, ours=True, kind=FRESH),
-        line(MAIN, "cached", 20.0, ours=True, kind=PLAIN, bar_us=20.0, floor_us=10.0, symmetric_bytes=3_000_000),
+        line(MAIN, "cached", 20.0, ours=True, kind=PLAIN, bar_us=20.0, floor_us=10.0, symmetric_bytes=300_000_000),
         line(MAIN, "sum", 31.0, COMBINE, ours=True, kind=BACK, bar_us=30.0),
         line(SMS, "view", 30.0, ours=True, sms=8, bar_us=29.0),
         line(BOUNDED, "cached", 25.0, ours=True, kind=PLAIN, rings=1024),
         line(BOUNDED, "cached", 20.0, ours=True, kind=PLAIN, rings=9999),
     ]
     text = markdown(lines, TINY, FACTS)
-    assert "| cached | **20.0** (20.0, 20.0) | **30.0** (30.0, 30.0) | 0 | 50 | 20 (met) | - | 3 |" in text
+    assert "| cached | **20.0** (20.0, 20.0) | **30.0** (30.0, 30.0) | 0 | 50 | 20 (met) | - | 300 |" in text
     assert "A new routing adds 41.0 us on the GPU's clock, 41.0 us end to end (bar 45)" in text
     assert "Bars missed: sum 31 (30)." in text
     assert "Bars missed: view 30 (29)." in text

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import tokenyard as ty
@@ -228,7 +229,7 @@ def test_lines_in_place(ranks: Ranks) -> None:
 def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run came to before it died is kept, and the other engine is measured none the less."""
 
-    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, *, device: str) -> Any:
+    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, _: Any, *, device: str) -> Any:
         assert (fn, ranks, suite, device) == (run_twolevel, 2, TINY, "cuda")
         found = [line(engine, DISPATCH, 500.0), line(engine, COMBINE_NAME, 500.0)]
         if engine == "nvlink":
@@ -238,7 +239,7 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network.launch, "spawn", spawn)
     monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
-    kept, lost, *others = network.on_all_ranks(TINY, "cuda")
+    kept, lost, *others = network.on_all_ranks(TINY, "cuda", Console(quiet=True))
     assert kept == line("twolevel", DISPATCH, 500.0)
     assert (lost.what, lost.error, lost.times) == (REST, "PeerTimeout: rank 0 did not come", [])
     assert [each.engine for each in others] == ["nvlink"] * 2
@@ -346,7 +347,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
     """What the command wants measured; GPUs are pretended."""
     found: list[TwoLevel] = []
 
-    def on_all_ranks(suite: TwoLevel, device: str) -> list[Crossing]:
+    def on_all_ranks(suite: TwoLevel, *_: Any) -> list[Crossing]:
         found.append(suite)
         return lines(499.0, 585.0)
 

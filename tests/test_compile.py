@@ -6,14 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwd
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moe
 import tokenyard as ty
-from cases import Case
+from cases import Case, dispatch
 from test_dispatch_combine import ENGINES
 from test_gradients import Layer, check_grads
-from tokenyard.testing import Ranks, distributed_test
+from tokenyard import reference
+from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 
 
 def per_row(recv: ty.Received) -> Tensor:
@@ -59,6 +62,7 @@ def test_breaks_between_the_calls_are_fine(ranks: Ranks) -> None:
         check_grads(layer, run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=case.layout))
 
 
+@pytest.mark.portable
 @distributed_test(world_size=1, engine=ENGINES)
 def test_operators_are_registered_soundly(ranks: Ranks) -> None:
     """``torch.library.opcheck``: schemas, fake kernels (shapes, dtypes) and autograd agree with the real ones.
@@ -90,6 +94,7 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                 check(torch.ops.tokenyard.combine.default, arguments)
 
 
+@pytest.mark.portable
 @distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
 def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
     case = Case(ranks.world_size, dtype=torch.float32)
@@ -105,3 +110,66 @@ def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
         layer(eager)
         torch.compile(layer, backend="aot_eager")(graph)
         assert torch.equal(eager, graph)
+
+
+@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+def test_cached_dispatches_keep_their_cast(ranks: Ranks) -> None:
+    """Compiled in one graph and eager alike, and the gradient goes straight through."""
+    case = Case(ranks.world_size, hidden=256)
+    outcomes = []
+    torch._dynamo.reset()
+    with case.make(ranks) as ep:
+        handle = dispatch(ranks, ep, case).handle
+
+        def again(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            recv = ep.dispatch(x, handle=handle, quantize=ty.Quantize.FP8_UE8M0)
+            return recv.x, recv.scales, recv.dequantize()
+
+        cast = Case(ranks.world_size, hidden=256, quantize=ty.Quantize.FP8_UE8M0)
+        for function in (again, torch.compile(again, backend="aot_eager", fullgraph=True)):
+            leaf = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
+            data, scales, rows = function(leaf)
+            want = cast.expected[ranks.rank]
+            assert_same_bits(data.cpu(), want.x, what="data", rank=ranks.rank)
+            assert_same_bits(scales.cpu(), want.scales, what="scales", rank=ranks.rank)
+            assert not data.requires_grad
+            assert rows.requires_grad
+            rows.backward(torch.ones_like(rows))
+            outcomes.append((rows.detach(), leaf.grad))
+        ones = [torch.ones(each.x.shape, dtype=torch.bfloat16) for each in cast.expected]
+        for rows, grad in outcomes:
+            assert_same_bits(rows.cpu(), reference.dequantize(want.x, want.scales), what="rows", rank=ranks.rank)
+            assert_same_bits(grad.cpu(), case.combined(ranks.rank, ones).x, what="gradient", rank=ranks.rank)
+
+
+@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+def test_selective_checkpointing_sees_operators(ranks: Ranks) -> None:
+    """A policy that keeps what dispatch returns saves the second one."""
+    case = Case(ranks.world_size, dtype=torch.float32)
+    layer = Layer(case, ranks)
+    keep = [torch.ops.tokenyard.dispatch.default]
+    with case.make(ranks) as ep:
+
+        def body(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            return moe.run(ep, x, layer.idx, weights, experts)
+
+        kept = partial(create_selective_checkpoint_contexts, keep)
+        y = checkpoint(body, layer.x, layer.weights, layer.experts, use_reentrant=False, context_fn=kept)
+        check_grads(layer, y)
+        assert ep.stats().calls["dispatch"] == 1
+
+
+@distributed_test(world_size=2, timeout=300.0)
+def test_compiled_calls_do_not_drop_tangents(ranks: Ranks) -> None:
+    case = Case(ranks.world_size, dtype=torch.float32)
+    torch._dynamo.reset()
+    x = case.x[ranks.rank]
+    with case.make(ranks) as ep:
+        handle = dispatch(ranks, ep, case).handle
+        compiled = torch.compile(lambda x: ep.dispatch(x, handle=handle).x, backend="aot_eager")
+        if ranks.rank == 0:
+            with fwd.dual_level(), pytest.raises(ty.NotSupported, match=r"tangents.*torch\.compile"):
+                compiled(fwd.make_dual(x, x))
+        else:
+            with pytest.raises(ty.PeerError, match=r"rank 0 refused.*tangents"):
+                compiled(x)

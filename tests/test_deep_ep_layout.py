@@ -13,6 +13,8 @@ from interpreted import need_interpreter
 from tokenyard.deep_ep import layout
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
+pytestmark = pytest.mark.portable
+
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 HERE = "cuda" if DEVICE == "cuda" else "cpu"
 
@@ -85,15 +87,18 @@ def test_example() -> None:
     assert per_rank.tolist() == [2, 2] and per_expert.tolist() == [1, 2, 1, 1]
 
 
-def test_ids_out_of_range_are_nobodys() -> None:
-    """Native calls refuse them; the kernel must not write outside of its tables."""
+@pytest.mark.parametrize("way", [layout.by_torch, by_kernel], ids=["torch", "kernel"])
+def test_ids_out_of_range_are_nobodys(way: Any) -> None:
+    """Both ways alike, as documented; a dispatch with them refuses them. No table is written outside of its bounds."""
     wrong = torch.tensor([[4, -2, 1], [1 << 32, 1 - (1 << 32), -1]], device=HERE)
-    per_rank, _, per_expert, in_ranks = by_kernel(wrong, 4, 2)
+    per_rank, _, per_expert, in_ranks = way(wrong, 4, 2)
     assert (per_rank.tolist(), per_expert.tolist()) == ([1, 0], [0, 1, 0, 0])
     assert in_ranks.tolist() == [[True, False], [False, False]]
-
-
-def test_other_ids_are_refused() -> None:
-    wrong: Any = torch.zeros(2, 2, dtype=torch.int16, device=HERE)
-    with pytest.raises(ValueError, match=r"int16.*int64 or int32"):
-        layout.layout(wrong, 4, 2)
+    per_rank, _, per_expert, in_ranks = way(torch.tensor([[9, 3], [-1, 8]], device=HERE), 8, 2)
+    assert (per_rank.tolist(), per_expert.tolist()) == ([1, 0], [0, 0, 0, 1, 0, 0, 0, 0])
+    for experts, ranks in ((13, 3), (5, 9), (8, 4)):  # uneven, ranks without experts, even
+        ids = picks(40, 3 * experts, 3) - experts
+        known = torch.where((ids < 0) | (ids >= experts), -1, ids)
+        assert not torch.equal(known, ids.clamp(min=-1))
+        for dtype in (torch.int64, torch.int32):
+            check(way(ids.to(HERE, dtype), experts, ranks), known, experts, ranks)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,11 +34,12 @@ def test_life(ranks: Ranks) -> None:
     error = error_of(lambda: fresh(first, worlds[0]))
     assert isinstance(error, RuntimeError) and "destroyed" in str(error)
     rows, handle = made[0][2], made[0][6]
-    error = error_of(lambda: first.combine(rows, handle))
-    assert isinstance(error, RuntimeError) and "closed" in str(error)
+    for buffer in (first, second):
+        error = error_of(lambda buffer=buffer: buffer.combine(rows, handle))
+        assert isinstance(error, RuntimeError) and "Buffer" in str(error) and "destroyed" in str(error)
     rows, handle, gone = made[1][2], made[1][6], weakref.ref(second)
     made.clear()
-    del second, buffer
+    del second, buffer, error  # its traceback has the buffer
     gc.collect()
     assert gone() is None
     third = deep_ep.Buffer(gloo(ranks))
@@ -45,6 +48,35 @@ def test_life(ranks: Ranks) -> None:
     handle = third = None
     gc.collect()
     assert native() is None
+    meet(ranks)
+
+
+@pytest.mark.parametrize("known", [(), (12,), (12, 18)], ids=str)
+@distributed_test(world_size=3)
+def test_ranks_that_disagree_on_sizes_learn_it_at_once(ranks: Ranks, known: tuple[int, ...]) -> None:
+    """Whoever has an object of its size already, and whoever makes one; every object, old and new, is good afterwards."""
+    os.environ["TOKENYARD_DEEP_EP_TIMEOUT"] = "1000"
+    worlds = {experts: World.of(ranks, num_experts=experts) for experts in (12, 18, 24, 30)}
+    try:
+        buffer = deep_ep.Buffer(ranks.group)
+        fresh(deep_ep.Buffer(ranks.group), worlds[12])  # the group is used
+        want = {experts: fresh(buffer, worlds[experts])[0] for experts in known}
+        for mine in ((12, 24, 12), (24, 12, 12), (12, 24, 30), (24, 24, 12)):
+            error = error_of(lambda mine=mine: fresh(buffer, worlds[mine[ranks.rank]]))
+            assert type(error) is ty.Mismatch, repr(error)
+            assert "ranks disagree on num_experts: rank " in str(error), str(error)
+            for experts, rows in want.items():
+                assert torch.equal(fresh(buffer, worlds[experts])[0], rows)
+        if known:
+            recv_x, _, _, _, handle, _ = fresh(buffer, worlds[12])
+            error = error_of(lambda: buffer.combine(recv_x, handle) if ranks.rank else fresh(buffer, worlds[30]))
+            assert type(error) is ty.Mismatch, repr(error)
+            buffer.combine(recv_x, handle)
+        for experts in (24, 12, 18):
+            rows = fresh(buffer, worlds[experts])[0]
+            assert experts not in want or torch.equal(rows, want[experts])
+    finally:
+        del os.environ["TOKENYARD_DEEP_EP_TIMEOUT"]
     meet(ranks)
 
 
@@ -64,8 +96,12 @@ def test_refusals(ranks: Ranks) -> None:
         (lambda: buffer.dispatch(x, handle=handle, topk_idx=idx), ValueError, "leave them out"),
         (lambda: buffer.dispatch(x, handle=tuple(handle)), ValueError, "handle must be"),
         (lambda: buffer.combine(recv_x, None), ValueError, "handle must be"),
-        (lambda: fresh(buffer, world, num_worst_tokens=2), ValueError, "max_tokens_per_rank"),
-        (lambda: buffer.dispatch(x, num_tokens_per_expert=torch.zeros(12), num_worst_tokens=9), ValueError, "topk_idx"),
+        (lambda: fresh(buffer, world, num_worst_tokens=2), ValueError, "num_worst_tokens (2)"),
+        (
+            lambda: buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(12), num_worst_tokens=99),
+            ValueError,
+            "topk_idx",
+        ),
         (lambda: deep_ep.Buffer.set_num_sms(21), ValueError, "21"),
         (lambda: deep_ep.Config(20, 256, 256), ValueError, "256"),
         (lambda: deep_ep.Config(20, 6, 256, 65, 128), ValueError, "65"),
@@ -93,8 +129,9 @@ def test_facts(ranks: Ranks) -> None:
             for config in (deep_ep.Buffer.get_dispatch_config(n), deep_ep.Buffer.get_combine_config(n)):
                 assert config.num_sms == 24 and config.get_nvl_buffer_size_hint(2 * 7168, n) % 128 == 0
                 assert config.get_rdma_buffer_size_hint(2 * 7168, n) == 0
-        assert deep_ep.Buffer.get_dispatch_config(8).num_max_nvl_chunked_send_tokens == 6
-        assert deep_ep.Buffer.get_combine_config(8).num_max_nvl_chunked_send_tokens == 4
+        for n, there, back in ((2, 24, 10), (4, 6, 9), (8, 6, 4), (16, 6, 4)):
+            assert deep_ep.Buffer.get_dispatch_config(n) == deep_ep.Config(24, there, 256, 6, 128)
+            assert deep_ep.Buffer.get_combine_config(n) == deep_ep.Config(24, back, 256, 6, 128)
     finally:
         deep_ep.Buffer.set_num_sms(20)
     names = ["num_sms", "num_max_nvl_chunked_send_tokens", "num_max_nvl_chunked_recv_tokens"]
@@ -111,7 +148,8 @@ def test_facts(ranks: Ranks) -> None:
     view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), 2)
     view.fill_(3)
     assert buffer.get_local_buffer_tensor(torch.bfloat16)[:35].tolist() == [0] * 2 + [3] * 32 + [0]
-    assert buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_().numel() == 512
+    assert buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).fill_(5).numel() == 512
+    assert buffer.get_local_buffer_tensor(torch.bfloat16).max() == 3  # the other memory
     runtime: Any = buffer.runtime
     assert runtime.is_available() and (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (1, 0)
     assert runtime.get_root_rdma_rank(True) == runtime.get_root_rdma_rank(False) == 0

@@ -111,6 +111,22 @@ def run(machine: Machine, made: streams.Streams, **options: Any) -> tuple[Any, E
     return results, event, reads
 
 
+class Group:
+    """Two ranks of which this is the first."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def open_store(self) -> Any:
+        raise AssertionError
+
+    def open_memory(self, timeout: float) -> Any:
+        raise AssertionError
+
+
 def handle_of(plan: tuple[Any, ...] = (), *arrived: Any) -> Any:
     names = dict(zip(("source", "source_ranges"), arrived, strict=False))
     native: Any = SimpleNamespace(plan=plan, arrived=SimpleNamespace(**names))
@@ -199,42 +215,74 @@ def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Mac
 
 
 class Asked(Exception):
-    """Instead of a call: its arguments, and its handle."""
+    """Instead of a call: its arguments, its handle, the event before it, and whether it is asynchronous."""
 
 
 def test_what_calls_read() -> None:
     """Every tensor that a call reads on the device is among its arguments, so it is kept for its stream, and so is its handle."""
 
     def ask(call: Any, arguments: Any, like: Any, after: Any, later: bool, handle: Any = None) -> Any:
-        raise Asked(arguments, handle)
+        raise Asked(arguments, handle, after, later)
 
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    buffer: Any = deep_ep.Buffer(group)
+    buffer: Any = deep_ep.Buffer(Group())
     buffer._streams.run = ask
-    x, scales, idx, weights, mask, counts, out, waits = (torch.zeros(2, 2) for _ in range(8))
-    nothing: Any = None
-    handle, low = handle_of(), LowLatencyHandle.of(nothing, nothing)
-    low.next_buffer = out
+    x, out, weights, term = (torch.zeros(2, 2) for _ in range(4))
+    data, scales, idx = x.to(torch.float8_e4m3fn), torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.int64)
+    mask, counts = torch.zeros(2, 2, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
+    stats, waits, blocks = counts[:2], torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8, 2)
+    handle, low = handle_of(), LowLatencyHandle.of(None, None)  # type: ignore[arg-type]
+    config = SimpleNamespace(hidden=2, num_topk=2, num_local_experts=2, padded_rows=8)
+    plan = SimpleNamespace(returns=x)
+    ep = SimpleNamespace(config=config, group=buffer.group, rank=0, world_size=2, _calls=SimpleNamespace(closed=False, inherited=False))
+    native = SimpleNamespace(num_tokens=2, num_rows=2, plan=plan, arrived=SimpleNamespace(tokens_per_expert=counts))
+    for each in (handle, low):
+        each.ep, each.native = ep, native
+    low.next_buffer = blocks
     known = {"topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": counts, "is_token_in_rank": mask}
     bare = {"num_tokens_per_expert": counts, "is_token_in_rank": mask}
     calls: list[tuple[Any, list[Any], Any]] = [
         (lambda: buffer.get_dispatch_layout(idx, 4), [idx], None),
         (lambda: buffer.dispatch(x, **known), [x, idx, weights, mask], None),
-        (lambda: buffer.dispatch([x, scales], **known), [x, scales, idx, weights, mask], None),
-        (lambda: buffer.dispatch((x, scales), **bare), [x, scales, mask, counts], None),
+        (lambda: buffer.dispatch([data, scales], **known), [data, scales, idx, weights, mask], None),
+        (lambda: buffer.dispatch((data, scales), **bare), [data, scales, mask, counts], None),
         (lambda: buffer.dispatch(x, handle), [x], handle),
-        (lambda: buffer.combine(x, handle, weights, (mask, out)), [x, weights, mask, out], handle),
-        (lambda: buffer.low_latency_dispatch(x, idx, 4, 4, counts, waits), [x, idx, counts, waits], None),
-        (lambda: buffer.low_latency_combine(x, idx, weights, low, out=mask), [x, weights, mask], low),
-        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [weights, out], low),
+        (lambda: buffer.combine(x, handle, weights, (term, out)), [x, weights, term, out], handle),
+        (lambda: buffer.low_latency_dispatch(x, idx, 4, 4, stats, waits), [x, idx, stats, waits], None),
+        (lambda: buffer.low_latency_combine(blocks, idx, weights, low, out=out), [blocks, weights, out], low),
+        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [weights, blocks], low),
     ]
     for call, expected, used in calls:
         with pytest.raises(Asked) as asked:
             call()
-        arguments, uses = asked.value.args
+        arguments, uses, after, later = asked.value.args
+        assert after is None and later is False
         parts = [part for each in arguments for part in (each if type(each) is tuple else (each,))]
         assert {id(part) for part in parts if isinstance(part, torch.Tensor)} == set(map(id, expected))
         assert uses is used and (used is None or any(part is used for part in parts))
+
+    event = EventOverlap()
+    waiting: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (buffer.get_dispatch_layout, (idx, 4), {}),
+        (buffer.dispatch, (x,), known),
+        (buffer.dispatch, (x,), bare),
+        (buffer.dispatch, (x, handle), {}),
+        (buffer.combine, (x, handle), {}),
+    ]
+    for call, given, named in waiting:
+        for asynchronous in (True, False):
+            with pytest.raises(Asked) as asked:
+                call(*given, **named, previous_event=event, async_finish=asynchronous)
+            assert asked.value.args[2:] == (event, asynchronous)
+    lows: list[tuple[Any, tuple[Any, ...]]] = [
+        (buffer.low_latency_dispatch, (x, idx, 4, 4)),
+        (buffer.low_latency_combine, (blocks, idx, weights, low)),
+    ]
+    for call, given in lows:
+        for options in ({}, {"async_finish": True}, {"return_recv_hook": True}):
+            with pytest.raises(Asked) as asked:
+                call(*given, **options)
+            assert asked.value.args[3] is ("async_finish" in options)
+            assert asked.value.args[0][-1] is ("return_recv_hook" in options)
 
 
 @distributed_test(world_size=1)

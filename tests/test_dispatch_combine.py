@@ -88,6 +88,7 @@ def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout, exact: bool, mod
             combine_all_ways(ranks, ep, recv, case)
 
 
+@pytest.mark.portable
 @shapes
 @distributed_test(world_size=(2, 3), engine=ENGINES)
 def test_blocks_are_aligned(ranks: Ranks, exact: bool) -> None:
@@ -130,6 +131,7 @@ def test_any_size(ranks: Ranks, layout: ty.Layout, sizes: dict[str, object]) -> 
             combine_all_ways(ranks, ep, recv, case)
 
 
+@pytest.mark.portable
 @distributed_test(world_size=4, engine=ENGINES)
 def test_one_object_many_calls(ranks: Ranks) -> None:
     """Sizes grow, shrink and vanish; layouts change from call to call; nothing of an earlier call shows."""
@@ -190,6 +192,7 @@ def test_exact_shapes_take_any_number_of_tokens(ranks: Ranks) -> None:
             combine_all_ways(ranks, ep, recv, case)
 
 
+@pytest.mark.portable
 @distributed_test(world_size=3, engine=ENGINES)
 def test_capacity_drops_and_counts(ranks: Ranks) -> None:
     case = Case(ranks.world_size, layout=ty.Layout.EXPERT_MAJOR, exact=False, num_tokens=30, expert_alignment=4)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ from doctor_machines import (
     gpu_facts,
     matrix,
 )
-from tokenyard import launch
+from tokenyard import launch, reference
 from tokenyard.cli import app, doctor
+from tokenyard.cli.doctor_engine import need
 from tokenyard.cli.doctor_facts import (
     Facts,
     SelfTest,
@@ -37,7 +39,8 @@ from tokenyard.cli.doctor_facts import (
 from tokenyard.cli.doctor_findings import RULES, of_self_test
 from tokenyard.cli.doctor_guard import Asker, ask_child
 from tokenyard.cli.doctor_report import Diagnosis, print_diagnosis
-from tokenyard.cli.doctor_selftest import TOKENS, check_rank
+from tokenyard.cli.doctor_selftest import TOKENS, _compare, check_rank, make_inputs
+from tokenyard.cli.report import bytes_text
 
 # The self-test
 
@@ -62,6 +65,40 @@ def test_the_self_test_finds_a_wrong_bit(method: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ty.ExpertParallel, method, wrong)
     with pytest.raises(AssertionError, match=f"FLAT {method}.*1 of {TOKENS} rows are wrong"):
         alone(lambda here: check_rank(here, "auto", 30))
+
+
+@pytest.mark.parametrize("layout", [ty.Layout.FLAT, ty.Layout.EXPERT_MAJOR])
+def test_the_self_test_compares_every_result(layout: ty.Layout):
+    """What is wrong, missing or there for no reason is named."""
+    inputs, flat = make_inputs(2), layout is ty.Layout.FLAT
+    sent = (inputs.x, inputs.topk_idx, inputs.topk_weights)
+    want = reference.dispatch(*sent, num_experts=inputs.num_experts, layout=layout)
+    rows = [each.x * 2.0 ** (rank - 4) for rank, each in enumerate(want)]
+    out = reference.combine(rows, want, weighted=not flat)[1].x
+    names = ["x", "source", "tokens_per_expert"]
+    names += ["topk_weights", "topk_idx"] if flat else ["row_weights", "expert_offsets"]
+
+    def result(**changes: Any) -> Any:
+        known = {
+            name: getattr(want[1], name)
+            for name in ("topk_weights", "row_weights", "topk_idx", "expert_offsets", *names)
+        }
+        return SimpleNamespace(**{**known, **changes})
+
+    _compare(result(), out, inputs, layout, 1)
+    for name in names:
+        told = "weights" if "weights" in name else name
+        wrong = getattr(want[1], name).clone()
+        wrong.flatten()[0] += 1
+        with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {told}: 1 of"):
+            _compare(result(**{name: wrong}), out, inputs, layout, 1)
+        with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {told} is missing"):
+            _compare(result(**{name: None}), out, inputs, layout, 1)
+    odd = "expert_offsets" if flat else "topk_idx"
+    with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {odd} should not be there"):
+        _compare(result(**{odd: torch.zeros(1)}), out, inputs, layout, 1)
+    with pytest.raises(AssertionError, match=f"rank 1: {layout.name} combine"):
+        _compare(result(), out + 1, inputs, layout, 1)
 
 
 def test_a_self_test_that_fails_in_its_process_says_why():
@@ -132,6 +169,24 @@ def test_report_of_four_gpus():
     ]
     assert "Healthy: 2 warnings" in text
     assert "all equal" in text
+
+
+def test_columns_hold_what_their_heads_say():
+    text = printed(
+        diagnosis(gpu_facts(), SelfTest(device="cpu", ranks=2, engine="collective", why="gloo", seconds=0.25))
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "GPU Name Capability Memory Free MIG UUID" in lines
+    assert "0 NVIDIA H200 9.0 151 GB 150 GB off 00" in lines
+    needs = need(LAYER, "nvlink", GPU_FACTS)
+    assert needs.even.rows < needs.most.rows
+    assert "Even routing All tokens here" in lines
+    assert f"rows received {needs.even.rows} {needs.most.rows}" in lines
+    both = [(each.results, each.buffers, each.total) for each in (needs.even, needs.most)]
+    for at, name in enumerate(("results of dispatch and combine", "buffers of the engine", "together")):
+        assert f"{name} {bytes_text(both[0][at])} {bytes_text(both[1][at])}" in lines
+    assert "free GPU memory for it 150 GB 150 GB" in lines
+    assert "2 on cpu gloo 250 ms all equal" in lines
 
 
 def test_problems_come_last_each_with_a_remedy():

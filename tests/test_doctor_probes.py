@@ -14,7 +14,7 @@ from doctor_machines import (
     gpu,
     matrix,
 )
-from tokenyard.cli import doctor_child, doctor_probes
+from tokenyard.cli import doctor_child, doctor_nvidia, doctor_probes
 from tokenyard.cli.doctor_facts import (
     Driver,
     Gpu,
@@ -57,6 +57,15 @@ def test_nvidia_smi_tables():
     for text in ("", "GPU0\tX\n", "\tGPU0\tGPU1\nGPU0\tX\tOK\n", "\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\n"):
         with pytest.raises(ValueError, match="nvidia-smi topo"):
             parse_matrix(text)
+
+
+def test_tables_are_in_the_order_of_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor_nvidia, "_smi", lambda words, timeout: TOPO)
+    assert doctor_nvidia.ask_matrix(["topo"], [2, 0, 1], 1.0) == [
+        ["X", "SYS", "PHB"],
+        ["SYS", "X", "NV18"],
+        ["PHB", "NV18", "X"],
+    ]
 
 
 def test_driver_versions():

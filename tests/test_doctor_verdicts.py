@@ -34,6 +34,7 @@ from tokenyard.cli.doctor_facts import (
     Space,
     Torch,
     numbers,
+    unreachable,
 )
 from tokenyard.cli.doctor_findings import of_memory
 from tokenyard.engines import select
@@ -210,6 +211,15 @@ def test_symptoms_name_what_they_are_about():
 
 def test_versions_as_numbers():
     assert [numbers(v) for v in ("13.0", "2.11.0+cu130", "3.6.0rc1", "")] == [(13, 0), (2, 11, 0), (3, 6), ()]
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 3), (3, 0), (1, 2)])
+def test_one_way_is_not_enough(a: int, b: int):
+    """A GPU that is reached and cannot reach back."""
+    peers = matrix(4, True, True)
+    peers[a][b] = False
+    assert unreachable(gpu_facts(peers=peers)) == [(min(a, b), max(a, b))]
+    assert likely_engine(gpu_facts(peers=peers)).name == "collective"
 
 
 # Memory

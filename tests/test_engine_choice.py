@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,9 @@ import tokenyard as ty
 from nvlink_pool import without_devices
 from tokenyard.config import Config
 from tokenyard.engines import select
+from tokenyard.memory import preflight
+from tokenyard.memory.preflight import Report, Unreachable
+from tokenyard.memory.threads import run_threads
 from tokenyard.testing import Ranks, distributed_test
 
 PAIRS = "; ".join(f"ranks {a} and 7 have no peer-to-peer path from GPU-{a} to GPU-7" for a in range(7))
@@ -74,3 +80,59 @@ def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(grid: 
     asked = select.Asked(engine="twolevel", no_grid="hosts must have equally many ranks, and a has 3")
     with pytest.raises(ty.NotSupported, match=why):
         select.choose(None, None, config, asked)
+
+
+def obstacle(
+    patch: pytest.MonkeyPatch, gpus: list[tuple[str, int]], unreachable: list[Unreachable], **more: Any
+) -> list[Any]:
+    """What each rank (its obstacle and its multiprocessors; none of those: on the CPU) learns through a store: the same."""
+    store = dist.HashStore()
+    mine = threading.local()
+    patch.setattr(select, "multiprocessors", lambda _: gpus[mine.rank][1])
+    patch.setattr(preflight, "report", lambda rank, _: Report(rank, "host", f"GPU-{rank}", rank, (), ()))
+    patch.setattr(preflight, "unreachable", lambda reports: unreachable if len(reports) == len(gpus) else None)
+
+    def body(rank: int) -> Any:
+        mine.rank = rank
+        config = Config(num_experts=4, hidden=8, num_topk=1, max_tokens_per_rank=1, rank=rank, world_size=len(gpus), timeout=60.0,
+                        topology=None)  # fmt: skip
+        why, sms = gpus[rank]
+        gpu = torch.device("cuda", rank) if sms else None
+        try:
+            return select._common_obstacle(store, config, gpu, why, **more)
+        except ty.Mismatch as error:
+            return str(error)
+
+    return run_threads(len(gpus), body, lambda rank, why: None, 120.0)
+
+
+def test_ranks_learn_of_each_others_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fewest multiprocessors, the first obstacle with its rank, GPUs that cannot reach each other."""
+    patch = monkeypatch
+    assert obstacle(patch, [("", 132), ("", 78), ("", 114)], []) == [("", 78)] * 3
+    assert obstacle(patch, [("", 132), ("old", 78), ("older", 114)], []) == [("old (rank 1)", 0)] * 3
+    assert obstacle(patch, [("none", 0), ("none", 0)], []) == [("none (rank 0)", 0)] * 2
+    disagree = "ranks disagree on device: rank 0 works on cuda, rank 2 on cpu"
+    assert obstacle(patch, [("", 132), ("", 132), ("none", 0)], []) == [disagree] * 3
+    pairs = [Unreachable(0, 1, "are far"), Unreachable(0, 2, "are on different hosts")]
+    said = "ranks 0 and 1 are far; ranks 0 and 2 are on different hosts"
+    assert obstacle(patch, [("", 132)] * 3, pairs) == [(said, 132)] * 3
+
+
+@pytest.mark.parametrize("nvshmem", [False, True])
+def test_ranks_of_different_nodes_need_no_way_but_nvshmem(monkeypatch: pytest.MonkeyPatch, nvshmem: bool) -> None:
+    """Pairs inside a node count whatever there is between nodes."""
+    monkeypatch.setattr("tokenyard.memory.nvshmem.is_available", lambda: nvshmem)
+    gpus, grid = [("", 132), ("", 100), ("", 132), ("", 132)], ty.Topology(2, 2)
+    across = [Unreachable(a, b, "are on different hosts") for a in (0, 1) for b in (2, 3)]
+    inside = Unreachable(2, 3, "share one GPU")
+    missing = "between nodes it needs NVSHMEM, which this torch cannot use: ranks 0 and 2 are on different hosts; "
+    for why, sms in obstacle(monkeypatch, gpus, across, grid=grid):
+        assert sms == 100
+        assert why == "" if nvshmem else why.startswith(missing)
+    for why, _ in obstacle(monkeypatch, gpus, [*across, inside], grid=grid):
+        assert why == "ranks 2 and 3 share one GPU" if nvshmem else why.startswith(missing) and "2 and 3 share" in why
+    for why, _ in obstacle(monkeypatch, gpus, [inside], grid=grid):
+        assert why == "ranks 2 and 3 share one GPU"
+    for why, _ in obstacle(monkeypatch, gpus, across):
+        assert why.startswith("ranks 0 and 2 are on different hosts")

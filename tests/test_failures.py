@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, meet
+from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, make_patient, meet
 from tokenyard import api
 from tokenyard.engines.wire import GlooWire
 from tokenyard.testing import Ranks, distributed_test
@@ -226,6 +226,32 @@ def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: boo
         assert isinstance(error, ty.PeerLost if closes else ty.PeerTimeout), repr(error)
         assert error.rank == CULPRIT
         assert "combine #1" in str(error)
+
+
+@distributed_test(world_size=3)
+def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
+    """By itself, inside its own ``with`` too; and who closes after a failure still reports that."""
+    inputs = Inputs.of(ranks)
+    for way in ("close", "with"):
+        ep = make_patient(ranks)
+        recv = ep.dispatch(inputs.x, inputs.topk_idx)
+        if ranks.rank == CULPRIT:
+            if way == "with":
+                with ep:
+                    ep.close()
+            ep.close()
+        else:
+            error = error_of(lambda ep=ep, recv=recv: ep.combine(recv.x, recv.handle))
+            ep.close()
+            check(error, ty.PeerLost, f"rank {CULPRIT} had closed its ExpertParallel: every rank makes all calls")
+            assert error.rank == CULPRIT and "crashed" not in str(error)
+        meet(ranks)
+
+        def enter(ep: ty.ExpertParallel = ep) -> None:
+            with ep:
+                raise AssertionError("a closed object was entered")
+
+        check(error_of(enter), RuntimeError, "ExpertParallel is closed", "make a new one")
 
 
 @distributed_test(world_size=3, timeout=30.0)

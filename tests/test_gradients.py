@@ -82,6 +82,7 @@ def test_weights_of_the_owner_get_their_gradient(ranks: Ranks, layout: ty.Layout
         check_grads(layer, y)
 
 
+@pytest.mark.portable
 @shapes
 @layouts
 @distributed_test(world_size=(2, 3), engine=ENGINES)
@@ -220,3 +221,64 @@ def test_nothing_is_differentiated_into_a_given_tensor(ranks: Ranks) -> None:
         with torch.no_grad():
             assert ep.combine(recv.x, recv.handle, weighted=True, out=out) is out
         assert not out.requires_grad
+
+
+@pytest.mark.parametrize("mode", list(ty.Quantize), ids=lambda mode: mode.name.lower())
+@layouts
+@distributed_test(world_size=2, engine=ENGINES)
+def test_a_cached_dispatch_casts_what_is_differentiated(ranks: Ranks, layout: ty.Layout, mode: ty.Quantize) -> None:
+    """``x`` that requires a gradient travels as FP8 too; ``dequantize()`` passes the gradient on, in the dtype of ``x``."""
+    case = Case(ranks.world_size, hidden=256, dtype=torch.float32, layout=layout, quantize=mode)
+    want, me = case.expected[ranks.rank], ranks.rank
+    valid = want.source >= 0
+    with case.make(ranks) as ep:
+        handle = dispatch(ranks, ep, case).handle
+        x = case.x[me].clone().to(ranks.device).requires_grad_()
+        recv = ep.dispatch(x, handle=handle, quantize=mode)
+        assert not recv.x.requires_grad
+        assert_same_bits(recv.x.cpu()[valid], want.x[valid], what="data", rank=me)
+        assert_same_bits(recv.scales.cpu()[valid], want.scales[valid], what="scales", rank=me)
+        rows = recv.dequantize()
+        rows.backward(torch.where(valid.to(rows.device).unsqueeze(-1), torch.ones_like(rows), 0.0))
+        ones = [torch.ones(each.x.shape, dtype=torch.bfloat16) for each in case.expected]
+        assert x.grad.dtype == torch.float32
+        assert_same_bits(x.grad.cpu(), case.combined(me, ones).x.float(), what="gradient", rank=me)
+
+
+@shapes
+@distributed_test(world_size=2, engine=ENGINES)
+def test_gradients_of_a_weighted_sum_of_bfloat16_rows(ranks: Ranks, exact: bool) -> None:
+    """Dtypes are those of what they belong to, and rows without a source, here NaN, count in no gradient of a weight."""
+    for layout in (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED):
+        case = Case(ranks.world_size, layout=layout, exact=exact)
+        layer = Layer(case, ranks)
+        with case.make(ranks) as ep:
+            recv = ep.dispatch(layer.x.detach(), layer.idx, layer.weights, layout=layout, exact=exact)
+            valid = (recv.source >= 0).unsqueeze(-1)
+            rows = torch.where(valid, recv.x.detach(), float("nan")).requires_grad_()
+            bias = torch.zeros(layer.x.shape, device=ranks.device, requires_grad=True)
+            recv.handle.arrived.weights.retain_grad()
+            ep.combine(rows, recv.handle, weighted=True, bias=bias).sum().backward()
+            assert (rows.grad.dtype, layer.weights.grad.dtype) == (torch.bfloat16, torch.float32)
+            assert torch.equal(bias.grad, torch.ones_like(bias))
+            assert not recv.handle.arrived.weights.grad[~valid.flatten()].any()
+            weights = recv.row_weights.detach().unsqueeze(-1)
+            want = torch.where(valid, weights.bfloat16().expand_as(rows), 0.0)
+            assert_same_bits(torch.where(valid, rows.grad, 0.0), want, what="gradient of rows", rank=ranks.rank)
+            idx, _ = case.picks[ranks.rank]
+            held = torch.where(idx >= 0, case.x[ranks.rank].float().sum(1, keepdim=True), 0.0)
+            assert_close(layer.weights.grad.cpu(), held, relative=1e-5, what="gradient of weights")
+
+
+@distributed_test(world_size=2, engine=ENGINES)
+def test_results_share_no_memory_with_arguments(ranks: Ranks) -> None:
+    """So that either may be changed in place."""
+    case = Case(ranks.world_size, dtype=torch.float32)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(layer.x, layer.idx, layer.weights)
+        again = ep.dispatch(layer.x, handle=recv.handle)
+        summed = ep.combine(recv.x, recv.handle, reduce_weights=recv.topk_weights)
+        tensors = (layer.x, layer.weights, recv.x, recv.topk_weights, again.x, summed.x, summed.topk_weights)
+        places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        assert len(set(places)) == len(places)

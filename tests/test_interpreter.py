@@ -11,6 +11,8 @@ import torch
 
 from interpreted import need_interpreter
 
+pytestmark = pytest.mark.portable
+
 need_interpreter()
 
 import triton

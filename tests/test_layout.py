@@ -5,12 +5,15 @@ from __future__ import annotations
 import doctest
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenyard import layout
+
+pytestmark = pytest.mark.portable
 
 settings.register_profile("plan", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("plan")
@@ -105,10 +108,13 @@ def test_placement_is_a_bijection_onto_unpadded_places(
     counts = layout.count_keys(local, experts)
     starts = layout.block_offsets(counts, alignment)
     place = layout.place_rows(local, starts, experts, int(starts[-1]), static=static)
+    assert place.slots.shape == place.picks.shape == (idx.shape[0], min(idx.shape[1], experts))
     seen = []
     for row, (slots, picks) in enumerate(zip(place.slots.tolist(), place.picks.tolist(), strict=True)):
         valid = [(slot, pick) for slot, pick in zip(slots, picks, strict=True) if slot >= 0]
         assert [pick for _, pick in valid] == [k for k, e in enumerate(local[row].tolist()) if e >= 0]
+        unused = len(slots) - len(valid)
+        assert (slots[len(valid) :], picks[len(valid) :]) == ([-1] * unused, [0] * unused)
         for slot, pick in valid:
             expert = int(local[row, pick])
             assert starts[expert] <= slot < starts[expert] + counts[expert]

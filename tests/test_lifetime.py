@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from cases import Case, check_received, dispatch
-from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, meet
+from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, make_patient, meet
 from tokenyard.engines.departure import note_bad_index
 from tokenyard.lane import MAX_OUTSTANDING
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
@@ -247,9 +247,9 @@ def test_fifty_objects_leave_nothing_behind(ranks: Ranks, end: str) -> None:
     inputs = Inputs.of(ranks)
 
     def live() -> None:
-        if end == "refuse" and error_of(lambda: make(ranks, hidden=40 + ranks.rank)) is None:
+        if end == "refuse" and error_of(lambda: make_patient(ranks, hidden=40 + ranks.rank)) is None:
             raise AssertionError("accepted")
-        ep = make(ranks)
+        ep = make_patient(ranks)
         recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
         ep.combine(recv.x, recv.handle)
         if end != "del":

@@ -29,6 +29,7 @@ def test_two_rows_of_calls_alternate_like_replays_of_a_graph() -> None:
     run_all("low_latency_ranks.passes_unchanged", [(seed,) for seed in range(3 * SOAK)])
 
 
+@pytest.mark.portable
 def test_waits_and_loads_are_added_up() -> None:
     run_all("low_latency_ranks.counts_and_waits", [(seed,) for seed in range(2)])
 

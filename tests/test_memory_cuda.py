@@ -15,7 +15,7 @@ from torch import Tensor
 from memory_calls import launch
 from tokenyard.memory.cuda import CudaMemory
 from tokenyard.memory.preflight import unreachable_pairs
-from tokenyard.rendezvous import open_store
+from tokenyard.rendezvous import agree, group_store
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
@@ -28,11 +28,16 @@ SEVERAL = tuple(size for size in WORLD_SIZES if size > 1) or (2,)
 EPOCHS, LANES = 50, 16
 
 
+def own_store(ranks: Ranks) -> dist.Store:
+    """A part of the store for one more object."""
+    return agree(group_store(ranks.group), ranks.rank, ranks.world_size, {}, "", 30.0)[0]
+
+
 @contextmanager
 def memory_of(ranks: Ranks) -> Iterator[CudaMemory]:
     if ranks.world_size > torch.cuda.device_count():
         pytest.skip("needs a GPU per rank")
-    memory = CudaMemory(ranks.group, ranks.rank, ranks.world_size, ranks.device, timeout=30.0)
+    memory = CudaMemory(ranks.group, ranks.rank, ranks.world_size, ranks.device, timeout=30.0, store=own_store(ranks))
     try:
         yield memory
     finally:
@@ -204,5 +209,4 @@ def test_closing_gives_the_memory_back(ranks: Ranks) -> None:
 def test_gpus_of_this_machine_reach_each_other(ranks: Ranks) -> None:
     if ranks.world_size > torch.cuda.device_count():
         pytest.skip("needs a GPU per rank")
-    store = open_store(ranks.group, ranks.rank)
-    assert unreachable_pairs(store, ranks.rank, ranks.world_size, ranks.device, 30.0) == []
+    assert unreachable_pairs(own_store(ranks), ranks.rank, ranks.world_size, ranks.device, 30.0) == []

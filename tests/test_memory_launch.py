@@ -11,6 +11,8 @@ import torch
 from compiling import compiled
 from tokenyard.memory.launch import Processor, resident_programs, wait_until
 
+pytestmark = pytest.mark.portable
+
 HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
 
 
@@ -56,6 +58,11 @@ def test_a_launch_reaches_the_driver_as_it_was_meant(launched: dict[str, Any]) -
     assert launched["first"] == [1, 24, 1, 256, 8, 1003, 77, 2, (1 << 47) + 1, 1, 16, (1 << 64) - 5]
     assert launched["second"] == [7, 1, 1, 256, 8, 1003, 77, 0, 2, 3, 4, 5]
     assert launched["launches"] == 6
+
+
+def test_structs_are_laid_out_as_their_fields(launched: dict[str, Any]) -> None:
+    """Two machine codes, as 1 and True are not the same constant in a struct either; then the arguments' 64 bits."""
+    assert launched["structs"] == [2, (1 << 47) + 1, 1, (1 << 64) - 2, 3]
 
 
 def test_few_programs_are_placed_in_clusters(launched: dict[str, Any]) -> None:

@@ -89,6 +89,8 @@ def test_full_memory_fails_on_every_rank(outcomes: Outcomes) -> None:
 
 def test_a_program_that_fails_is_named(outcomes: Outcomes) -> None:
     assert ranks(outcomes, "a_program_is_killed") == ["RuntimeError: program 2 of kernel fail was ended by signal 11"]
+    said = "program 0 of kernel fail_beside_waiting was ended by signal 11"
+    assert ranks(outcomes, "a_program_is_killed_beside_others") == [[0, said]]
     (said,) = ranks(outcomes, "a_program_raises")
     assert said.startswith("RuntimeError: program 0 of kernel fail failed:")
     assert "'trap;' is not emulated" in said

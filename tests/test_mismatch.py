@@ -162,8 +162,12 @@ def test_ranks_may_differ_in_what_is_their_own(ranks: Ranks) -> None:
     with make(ranks, timeout=2.0 + ranks.rank) as ep:
         recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=mine, return_hook=not mine)
         want = ep.combine(recv.x, recv.handle)
-        got = ep.combine(recv.x, recv.handle, out=inputs.x.clone() if mine else None, bias=None if mine else inputs.x)
-        assert torch.equal(got, want if mine else (want.float() + inputs.x.float()).bfloat16()) or not mine
+        out = inputs.x.clone() if mine else None
+        got = ep.combine(recv.x, recv.handle, out=out, bias=None if mine else inputs.x)
+        assert torch.equal(
+            got, want if mine else (want.float() + inputs.x.float()).bfloat16()
+        )  # want is exact: 0, x or 2x
+        assert not mine or got is out
         again = ep.combine(recv.x, recv.handle, async_op=not mine)
         assert torch.equal(again if mine else again.x, want)
 

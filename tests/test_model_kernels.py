@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,15 +39,29 @@ GRID = Topology(2, 2)
 CONFIG = Config(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=8, rank=0, world_size=4, timeout=1.0)
 
 
-def _told(launches: Any) -> Any:
-    """``launches`` that keep a kernel's constants in ``constants`` instead of binding it."""
+class _Memory:
+    """Binds nothing: keeps the constants of the last kernel."""
 
-    def keep(*arguments: Any) -> Any:
-        launches.constants = arguments[-1]()
+    world_size = 4
+    constants: dict[str, Any]
+
+    def bind(self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None, **constants: Any) -> Any:
+        self.constants = constants
         return lambda *_: None  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
 
-    launches._bound = keep
-    return launches
+
+def _sizes(constants: dict[str, Any]) -> dict[str, int]:
+    """What matters to the models of a kernel's constants."""
+    k = constants.get("k")
+    if k is None:
+        names = {"Q": "slots", "CHUNK": "chunk", "NQ": "far_slots", "NCHUNK": "far_chunk", "CREDIT": "credit", "B": "batch",
+                 "BATCHES": "batches"}  # fmt: skip
+        return {ours: constants[name] for name, ours in names.items() if name in constants}
+    sizes = {"slots": k.ring.slots, "chunk": k.ring.chunk, "batch": getattr(k, "rows_forwarded", k.rows_received)}
+    if hasattr(k, "network_ring"):
+        far = k.network_ring
+        sizes |= {"far_slots": far.slots, "far_chunk": far.chunk, "credit": far.credit}
+    return sizes
 
 
 def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
@@ -56,7 +69,7 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     ground = object.__new__(kind)
     for name, value in {
         "shape": shape, "tuning": shape, "grid": GRID, "net": False, "mapped": False, "header_words": 16,
-        "buffer_bytes": buffer_bytes, "shared_bytes": SHARED_BYTES, "memory": SimpleNamespace(world_size=4),
+        "buffer_bytes": buffer_bytes, "shared_bytes": SHARED_BYTES, "memory": _Memory(),
     }.items():  # fmt: skip
         setattr(ground, name, value)
     ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
@@ -64,17 +77,16 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
 
 
 def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
-    """Constants of kernels that move rows of ``hidden`` channels, and the model's call with those sizes."""
+    """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those sizes."""
     form, dtype = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16
     for combine in (False, True):
         if combine:
             launches.combine(form, dtype, 1, 0, (), placed=False, weighted=False)
         else:
-            launches.dispatch(form, None, dtype, 1, placed=False, padding=False)
-        known = launches.constants
-        sizes = {"chunk": known["CHUNK"], "far_chunk": known.get("NCHUNK", 1), "credit": known.get("CREDIT", 1)}
-        batch = known["B" if combine or "NQ" not in known else "FB"]
-        yield known, Call((), combine=combine, batch=batch, batches=known.get("BATCHES", 1), **sizes)
+            launches.dispatch(form, None, dtype, 1, by_expert=False, padding=False)
+        known = _sizes(launches._ground.memory.constants)
+        sizes = {name: known.get(name, 1) for name in ("chunk", "far_chunk", "credit", "batch", "batches")}
+        yield known, Call((), combine=combine, **sizes)
 
 
 BUFFERS = [1 << bits for bits in range(12, 24)]
@@ -86,8 +98,8 @@ def _engines() -> Iterator[tuple[dict[str, int], Call]]:
     for num_sms, all_sms, buffer_bytes, hidden in product((24, 132), (False, True), BUFFERS, HIDDEN):
         shapes = shape_for(num_sms, 4, all_sms=all_sms), tuning_for(num_sms, GRID, all_sms=all_sms)
         launches = (
-            _told(Launches(CONFIG, _ground(Ground, shapes[0], buffer_bytes))),
-            _told(TwoLaunches(CONFIG, _ground(TwoGround, shapes[1], buffer_bytes))),
+            Launches(CONFIG, _ground(Ground, shapes[0], buffer_bytes)),
+            TwoLaunches(CONFIG, _ground(TwoGround, shapes[1], buffer_bytes)),
         )
         for some in launches:
             with suppress(ValueError):  # less than two rows in a ring
@@ -114,10 +126,16 @@ def test_rings_that_are_too_small_name_what_was_asked_for(kind: type[Ground], as
 def test_engines_choose_rings_that_are_large_enough(engines: list[tuple[dict[str, int], Call]]) -> None:
     """For the least sizes that the model proves (``test_protocol_model.py``); and puts do not go round the end of a ring."""
     for known, call in engines:
-        assert known["Q"] >= least_slots(call), (known, call)
-        if "NQ" in known:
-            assert known["NQ"] >= least_far_slots(call) and known["NQ"] % known["NCHUNK"] == 0, (known, call)
-    assert len({known["Q"] for known, _ in engines}) > 20 and len({known.get("NQ") for known, _ in engines}) > 20
+        assert known["slots"] >= least_slots(call), (known, call)
+        if "far_slots" in known:
+            assert known["far_slots"] >= least_far_slots(call) and known["far_slots"] % known["far_chunk"] == 0, (
+                known,
+                call,
+            )
+    assert (
+        len({known["slots"] for known, _ in engines}) > 20
+        and len({known.get("far_slots") for known, _ in engines}) > 20
+    )
 
 
 def test_a_reducer_takes_no_more_rows_than_network_rings_allow() -> None:
@@ -130,7 +148,9 @@ def test_a_reducer_takes_no_more_rows_than_network_rings_allow() -> None:
 def test_the_model_holds_with_the_sizes_of_engines(engines: list[tuple[dict[str, int], Call]]) -> None:
     """The smallest ones, with all tokens going everywhere, and more of them than rings hold."""
     small = {
-        (known["Q"], known["NQ"], call) for known, call in engines if known["Q"] <= 4 and 0 < known.get("NQ", 0) <= 6
+        (known["slots"], known["far_slots"], call)
+        for known, call in engines
+        if known["slots"] <= 4 and 0 < known.get("far_slots", 0) <= 6
     }
     assert len(small) >= 4
     for slots, far_slots, call in sorted(small):

@@ -29,7 +29,7 @@ SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
     r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
-    r"to reach \d+, it is \d+\)(; it had reported: .*)?"
+    r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
 
@@ -156,6 +156,15 @@ def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> N
         for name, text, rank in filter(None, endings):
             op = OPS[QUEUE[number - 2]]
             assert name == "PeerTimeout" and rank == CULPRIT and f"({op} #{number}, waiting for" in text, text
+
+
+def test_a_rank_that_closed_in_order_is_told_from_one_that_died() -> None:
+    """Engines nvlink and twolevel."""
+    for endings in run_all("twolevel_failures.queued_on", [(nodes, 4, True) for nodes in (0, 2)]):
+        assert endings.pop(CULPRIT) == FINE
+        for name, text, rank in filter(None, endings):
+            assert name == "PeerTimeout" and rank == CULPRIT, text
+            assert f"it had reported: rank {CULPRIT} had closed its ExpertParallel" in text, text
 
 
 def test_who_waits_for_memory_with_one_that_gave_up_names_whom_that_one_lost() -> None:

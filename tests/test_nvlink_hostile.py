@@ -22,6 +22,9 @@ BODIES: list[tuple[str, str, dict[str, Any], int]] = [
         ("test_bad_input", "test_construction", {"argument": name}, 2)
         for name in ("sizes", "timeout", "engine", "device")
     ),
+    ("test_uneven", "test_counters_of_a_combine_are_those_of_its_dispatch_turned_round", {}, 3),
+    ("test_uneven", "test_rows_counts_and_matrix", {"layout": MAJOR}, 2),
+    ("test_limits", "test_symmetric_memory_that_no_rank_has", {}, 2),
     ("test_mismatch", "test_a_rank_that_missed_calls_is_told_by_their_number", {}, 3),
     ("test_mismatch", "test_two_ranks_are_wrong_in_different_ways", {}, 4),
     ("test_odd_input", "test_expanded", {}, 2),

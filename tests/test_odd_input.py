@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
+from cases import Case, check_combined, dispatch, rows_to_combine
 from hostile import CASE, Inputs, assert_works, make_patient
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test, poisoned
 
@@ -249,13 +250,120 @@ def test_infinities_and_nan_travel_as_they_are(ranks: Ranks) -> None:
         assert y[3:].isfinite().all()
 
 
+LARGE = {"num_tokens": 700, "hidden": 7168}
+"""20 MB of float32: sums of that many are made in three blocks on a CPU."""
+
+
 @distributed_test(world_size=1)
 def test_sums_over_the_bias_of_other_tokens(ranks: Ranks) -> None:
-    """More than one block of sums, each over the bias of the next."""
-    tokens, hidden = 700, 7168
+    """More than one block of sums, each over the bias of the next, which may be wider than the sums."""
+    tokens, hidden = LARGE.values()
     with ty.ExpertParallel(ranks.group, num_experts=2, hidden=hidden, num_topk=1, max_tokens_per_rank=tokens) as ep:
         x = torch.randn(tokens, hidden, device=ranks.device).bfloat16()
         recv = ep.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64, device=ranks.device))
         both = torch.randn(tokens + 1, hidden, device=ranks.device).bfloat16()
-        want = ep.combine(recv.x, recv.handle, bias=both[:-1].clone())
+        want = (x.float() + both[:-1].float()).bfloat16()
         assert torch.equal(ep.combine(recv.x, recv.handle, bias=both[:-1], out=both[1:]), want)
+        wide = torch.randn(tokens, hidden, device=ranks.device)
+        second_half = wide.view(torch.bfloat16).view(2 * tokens, hidden)[tokens:]
+        want = (x.float() + wide).bfloat16()
+        assert torch.equal(ep.combine(recv.x, recv.handle, bias=wide, out=second_half), want)
+
+
+@distributed_test(world_size=2)
+def test_more_than_one_block_of_sums(ranks: Ranks) -> None:
+    """Of rows, on the way back and at their owner, with weights and two biases: the bits of the oracle."""
+    for layout in (ty.Layout.FLAT, MAJOR):
+        case = Case(2, num_experts=4, num_topk=2, routing="duplicates", layout=layout, **LARGE)
+        weighted = {"weighted": layout is MAJOR}
+        random = torch.Generator().manual_seed(1)
+        bias = [tuple(torch.randn(2, *x.shape, generator=random)) for x in case.x]
+        with case.make(ranks) as ep:
+            recv = dispatch(ranks, ep, case)
+            mine = tuple(term.to(ranks.device) for term in bias[ranks.rank])
+            got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, bias=mine, **weighted)
+            check_combined(got, case, ranks.rank, case.combined(ranks.rank, bias=bias, **weighted).x)
+
+
+@distributed_test(world_size=(1, 2))
+def test_sums_over_the_rows_that_are_summed(ranks: Ranks) -> None:
+    """``out`` is the rows themselves, or begins in the middle of one; whoever needs the rows has them by then."""
+    i = Inputs.of(ranks)
+    with make_patient(ranks) as ep:
+        for layout in (ty.Layout.FLAT, MAJOR):
+            recv = ep.dispatch(i.x, i.topk_idx, layout=layout)
+            want = ep.combine(recv.x, recv.handle)
+            room = want.numel() + CASE.hidden // 2
+            memory = torch.zeros(room + recv.x.numel(), dtype=recv.x.dtype, device=ranks.device)
+            for begin in (0, CASE.hidden // 2):
+                rows = memory[: recv.x.numel()].view_as(recv.x).copy_(recv.x)
+                out = memory[begin : begin + want.numel()].view_as(want)
+                assert_same_bits(
+                    ep.combine(rows, recv.handle, out=out), want, what=f"{layout} {begin}", rank=ranks.rank
+                )
+
+
+def test_what_a_layout_lacks_is_none() -> None:
+    """Also what a result of another layout has; and nobody's empty tensor is another's."""
+    everywhere = {"x", "source", "tokens_per_expert", "handle"}
+    has = {
+        ty.Layout.FLAT: {"topk_idx", "topk_weights"},
+        MAJOR: {"row_weights", "expert_offsets"},
+        ty.Layout.EXPERT_PADDED: {"row_weights", "source_ranges"},
+    }
+    names = everywhere.union(*has.values(), {"scales", "overflow"})
+    x, idx, weights = torch.ones(3, 40), torch.tensor([[0, 1], [1, -1], [0, 0]]), torch.ones(3, 2)
+    with ty.ExpertParallel(num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu") as ep:
+        for layout, exact in product(ty.Layout, (True, False)):
+            plain, bare = (ep.dispatch(x, idx, each, layout=layout, exact=exact) for each in (weights, None))
+            assert {name for name in names if getattr(plain, name) is not None} == everywhere | has[layout]
+            weightless = everywhere | (has[layout] - {"topk_weights", "row_weights"})
+            assert {name for name in names if getattr(bare, name) is not None} == weightless
+            cast = ep.dispatch(x, idx, layout=layout, exact=exact, quantize=ty.Quantize.FP8)
+            assert {name for name in names if getattr(cast, name) is not None} == weightless | {"scales"}
+            if not exact:
+                with pytest.raises(ValueError, match="tokens_per_expert_list needs exact=True"):
+                    _ = plain.tokens_per_expert_list
+            empty = [t for t in (*plain.handle.plan, *plain.handle.arrived) if t.numel() == 0]
+            assert len({t.untyped_storage()._cdata for t in empty}) == len(empty)
+        room = ep.dispatch(x, idx, weights, layout=MAJOR, exact=False, capacity=2)
+        assert {name for name in names if getattr(room, name) is not None} == everywhere | has[MAJOR] | {"overflow"}
+
+
+def test_results_outlive_later_calls() -> None:
+    """Whatever a call returned stays as it was while memory that is kept between calls is used again, and is no argument of it."""
+    random = torch.Generator().manual_seed(2)
+    idx, weights = torch.tensor([[0, 1], [1, -1], [0, 0]]), torch.rand(3, 2, generator=random)
+
+    def calls(x: Tensor) -> list[Tensor]:
+        """Every tensor that comes out of calls with ``x``."""
+        found: list[Tensor] = []
+        for layout, exact, payload in product(ty.Layout, (True, False), (x, ty.Quantized(x.to(torch.int8), x[:, :3]))):
+            recv = ep.dispatch(payload, idx, weights, layout=layout, exact=exact)
+            again = ep.dispatch(payload, handle=recv.handle)
+            reduce = recv.topk_weights if layout is ty.Layout.FLAT else None
+            rows = torch.randn(recv.x.shape, generator=random)
+            sums = ep.combine(rows, recv.handle, reduce_weights=reduce)
+            found += [
+                recv.x,
+                again.x,
+                recv.source,
+                *(sums if isinstance(sums, Tensor) else (sums.x, sums.topk_weights)),
+            ]
+            found += [
+                each
+                for each in (recv.scales, again.scales, recv.topk_idx, reduce, recv.row_weights)
+                if each is not None
+            ]
+            found += [*recv.handle.plan, *recv.handle.arrived]
+        return found
+
+    with ty.ExpertParallel(num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu") as ep:
+        calls(torch.randn(3, 40, generator=random))  # so that memory need not grow
+        first = calls(x := torch.randn(3, 40, generator=random) * 9)
+        before = [each.clone() for each in first]
+        calls(torch.randn(3, 40, generator=random) * 9)
+        for given in (x, idx, weights):
+            given.zero_()
+    for at, (got, want) in enumerate(zip(first, before, strict=True)):
+        assert_same_bits(got, want, what=f"tensor {at}")

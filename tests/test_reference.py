@@ -17,6 +17,8 @@ from tokenyard import reference, reference_picks, reference_quant
 from tokenyard.reference import ReferenceRows, combine, dispatch, merge_picks
 from tokenyard.types import Layout
 
+pytestmark = pytest.mark.portable
+
 NAN = float("nan")
 Batch = tuple[int, list[Tensor], list[Tensor], list[Tensor]]
 EXPERT_LAYOUTS = [Layout.EXPERT_MAJOR, Layout.EXPERT_PADDED]

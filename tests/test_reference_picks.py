@@ -33,8 +33,9 @@ def lost(sums: list[ReferenceCombined]) -> list[list[float]]:
 
 
 def test_merge_picks() -> None:
-    weights = torch.tensor([[2.0**24, 5, 1, 1, NAN, 7]])
-    idx, merged, first_pick = merge_picks(torch.tensor([[3, 1, 3, 3, -1, 1]], dtype=torch.int32), weights)
+    given, weights = torch.tensor([[3, 1, 3, 3, -1, 1]], dtype=torch.int32), torch.tensor([[2.0**24, 5, 1, 1, NAN, 7]])
+    idx, merged, first_pick = merge_picks(given, weights)
+    assert equal(given, [[3, 1, 3, 3, -1, 1]]) and equal(weights[:, [0, 1, 5]], [[2.0**24, 5, 7]])
     assert equal(idx, [[3, 1, -1, -1, -1, -1]])
     assert idx.dtype == torch.int32
     assert equal(merged, [[2.0**24, 12, 0, 0, 0, 0]])  # in pick order each 1 is rounded away; 1 + 1 first would not be

@@ -1,7 +1,8 @@
-"""The oracle's quantisation, against scales and bytes worked by hand, and quantised payloads."""
+"""The oracle's quantisation and the engines', against scales and bytes worked by hand, and quantised payloads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from torch import Tensor
 
 from tokenyard.quant import dequantize as torch_dequantize
+from tokenyard.quant import quantize as torch_quantize
 from tokenyard.reference import dequantize, dispatch, quantize
 from tokenyard.types import Layout, Quantize, Quantized
 
+pytestmark = pytest.mark.portable
+
 NAN = float("nan")
+Cast = Callable[[Tensor, Quantize], Quantized]
+both = pytest.mark.parametrize("cast", [quantize, torch_quantize], ids=["oracle", "engines"])
 
 
 def equal(actual: Tensor | None, expected: Any) -> bool:
@@ -22,11 +28,12 @@ def equal(actual: Tensor | None, expected: Any) -> bool:
     return True
 
 
-def test_quantize_fp8() -> None:
+@both
+def test_quantize_fp8(cast: Cast) -> None:
     x = torch.zeros(1, 258)
     x[0, :3] = torch.tensor([3.0, 2.25, -1.5])
     x[0, 256:] = torch.tensor([0.0, 1e-4])
-    quantized = quantize(x, Quantize.FP8)
+    quantized = cast(x, Quantize.FP8)
     # 3 / 448, an empty group at the floor of 1e-4, and 1e-4 in a group of two channels. 3 * (1 / 448) is 0x3BDB6DB8.
     assert equal(quantized.scales.view(torch.int32), [[0x3BDB6DB7, 0x346FACAD, 0x346FACAD]])
     data = quantized.data.view(torch.uint8)[0]
@@ -43,8 +50,9 @@ def powers_of_two() -> Tensor:
     return x
 
 
-def test_quantize_powers_of_two() -> None:
-    plain, packed = quantize(powers_of_two(), Quantize.FP8_POW2), quantize(powers_of_two(), Quantize.FP8_UE8M0)
+@both
+def test_quantize_powers_of_two(cast: Cast) -> None:
+    plain, packed = cast(powers_of_two(), Quantize.FP8_POW2), cast(powers_of_two(), Quantize.FP8_UE8M0)
     assert equal(plain.scales, [[1, 2**-8, 2**-22, 2, 2]])
     assert equal(packed.scales.view(torch.uint8), [[127, 119, 105, 128, 128, 0, 0, 0]])
     assert equal(packed.scales, [[0x8069777F - 2**32, 128]])
@@ -54,10 +62,16 @@ def test_quantize_powers_of_two() -> None:
     assert data.count_nonzero() == 4
 
 
-def test_quantize_keeps_neighbours_of_nan() -> None:
+@both
+@pytest.mark.parametrize("bad", [NAN, -NAN, float("inf"), float("-inf")])
+def test_quantize_keeps_neighbours_of_nan(cast: Cast, bad: float) -> None:
     x = powers_of_two()
-    x[0, 0] = NAN
-    assert equal(quantize(x, Quantize.FP8_UE8M0).scales.view(torch.uint8)[0, :5], [255, 119, 105, 128, 128])
+    x[0, 0] = bad
+    quantized = cast(x, Quantize.FP8_UE8M0)
+    assert equal(quantized.scales.view(torch.uint8)[0, :5], [255, 119, 105, 128, 128])
+    assert equal(quantized.data.view(torch.uint8)[0, [0, 1, 7, 128, 511]], [0x7F, 0, 0, 0xF8, 0x7E])
+    assert equal(cast(x, Quantize.FP8_POW2).scales, [[float("inf"), 2**-8, 2**-22, 2, 2]])
+    assert cast(x, Quantize.FP8).scales.isfinite().tolist() == [[False, True, True, True, True]]
 
 
 def test_dequantize() -> None:
@@ -70,9 +84,10 @@ def test_dequantize() -> None:
     assert equal(dequantize(data, scales), [[1]])
 
 
+@both
 @pytest.mark.parametrize(("mode", "num_scales"), [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2)])
-def test_quantize_no_tokens(mode: Quantize, num_scales: int) -> None:
-    quantized = quantize(torch.zeros(0, 520), mode)
+def test_quantize_no_tokens(cast: Cast, mode: Quantize, num_scales: int) -> None:
+    quantized = cast(torch.zeros(0, 520), mode)
     assert quantized.data.shape == (0, 520)
     assert quantized.scales.shape == (0, num_scales)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
+from tokenyard.engines import low_latency_ground as ground
+from tokenyard.engines import rings
 from tokenyard.engines.select import Asked
 
 SMS = 132
@@ -15,8 +17,6 @@ DISPATCHES, COMBINES, SLOTS = 4, 2, 2
 @pytest.mark.parametrize("ranks", range(1, 17))
 def test_calls_fit_beside_collectives(ranks: int) -> None:
     """All programs of a call are resident while others hold the multiprocessors that were spared."""
-    rings = pytest.importorskip("tokenyard.engines.rings")
-    ground = pytest.importorskip("tokenyard.engines.low_latency_ground")
     room = Asked(spare_sms=BESIDE_COLLECTIVES).room(SMS)
     assert room == SMS - BESIDE_COLLECTIVES
     shape = rings.shape_for(room, ranks, all_sms=True)
@@ -34,7 +34,6 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
 @pytest.mark.parametrize("num_sms", [24, SMS])
 def test_rounds_of_sums_fit_into_shared_memory(ranks: int, item: int, biases: int, num_sms: int) -> None:
     """Of all programs on a multiprocessor; and there are always rows under way while others are added."""
-    rings = pytest.importorskip("tokenyard.engines.rings")
     shape = rings.shape_for(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
     cut, together = shape.gather, -(-(shape.pushers + shape.gatherers) // shape.writers)
     row_bytes, shared = cut.block * (ranks * item + biases), rings.SHARED_BYTES // together
@@ -60,5 +59,5 @@ def test_at_most_half_is_spared() -> None:
 )
 def test_slots_of_long_rows_are_whole_lines(channels: int, scales: int, meta: int, row: int, slot: int) -> None:
     """They begin at an address that is a multiple of 128; those of short rows do not grow."""
-    form = pytest.importorskip("tokenyard.engines.rings").Form(channels, channels // 2, 32, scales, meta)
+    form = rings.Form(channels, channels // 2, 32, scales, meta)
     assert (form.row_bytes, form.slot_bytes) == (row, slot)

@@ -32,6 +32,7 @@ from tokenyard.testing.simulator import (
     SimulatedRank,
     simulate,
 )
+from tokenyard.testing.simulator.group import SimulatedGroup
 from tokenyard.testing.virtual import run_in_simulator
 
 
@@ -237,6 +238,22 @@ def test_a_rank_that_stays_away_from_the_store() -> None:
         simulate(3, body, timeouts=True)
     assert set(caught.value.errors) == {0, 2}
     assert all(isinstance(error, PeerTimeout) for error in caught.value.errors.values())
+
+
+def test_a_rank_that_tried_alone_keeps_nobody_from_the_next_attempt() -> None:
+    def body(ranks: SimulatedRank) -> list[str]:
+        group = SimulatedGroup(ranks)
+        if ranks.rank == 0:
+            with pytest.raises(PeerTimeout):
+                agree(group.open_store(), 0, 2, {}, "", 1.0)
+        else:
+            ranks.wait_until(lambda: False, 5.0, "waits until rank 0 has given up")
+        parts = [agree(group.open_store(), ranks.rank, 2, {}, "", 60.0)[0] for _ in range(2)]
+        return [part.compare_set("made by", "", f"{ranks.rank}").decode() for part in parts]
+
+    for seed in range(5):
+        one, other = simulate(2, body, seed=seed, timeouts=True)
+        assert one == other
 
 
 def test_the_store_is_a_store() -> None:

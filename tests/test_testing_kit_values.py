@@ -144,10 +144,64 @@ def test_close_is_relative_to_the_norm_and_never_true_of_nan() -> None:
     for bad in (float("nan"), float("inf")):
         with pytest.raises(AssertionError, match="y: got 16 of 16 values that are not finite"):
             assert_close(expected * bad, expected * bad, relative=1e9, what="y")
+        one_bad = expected.clone()
+        one_bad[1, 3] = bad
+        for got, wanted, side in ((one_bad, expected, "got"), (expected, one_bad, "expected")):
+            with pytest.raises(AssertionError, match=f"y: {side} 1 of 16 values that are not finite"):
+                assert_close(got, wanted, relative=1e9, what="y")
     with pytest.raises(AssertionError, match=r"got float32 \[8\], expected float32 \[2, 8\]"):
         assert_close(expected[0], expected, relative=1.0, what="y")
     with pytest.raises(AssertionError, match=r"allowed 0\.000e"):
         assert_close(expected, expected * 0, relative=1.0, what="y")
+
+
+@pytest.mark.parametrize("relative", [float("nan"), float("inf"), -0.1])
+def test_close_by_no_number_is_refused(relative: float) -> None:
+    """Under NaN nothing, under infinity everything would pass."""
+    with pytest.raises(ValueError, match=r"relative \(.*\) must be a finite number of at least 0"):
+        assert_close(torch.ones(2), torch.zeros(2), relative=relative, what="y")
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1.0, 1e200, 1e308])
+def test_close_at_any_size(size: float) -> None:
+    """Where squares are no float64 any more, too."""
+    expected = torch.tensor([[size, -size], [0.0, size]], dtype=torch.float64)
+    assert_close(expected * 1.0, expected, relative=0.0, what="y")
+    assert_close(expected * 0.75, expected, relative=0.26, what="y")
+    with pytest.raises(AssertionError, match=r"y: norm of the difference is .* largest at \[0, 1\]"):
+        assert_close(expected * torch.tensor([[1.0, -1.0], [1.0, 1.0]]), expected, relative=0.5, what="y")
+
+
+def test_close_of_complex_numbers_and_of_nothing() -> None:
+    expected = torch.tensor([3 + 4j, 0j])
+    assert_close(expected + 0.03j, expected, relative=0.01, what="y")
+    for wrong in (expected.conj(), expected.real, expected + 1j):
+        with pytest.raises(AssertionError, match="y: norm of the difference"):
+            assert_close(wrong, expected, relative=0.01, what="y")
+    with pytest.raises(AssertionError, match="y: norm of the difference"):
+        assert_close(expected.real, expected, relative=0.01, what="y")
+    with pytest.raises(AssertionError, match="y: expected 1 of 2 values that are not finite"):
+        assert_close(expected, expected + torch.tensor([0, complex(0, float("nan"))]), relative=1.0, what="y")
+    for shape in ((0,), (0, 3), (3, 0)):
+        assert_close(torch.zeros(shape), torch.zeros(shape, dtype=torch.float16), relative=0.0, what="y")
+    with pytest.raises(AssertionError, match=r"got float32 \[0, 3\], expected float32 \[0, 4\]"):
+        assert_close(torch.zeros(0, 3), torch.zeros(0, 4), relative=1.0, what="y")
+    assert_close(torch.tensor(-0.0), torch.tensor(0.0), relative=0.0, what="y")
+    with pytest.raises(AssertionError, match=r"largest at 0: 1\.0, expected 2\.0"):
+        assert_close(torch.tensor(1.0, requires_grad=True), torch.tensor(2.0), relative=0.4, what="y")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_same_bits_of_complex_numbers(dtype: torch.dtype) -> None:
+    expected = torch.tensor([[1 + 2j, 3 - 4j], [0j, 5j]], dtype=dtype)
+    assert_same_bits(expected.clone(), expected, what="x")
+    assert_same_bits(expected.conj().conj(), expected, what="x")
+    assert_same_bits(expected.conj(), expected.conj().resolve_conj(), what="x")
+    assert_same_bits(expected.conj().imag, -expected.imag, what="x")
+    told = difference(expected + torch.tensor([[0, 0], [0, 1j]]), expected)
+    assert "1 of 2 rows are wrong, first row 1\ncolumn 1 is 6j (0x" in told
+    assert "1 of 2 columns differ" in told
+    assert "column 0 is (1-2j)" in difference(expected.conj(), expected)
 
 
 @torch.library.custom_op("tokenyard_test::fresh", mutates_args=())

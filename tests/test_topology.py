@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +39,8 @@ UNEVEN = {
     "aaab": ["equally many ranks", "host a has 3 (ranks 0, 1, 2); host b has 1 (rank 3)", "topology=", HOST_VARIABLE],
     "abab": ["consecutive", "host a has 2 (ranks 0, 2); host b has 2 (ranks 1, 3)", "host after host"],
     "abba": ["consecutive", "host a has 2 (ranks 0, 3)"],
+    "aaaaaaaab": ["host a has 8 (ranks 0, 1, 2, 3, 4, 5, 6, 7); host b"],
+    "aaaaaaaaab": ["host a has 9 (ranks 0, 1, 2, 3, 4, 5, 6, 7, ...); host b"],
     "abcdefghijj": ["of 11 ranks", "host h has 1 (rank 7); and 2 more hosts"],
 }
 
@@ -57,6 +63,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ((1, 2, 3), ["topology ((1, 2, 3))", "pair"]),
     ("2x2", ["topology ('2x2')", "pair"]),
     ((2, 3), ["topology (2x3) has 6 ranks", "the group has 4"]),
+    ((1, 2), ["topology (1x2) has 2 ranks", "the group has 4"]),
     ((0, 4), ["num_nodes (0)", "at least 1"]),
     ((2, 2.0), ["ranks_per_node (2.0)", "whole number"]),
     ((True, 4), ["num_nodes (True)"]),
@@ -78,6 +85,36 @@ def test_this_host_has_a_name_that_can_be_changed() -> None:
     assert this_host() == this_host() != ""
     with mock.patch.dict(os.environ, {HOST_VARIABLE: "rack 7"}):
         assert this_host() == "rack 7"
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: ""}):
+        assert this_host() != ""
+
+
+@pytest.mark.parametrize("where", ["machine", "boot", "network"])
+def test_hosts_differ(where: str) -> None:
+    """In their machine, in when it was started, and in their network."""
+
+    def path(name: str, salt: str) -> Any:
+        boot, network = "1" * 36, 5
+        if where in ("boot", "network") and where in {"boot_id": "boot", "net": "network"}[Path(name).name]:
+            boot, network = salt * 36, int(salt)
+        return SimpleNamespace(read_text=lambda: boot, stat=lambda: SimpleNamespace(st_ino=network))
+
+    def host(salt: str) -> str:
+        node = f"node{salt}" if where == "machine" else "node"
+        names = {"platform.node": lambda: node, "tokenyard.topology.Path": lambda name: path(name, salt)}
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, {HOST_VARIABLE: ""}))
+            for name, value in names.items():
+                stack.enter_context(mock.patch(name, value))
+            return this_host()
+
+    assert host("2") == host("2") != host("3")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_host_without_proc_is_its_machine(error: type[OSError]) -> None:
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: ""}), mock.patch.object(Path, "read_text", side_effect=error):
+        assert this_host() == platform.node()
 
 
 def as_host(name: str) -> Any:

@@ -25,7 +25,7 @@ SILENT = re.compile(
     rf"|the end of its rows|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s "
     r"\((?:dispatch|cached dispatch|combine) #\d+, waiting for (?:tickets|(?:arrivals|hellos|dones)\[\d+\]"
     r"|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network sender|forwarder|combiner|reducer)\)) "
-    r"to reach \d+, it is \d+\)(; it had reported: .*)?"
+    r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[([\d, ]+)\](; it had reported: .*)?")
 

@@ -32,7 +32,7 @@ SLOW = {
 }  # fmt: skip
 """10 seconds and more each, or several seeds."""
 
-TOGETHER = dict.fromkeys(("two_direct", "two_pull", "two_views"), "in place")
+TOGETHER = dict.fromkeys(("two_direct", "two_pull", "two_views"), "in place") | {"two_far": "two_dispatch"}
 """Files that count as one."""
 
 FIRST = {
@@ -71,6 +71,7 @@ def test_every_kind_of_bug_is_planted() -> None:
         "two_net",
         "two_turns",
         "two_dispatch",
+        "two_far",
         "two_forward",
         "two_combine",
         "two_direct",

@@ -93,6 +93,11 @@ def test_the_whole_object_beside_engine_nvlink() -> None:
     run_all("twolevel_api.check", [(2, 2, seed) for seed in range(SOAK)])
 
 
+def test_a_bias_inside_of_the_view() -> None:
+    jobs = [(given, seed) for given in ("at its end", "over its rows", "both") for seed in range(SOAK)]
+    run_all("twolevel_api.bias_in_the_view", jobs)
+
+
 def test_a_rank_that_cannot_make_rows_in_place() -> None:
     dtypes = {"layout": torch.float32, "handle": torch.float32, "dtype": torch.bfloat16}
     run_all("twolevel_api.refused_rows", [(what, dtype, 0) for what, dtype in dtypes.items()])

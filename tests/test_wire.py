@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, fields, replace
+from dataclasses import asdict, astuple, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from hostile import CASE, Inputs, assert_works, check, error_of, make_patient, m
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.collective import DISPATCH
+from tokenyard.engines.departure import note_bad_index
 from tokenyard.engines.wire import GlooWire, Spans
+from tokenyard.handle import Spec
 from tokenyard.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
+from tokenyard.rows import Payload
 from tokenyard.testing import Ranks, distributed_test
 
 PICKS, EXPERTS, LOCAL = 3, 7, 3
@@ -34,7 +38,7 @@ def honest(num_ranks: int = 3) -> Tensor:
     return headers
 
 
-def verify(headers: Tensor, rank: int = 0, picks: int = PICKS) -> None:
+def verify(headers: Tensor, rank: int = 0, picks: int = PICKS, max_rows: int = head.MOST_ROWS) -> None:
     config = Config(
         num_experts=EXPERTS,
         hidden=40,
@@ -44,7 +48,7 @@ def verify(headers: Tensor, rank: int = 0, picks: int = PICKS) -> None:
         world_size=len(headers),
         timeout=1.0,
     )
-    head.verify(headers, config, max_rows=head.MOST_ROWS)
+    head.verify(headers, config, max_rows=max_rows)
 
 
 def test_honest_headers_pass() -> None:
@@ -72,6 +76,7 @@ LIES: dict[str, Callable[[Tensor], object]] = {
     "tokens beyond int32": lambda row: row[NUM_TOKENS].fill_(2**31),
     "everything beyond int32": lambda row: row[NUM_TOKENS:].fill_(2**40),
     "a negative count": lambda row: row[COUNTS].fill_(-1),
+    "a negative count that others make up for": lambda row: row[COUNTS:].copy_(torch.tensor([-1, 4, 4])),
     "a count above the rows": lambda row: row[COUNTS].fill_(5),
     "a huge count": lambda row: row[COUNTS].fill_(2**62),
     "counts whose sum wraps": lambda row: row[COUNTS:].fill_(2**63 - 1),
@@ -91,6 +96,47 @@ def test_impossible_numbers(lie: str) -> None:
         verify(headers)
 
 
+def to_every_rank(*lies: int) -> Tensor:
+    """Honest headers that also say how many rows go to each of three ranks; rank 1 says ``lies``."""
+    headers = torch.cat([honest(), torch.tensor([6, 0, 4]).expand(3, -1)], 1)
+    headers[1, COUNTS + LOCAL :] = torch.tensor(lies)
+    return headers
+
+
+def test_rows_to_every_rank() -> None:
+    """What is told of other ranks is bounded as well: by the tokens that there are, and by the room for them."""
+    verify(to_every_rank(0, 6, 6))
+    for lies in ((-1, 0, 0), (0, 7, 0), (0, 0, -(2**63)), (0, 0, 2**40)):
+        with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts"):
+            verify(to_every_rank(*lies))
+    verify(to_every_rank(0, 6, 0), max_rows=6)
+    many = to_every_rank(0, 6, 0)
+    many[:, NUM_TOKENS] = 9
+    many[1, -1] = 9
+    with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts"):
+        verify(many, max_rows=6)
+
+
+def test_more_rows_than_there_is_room_for() -> None:
+    verify(honest(), max_rows=4)
+    with pytest.raises(ty.PeerError, match="announced impossible counts: 4 rows of 6 tokens"):
+        verify(honest(), max_rows=3)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_counts_for_an_expert_of_another_rank(rank: int) -> None:
+    """7 experts: rank 0 has three of them, the others two, so that their headers' third count is nobody's."""
+    headers = honest()
+    headers[:, COUNTS:] = torch.tensor([4, 3, 0])
+    verify(headers, rank)
+    headers[2, COUNTS:] = torch.tensor([4, 2, 1])
+    if rank == 0:
+        verify(headers, rank)
+    else:
+        with pytest.raises(ty.PeerError, match="rank 2 announced impossible counts"):
+            verify(headers, rank)
+
+
 def test_more_picks_than_tokens_can_have() -> None:
     headers = honest()
     headers[1, NUM_ROWS] = 1
@@ -108,6 +154,80 @@ def test_a_fingerprint_of_nonsense(name: str, value: int) -> None:
     headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, **{name: value})))
     with pytest.raises(ty.Mismatch, match=r"ranks disagree on .*rank 0 says .*, rank 2 says"):
         verify(headers)
+
+
+SPEC: dict[str, Any] = {"layout": ty.Layout.EXPERT_MAJOR, "exact": False, "expert_alignment": 4, "capacity": 9}
+
+
+def told(**changes: Any) -> dict[str, int]:
+    """The fingerprint of one and the same call but for ``changes``."""
+    plain = {
+        "op": DISPATCH,
+        "call": 5,
+        "payload": Payload(torch.zeros(2, 8).bfloat16(), torch.zeros(2, 3)),
+        "spec": Spec(**SPEC),
+        "mode": ty.Quantize.FP8,
+        "weighted": True,
+        "routing": 77,
+        "scaled": False,
+    }
+    return asdict(head.fingerprint_of(**{**plain, **changes}))
+
+
+TOLD: dict[str, tuple[int, dict[str, Any]]] = {
+    "op": (head.COMBINE, {"op": head.COMBINE}),
+    "call": (6, {"call": 6}),
+    "hidden": (9, {"payload": Payload(torch.zeros(2, 9).bfloat16(), torch.zeros(2, 3))}),
+    "dtype": (2, {"payload": Payload(torch.zeros(2, 8), torch.zeros(2, 3))}),
+    "scale_words": (4, {"payload": Payload(torch.zeros(2, 8).bfloat16(), torch.zeros(2, 4))}),
+    "scale_dtype": (7, {"payload": Payload(torch.zeros(2, 8).bfloat16(), torch.zeros(2, 3).int())}),
+    "layout": (0, {"spec": Spec(**{**SPEC, "layout": ty.Layout.FLAT})}),
+    "exact": (1, {"spec": Spec(**{**SPEC, "exact": True})}),
+    "expert_alignment": (8, {"spec": Spec(**{**SPEC, "expert_alignment": 8})}),
+    "capacity": (-1, {"spec": Spec(**{**SPEC, "capacity": None})}),
+    "quantize": (0, {"mode": None}),
+    "weighted": (0, {"weighted": False}),
+    "routing": (78, {"routing": 78}),
+    "scaled": (1, {"scaled": True}),
+    "in_place": (1, {"in_place": True}),
+}
+
+
+def test_every_argument_is_told() -> None:
+    """What differs between two calls differs in their fingerprints, there and nowhere else."""
+    assert set(TOLD) == {f.name for f in fields(Fingerprint)}
+    plain = told()
+    for name, (value, changes) in TOLD.items():
+        assert plain[name] != value, name
+        assert told(**changes) == {**plain, name: value}, name
+    assert [told(mode=mode)["quantize"] for mode in ty.Quantize] == [1, 2, 3]
+
+
+def test_digests_tell_routings_apart() -> None:
+    """By their ids, by the order of these, and by whose they are."""
+    ids = torch.tensor([[0, 3], [-1, 2], [5, -1]])
+    others = [
+        ids,
+        ids.flip(0),
+        ids.flip(1),
+        ids.clamp(min=0),
+        ids.where(ids != 3, 4),
+        ids[:2],
+        ids.new_full((3, 2), -1),
+    ]
+    digests = [int(head.digest(each)) for each in others]
+    assert len(set(digests)) == len(others)
+    assert int(head.digest(ids.int())) == digests[0]
+    assert head.mixed([1, 2, 3]) != head.mixed([1, 3, 2]) != head.mixed([3, 1, 2])
+    assert min(head.mixed([-(2**63), -1]), head.mixed([2**63 - 1] * 3), head.mixed([-5])) >= 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 6])
+def test_the_words_of_a_header_are_those_of_a_blank_one(num_tokens: int) -> None:
+    blank = head.blank(CALL, 2, LOCAL, num_tokens)
+    words = head.words_of(CALL, num_tokens)
+    assert words == blank[0, : len(words)].tolist() and len(words) == NUM_ROWS
+    assert not blank[:, NUM_ROWS:].any()
 
 
 def test_every_rank_comes_to_the_same_verdict() -> None:
@@ -144,6 +264,13 @@ def test_the_remedy_of_a_refusal_is_not_cut_off() -> None:
         verify(headers)
 
 
+def test_a_long_refusal_is_cut_where_the_header_ends() -> None:
+    headers = honest()
+    head.refuse(headers[1:2], "e" * 500 + " and the end" + " is cut")
+    with pytest.raises(ty.PeerError, match=r"eee and the end$"):
+        verify(headers)
+
+
 LONE = {"num_experts": 2, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 256, "device": "cpu"}
 
 
@@ -163,6 +290,31 @@ def test_bad_ids_are_a_value_error_at_home_and_a_peer_error_elsewhere() -> None:
     assert type(caught.value) is ValueError
     with pytest.raises(ty.PeerError, match=r"rank 1 refused its side of this call: topk_idx\[1, 2\] is 7"):
         verify(headers, 0)
+
+
+BAD_IDS = [
+    ([[0, 1, 2], [3, -1, 6]], None),
+    ([[0, -1, 2], [9, -1, 8]], (3, 9)),
+    ([[0, 1, 2], [3, -2, 7]], (4, -2)),
+    ([[7, -5, 2], [3, -2, 7]], (0, 7)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("ids", "first"), BAD_IDS)
+def test_the_first_bad_id_is_the_one_that_is_named(
+    ids: list[list[int]], first: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
+    """In headers, and where the host learns it later: there a call that follows does not take its place."""
+    picks = torch.tensor(ids, dtype=dtype)
+    header, seen = head.blank(CALL, 2, LOCAL, 2), torch.tensor([-1, -1])
+    head.mark_bad_index(header, picks, EXPERTS)
+    status = [head.OK] if first is None else [head.BAD_INDEX, *first, PICKS]
+    assert header[:, STATUS : STATUS + len(status)].tolist() == [status] * 2
+    for later in (picks, picks[:0], torch.full_like(picks, 70)):
+        note_bad_index(seen, later, EXPERTS)
+        named = first or ((0, 70) if 70 in later else (-1, -1))
+        assert seen.tolist() == list(named)
 
 
 @pytest.mark.parametrize("words", [(-5, 9, 3), (2**62, -(2**62), 0), (0, 0, -(2**63))])

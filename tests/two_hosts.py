@@ -20,7 +20,7 @@ from pathlib import Path
 NO_HOSTS = 77
 HOSTS, RANKS_EACH = 2, 2
 WORLD_SIZE = HOSTS * RANKS_EACH
-CABLE, PORT, TIMEOUT = "cable", 29417, 60.0
+CABLE, PORT, TIMEOUT = "cable", 29417, 75.0
 BATCHES, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 400, 512, 6, 16
 
 
@@ -84,7 +84,7 @@ def run_ranks(holders: list[subprocess.Popen[str]], folder: str) -> int:
         for rank in range(WORLD_SIZE)
     ]
     try:
-        return int(any(rank.wait(2 * TIMEOUT) for rank in ranks))
+        return int(any(rank.wait(7 * TIMEOUT) for rank in ranks))
     finally:
         for rank in ranks:
             rank.kill()
@@ -98,7 +98,7 @@ def main(folder: str) -> int:
                 raise NoHosts("unshare not installed")
             must([*root, sys.executable, "-c", ""])
             return subprocess.run(
-                [*root, sys.executable, __file__, folder], timeout=4 * TIMEOUT, check=False
+                [*root, sys.executable, __file__, folder], timeout=8 * TIMEOUT, check=False
             ).returncode
         with hosts() as holders:
             return run_ranks(holders, folder)

@@ -124,5 +124,28 @@ def refused_rows(what: str, dtype: torch.dtype, seed: int) -> None:
     simulate(4, body, seed=seed)
 
 
+def bias_in_the_view(given: str, seed: int) -> None:
+    """Terms of a sum in place may lie where its rows are copied to first: results of an earlier dispatch in place."""
+
+    def body(ranks: SimulatedRank) -> None:
+        ep = ty.ExpertParallel(
+            SimulatedGroup(ranks), num_experts=8, hidden=HIDDEN, num_topk=2, max_tokens_per_rank=MOST,
+            buffer_bytes=64 << 10, timeout=5.0, engine="twolevel", topology=(2, 2),
+        )  # fmt: skip
+        x, _, _ = inputs(ep.rank, ep.world_size, seed)
+        mine = torch.tensor([2 * ep.rank, 2 * ((ep.rank + 1) % 4)]).expand(len(x), 2)  # so at least as many rows come
+        recv = ep.dispatch(x, mine.contiguous(), in_place=True)
+        rows = 3 * recv.x.clone()
+        places = {"at its end": recv.x[-len(x) :], "over its rows": recv.x[: len(x)]}
+        bias = {**places, "both": tuple(places.values())}[given]
+        apart = tuple(term.clone() for term in bias) if isinstance(bias, tuple) else bias.clone()
+        want = ep.combine(rows, recv.handle, bias=apart)
+        got = ep.combine(rows, recv.handle, bias=bias, in_place=True)
+        assert_same_bits(got, want, what="sums", rank=ranks.rank)
+        ep.close()
+
+    simulate(4, body, seed=seed)
+
+
 if __name__ == "__main__":
     check(*map(int, sys.argv[1:]))

@@ -117,9 +117,10 @@ def network_facts(launch: Launch) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
 
-    from tokenyard.memory.launch import signature_of
+    from tokenyard.memory.launch import signature_of, wrapped
 
-    kernel, constants = launch["kernel"], launch["constants"]
+    kernel = launch["kernel"]
+    constants = {name: wrapped(value) for name, value in launch["constants"].items()}
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     options = backend.parse_options({"num_warps": launch["warps"], "enable_fp_fusion": False})

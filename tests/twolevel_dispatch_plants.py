@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from plants import Plant
 
-_CREDIT = "            credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))\n"
-_EARLY = """            credit(
-                net_bytes(state, node, R, G, C), mine, source, rest_at(R, P, C, W, FAR), net_head(home, c, G, C, FAR),
-                n.to(tl.int64),
-            )
+_CREDIT = "            credit(account, mine, source, rest, head, owed.to(tl.int64))\n"
+_HEAD = "net_head(hop.home, c, grid.nodes, k.channels, grid.first_byte)"
+_EARLY = f"""    credit(
+        net_bytes(state, hop.node, k.ranks, grid.nodes, k.channels), hop.mine, hop.source,
+        rest_at(k.ranks, P, k.channels, grid.header_words, grid.first_byte), {_HEAD}, n.to(tl.int64),
+    )
 """
-_OWED = "owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, R // P, C)"
-_EARLY_ADD = """            add_release(
-                words(peer_base(peers, source) + net_head(home, c, G, C, FAR)), n.to(tl.int64), None
-            )
+_OWED = """            owe(
+                peers.state, turn.task, turn.channel, counter, to, owed.to(tl.int64), None, k.ranks,
+                grid.nodes, k.channels,
+            )  # fmt: skip
 """
-_MOVED = "            moved, ok = n * 0, True\n"
+_EARLY_ADD = f"    add_release(words(peer_base(peers.regions, hop.source) + {_HEAD}), n.to(tl.int64), None)\n"
+_MOVED = "    moved, ok = n * 0, True\n"
 
 DISPATCH_PLANTS = {
     # two_dispatch.py
     "dispatch: a round's end forgets what is owed": Plant(
-        "last chunk", "two_dispatch", (("                if place == LAST:", "                if place > LAST:"),)
+        "last chunk",
+        "two_dispatch",
+        (("                if place == ROUND - 1:", "                if place > ROUND - 1:"),),
     ),
     "dispatch: a kernel ends without publishing": Plant(
         "last chunk",
         "two_dispatch",
         (
             (
-                "            before = left\n        publish(state, worker, c, TASKS, WORKERS, R, G, C)\n",
-                "            before = left\n",
+                "= left\n        publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)\n",
+                "= left\n",
             ),
         ),
     ),
@@ -42,8 +46,8 @@ DISPATCH_PLANTS = {
         "two_dispatch",
         (
             (
-                "        seen = load_acquire(tail_of(mine, s, c, R, C))\n        tl.debug_barrier()\n",
-                "        seen = load_acquire(tail_of(mine, s, c, R, C))\n",
+                "tail_of(mine, source, turn.channel, k.ranks, k.channels))\n        tl.debug_barrier()\n",
+                "tail_of(mine, source, turn.channel, k.ranks, k.channels))\n",
             ),
         ),
     ),
@@ -52,62 +56,67 @@ DISPATCH_PLANTS = {
         "two_forward",
         (
             (
-                "            rooms = look_at_all(heads, beside)\n            tl.debug_barrier()\n",
-                "            rooms = look_at_all(heads, beside)\n",
+                "    rooms = look_at_all(heads, beside)\n    tl.debug_barrier()\n",
+                "    rooms = look_at_all(heads, beside)\n",
             ),
         ),
     ),
     "sender: one slot too many": Plant(
         "credit before read",
         "two_dispatch",
-        (("base + tl.maximum(i + n - Q, 0)", "base + tl.maximum(i + n - Q - 1, 0)"),),
+        (("base + tl.maximum(i + n - k.ring.slots, 0)", "base + tl.maximum(i + n - k.ring.slots - 1, 0)"),),
     ),
     "sender: ring not drained": Plant(
         "reused too early",
         "two_dispatch",
-        (("base + tl.maximum(i + n - Q, 0)", "base + i + n - Q"),),
+        (("base + tl.maximum(i + n - k.ring.slots, 0)", "base + i + n - k.ring.slots"),),
         within=30,
         hint=7,
     ),
     "receiver: rows taken not counted": Plant(
         "wrong epoch",
         "two_dispatch",
-        (("tl.store(taken_from(state, s, c, R, C), base + hi - lo)", "tl.store(taken_from(state, s, c, R, C), base)"),),
+        (
+            (
+                "tl.store(taken, base + hi - lo)",
+                "tl.store(taken, base)",
+            ),
+        ),
     ),
     "network sender: one slot too many": Plant(
         "credit before read",
-        "two_dispatch",
-        (("tl.maximum(i + n - NQ, 0)", "tl.maximum(i + n - NQ - 1, 0)"),),
+        "two_far",
+        (("tl.maximum(i + n - net.slots, 0)", "tl.maximum(i + n - net.slots - 1, 0)"),),
     ),
     "network sender: last chunk dropped": Plant(
         "last chunk",
-        "two_dispatch",
+        "two_far",
         (
             (
-                "                put(peers, account, mine, to, there",
-                "                if left > n:\n                  put(peers, account, mine, to, there",
+                "            _put_chunk(peers, node, home,",
+                "            if left > n:\n              _put_chunk(peers, node, home,",
             ),
         ),
     ),
     "network sender: tail without its row, mapped": Plant(
         "flag before data",
-        "two_dispatch",
-        (("peer_base(peers, to) + tail, n.to(tl.int64),", "peer_base(peers, to) + tail, n.to(tl.int64) + (i == 0),"),),
+        "two_far",
+        (("c, 0, tail, count,", "c, 0, tail, count + (first == 0),"),),
         part="peers",
     ),
     "network sender: ring not drained": Plant(
         "reused too early",
-        "two_dispatch",
-        (("base + tl.maximum(i + n - NQ, 0)", "base + i + n - NQ"),),
+        "two_far",
+        (("base + tl.maximum(i + n - net.slots, 0)", "base + i + n - net.slots"),),
         within=30,
     ),
     "network sender: rows not counted": Plant(
         "wrong epoch",
-        "two_dispatch",
+        "two_far",
         (
             (
-                "tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_sent_to(state, node, c, R, G, C), base)",
+                "tl.store(sent, base + hi - lo)",
+                "tl.store(sent, base)",
             ),
         ),
     ),
@@ -120,9 +129,9 @@ DISPATCH_PLANTS = {
         "credit before read",
         "two_forward",
         (
-            (_OWED, "head += 0"),
+            (_OWED, "            head += 0\n"),
             (_MOVED, _EARLY_ADD + _MOVED),
-            ("import TIMED_OUT, give_up,", "import TIMED_OUT, add_release, give_up,"),
+            ("    TIMED_OUT, give_up,", "    TIMED_OUT, add_release, give_up,"),
         ),
         part="peers",
     ),
@@ -131,8 +140,8 @@ DISPATCH_PLANTS = {
         "two_forward",
         (
             (
-                "rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))",
-                "rest_at(R, P, C, W, FAR), head, owed.to(tl.int64) + 1)",
+                "rest, head, owed.to(tl.int64))",
+                "rest, head, owed.to(tl.int64) + 1)",
             ),
         ),
     ),
@@ -143,12 +152,14 @@ DISPATCH_PLANTS = {
         part="long",
     ),
     "forwarder: one slot too many": Plant(
-        "credit before read", "two_forward", (("counts + more - Q, 0)", "counts + more - Q - 1, 0)"),)
+        "credit before read",
+        "two_forward",
+        (("counts + more - k.ring.slots, 0)", "counts + more - k.ring.slots - 1, 0)"),),
     ),
     "forwarder: rings not drained": Plant(
         "reused too early",
         "two_forward",
-        (("sent + tl.maximum(counts + more - Q, 0)", "sent + counts + more - Q"),),
+        (("sent + tl.maximum(counts + more - k.ring.slots, 0)", "sent + counts + more - k.ring.slots"),),
         within=30,
     ),
     "forwarder: rows sent not counted": Plant(
@@ -161,8 +172,8 @@ DISPATCH_PLANTS = {
         "two_forward",
         (
             (
-                "tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_taken_from(state, node, c, R, G, C), base)",
+                "tl.store(taken, hop.base + hop.end - hop.begin)",
+                "tl.store(taken, hop.base)",
             ),
         ),
     ),
@@ -172,14 +183,14 @@ DISPATCH_PLANTS = {
         (
             (
                 "(counts - before).to(tl.int64)",
-                "(counts - before + (counts > 0).to(tl.int32) * (i0 == 0).to(tl.int32)).to(tl.int64)",
+                "(counts - before + (counts > 0).to(tl.int32) * (hop.done == 0).to(tl.int32)).to(tl.int64)",
             ),
         ),
     ),
     "forwarder: rows of an earlier turn forgotten": Plant(
         "wrong epoch",
         "two_forward",
-        (("tl.store(put_at, counts.to(tl.int64), mask=near)", "tl.store(put_at, counts.to(tl.int64) * 0, mask=near)"),),
+        (("tl.store(put_at, counts.to(tl.int64),", "tl.store(put_at, counts.to(tl.int64) * 0,"),),
     ),
 }
 """By name."""

@@ -69,10 +69,10 @@ def hurry(nodes: int, per_node: int, seed: int, part: int) -> list[Ending | None
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
 
 
-def queued_on(nodes: int, absent_from: int) -> list[Ending | None]:
+def queued_on(nodes: int, absent_from: int, closes: bool = False) -> list[Ending | None]:
     """See :func:`nvlink_failures.queued`; on so many ``nodes`` of 2, or 3 ranks of engine nvlink (0)."""
     scenario = life(nodes, 2, 0, absent_from % 3) if nodes else nvlink_failures.life(3, 0)
-    return queued(scenario, absent_from, absent_from)
+    return queued(scenario, absent_from, absent_from, closes)
 
 
 def absence(op: int, seed: int) -> list[Ending | None]:

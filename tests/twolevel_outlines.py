@@ -3,76 +3,94 @@
 TWOLEVEL_OUTLINES = {
     ("two_dispatch", "_send_turn"): """
 if left > 0
-  load_acquire(head_of(peer_base(peers, me), to, c, R, C))
+  load_acquire(head_of(mine, to, turn.channel, k.ranks, k.channels))
   else
     if seen >= want
-      send_chunk(x)
-      owe(tail_of(there, me, c, R, C).to(tl.int64))
-      tl.store(done)
+      send_chunk(payload)
+      owe(tail)
+      tl.store(turn.done)
       if left == 0
-        tl.store(sent_to(state, to, c, R, C))
+        tl.store(sent_to(peers.state, to, turn.channel, k.ranks, k.channels))
 """,  # model_twolevel.send_near
     ("two_dispatch", "_receive_turn"): """
 if left > 0
-  load_acquire(tail_of(mine, s, c, R, C))
+  load_acquire(tail_of(mine, source, turn.channel, k.ranks, k.channels))
   else
     if seen >= want
-      receive_chunk(plan)
-      owe(head.to(tl.int64))
-      tl.store(done)
+      receive_chunk(routing)
+      owe(head)
+      tl.store(turn.done)
       if left == 0
-        tl.store(taken_from(state, s, c, R, C))
+        tl.store(taken)
 """,  # model_rings.receive
-    ("two_dispatch", "far_turn"): """
+    ("two_far", "far_turn"): """
 if left > 0
-  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  load_acquire(words(mine + net_head(node, c, grid.nodes, k.channels, grid.first_byte)))
   else
     if seen >= want
-      for range(0, n, B)
-        pack_payload(x)
-      if MW or (S and (not MODE))
-        for range(0, n, TOGETHER)
-          pack_riders(scales)
-      if MAPPED
-        owe(peer_base(peers, to) + tail)
-      else
-        put(peers)
-      tl.store(done)
+      _pack_chunk(routing)
+      _put_chunk(peers)
+      tl.store(turn.done)
       if left == 0
-        tl.store(net_sent_to(state, node, c, R, G, C))
+        tl.store(sent)
+""",  # model_twolevel.send_far
+    ("two_far", "_pack_chunk"): """
+for range(0, n, k.rows_sent)
+  pack_rows(payload.rows)
+if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
+  for range(0, n, TOGETHER)
+    pack_metadata(payload)
+""",  # model_twolevel.send_far
+    ("two_far", "_put_chunk"): """
+if grid.mapped
+  owe(tail)
+else
+  put(peers.regions)
 """,  # model_twolevel.send_far
     ("two_forward", "forward_turn"): """
 if left > 0
-  load_acquire(words(mine + net_tail(node, c, C, FAR)))
+  load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
   else
     if seen >= want
-      look_at_all(heads)
-      while (moved < n) & ok
-        if ok
-          if FRESH
-            tl.store(rows)
-          if AT_ONCE
-            place_riders(ring + PAY)
-          else
-            place_rows(ring)
-          for range(0, SLOT // 4 if P > 1 else 0, BLOCK)
-            if AT_ONCE
-              tl.store(to)
-            for tl.static_range(P)
-              tl.store(to)
-      if moved > 0
-        owe(tail_of(bases, source, c, R, C).to(tl.int64))
-        tl.store(done)
-        tl.store(put_at)
-        return_credits(peers)
-        if left == 0
-          tl.store(sent_at)
-          tl.store(net_taken_from(state, node, c, R, G, C))
+      _forward(peers)
+""",  # model_twolevel.forward
+    ("two_forward", "_forward"): """
+look_at_all(heads)
+while (moved < n) & ok
+  if ok
+    if k.placing.fresh
+      tl.store(rows)
+    _place_batch(peers)
+    _copy_slots(peers)
+if moved > 0
+  _end_turn(peers)
+""",  # model_twolevel.forward
+    ("two_forward", "_place_batch"): """
+if k.at_once
+  place_metadata(slots)
+else
+  place_rows(slots)
+""",  # model_twolevel.forward
+    ("two_forward", "_copy_slots"): """
+for range(0, SLOT if k.grid.ranks_per_node > 1 else 0, k.forward_block)
+  if k.at_once
+    tl.store(to)
+  for tl.static_range(k.grid.ranks_per_node)
+    tl.store(to)
+""",  # model_twolevel.forward
+    ("two_forward", "_end_turn"): """
+owe(tails)
+tl.store(turn.done)
+tl.store(put_at)
+return_credits(peers)
+if left == 0
+  tl.store(sent_at)
+  tl.store(taken)
 """,  # model_twolevel.forward
     ("two_forward", "return_credits"): """
 if owed > 0
-  if MAPPED
-    owe(peer_base(peers, source) + head)
+  if grid.mapped
+    owe(to)
   else
     credit(account)
 """,  # model_twolevel.forward
@@ -167,29 +185,32 @@ for range(R)
   if to // P != me // P
     put(peers)
 """,  # model_rings.greet
+    ("two_dispatch", "_turn"): """
+if task < NODES - 1
+  far_turn(peers)
+else
+  if task < FAR
+    forward_turn(peers)
+  else
+    if task < FAR + 1
+      _own_turn(peers)
+    else
+      if task < FAR + NEAR
+        _send_turn(peers)
+      else
+        if task < num_tasks(k.ranks, NODES) - 1
+          _receive_turn(peers)
+        else
+          if (task < num_tasks(k.ranks, NODES)) & (turn.channel == 0)
+            greet_turn(peers.regions)
+""",  # model_turns.Workers
     ("two_dispatch", "two_dispatch_kernel"): """
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
-    for range((TASKS + WORKERS - 1) // WORKERS)
-      if task < G - 1
-        far_turn(peers)
-      else
-        if task < 2 * (G - 1)
-          forward_turn(peers)
-        else
-          if task < 2 * (G - 1) + 1
-            _own_turn(state)
-          else
-            if task < 2 * (G - 1) + P
-              _send_turn(peers)
-            else
-              if task < TASKS - 1
-                _receive_turn(peers)
-              else
-                if (task < TASKS) & (c == 0)
-                  greet_turn(peers)
-      if place == LAST
+    for range(ROUND)
+      _turn(peers)
+      if place == ROUND - 1
         publish(state)
   publish(state)
 """,  # model_turns.Workers
@@ -215,50 +236,53 @@ if pid >= 0
 """,  # model_turns.Workers
     ("two_direct", "_near_turn"): """
 if (left > 0) & ready
-  for range(0, n, B)
-    write_rows(x)
-  tl.store(done)
+  for range(0, n, k.rows_sent)
+    write_rows(payload)
+  tl.store(turn.done)
 """,  # no model: no ring, nobody waits for it
     ("two_direct", "_place_turn"): """
 if left > 0
-  load_acquire(words(mine + net_tail(node, c, C, FAR)))
+  load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
   else
-    if (seen >= want) & ready & (step == ON_TIME)
-      for range(0, n, B)
-        if MW
+    if (seen >= want) & ready & (turn.step == ON_TIME)
+      for range(0, n, k.rows_forwarded)
+        if k.placing.fresh
           tl.store(entries)
-        write_rows(ring)
-      tl.store(done)
-      if MW
+        write_rows(slots)
+      tl.store(turn.done)
+      if k.placing.fresh
         tl.store(moved_at)
       return_credits(peers)
       if left == 0
-        tl.store(net_taken_from(state, node, c, R, G, C))
+        tl.store(taken)
 """,  # model_twolevel.forward, without inner rings
+    ("two_direct", "_turn"): """
+if task < NODES - 1
+  far_turn(peers)
+else
+  if task < FAR
+    _place_turn(peers)
+  else
+    if task < FAR + 1
+      _near_turn(peers)
+    else
+      if (task < FAR + 2) & (turn.channel == 0)
+        if tl.load(turn.done) == 0
+          say_hello_to_all(peers.regions)
+          tl.store(turn.done)
+""",  # model_turns.Workers
     ("two_direct", "two_direct_kernel"): """
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
     if not ready
       if before > 0
-        all_are_here(peers)
-    for range((TASKS + WORKERS - 1) // WORKERS)
-      if task < G - 1
-        far_turn(peers)
-      else
-        if task < 2 * (G - 1)
-          _place_turn(peers)
-        else
-          if task < TASKS - 1
-            _near_turn(state)
-          else
-            if (task < TASKS) & (c == 0)
-              if tl.load(done) == 0
-                say_hello_to_all(peers)
-                tl.store(done)
+        all_are_here(regions)
+    for range((TASKS + grid.workers - 1) // grid.workers)
+      _turn(peers)
     publish(state)
   if step < OVER
-    end_in_views(peers)
+    end_in_views(regions)
 """,  # model_turns.Workers
     ("two_pull", "_combine_turn"): """
 if left > 0

@@ -7,15 +7,18 @@ from plants import Plant
 _END = "        if step < OVER:\n            end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"
 _BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
 _DONE_FIRST = ((_END, ""), (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"))
-_UNASKED = (
-    "all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += tl.where(ready, 0, 1)",
-    "all_are_here(peers, state, tag, call, step, R, C, RP)\n                left += 0",
+_WRITTEN = """            end_in_views(
+                regions, state, k.channels * grid.workers, k.ranks, grid.ranks_per_node, k.channels,
+                k.rank_bins,
+            )  # fmt: skip
+"""
+_WRITTEN_FIRST = (
+    ("        if step < OVER:\n" + _WRITTEN, ""),
+    (_BEGIN, _BEGIN + "        if worker >= 0:\n" + _WRITTEN),
 )
-_ROWS = "            for j in range(0, n, B):\n                i, here = i0 + j + b, j + b < n\n"
-_CREDITED = (
-    "            return_credits(peers, state, mine, me, home, source, node, c, task, i0, {i1}, {last}, "
-    "R, P, C, W, CREDIT, FAR, MAPPED)\n"
-)
+_UNASKED = ("left += tl.where(ready, 0, 1)\n", "left += 0\n")
+_ROWS = "            for j in range(0, n, k.rows_forwarded):\n"
+_CREDITED = "            return_credits(peers, mine, home, source, node, turn, i0, {i1}, {last}, k)\n"
 _SUMS = "            if ok:\n"
 _NOTED = "                tl.store(owed_at, taken - before, mask=far)\n"
 _ADD_EARLY = """                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
@@ -91,7 +94,7 @@ VIEW_PLANTS = {
         "two_direct",
         (
             ("        want = base + i0 + 1\n", "        want = base + i0\n"),
-            ("tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), NCHUNK)", "tl.minimum(left, NCHUNK)"),
+            ("tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)", "tl.minimum(left, net.chunk)"),
         ),
         part="views",
         hint=4,
@@ -111,8 +114,8 @@ VIEW_PLANTS = {
         "two_direct",
         (
             (
-                "tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_taken_from(state, node, c, R, G, C), base)",
+                "tl.store(taken, base + hi - lo)",
+                "tl.store(taken, base)",
             ),
         ),
         part="views",
@@ -132,28 +135,28 @@ VIEW_PLANTS = {
     "placer: table not written": Plant(
         "wrong row",
         "two_direct",
-        (("                    tl.store(entries, tl.where(hit > 0, at, -1), mask=inside)\n", ""),),
+        (("                    tl.store(entries, at, mask=inside)\n", ""),),
         part="views",
     ),
     "placer: landings of the next channel": Plant(
         "wrong row",
         "two_direct",
-        (("other(node, home), q, c, D, P, C), mask=near", "other(node, home), q, (c + 1) % C, D, P, C), mask=near"),),
+        (("local, number, q, c, k.plan_ranks", "local, number, q, (c + 1) % k.channels, k.plan_ranks"),),
         part="views channels",
     ),
     "placer: landings of the next rank": Plant(
         "wrong row",
         "two_direct",
-        (("other(node, home), q, c, D, P, C), mask=near", "other(node, home), (q + 1) % P, c, D, P, C), mask=near"),),
+        (("local, number, q, c, k.plan_ranks", "local, number, (q + 1) % P, c, k.plan_ranks"),),
         part="views",
     ),
-    "direct: done before the rows": Plant("flag before data", "two_direct", _DONE_FIRST, part="views"),
+    "direct: done before the rows": Plant("flag before data", "two_direct", _WRITTEN_FIRST, part="views"),
     "direct: a round's end forgets what is owed": Plant(
         "last chunk",
         "two_direct",
         (
             (
-                "            publish(state, worker, c, TASKS, WORKERS, R, G, C)\n            step,",
+                "            publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)\n            step,",
                 "            step,",
             ),
         ),

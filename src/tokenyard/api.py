@@ -19,8 +19,9 @@ from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.lane import Waitable
+from tokenyard.limits import check_result, most_result_bytes
 from tokenyard.memory.base import MemoryGroup
-from tokenyard.rendezvous import agree, open_store
+from tokenyard.rendezvous import agree, check_group, group_store, place_in, ranks_sharing
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
@@ -42,9 +43,9 @@ class ExpertParallel:
 
     Args:
         group: a ``torch.distributed`` group (default: the default group; without one this process is alone).
-        num_experts: E, split contiguously over the ranks; the first ``E mod R`` hold one more.
+        num_experts: E, at most 65536, split contiguously over the ranks; the first ``E mod R`` hold one more.
         hidden: H, channels of a token.
-        num_topk: K, picks per token.
+        num_topk: K, picks per token, at most 4096.
         max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
         engine: "auto", "collective", "nvlink" (GPUs that map each other's memory), "twolevel" (GPUs of several nodes that form a
             grid, ``docs/twolevel.md``) or "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink
@@ -83,22 +84,22 @@ class ExpertParallel:
         device: torch.device | str | None = None,
         topology: Topology | tuple[int, int] | None = None,
     ) -> None:
-        self.group = checks.check_group(group)
-        self.rank, self.world_size = _place_in(self.group)
+        self.group = check_group(group)
+        self.rank, self.world_size = place_in(self.group)
         sizes = {
             "num_experts": num_experts,
             "hidden": hidden,
             "num_topk": num_topk,
             "max_tokens_per_rank": max_tokens_per_rank,
         }
-        store = _store_of(self.group, self.rank)
+        store = group_store(self.group)
         optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms, "spare_sms": spare_sms}
         refusal: ValueError | None = None
         where: torch.device | None = None
         grid: Topology | None = None
         try:
-            checks.check_sizes(sizes, timeout)
-            checks.check_optional(optional)
+            sizes, timeout = checks.check_sizes(sizes), checks.check_timeout(timeout)
+            optional = checks.check_optional(optional)
             if engine not in ENGINES:
                 raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
             where = None if device is None else checks.check_device(device)
@@ -107,20 +108,20 @@ class ExpertParallel:
             refusal = error
         hosts = [this_host()]
         if store is not None:
-            waits = timeout if refusal is None else 0.0
             same = {**sizes, **optional, "engine": engine, "topology": str(grid)}
-            hosts = agree(store, self.rank, self.world_size, same, str(refusal or ""), waits, hosts[0])
+            store, hosts = agree(store, self.rank, self.world_size, same, str(refusal or ""), timeout, hosts[0])
         if refusal is not None:
             raise refusal
         self.topology, no_grid = settle_topology(grid, hosts)
         self.config = Config(
-            **sizes, rank=self.rank, world_size=self.world_size, timeout=float(timeout), topology=self.topology
+            **sizes, rank=self.rank, world_size=self.world_size, timeout=timeout, topology=self.topology
         )
-        choice = choose(self.group, store, self.config, Asked(engine, where, buffer_bytes, num_sms, spare_sms, no_grid))
+        choice = choose(self.group, store, self.config, Asked(engine, where, **optional, no_grid=no_grid))
         self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
         with torch.inference_mode(False):  # it may outlive the block that it is made in
             self._calls = Calls(self.config, choice.make(self._stats), choice.device)
         self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
+        self._most_bytes = most_result_bytes(choice.device, ranks_sharing(self.group, choice.device, hosts, self.rank))
         if self.rank == 0:
             _log.info(self.why)
 
@@ -183,12 +184,12 @@ class ExpertParallel:
                 weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
                 spec = checks.check_spec(layout, exact, expert_alignment, capacity)
                 checks.check_bound(payload.x.shape[0], spec, self.config)
-                checks.check_blocks(spec, self.config, self.engine)
+                check_result(payload, quantize, spec, self.config, self.engine, self._most_bytes)
             checks.check_flag("in_place", in_place)
             if in_place:
-                checks.check_in_place(self.engine, spec, payload, topk_weights, self.config)
+                checks.check_in_place(self.engine, spec, payload, topk_weights, self.config, self._most_bytes)
             self._calls.check_dispatch(
-                payload, spec, quantize, cached=known is not None, in_place=in_place, options=options
+                payload, weights, spec, quantize, cached=known is not None, in_place=in_place, options=options
             )
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact is not False, error) from None
@@ -279,8 +280,9 @@ class ExpertParallel:
             carried = known.arrived.weights if weighted and at_owner is None else None
             checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
             if in_place:
-                checks.check_combine_in_place(self.engine, known, reduce_weights, (rows, *terms), self.config)
-            self._calls.check_combine(rows, known, options)
+                given, most = (rows, *terms), self._most_bytes
+                checks.check_combine_in_place(self.engine, known, reduce_weights, given, rows.dtype, self.config, most)
+            self._calls.check_combine((rows, at_owner, carried, *terms), known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
         weights = carried if at_owner is None else self._calls.fetch_weights(at_owner, known)
@@ -294,7 +296,8 @@ class ExpertParallel:
 
     def warmup(self) -> None:
         """Collective: set up connections, and compile the kernels of BF16 rows with weights in ``FLAT`` (engine low_latency:
-        ``EXPERT_PADDED``), so that the first such call does not pay for them. Other kinds of calls pay when they first come."""
+        ``EXPERT_PADDED``), so that the first such call does not pay for them. Other kinds of calls pay when they first come.
+        Gradients cost nothing more."""
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
         picks = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device)
@@ -317,7 +320,7 @@ class ExpertParallel:
             known = checks.check_handle(handle, self._calls.number)
             checks.check_row_dtype(dtype)
             if in_place:
-                checks.check_combine_in_place(self.engine, known, None, (), self.config)
+                checks.check_combine_in_place(self.engine, known, None, (), dtype, self.config, self._most_bytes)
         except (ValueError, NotSupported):
             if in_place:
                 self._calls.come_to_rows_in_place(dtype)
@@ -371,6 +374,7 @@ class ExpertParallel:
         self._calls.close()
 
     def __enter__(self) -> ExpertParallel:
+        self._calls.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -384,16 +388,3 @@ class ExpertParallel:
                 f"x is on {x.device}, but this object works on {self.device}: move x there, or pass device={str(x.device)!r} "
                 "to ExpertParallel"
             )
-
-
-def _place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:
-    """This rank and the number of ranks."""
-    if group is None:
-        return 0, 1
-    return (group.rank(), group.size()) if isinstance(group, MemoryGroup) else (dist.get_rank(group), group.size())
-
-
-def _store_of(group: dist.ProcessGroup | MemoryGroup | None, rank: int) -> dist.Store | None:
-    if group is None:
-        return None
-    return group.open_store() if isinstance(group, MemoryGroup) else open_store(group, rank)

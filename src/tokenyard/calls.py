@@ -14,13 +14,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tokenyard import checks, ops
+from tokenyard import autograd, checks, forks, ops, transforms
 from tokenyard.config import Config
 from tokenyard.engines.arrival import weights_of_rows
 from tokenyard.engines.base import Engine, InPlace, LowLatency
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.errors import NotSupported, PeerTimeout, afresh
+from tokenyard.errors import NotSupported, PeerTimeout, afresh, is_from_outside
 from tokenyard.handle import Arrived, Handle, Plan, Spec
+from tokenyard.header import OPS
 from tokenyard.lane import NO_TICKET, Lane, Waitable, When
 from tokenyard.layout import merge_weights
 from tokenyard.results import Combined, Later, Received, by_column, received_fields
@@ -28,9 +29,9 @@ from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 Result = TypeVar("Result")
-_PLAN = len(Plan._fields)
 _NOW = When(later=False, after=None)
 """Of a call that nobody asked more of."""
+_NO_TANGENTS = "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or detach() it"
 
 
 class Calls:
@@ -43,18 +44,23 @@ class Calls:
         self.number = ops.enlist(self)
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows
-        self.gone, self.closed = "", False
-        self._lost: PeerTimeout | None = None
+        self.gone, self.closed, self.inherited = "", False, False
+        self._lost: RuntimeError | None = None
+        self._doing: tuple[str, int | None] = "a call", None
+        forks.watch(self)
 
     def check_open(self) -> None:
-        """Raise if this object was closed or lost a peer."""
+        """Raise if this object was closed, interrupted, or lost a peer."""
         if self.gone:
             raise RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
 
     def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
         """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
         try:
-            if self.lane.run(self._watched(lambda: self.engine.refuse(op, exact, str(error)))):
+            with transforms.outside_functorch():
+                refusing = f"{OPS[op]}, which it refused,"
+                told = self._in_turn(lambda: self.engine.refuse(op, exact, str(error)), refusing)
+            if told:
                 return error
         except PeerTimeout:
             return error
@@ -64,14 +70,23 @@ class Calls:
         """Wait for all calls so far; raise what went wrong on the device, or that this object is closed."""
         if self.closed:  # one that lost a peer says which below
             self.check_open()
-        self.lane.run(self._watched(self.engine.check))
+        self._in_turn(self.engine.check, "check(), after call")
 
     def close(self) -> None:
         """Finish what was started and let go of the engine."""
         if not self.closed:
-            self.gone, self.closed = "is closed", True
-            self.lane.close()
-            self.engine.close()
+            over, self.gone, self.closed = self._lost is not None, "is closed", True
+            try:
+                self._waited(partial(self.lane.close, wait=not over))
+            finally:
+                self.engine.close()
+
+    def disown(self, why: str) -> None:
+        """In a forked child (``forks.py``)."""
+        forks.keep_for_ever(self.engine)
+        self.lane.disown()
+        self.gone, self.closed, self.inherited = why, True, True
+        self.lane = cast("Lane", forks.Disowned(why))
 
     # What only the engine for decoding has
 
@@ -89,6 +104,7 @@ class Calls:
         self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None, derives: bool
     ) -> When:
         """When and how a call is to be made. ``derives``: it works on its arguments at once, so ``after`` is waited for here."""
+        transforms.check(async_op or return_hook)
         if not (async_op or return_hook) and after is None and options is None:
             return _NOW
         checks.check_after(after)
@@ -106,15 +122,21 @@ class Calls:
         extras: dict[str, Any] = {} if options is None else {"options": options}
         return When(async_op or return_hook, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
 
-    def check_dispatch(self, payload: Payload, spec: Spec, mode: Quantize | None, **more: Any) -> None:
-        """Raise if the engine for decoding cannot make a dispatch; others decide themselves."""
+    def check_dispatch(
+        self, payload: Payload, weights: Tensor | None, spec: Spec, mode: Quantize | None, **more: Any
+    ) -> None:
+        """Raise if tangents cannot be moved, or the engine for decoding cannot make a dispatch; others decide themselves."""
+        if mode is not None or payload.scales is not None:
+            transforms.check_tangents(payload, "quantised rows carry none: dispatch plain rows, or x.detach()")
         if self.low is not None:
+            transforms.check_tangents((*payload, weights), _NO_TANGENTS)
             self.low.check_dispatch(payload, spec, mode, **more)
 
-    def check_combine(self, rows: Tensor, handle: Handle, options: CallOptions | None) -> None:
-        """The same for a combine."""
+    def check_combine(self, given: tuple[Any, ...], handle: Handle, options: CallOptions | None) -> None:
+        """The same for a combine. ``given``: rows, and all other tensors."""
         if self.low is not None:
-            self.low.check_combine(rows, handle.spec, handle.num_tokens, options)
+            transforms.check_tangents(given, _NO_TANGENTS)
+            self.low.check_combine(given[0], handle.spec, handle.num_tokens, options)
 
     # Called by the operators
 
@@ -131,7 +153,7 @@ class Calls:
     ) -> tuple[Payload, Plan, Arrived]:
         """A fresh dispatch, or the result of the one behind ``ticket``."""
         call = partial(self.engine.dispatch, payload, topk_idx, weights, spec, mode, in_place=in_place, **extras)
-        return self._run(call, ticket)
+        return self._run(call, ticket, "dispatch")
 
     def run_redispatch(
         self,
@@ -145,38 +167,64 @@ class Calls:
     ) -> Payload:
         """A cached dispatch, or the result of the one behind ``ticket``."""
         return self._run(
-            lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw, in_place=in_place), ticket
+            lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw, in_place=in_place),
+            ticket,
+            "cached dispatch",
         )
 
     def run_combine(
         self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """A combine, or the result of the one behind ``ticket``."""
-        return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket)
+        return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket, "combine")
 
-    def _run(self, call: Callable[[], Result], ticket: int) -> Result:
+    def _run(self, call: Callable[[], Result], ticket: int, op: str) -> Result:
         if ticket:
             rest = self.lane.rest_of(ticket)
             if rest is None:
-                return self.lane.take(ticket)
+                return self._waited(partial(self.lane.take, ticket))
             call = rest
         self.check_open()
-        return self.lane.run(self._watched(call))
+        return self._in_turn(call, op)
 
-    def _watched(self, call: Callable[[], Result]) -> Callable[[], Result]:
+    def _in_turn(self, call: Callable[[], Result], op: str) -> Result:
+        return self._waited(partial(self.lane.run, self._watched(call, op)))
+
+    def _watched(self, call: Callable[[], Result], op: str) -> Callable[[], Result]:
         """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever waits for it."""
 
         def watched() -> Result:
             if self._lost is not None:
                 raise afresh(self._lost)
+            self._doing = op, getattr(self.engine, "_calls", None)  # engines that number calls count those begun so
             try:
                 return call()
-            except PeerTimeout as error:
-                self._lost = afresh(error)
-                self.gone = self.gone or f"lost a peer ({error})"
+            except Exception as error:
+                if self._lost is not None:  # whoever waited for this was interrupted
+                    raise afresh(self._lost) from None
+                if isinstance(error, PeerTimeout):
+                    self._lost = afresh(error)
+                    self.gone = self.gone or f"lost a peer ({error})"
                 raise
 
-        return watched
+        return partial(self._waited, watched)
+
+    def _waited(self, wait: Callable[[], Result]) -> Result:
+        """What ``wait()`` returns. If Ctrl-C ends it, this rank has left a call: it tells the others, and makes no more calls.
+
+        A rank alone has left nobody, and goes on.
+        """
+        try:
+            return wait()
+        except BaseException as error:
+            alone = self.config.world_size == 1 and self.engine.waits_on_host
+            if is_from_outside(error) and not alone and self._lost is None:
+                op, number = self._doing
+                where = f"was interrupted in {op if number is None else f'{op} #{number}'} ({type(error).__name__})"
+                self.gone = f"{where}, so no rank can use it any more"
+                self._lost = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+                self.engine.interrupt(f"rank {self.config.rank} {where}")
+            raise
 
     # Called by the API
 
@@ -191,33 +239,23 @@ class Calls:
         in_place: bool = False,
     ) -> Received:
         """A fresh dispatch of checked arguments. ``in_place`` ones are not tracked."""
-        tracked = not in_place and _tracks(payload.x, weights)
+        tracked = not in_place and autograd.is_tracked(payload.x, weights)
         ticket, extras, ahead = NO_TICKET, when.extras or {}, None
         if when.later or tracked:
-            still, fixed = Payload(payload.x.detach(), payload.scales), _detached(weights)
+            still, fixed = Payload(payload.x.detach(), payload.scales), autograd.detached(weights)
             call = partial(self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place)
-            ticket, extras = self._begin(call, payload.x.device, when), {}
+            ticket, extras = self._begin(call, payload.x.device, when, "dispatch"), {}
         elif when.after is not None:
             when.after.wait()
 
         def finish() -> dict[str, Any]:
             if tracked:
-                quantized = 0 if mode is None else mode.value
-                flat = ops.dispatch_op(
-                    payload.x,
-                    payload.scales,
-                    topk_idx,
-                    weights,
-                    self.number,
-                    ops.spec_numbers(spec),
-                    quantized,
-                    ticket,
-                )
-                scales = flat[1] if flat[1].dim() == 2 else None
+                moved = autograd.dispatch(self, payload, topk_idx, weights, spec, mode, ticket)
+                scales = moved[0].scales
                 options: CallOptions | None = (when.extras or {}).get("options")
                 if scales is not None and options is not None and options.scales_by_column:  # the operator has rows
                     scales = by_column(scales.view(*self._padded, scales.shape[1]))
-                moved = Payload(flat[0], scales), Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
+                    moved = Payload(moved[0].x, scales), *moved[1:]
             else:
                 moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place, **extras)
             return ahead or fields(*moved)
@@ -249,19 +287,18 @@ class Calls:
         plan, spec = handle.plan, handle.spec
         still = Payload(payload.x.detach(), payload.scales)
         ticket = self.lane.begin(
-            self._watched(lambda: self.engine.redispatch(still, plan, spec, mode=mode, in_place=in_place)),
+            self._watched(
+                lambda: self.engine.redispatch(still, plan, spec, mode=mode, in_place=in_place), "cached dispatch"
+            ),
             payload.x.device,
             when,
         )
 
         def finish() -> dict[str, Any]:
-            if mode is None and not in_place and _tracks(payload.x):
-                x, scales = ops.redispatch_op(
-                    payload.x, payload.scales, list(plan), self.number, ops.spec_numbers(spec), False, ticket
-                )
-                received = Payload(x, scales if scales.dim() == 2 else None)
-            else:
+            if in_place:
                 received = self.run_redispatch(payload, plan, spec, False, ticket, mode, in_place)
+            else:
+                received = autograd.redispatch(self, payload, plan, spec, ticket, mode=mode)
             return self._fields(payload, received, handle)
 
         return self._received(finish, when, ticket)
@@ -283,24 +320,21 @@ class Calls:
         ``in_place`` ones are not tracked.
         """
         plan, spec = handle.plan, handle.spec
-        tracked = not in_place and _tracks(rows, weights, reduce_weights, *bias)
+        tracked = not in_place and autograd.is_tracked(rows, weights, reduce_weights, *bias)
         options: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
         if in_place:
             options["in_place"] = True
         ticket, extras = NO_TICKET, when.extras or {}
         if when.later or tracked:
-            still: dict[str, Any] = {name: _detached(value) for name, value in options.items()}
+            still: dict[str, Any] = {name: autograd.detached(value) for name, value in options.items()}
             call = partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still)
-            ticket, extras = self._begin(call, rows.device, when), {}
+            ticket, extras = self._begin(call, rows.device, when, "combine"), {}
         elif when.after is not None:
             when.after.wait()
 
         def finish() -> dict[str, Any]:
             if tracked:
-                numbers = ops.spec_numbers(spec)
-                x, reduced = ops.combine_op(
-                    rows, weights, reduce_weights, list(bias), list(plan), self.number, numbers, False, ticket
-                )
+                x, reduced = autograd.combine(self, rows, plan, spec, ticket, **options)
                 if out is not None and not ticket:  # under a compiler: operators write to nothing they are given
                     x = out.copy_(x)
             else:
@@ -316,7 +350,7 @@ class Calls:
         """Uninitialised ``[num_rows, H]`` for a combine in place, of an engine that has it (:class:`InPlace`)."""
         self.check_open()
         call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
-        return self.lane.run(self._watched(call))
+        return self._in_turn(call, "empty_for_combine(), after call")
 
     def come_to_rows_in_place(self, dtype: Any) -> None:
         """Of a rank that refuses to make rows: the others come to where memory may grow, as much as their dtype asks."""
@@ -332,23 +366,19 @@ class Calls:
             return topk_weights
         plan = handle.plan
         merged = merge_weights(topk_weights, plan.first_pick)
-        if _tracks(topk_weights):
-            spec = ops.spec_numbers(handle.spec)
-            there, _ = ops.redispatch_op(merged, None, list(plan), self.number, spec, True, NO_TICKET)
-        else:
-            there = self.run_redispatch(Payload(merged, None), plan, handle.spec, True, NO_TICKET).x
+        there = autograd.redispatch(self, Payload(merged, None), plan, handle.spec, raw=True).x
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
 
-    def _begin(self, call: Callable[..., Any], device: torch.device, when: When) -> int:
+    def _begin(self, call: Callable[..., Any], device: torch.device, when: When, op: str) -> int:
         """Start a call and return its ticket; ``NO_TICKET`` if it is to be made at once, without extras."""
         if not when.extras:
-            return self.lane.begin(self._watched(call), device, when)
+            return self.lane.begin(self._watched(call, op), device, when)
         call = partial(call, **when.extras)
         if when.later and not when.in_two:
-            return self.lane.begin(self._watched(call), device, when)
+            return self.lane.begin(self._watched(call, op), device, when)
         if when.after is not None:
             when.after.wait()
-        made = self.lane.run(self._watched(call))
+        made = self._in_turn(call, op)
         return self.lane.hold(made if when.in_two else lambda: made)
 
     def _received(self, finish: Callable[[], dict[str, Any]], when: When, ticket: int) -> Received:
@@ -363,33 +393,5 @@ class Calls:
         shape = self._padded if handle.spec.layout is Layout.EXPERT_PADDED else (handle.num_rows,)
         fields = received_fields(received.x, received.scales, handle, shape)
         if received.scales is not None:
-            fields["_dequantize"] = self._dequantizer(sent.x, handle)
+            fields["_dequantize"] = autograd.dequantizer(self, sent.x, handle.plan, handle.spec)
         return fields
-
-    def _dequantizer(self, sent: Tensor, handle: Handle) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-        """Turns received data and scales into rows whose gradient goes to ``sent``."""
-
-        def dequantizer(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-            rows, spread = data.reshape(-1, data.shape[-1]), scales.reshape(-1, scales.shape[-1])
-            spec = ops.spec_numbers(handle.spec)
-            plain = ops.dequantize_op(sent, rows, spread, list(handle.plan), self.number, spec, dtype)
-            return plain.view(data.shape)
-
-        return dequantizer
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_detached(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _tracks(*tensors: Tensor | None) -> bool:
-    """Whether autograd or a compiler must see this call."""
-    if torch.compiler.is_compiling():
-        return True
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # a generator would cost a frame for each
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False

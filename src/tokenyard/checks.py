@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle, Spec
-from tokenyard.memory.base import MOST_BYTES, MemoryGroup
+from tokenyard.limits import MOST_EXPERTS, MOST_PICKS, check_view
+from tokenyard.memory.base import MOST_BYTES
 from tokenyard.rows import Payload
+from tokenyard.transforms import is_followed
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
-
-LARGEST = 2**31 - 1
-"""Of the whole numbers that an option may be: rows are counted in int32."""
+from tokenyard.whole import LARGEST, check_whole, real
 
 LONGEST = 1e9
 """Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -34,39 +29,26 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} ({value!r}) must be True or False")
 
 
-def check_sizes(sizes: dict[str, Any], timeout: Any) -> None:
-    """Construction arguments: positive whole numbers, and a timeout in seconds."""
-    for name, value in sizes.items():
-        if not _is_whole(value) or not 1 <= value <= LARGEST:
-            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {LARGEST})")
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= LONGEST:
+_MOST = {"num_experts": MOST_EXPERTS, "num_topk": MOST_PICKS}
+
+
+def check_sizes(sizes: dict[str, Any]) -> dict[str, int]:
+    """Construction arguments, positive whole numbers, as ints."""
+    return {name: check_whole(name, value, 1, _MOST.get(name, LARGEST)) for name, value in sizes.items()}
+
+
+def check_timeout(timeout: Any) -> float:
+    """A timeout in seconds."""
+    seconds = real(timeout)
+    if not 0 < seconds <= LONGEST:
         raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+    return seconds
 
 
-def check_optional(sizes: dict[str, Any]) -> None:
-    """Sizes that have a default: whole numbers of at least 1, or None. Bytes may be many."""
-    for name, value in sizes.items():
-        if value is not None and (not _is_whole(value) or not 1 <= value <= MOST_BYTES):
-            raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1 (at most {MOST_BYTES}), or None")
-
-
-def check_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGroup | MemoryGroup | None:
-    """The group to work in; None if this process is alone."""
-    if isinstance(group, MemoryGroup):
-        return group
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ValueError(
-                "group was given, but torch.distributed is not initialised: call init_process_group() first"
-            )
-        return None
-    given: object = group  # an int stands for "not a member"
-    if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
-        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
-    group = group or dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
-    return group
+def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
+    """Sizes that have a default: whole numbers of at least 1, as ints, or None. Bytes may be many."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    return sizes | {name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()}
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -90,17 +72,25 @@ def check_after(after: Any) -> None:
         raise ValueError(f"after ({after!r}) must be an event or something else with wait()")
 
 
-def check_in_place(engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config) -> None:
-    """Whether rows can be left in symmetric memory."""
+def check_in_place(
+    engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config, most_bytes: int
+) -> None:  # fmt: skip
+    """Whether rows can be left in symmetric memory, of which they may take ``most_bytes``."""
     _check_view(engine, spec, payload.x.shape[0], config)
+    check_view(config, payload.x.dtype, most_bytes)
     _check_no_grad_in_place([t for t in (payload.x, topk_weights) if isinstance(t, Tensor)])
 
 
 def check_combine_in_place(
-    engine: str, handle: Handle, reduce_weights: Any, given: tuple[Tensor, ...], config: Config
+    engine: str, handle: Handle, reduce_weights: Any, given: tuple[Tensor, ...], dtype: torch.dtype, config: Config,
+    most_bytes: int,
 ) -> None:  # fmt: skip
-    """Whether rows can be combined in place; ``given``: all tensors of the call."""
+    """Whether rows of ``dtype`` can be combined in place. ``given``: all tensors of the call.
+
+    ``most_bytes``: of symmetric memory that they may take.
+    """
     _check_view(engine, handle.spec, handle.num_tokens, config)
+    check_view(config, dtype, most_bytes)
     if reduce_weights is not None:
         raise NotSupported(
             f"engine {engine!r} reduces no weights in place: use in_place=False, or combine without reduce_weights"
@@ -131,21 +121,33 @@ def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> Non
 
 
 def _check_no_grad_in_place(given: Sequence[Tensor]) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if is_followed(*given):
         raise ValueError(
             "in_place=True cannot be differentiated: the rows would be gone in the backward; use in_place=False"
         )
 
 
-def _tensor(name: str, value: Any, dim: int) -> Tensor:
+class _Shape(NamedTuple):
+    """A shape as errors tell it: in symbols, in numbers (a symbol where there is none), and what these are."""
+
+    symbols: str
+    sizes: tuple[Any, ...]
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.symbols} = [{', '.join(map(str, self.sizes))}] ({self.meaning})"
+
+
+def _tensor(name: str, value: Any, shape: _Shape) -> Tensor:
+    """A dense tensor with as many dimensions as ``shape``."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use .to_dense()")
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
-    if value.dim() != dim:
-        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {dim} dimensions")
+    if value.dim() != len(shape.sizes):
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {len(shape.sizes)} dimensions: {shape}")
     return value
 
 
@@ -160,9 +162,9 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {tensor.device}, but must be on {device}: move it with .to({str(device)!r})")
 
 
-def _shape(name: str, tensor: Tensor, shape: tuple[Any, ...], meaning: str) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be {list(shape)} ({meaning})")
+def _shape(name: str, tensor: Tensor, shape: _Shape) -> None:
+    if tuple(tensor.shape) != shape.sizes:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be {shape}")
 
 
 def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
@@ -171,7 +173,7 @@ def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
         raise ValueError(f"quantize ({quantize!r}) must be a tokenyard.Quantize or None")
     if isinstance(x, Quantized):
         return _check_quantized(x, config, quantize)
-    _tensor("x", x, 2)
+    _tensor("x", x, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
     _dtype("x", x, FLOAT_DTYPES, "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)")
     _check_hidden("x", x, config)
     return Payload(x, None)
@@ -180,21 +182,23 @@ def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
 def _check_hidden(name: str, rows: Tensor, config: Config) -> None:
     if rows.shape[1] != config.hidden:
         raise ValueError(
-            f"{name} has {rows.shape[1]} channels, but this object was made with hidden={config.hidden}: "
-            "make one ExpertParallel per hidden size"
+            f"{name} has {rows.shape[1]} channels (shape {list(rows.shape)}), but this object was made with "
+            f"hidden={config.hidden}, for [T, H] = [T, {config.hidden}]: make one ExpertParallel per hidden size"
         )
 
 
 def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) -> Payload:
     if quantize is not None:
         raise ValueError(f"quantize={quantize} casts plain rows, but x is already Quantized: leave quantize out")
-    data, scales = _tensor("x.data", x.data, 2), _tensor("x.scales", x.scales, 2)
+    data = _tensor("x.data", x.data, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
+    scales = _tensor("x.scales", x.scales, _Shape("[T, S]", (data.shape[0], "S"), "rows of x.data, scales of each"))
     _dtype("x.data", data, QUANTIZED_DTYPES)
     _dtype("x.scales", scales, SCALE_DTYPES)
     _check_hidden("x.data", data, config)
     if scales.shape[0] != data.shape[0] or scales.shape[1] == 0:
         raise ValueError(
-            f"x.scales has shape {list(scales.shape)}, but must be [{data.shape[0]}, S] with S >= 1 (one row per token)"
+            f"x.scales has shape {list(scales.shape)}, but must be [T, S] = [{data.shape[0]}, S] with S >= 1 (one row per "
+            "token)"
         )
     _device("x.scales", scales, data.device)
     return Payload(data, scales)
@@ -204,18 +208,18 @@ def check_picks(
     topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config
 ) -> Tensor | None:
     """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the engine."""
-    shape = (num_tokens, config.num_topk)
+    shape = _Shape("[T, K]", (num_tokens, config.num_topk), "tokens of x, num_topk")
     if topk_idx is None:
-        raise ValueError("topk_idx is missing: give [T, num_topk] expert ids, or handle= of an earlier dispatch")
-    _tensor("topk_idx", topk_idx, 2)
+        raise ValueError(f"topk_idx is missing: give {shape} expert ids, or handle= of an earlier dispatch")
+    _tensor("topk_idx", topk_idx, shape)
     _dtype("topk_idx", topk_idx, INDEX_DTYPES)
-    _shape("topk_idx", topk_idx, shape, "[tokens of x, num_topk]")
+    _shape("topk_idx", topk_idx, shape)
     _device("topk_idx", topk_idx, device)
     if topk_weights is None:
         return None
-    _tensor("topk_weights", topk_weights, 2)
+    _tensor("topk_weights", topk_weights, shape)
     _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
-    _shape("topk_weights", topk_weights, shape, "[tokens of x, num_topk]")
+    _shape("topk_weights", topk_weights, shape)
     _device("topk_weights", topk_weights, device)
     return topk_weights.float()
 
@@ -236,10 +240,7 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
     if not isinstance(layout, Layout):
         raise ValueError(f"layout ({layout!r}) must be a tokenyard.Layout")
     check_flag("exact", exact)
-    if not _is_whole(expert_alignment) or not 1 <= expert_alignment <= LARGEST:
-        raise ValueError(
-            f"expert_alignment ({expert_alignment!r}) must be a whole number of at least 1 (at most {LARGEST})"
-        )
+    expert_alignment = check_whole("expert_alignment", expert_alignment, 1, LARGEST)
     if expert_alignment > 1 and layout is not Layout.EXPERT_MAJOR:
         raise ValueError(
             f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}"
@@ -249,8 +250,7 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
             raise ValueError(
                 f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR"
             )
-        if not _is_whole(capacity) or not 0 <= capacity <= LARGEST:
-            raise ValueError(f"capacity ({capacity!r}) must be a whole number of rows, at most {LARGEST}")
+        capacity = check_whole("capacity", capacity, 0, LARGEST, ", of rows")
     make = Spec if torch.compiler.is_compiling() else _spec  # Dynamo warns of caches
     return make(layout=layout, exact=exact, expert_alignment=expert_alignment, capacity=capacity)
 
@@ -269,16 +269,6 @@ def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
         raise ValueError(
             f"{num_tokens} tokens, but {what} made for max_tokens_per_rank={config.max_tokens_per_rank}; "
             "make it larger, split the batch, or use exact=True with Layout.FLAT or EXPERT_MAJOR"
-        )
-
-
-def check_blocks(spec: Spec, config: Config, engine: str) -> None:
-    """Whether int32 counts the rows of expert blocks. Engines with kernels make tables for ``R * M`` rows of each expert."""
-    most = spec.expert_alignment + (0 if engine == "collective" else config.padded_rows)
-    if spec.layout is not Layout.FLAT and most * config.most_local_experts > LARGEST:
-        raise ValueError(
-            f"expert_alignment ({spec.expert_alignment}) x {config.most_local_experts} local experts makes more rows than int32 "
-            "counts: make it smaller"
         )
 
 
@@ -308,18 +298,21 @@ def check_cached(handle: Handle, payload: Payload, routing: dict[str, Any], exac
             "leave it out"
         )
     if payload.x.shape[0] != handle.num_tokens:
-        raise ValueError(f"x has {payload.x.shape[0]} tokens, but the handle was made for {handle.num_tokens}")
+        raise ValueError(
+            f"x has {payload.x.shape[0]} tokens (shape {list(payload.x.shape)}), but the handle was "
+            f"made for {handle.num_tokens}: give [T, H] = [{handle.num_tokens}, {payload.x.shape[1]}]"
+        )
 
 
 def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
     """Rows to combine, as ``[rows, hidden]``."""
-    padded = handle.layout is Layout.EXPERT_PADDED
-    _tensor("x", x, 3 if padded else 2)
+    local, hidden, meaning = config.num_local_experts, config.hidden, "the shape of recv.x"
+    shape = _Shape("[N, H]", (handle.num_rows, hidden), meaning)
+    if handle.layout is Layout.EXPERT_PADDED:
+        shape = _Shape("[L, R * M, H]", (local, config.padded_rows, hidden), meaning)
+    _tensor("x", x, shape)
     _dtype("x", x, FLOAT_DTYPES, ": combine sums the experts' output, which is not quantised")
-    if padded:
-        _shape("x", x, (config.num_local_experts, config.padded_rows, config.hidden), "the shape of recv.x")
-    else:
-        _shape("x", x, (handle.num_rows, config.hidden), "the shape of recv.x")
+    _shape("x", x, shape)
     _device("x", x, handle.plan.returns.device)
     return x.reshape(-1, config.hidden)
 
@@ -341,15 +334,17 @@ def check_weighting(
     if reduce_weights is not None:
         if not flat:
             raise ValueError(f"reduce_weights belong to FLAT rows, but the layout is {handle.layout.name}")
-        _tensor("reduce_weights", reduce_weights, 2)
+        shape = _Shape("[N, K]", (handle.num_rows, config.num_topk), "the shape of recv.topk_weights")
+        _tensor("reduce_weights", reduce_weights, shape)
         _dtype("reduce_weights", reduce_weights, FLOAT_DTYPES)
-        _shape("reduce_weights", reduce_weights, (handle.num_rows, config.num_topk), "the shape of recv.topk_weights")
+        _shape("reduce_weights", reduce_weights, shape)
         _device("reduce_weights", reduce_weights, device)
     if topk_weights is None:
         return None
-    _tensor("topk_weights", topk_weights, 2)
+    shape = _Shape("[T, K]", (handle.num_tokens, config.num_topk), "tokens dispatched, num_topk")
+    _tensor("topk_weights", topk_weights, shape)
     _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
-    _shape("topk_weights", topk_weights, (handle.num_tokens, config.num_topk), "[tokens dispatched, num_topk]")
+    _shape("topk_weights", topk_weights, shape)
     _device("topk_weights", topk_weights, device)
     return topk_weights.float()
 
@@ -360,16 +355,16 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
     terms: tuple[Any, ...] = () if bias is None else tuple(given) if isinstance(bias, (tuple, list)) else (bias,)
     if len(terms) > 2:
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
-    shape = (num_tokens, rows.shape[1])
+    shape = _Shape("[T, H]", (num_tokens, rows.shape[1]), "tokens dispatched, hidden")
     for term in terms:
-        _tensor("bias", term, 2)
+        _tensor("bias", term, shape)
         _dtype("bias", term, FLOAT_DTYPES)
-        _shape("bias", term, shape, "[tokens dispatched, hidden]")
+        _shape("bias", term, shape)
         _device("bias", term, rows.device)
     if out is not None:
-        _tensor("out", out, 2)
+        _tensor("out", out, shape)
         _dtype("out", out, (rows.dtype,))
-        _shape("out", out, shape, "[tokens dispatched, hidden]")
+        _shape("out", out, shape)
         _device("out", out, rows.device)
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
             raise ValueError("out has elements that share memory (stride 0): give it memory of its own")
@@ -378,9 +373,5 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
 
 def check_no_grad_into(out: Any, *inputs: Any) -> None:
     """``out=`` is for inference: writing into it cannot be differentiated."""
-    if (
-        out is not None
-        and torch.is_grad_enabled()
-        and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *inputs))
-    ):
+    if out is not None and is_followed(out, *inputs):
         raise ValueError("out= cannot be differentiated: leave it out, or call combine under torch.no_grad()")

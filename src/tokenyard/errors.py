@@ -48,3 +48,14 @@ def afresh(error: _Error) -> _Error:
     except Exception:
         return error
     return new
+
+
+def ended_from_outside(error: BaseException) -> BaseException:
+    """``error``, which a signal's handler has raised in a wait, so marked that :func:`is_from_outside` knows it."""
+    error.__dict__["_tokenyard_ended_a_wait"] = True
+    return error
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether an exception came from outside (Ctrl-C, a signal's handler) while a call was under way, and so ended the call."""
+    return not isinstance(error, Exception) or "_tokenyard_ended_a_wait" in error.__dict__

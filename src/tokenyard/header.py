@@ -125,6 +125,8 @@ COUNTS = NUM_ROWS + 1
 """From this word on: rows for each of the receiver's experts, as many words as the rank with most has experts; then, where the wire
 carries them (``Config.matrix_ranks``), rows to each rank; then, where rows are relayed, rows to the receiver's node."""
 
+DISAGREE = "ranks disagree on "
+"""How a reason to refuse begins that concerns all ranks alike."""
 OK, REFUSED, BAD_INDEX = 0, 1, 2
 _NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
 
@@ -211,7 +213,12 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
                 f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?"
             )
         if row[STATUS] == REFUSED:
-            raise PeerError(f"rank {peer} refused its side of this call: {_text(headers[peer])}")
+            text = _text(headers[peer])
+            raise (
+                Mismatch(text)
+                if text.startswith(DISAGREE)
+                else PeerError(f"rank {peer} refused its side of this call: {text}")
+            )
         if row[STATUS] not in (OK, REFUSED, BAD_INDEX):
             raise PeerError(
                 f"rank {peer} sent a header of unknown status {row[STATUS]}; do all ranks run the same version?"

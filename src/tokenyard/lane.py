@@ -6,6 +6,7 @@ tensors have that stream either way). A synchronous call comes after every call 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from tokenyard import forks
+from tokenyard.errors import ended_from_outside
 
 NO_TICKET = 0
 MAX_OUTSTANDING = 8
@@ -67,7 +71,7 @@ class Lane:
             if self._last is None or self._last.done():
                 return self._in_turn(call)
             stream = torch.cuda.current_stream(self._device) if self._on_gpu() else None
-            return self._submit(partial(self._on, call, stream)).result()
+            return _result_of(self._submit(partial(self._on, call, stream)))
         finally:
             self._lock.release()
 
@@ -127,7 +131,11 @@ class Lane:
         self._tickets += 1
         ticket = self._tickets
         body = self._on_stream(ticket, call, device, after) if device.type == "cuda" else _on_host(call, after)
-        self._started[ticket] = self._submit(body) if self._threaded else _made(body)
+        try:
+            self._started[ticket] = self._submit(body) if self._threaded else _made(body)
+        except BaseException:  # interrupted in the middle of the call
+            self.drop(ticket)
+            raise
         return ticket
 
     def hold(self, rest: Callable[[], Any]) -> int:
@@ -173,13 +181,16 @@ class Lane:
 
     def take(self, ticket: int) -> Any:
         """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
-        future = self._started.pop(ticket)
-        issued = self._issued.pop(ticket, None)
+        future = self._started[ticket]
         try:
-            result = future.result()
+            result = _result_of(future)
         finally:
-            if self._last is future and future.done():  # not if an interrupt has ended the wait
-                self._last = None
+            issued = None
+            if future.done():  # not if an interrupt has ended the wait: it can be waited for again
+                issued = self._issued.pop(ticket, None)
+                self._started.pop(ticket, None)
+                if self._last is future:
+                    self._last = None
             del future  # an error's traceback would hold it, and it holds the error
         if issued is not None:
             done, begun_on, _ = issued
@@ -211,10 +222,16 @@ class Lane:
         else:
             done.wait(begun_on)
 
-    def close(self) -> None:
-        """Finish what was started."""
+    def disown(self) -> None:
+        """In a forked child (``forks.py``), where what was started never ends: nothing is left here to wait for, or to destroy."""
+        for held in (self._pool, self._started, self._issued, self._halves, self._dropped, self._done, self._events):
+            forks.keep_for_ever(held)
+        self._started, self._issued, self._halves = {}, {}, {}
+
+    def close(self, *, wait: bool = True) -> None:
+        """Finish what was started; without ``wait`` it ends by itself."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
+            self._pool.shutdown(wait=wait)
 
 
 class Work:
@@ -223,6 +240,7 @@ class Work:
     def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
         self._future, self._done = None if future is None else weakref.ref(future), done
         self._captured = done is not None and torch.cuda.is_current_stream_capturing()
+        self._process = os.getpid()
 
     def can_be_waited_for(self) -> bool:
         """Whether the current stream may wait: events of a CUDA graph's capture are for it alone, and others not for it."""
@@ -230,11 +248,27 @@ class Work:
 
     def wait(self) -> None:
         """Wait for it, the current stream instead of the host where it is on a stream; raise what it raised."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"this call was begun by process {self._process}, of which this one is a fork: wait for it there"
+            )
         future = None if self._future is None else self._future()
         if future is not None:
             future.result()
         if self._done is not None:
             self._done.wait()
+
+
+def _result_of(future: Future[Any] | _Made) -> Any:
+    """Wait for a call and return its result. A signal's handler may end the wait; that is no error of the call."""
+    try:
+        return future.result()
+    except BaseException as error:
+        if not future.done():
+            ended_from_outside(error)
+        raise
+    finally:
+        del future  # an error's traceback would hold it, and it holds the error
 
 
 def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], Any]:

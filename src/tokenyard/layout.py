@@ -126,7 +126,7 @@ def tokens_in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tenso
 def count_keys(keys: Tensor, num_keys: int) -> Tensor:
     """How often each of ``0 .. num_keys - 1`` occurs; other values are ignored: ``[num_keys]``. Static.
 
-    >>> count_keys(torch.tensor([2, 0, -1, 2]), 3)
+    >>> count_keys(torch.tensor([2, 0, -1, 2, 3, 9, -7]), 3)
     tensor([1, 0, 2])
     """
     flat = keys.reshape(-1)

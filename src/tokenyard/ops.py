@@ -1,4 +1,4 @@
-"""Custom operators: dispatch and combine for autograd, ``torch.compile`` and activation checkpointing.
+"""Custom operators: dispatch and combine for ``torch.compile`` and dispatch modes (``autograd.py`` has the eager calls).
 
 The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch, along the same plan. An
 operator's arguments must be tensors and numbers, so it knows its object by number; the table below holds no object alive.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,11 +19,15 @@ from torch.library import (
     register_fake,  # pyright: ignore[reportUnknownVariableType]
 )
 
+from tokenyard import gradients
 from tokenyard.engines.arrival import num_result_rows
+from tokenyard.errors import NotSupported
 from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.lane import NO_TICKET
 from tokenyard.quant import dequantize, scale_words
-from tokenyard.rows import Payload, take_values
+from tokenyard.rows import Payload
+from tokenyard.transforms import forward_level
 from tokenyard.types import Layout, Quantize
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ _objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 _numbers = count(1)
 
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
+_NO_TANGENTS = "compiled calls move no tangents (forward-mode AD): make those calls outside of torch.compile"
 
 
 def enlist(calls: Calls) -> int:
@@ -42,7 +47,7 @@ def enlist(calls: Calls) -> int:
     return number
 
 
-def _owner(number: int) -> Calls:
+def owner_of(number: int) -> Calls:
     """The object behind ``number``; a graph may outlive it."""
     try:
         return _objects[number]
@@ -52,20 +57,25 @@ def _owner(number: int) -> Calls:
         ) from None
 
 
-def spec_numbers(spec: Spec) -> list[int]:
-    """A ``Spec`` as an operator takes it: ``int[]``."""
+def _called(number: int, op: int, exact: bool = True) -> Calls:
+    """The object of an operator that is called; one of a compiled graph gets tensors without their tangents."""
+    calls = owner_of(number)
+    if forward_level() >= 0:
+        raise calls.refuse(op, exact, NotSupported(_NO_TANGENTS))
+    return calls
+
+
+def spec_numbers(spec: Spec, mode: Quantize | None = None) -> list[int]:
+    """A ``Spec`` as an operator takes it: ``int[]``, and behind it how a cached dispatch casts, if it does."""
     capacity = -1 if spec.capacity is None else spec.capacity
-    return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity]
+    cast = [] if mode is None else [mode.value]
+    return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity, *cast]
 
 
 def _spec(numbers: Sequence[int]) -> Spec:
-    layout, exact, alignment, capacity = numbers
-    return Spec(
-        layout=Layout(layout),
-        exact=bool(exact),
-        expert_alignment=alignment,
-        capacity=None if capacity < 0 else capacity,
-    )
+    layout, exact, alignment, capacity = numbers[:4]
+    bound = None if capacity < 0 else capacity
+    return Spec(layout=Layout(layout), exact=bool(exact), expert_alignment=alignment, capacity=bound)
 
 
 def _new_size() -> Any:
@@ -77,9 +87,29 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device) if tensor is None else tensor
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Engines share what is empty; results of an operator must not alias."""
-    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Results of an operator must not share memory; those of engines do (what is empty, tables of static shapes)."""
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
+    shared = [not tensor.numel() or storages[at] in storages[:at] for at, tensor in enumerate(tensors)]
+    return [tensor.clone() if again else tensor for tensor, again in zip(tensors, shared, strict=True)]
+
+
+class _Moves(NamedTuple):
+    """Calls along a plan as operators (:class:`gradients.Moves`)."""
+
+    plan: Plan
+    owner: int
+    numbers: Sequence[int]
+
+    @property
+    def spec(self) -> Spec:
+        return _spec(self.numbers)
+
+    def combine(self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool) -> tuple[Tensor, Tensor]:
+        return combine_op(rows, None, reduce_weights, [], list(self.plan), self.owner, self.numbers, raw, NO_TICKET)
+
+    def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
+        return redispatch_op(x, None, list(self.plan), self.owner, self.numbers, raw, NO_TICKET)[0]
 
 
 # dispatch
@@ -103,11 +133,11 @@ def dispatch_op(
     ticket: int,
 ) -> tuple[Tensor, ...]:
     mode = Quantize(quantize) if quantize else None
-    calls, payload = _owner(owner), Payload(x, scales)
+    calls, payload = _called(owner, DISPATCH, bool(spec[1])), Payload(x, scales)
     (rows, scales), plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
     scales = _or_empty(scales, x) if scales is None else scales.flatten(0, -2)
     arrived = arrived._replace(source=arrived.source.flatten())
-    return (rows.flatten(0, -2), scales, *map(_own, (*plan, *arrived)))
+    return (rows.flatten(0, -2).data, scales, *_apart((*plan, *arrived)))  # no view: it may be changed in place
 
 
 @register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -121,7 +151,7 @@ def _(
     quantize: int,
     ticket: int,
 ) -> tuple[Tensor, ...]:
-    wanted, engine = _spec(spec), _owner(owner).engine
+    wanted, engine = _spec(spec), owner_of(owner).engine
     config = engine.config
     size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
     route, route_dtype, arrived = engine.route_shapes(topk_idx.shape[0], wanted, _new_size)
@@ -177,40 +207,19 @@ def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
     ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
-    ctx.save_for_backward(*output[2:])
+    ctx.save_for_backward(*output[2 : 2 + _PLAN + 1])  # not the weights: they may be changed in place
     weights_at = 2 + _PLAN + 1
     fixed = [t for at, t in enumerate(output) if at != weights_at and (at or not ctx.plain)]
     ctx.mark_non_differentiable(*fixed)  # a second call would take the first one back
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    spec = _spec(ctx.spec)
-    saved = ctx.saved_tensors  # once only: non-reentrant checkpointing allows no second look
-    plan, arrived = Plan(*saved[:_PLAN]), Arrived(*saved[_PLAN:])
-    to_x, to_weights = ctx.needs_input_grad[0] and ctx.plain, ctx.needs_input_grad[3] and ctx.weighted
-    rest = (None,) * 4
-    reduce = _in_arrival_order(grads[2 + _PLAN + 1], plan, arrived, spec) if to_weights else None
-    if to_x:
-        grad_x, reduced = combine_op(grads[0], None, reduce, [], list(plan), ctx.owner, ctx.spec, False, NO_TICKET)
-    elif reduce is not None:
-        grad_x, (reduced, _) = (
-            None,
-            combine_op(reduce, None, None, [], list(plan), ctx.owner, ctx.spec, True, NO_TICKET),
-        )
-    else:
-        grad_x, reduced = None, None
-    grad_weights = reduced.gather(1, plan.first_pick) if to_weights and reduced is not None else None
-    return (grad_x, None, None, grad_weights, *rest)
-
-
-def _in_arrival_order(grad: Tensor, plan: Plan, arrived: Arrived, spec: Spec) -> Tensor:
-    """Gradients of the weights that a dispatch returned, as ``[Nb, K]`` of arrived rows, 0 where a pick is elsewhere."""
-    if spec.layout is Layout.FLAT:
-        here = torch.where(arrived.topk_idx < 0, 0.0, grad)
-        return take_values(here, plan.slots[:, 0], 0.0) if spec.placed else here
-    values = take_values(grad, plan.slots.reshape(-1), 0.0).view(plan.slots.shape)
-    spread = torch.zeros(plan.slots.shape[0], plan.first_pick.shape[1], dtype=torch.float32, device=grad.device)
-    return spread.scatter_add(1, plan.picks, values)
+    *plan, topk_idx = ctx.saved_tensors  # once only: non-reentrant checkpointing allows no second look
+    rows = grads[0] if ctx.needs_input_grad[0] and ctx.plain else None
+    weights = grads[2 + _PLAN + 1] if ctx.needs_input_grad[3] and ctx.weighted else None
+    moves = _Moves(Plan(*plan), ctx.owner, ctx.spec)
+    grad_x, grad_weights = gradients.of_dispatch(moves, rows, weights, topk_idx)
+    return (grad_x, None, None, grad_weights, *(None,) * 4)
 
 
 register_autograd("tokenyard::dispatch", _dispatch_backward, setup_context=_dispatch_context)
@@ -233,8 +242,9 @@ def redispatch_op(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    payload = _owner(owner).run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket)
-    return payload.x, _or_empty(payload.scales, x)
+    mode = Quantize(spec[4]) if spec[4:] else None
+    payload = _called(owner, CACHED).run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket, mode)
+    return payload.x.data, _or_empty(payload.scales, x)
 
 
 @register_fake("tokenyard::redispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -247,23 +257,22 @@ def _(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    known = Plan(*plan)
-    known_rows = known.slots.shape[0] if raw else known.gather.shape[0]
-    rows = known_rows if _spec(spec).placed else _new_size()
-    moved = x.new_empty((0,)) if scales is None else scales.new_empty((rows, scales.shape[1]))
-    return x.new_empty((rows, x.shape[1])), moved
+    known, quantize = Plan(*plan), sum(spec[4:])
+    rows = (known.slots if raw else known.gather).shape[0] if _spec(spec).placed else _new_size()
+    num_scales, scale_dtype = _scale_shape(scales, x.shape[1], quantize)
+    moved = x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype)
+    return x.new_empty((rows, x.shape[1]), dtype=torch.float8_e4m3fn if quantize else x.dtype), moved
 
 
 def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, plan, ctx.owner, ctx.spec, ctx.raw, _ = inputs
     ctx.save_for_backward(*plan)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*(output if ctx.spec[4:] else output[1:]))
 
 
 def _redispatch_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
-    grad_x, _none = combine_op(grad, None, None, [], plan, ctx.owner, ctx.spec, ctx.raw, NO_TICKET)
-    return (grad_x, None, [None] * len(plan), *(None,) * 4)
+    moves = _Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
+    return (moves.combine(grad, raw=ctx.raw)[0], None, [None] * _PLAN, *(None,) * 4)
 
 
 register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_redispatch_context)
@@ -289,7 +298,7 @@ def combine_op(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    x, reduced = _owner(owner).run_combine(
+    x, reduced = _called(owner, COMBINE).run_combine(
         rows,
         Plan(*plan),
         _spec(spec),
@@ -330,17 +339,13 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
-    plan, weighting = saved[:_PLAN], saved[_PLAN:]
+    moves, weighting = _Moves(Plan(*saved[:_PLAN]), ctx.owner, ctx.spec), saved[_PLAN:]
     grad_rows = grad_weights = grad_reduce = None
     if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
-        grad_rows, _ = redispatch_op(grad, None, plan, ctx.owner, ctx.spec, ctx.raw, NO_TICKET)
-    if ctx.weighted and grad_rows is not None:
-        rows, weights = weighting
-        valid = (Plan(*plan).gather >= 0).unsqueeze(1)
-        grad_weights = torch.where(valid, rows.float() * grad_rows.float(), 0.0).sum(1)
-        grad_rows = (weights.unsqueeze(1) * grad_rows.float()).to(rows.dtype)
+        pair = (weighting[0], weighting[1]) if ctx.weighted else None
+        grad_rows, grad_weights = gradients.of_combine(moves, grad, pair, ctx.raw)
     if ctx.reduces and ctx.needs_input_grad[2]:
-        grad_reduce, _ = redispatch_op(grad_reduced, None, plan, ctx.owner, ctx.spec, True, NO_TICKET)
+        grad_reduce = moves.redispatch(grad_reduced, raw=True)
     bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
     return (grad_rows, grad_weights, grad_reduce, bias, [None] * _PLAN, *(None,) * 4)
 
@@ -388,9 +393,8 @@ def _dequantize_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _dequantize_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
-    grad_x, _ = combine_op(grad, None, None, [], plan, ctx.owner, ctx.spec, False, NO_TICKET)
-    return (grad_x.to(ctx.dtype), None, None, [None] * len(plan), *(None,) * 3)
+    moves = _Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
+    return (moves.combine(grad, raw=False)[0].to(ctx.dtype), None, None, [None] * _PLAN, *(None,) * 3)
 
 
 register_autograd("tokenyard::dequantize", _dequantize_backward, setup_context=_dequantize_context)

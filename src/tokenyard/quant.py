@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,8 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
         factor = 1.0 / scales
         if mode is Quantize.FP8_UE8M0:
             scales = _pack_bytes(exponent)
-    data = (values * factor.unsqueeze(2)).to(torch.float8_e4m3fn)
+    scaled = (values * factor.unsqueeze(2)).nan_to_num_(nan=nan)  # a CPU would keep NaN's sign; there is no infinity
+    data = scaled.to(torch.float8_e4m3fn)
     return Quantized(data.view(num_tokens, groups * SCALE_GROUP)[:, :hidden].contiguous(), scales)
 
 

@@ -54,8 +54,10 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
 
 
 def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
-    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T, H]``."""
-    return (groups * factors[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
+    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T, H]``. Every NaN is 0x7F."""
+    scaled = groups * factors[..., None]
+    scaled = torch.where(scaled.isnan(), float("nan"), scaled)  # the sign of a NaN is the processor's choice
+    return scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
 
 
 def _pow2_exponents(scales: Tensor) -> Tensor:

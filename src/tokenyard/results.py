@@ -47,6 +47,9 @@ class Later:
         except Exception as error:
             self._finish, self._work = partial(_raise, afresh(error)), None
             raise
+        except BaseException:  # Ctrl-C: not what the call came to
+            self._finish = finish
+            raise
         self.__dict__.update(fields)
 
     def hook(self) -> None:

@@ -63,13 +63,14 @@ def as_words(rows: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: whether what lies between their first and last elements does."""
+    """Whether two tensors may share memory: whether the bytes from the first to the last element do."""
     spans = [
         (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         for tensor in (one, other)
     ]
     (a, last_a), (b, last_b) = spans
-    return bool(one.numel() and other.numel()) and a <= b + last_b * other.itemsize and b <= a + last_a * one.itemsize
+    end_a, end_b = a + (last_a + 1) * one.itemsize, b + (last_b + 1) * other.itemsize
+    return bool(one.numel() and other.numel()) and a < end_b and b < end_a
 
 
 @dataclass(frozen=True, slots=True)

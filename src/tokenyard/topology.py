@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenyard.whole import whole
+
 HOST_VARIABLE = "TOKENYARD_HOST"
 """What this environment variable says is this rank's host: ranks that say the same share one."""
 _MOST_NAMED = 8
@@ -27,9 +29,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            value = getattr(self, name)
+            number = whole(value)
+            if number is None or number < 1:
                 raise ValueError(f"{name} ({value!r}) of a topology must be a whole number of at least 1")
+            object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
         return f"{self.num_nodes}x{self.ranks_per_node}"

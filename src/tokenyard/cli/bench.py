@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from tokenyard import launch
-from tokenyard.checks import LARGEST
 from tokenyard.cli.bench_decode import Decode, Timed, run_decode
 from tokenyard.cli.bench_decode_report import write_decode_record
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Job, sweep
@@ -26,6 +25,7 @@ from tokenyard.cli.bench_twolevel_report import write_twolevel_record
 from tokenyard.cli.options import check_device, check_engine, check_folder, check_plot
 from tokenyard.cli.progress import progress
 from tokenyard.engines.select import ENGINES
+from tokenyard.whole import LARGEST
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
@@ -40,8 +40,7 @@ NVLINK_OPTIONS = ("device", "engine", "link_gbs")
 
 def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]:
     """Run on the ranks of the launcher if there is one, else on ``ranks`` processes of our own."""
-    stages = [f"{job.tokens} tokens, {job.skew}, {job.layout}" for job in plan.jobs]
-    with progress(stages, console) as counter:
+    with progress(plan.stages, console) as counter:
         if not launch.under_torchrun():
             return launch.spawn(run_rank, ranks, plan, counter, device=device)[0]
         with launch.joined_by_launcher(device) as here:
@@ -50,11 +49,12 @@ def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]
 
 def _run_suite(suite: Suite, ranks: int, device: str, out: Path, console: Console) -> list[Line]:
     """Run the preset and write its record."""
-    if launch.under_torchrun():
-        with launch.joined_by_launcher(device) as here:
-            lines = run_suite(here, suite)
-    else:
-        lines = launch.spawn(run_suite, ranks, suite, device=device)[0]
+    with progress(suite.stages, console, bar=False) as counter:
+        if launch.under_torchrun():
+            with launch.joined_by_launcher(device) as here:
+                lines = run_suite(here, suite, counter)
+        else:
+            lines = launch.spawn(run_suite, ranks, suite, counter, device=device)[0]
     if int(os.environ.get("RANK", 0)) == 0:
         record = write_record(out, lines, suite, device)
         console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
@@ -64,11 +64,12 @@ def _run_suite(suite: Suite, ranks: int, device: str, out: Path, console: Consol
 
 def _run_decode(suite: Decode, ranks: int, out: Path, console: Console) -> list[Timed]:
     """The same for the preset of engine low_latency."""
-    if launch.under_torchrun():
-        with launch.joined_by_launcher("cuda") as here:
-            lines = run_decode(here, suite)
-    else:
-        lines = launch.spawn(run_decode, ranks, suite, device="cuda")[0]
+    with progress(suite.stages, console, bar=False) as counter:
+        if launch.under_torchrun():
+            with launch.joined_by_launcher("cuda") as here:
+                lines = run_decode(here, suite, counter)
+        else:
+            lines = launch.spawn(run_decode, ranks, suite, counter, device="cuda")[0]
     if int(os.environ.get("RANK", 0)) == 0:
         record = write_decode_record(out, lines, suite, "cuda")
         console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
@@ -77,7 +78,7 @@ def _run_decode(suite: Decode, ranks: int, out: Path, console: Console) -> list[
 
 def _run_twolevel(suite: TwoLevel, out: Path, console: Console) -> list[Crossing]:
     """The same for the preset of engine twolevel."""
-    lines = on_all_ranks(suite, "cuda")
+    lines = on_all_ranks(suite, "cuda", console)
     if int(os.environ.get("RANK", 0)) == 0:
         record = write_twolevel_record(out, lines, suite, "cuda")
         console.print(record.read_text(), markup=False, highlight=False, soft_wrap=True)
@@ -203,8 +204,9 @@ def bench(
 
     The exit code is 1 if any row has no time because its result was wrong or its engine could not do what was asked.
     """
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH)
+    leads = int(os.environ.get("RANK", 0)) == 0
+    terminal = Console(quiet=not leads)
+    console = terminal if terminal.is_terminal else Console(width=PIPED_WIDTH, quiet=not leads)
     where = device or ("cpu" if suite is None else "cuda")
     rate = NVLINK_GBS if link_gbs is None and where == "cuda" else link_gbs
     if topology is not None and suite != "twolevel":
@@ -239,6 +241,6 @@ def bench(
     )
     plan = Plan(_check_jobs(jobs), engines, iterations, warmup, rate, seed)
     rows = run_plan(plan, ranks, where, console)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if leads:
         _report(rows, plan, where, console, json, plot)
     raise typer.Exit(int(any(row.error for row in rows)))

@@ -17,6 +17,7 @@ from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job
 from tokenyard.cli.bench_run import failure, on_ranks
+from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import EVENT_MICROSECONDS, slowest_rank
 from tokenyard.testing.compare import assert_same_bits
 
@@ -52,6 +53,11 @@ class Decode:
     warmup: int = 3
     seed: int = 0
     parts_tokens: int = 128
+
+    @property
+    def stages(self) -> list[str]:
+        """What a rank does, one after the other, in words."""
+        return [f"{tokens} tokens: {part}" for tokens in self.tokens for part in ("checking and capturing", "timing")]
 
     def job(self, tokens: int) -> Job:
         return Job(tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "expert_major", "fp8")
@@ -130,19 +136,21 @@ def _summed(batch: Batch, truth: Truth) -> Tensor:
     return total.to(torch.bfloat16)
 
 
-def run_decode(device: torch.device, suite: Decode) -> list[Timed]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
+def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Timed]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank. ``counter``: of ``suite.stages``."""
     if suite.experts % dist.get_world_size():
         raise ValueError(f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})")
     lines: list[Timed] = []
     for tokens in suite.tokens:
         batches = make_batches(suite.job(tokens), device, suite.seed)
-        lines += _size(suite, tokens, batches, device)
+        lines += _size(suite, tokens, batches, device, counter)
         torch.cuda.empty_cache()
     return lines
 
 
-def _size(suite: Decode, tokens: int, batches: list[Batch], device: torch.device) -> list[Timed]:
+def _size(
+    suite: Decode, tokens: int, batches: list[Batch], device: torch.device, counter: Counter | None
+) -> list[Timed]:
     """One batch size: every probe checked, then all timed in turn."""
     probes: list[tuple[Timed, Callable[[], float]]] = []
     wrong: list[Timed] = []
@@ -163,7 +171,9 @@ def _size(suite: Decode, tokens: int, batches: list[Batch], device: torch.device
         if engine == "low_latency" and tokens == suite.parts_tokens:
             probes += [(line(what=what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
     probes.append((Timed(tokens=tokens, who=NCCL, what=PAIR), _graph(suite, _nccl(batches))))
+    advance(counter)
     _time(suite, probes, device)
+    advance(counter)
     lines = [line for line, _ in probes]
     for ep, calls in made:  # again: a rank that fell silent meanwhile would have cost nothing
         if error := failure(calls.check, f"{ep.engine}, afterwards", 0, device):

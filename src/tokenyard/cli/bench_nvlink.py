@@ -32,6 +32,7 @@ from tokenyard.cli.bench_nvlink_cases import (
 )
 from tokenyard.cli.bench_report import Row
 from tokenyard.cli.bench_run import failure, on_ranks
+from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import Series, time_interleaved
 
 HEAD_START_US = 1000.0
@@ -74,6 +75,13 @@ class Suite:
     def job(self, tokens: int, skew: str = "uniform") -> Job:
         return Job(tokens, self.hidden, self.topk, self.experts, skew, "bf16", "flat", "none")
 
+    @property
+    def stages(self) -> list[str]:
+        """What a rank does, one after the other, in words."""
+        sizes = {TOKENS: [f", {tokens} tokens" for tokens in self.curve]}
+        points = [section + size for section in self.sections for size in sizes.get(section, [""])]
+        return [f"{point}: {part}" for point in points for part in ("making and checking", "timing")]
+
     def overfull_tokens(self, num_ranks: int) -> int:
         """Tokens per rank of which ``overfull`` times more bytes reach a rank from others than all its rings hold."""
         others = self.experts - self.experts // num_ranks
@@ -109,6 +117,7 @@ class _Run:
 
     suite: Suite
     device: torch.device
+    counter: Counter | None = None
     lines: list[Line] = field(default_factory=list[Line])
     start: float = field(default_factory=time.monotonic)
     barrier: Callable[[], object] | None = None
@@ -117,6 +126,7 @@ class _Run:
         """Check everything, then time what was right, interleaved. Collective."""
         suite = self.suite
         errors = _check(probes, batches, self.device)
+        advance(self.counter)
         right = [probe for probe, error in zip(probes, errors, strict=True) if not error]
         series = time_interleaved(
             [probe.run for probe in right],
@@ -128,6 +138,7 @@ class _Run:
             head_start_us=HEAD_START_US,
             barrier=self.barrier,
         )
+        advance(self.counter)
         times = iter(series)
         for probe, error in zip(probes, errors, strict=True):
             line = _line(section, probe, suite.link_gbs, error, None if error else next(times))
@@ -162,9 +173,9 @@ class _Run:
             print(f"{time.monotonic() - self.start:6.1f} s  {_in_short(line)}", file=sys.stderr, flush=True)
 
 
-def run_suite(device: torch.device, suite: Suite) -> list[Line]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
-    run = _Run(suite, device)
+def run_suite(device: torch.device, suite: Suite, counter: Counter | None = None) -> list[Line]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank. ``counter``: of ``suite.stages``."""
+    run = _Run(suite, device, counter)
     for section in suite.sections:
         _MEASURE[section](run)
         if device.type == "cuda":

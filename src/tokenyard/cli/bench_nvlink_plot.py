@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,37 @@ def draw(lines: list[Line], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle("median time of the slowest rank, us; whiskers from min to p99", fontsize=12, color=INK)
     panels: Any = figure.subplots(1, 3)
-    _panel(panels[0], "dispatch", "tokens per rank", [line for line in curve if line.phase != COMBINE])
-    _panel(panels[1], "combine", "tokens per rank", [line for line in curve if line.phase == COMBINE])
-    _panel(panels[2], "over SMs", "SMs", [line for line in timed if line.section == SMS])
+    over_sms = [line for line in timed if line.section == SMS]
+    styles = _styles([*curve, *over_sms])
+    _panel(panels[0], "dispatch", "tokens per rank", [line for line in curve if line.phase != COMBINE], styles)
+    _panel(panels[1], "combine", "tokens per rank", [line for line in curve if line.phase == COMBINE], styles)
+    _panel(panels[2], "over SMs", "SMs", over_sms, styles)
     figure.savefig(path, dpi=150)
 
 
-def _panel(panel: Any, title: str, axis: str, lines: list[Line]) -> None:
+def _styles(lines: list[Line]) -> dict[str, dict[str, str]]:
+    """Colour and marker of each name, the same in all panels: warm for this library, cold for baselines."""
+    names: dict[str, bool] = {line.name: line.ours for line in lines}
+    found: dict[str, dict[str, str]] = {}
+    for ours, colours in ((True, OURS), (False, THEIRS)):
+        mine = [name for name in names if names[name] == ours]
+        looks = zip(mine, cycle(colours), cycle(MARKERS), strict=False)
+        found |= {name: {"color": colour, "marker": marker} for name, colour, marker in looks}
+    return found
+
+
+def _panel(panel: Any, title: str, axis: str, lines: list[Line], styles: dict[str, dict[str, str]]) -> None:
     panel.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     style(panel)
     if not lines:
         return
-    names = list(dict.fromkeys(line.name for line in lines))
-    for number, name in enumerate(names):
+    for name in dict.fromkeys(line.name for line in lines):
         mine = [line for line in lines if line.name == name]
-        colour = (OURS if mine[0].ours else THEIRS)[number % 4]
         places = [_place(line, axis) for line in mine]
         stats = [line.device or line.wall for line in mine]
         median, low, high = ([getattr(each, part) for each in stats] for part in ("median", "min", "p99"))
-        panel.plot(places, median, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=5, label=name)
-        panel.vlines(places, low, high, color=colour, linewidth=1, alpha=0.55)
+        panel.plot(places, median, markersize=5, label=name, **styles[name])
+        panel.vlines(places, low, high, color=styles[name]["color"], linewidth=1, alpha=0.55)
     floors = sorted({(_place(line, axis), line.floor_us) for line in lines if line.floor_us})
     if floors:
         panel.plot(*zip(*floors, strict=True), color=INK, linestyle="--", linewidth=1.2, label=FLOOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenyard.cli.timing import Stats
 SWEPT = {"tokens": "tokens per rank", "hidden": "hidden", "topk": "top-k", "experts": "experts"}
 PANELS = {DISPATCH: (DISPATCH, CACHED), COMBINE: (COMBINE,)}
 
-OURS = ("#c8553d", "#e9a23b", "#8f2d56", "#f2c57c")
+OURS = ("#c8553d", "#e9a23b", "#8f2d56", "#f2c57c", "#7f4f24")
 THEIRS = ("#1f4e79", "#4f93b8", "#7ba89c", "#6d6875", "#a3a0aa")
 MARKERS = "osD^vPX*"
 INK, GRID = "#2b2b2b", "#e3e3e3"
@@ -55,7 +56,7 @@ def draw(rows: list[Row], path: Path) -> None:
             else:
                 _lines(panel, shown, axis, colours)
     if axis is not None:
-        _legend(figure, panels, list(colours))
+        legend(figure, panels, [*colours, FLOOR])
     figure.savefig(path, dpi=150)
 
 
@@ -143,11 +144,12 @@ def _bars(panel: Any, rows: list[Row], colours: dict[str, str]) -> None:
 def _lines(panel: Any, rows: list[Row], axis: str, colours: dict[str, str]) -> None:
     unit, scale = _unit(rows)
     labels = list(dict.fromkeys(map(_label, rows)))
+    markers = dict(zip(colours, cycle(MARKERS), strict=False))
     for number, label in enumerate(labels):
         points = sorted(((_place(r, axis), _stats(r)) for r in rows if _label(r) == label), key=lambda point: point[0])
         where = [place * DODGE ** (number - (len(labels) - 1) / 2) for place, _ in points]
         median, low, high = ([getattr(s, name) / scale for _, s in points] for name in ("median", "min", "p99"))
-        style: dict[str, Any] = {"color": colours[label], "marker": MARKERS[number % len(MARKERS)], "label": label}
+        style: dict[str, Any] = {"color": colours[label], "marker": markers[label], "label": label}
         panel.plot(where, median, linewidth=2, markersize=5, **style)
         panel.vlines(where, low, high, color=colours[label], linewidth=1, alpha=0.55)
     floors = sorted({(_place(row, axis), row.floor_us / scale) for row in rows if row.floor_us})
@@ -180,11 +182,12 @@ def log_axes(panel: Any, places: list[int]) -> None:
     panel.grid(axis="y", color=GRID, linewidth=0.7)
 
 
-def _legend(figure: Any, panels: Any, order: list[str]) -> None:
+def legend(figure: Any, panels: Any, order: list[str], columns: int = 4) -> None:
+    """One legend for all panels, below them: those labels of ``order`` that are drawn anywhere."""
     entries: dict[str, Any] = {}
     for panel in panels.flat:
         handles, labels = panel.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    shown = [label for label in [*order, FLOOR] if label in entries]
+    shown = [label for label in order if label in entries]
     handles = [entries[label] for label in shown]
-    figure.legend(handles, shown, loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
+    figure.legend(handles, shown, loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5)

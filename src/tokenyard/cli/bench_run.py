@@ -16,7 +16,7 @@ from tokenyard.cli.bench_baselines import baseline_cases
 from tokenyard.cli.bench_cases import COMBINE, PHASES, Case, Expected, engine_cases, expect, expert_parallel
 from tokenyard.cli.bench_inputs import NUM_INPUTS, Job, Sent, Traffic, all_sent, floor_us, traffic_back, traffic_there
 from tokenyard.cli.bench_report import Row
-from tokenyard.cli.progress import Counter
+from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import Series, peak_extra_bytes, slowest_rank, time_interleaved
 
 
@@ -31,17 +31,25 @@ class Plan:
     link_gbs: float | None
     seed: int
 
+    @property
+    def stages(self) -> list[str]:
+        """What a rank does, one after the other, in words."""
+        parts = ("checking", "measuring memory", "timing")
+        return [f"{job.tokens} tokens, {job.skew}, {job.layout}: {part}" for job in self.jobs for part in parts]
+
 
 def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Row]:
-    """Be one rank: measure every job. Collective; the rows are the same on every rank."""
+    """Be one rank: measure every job. Collective; the rows are the same on every rank.
+
+    ``counter`` counts :attr:`Plan.stages`.
+    """
     rows: list[Row] = []
     for job in plan.jobs:
-        rows += run_job(job, plan, device)
-        counter.value += dist.get_rank() == 0
+        rows += run_job(job, plan, device, counter)
     return rows
 
 
-def run_job(job: Job, plan: Plan, device: torch.device) -> list[Row]:
+def run_job(job: Job, plan: Plan, device: torch.device, counter: Counter | None = None) -> list[Row]:
     """Measure every engine and baseline on one point of the sweep."""
     size = dist.get_world_size()
     inputs = [all_sent(job, size, number, plan.seed) for number in range(NUM_INPUTS)]
@@ -55,15 +63,24 @@ def run_job(job: Job, plan: Plan, device: torch.device) -> list[Row]:
             except ty.NotSupported as error:
                 refused += [Row(job=job, name=f"tokenyard {engine}", phase=phase, error=str(error)) for phase in PHASES]
         cases += baseline_cases(job, inputs, device)
-        rows = measure(cases, job, inputs, plan, device)
+        rows = measure(cases, job, inputs, plan, device, counter)
     return [row for phase in PHASES for row in refused + rows if row.phase == phase]
 
 
-def measure(cases: list[Case], job: Job, inputs: list[list[Sent]], plan: Plan, device: torch.device) -> list[Row]:
+def measure(
+    cases: list[Case],
+    job: Job,
+    inputs: list[list[Sent]],
+    plan: Plan,
+    device: torch.device,
+    counter: Counter | None = None,
+) -> list[Row]:
     """Check every case, then time those that were right. Collective."""
     errors = check(cases, job, inputs, device)
+    advance(counter)
     right = [case for case, error in zip(cases, errors, strict=True) if not error]
     peaks = [on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device) for each in right]
+    advance(counter)
     series = time_interleaved(
         [case.run for case in right],
         iterations=plan.iterations,
@@ -72,6 +89,7 @@ def measure(cases: list[Case], job: Job, inputs: list[list[Sent]], plan: Plan, d
         device=device,
         seed=plan.seed,
     )
+    advance(counter)
     there, back = traffic_there(job, inputs), traffic_back(job, inputs)
     measured = iter(zip(peaks, series, strict=True))
     rows: list[Row] = []

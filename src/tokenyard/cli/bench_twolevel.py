@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import tokenyard as ty
 from tokenyard import launch
@@ -23,6 +24,7 @@ from tokenyard.cli.bench_inputs import Job
 from tokenyard.cli.bench_nvlink_cases import BACK, BACK_IN_PLACE, IN_PLACE, PLAIN, VIEW, Library, Probe, collectives
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.bench_twolevel_cases import NVSHMEM, Counted, GridTruth, rows_across
+from tokenyard.cli.progress import Counter, advance, progress
 from tokenyard.cli.timing import Series, Stats, peak_extra_bytes, summarise, time_interleaved
 from tokenyard.topology import Topology
 
@@ -68,6 +70,17 @@ class TwoLevel:
     @property
     def grid(self) -> Topology:
         return Topology(*self.topology)
+
+    def sizes(self, sms: int | None) -> tuple[int, ...]:
+        """Tokens per rank that are measured with so many multiprocessors."""
+        return self.curve if sms == BAR_SMS else (self.tokens,)
+
+    def stages(self, engine: str) -> list[str]:
+        """What a rank that measures ``engine`` does, one after the other, in words."""
+        if engine == self.reference:
+            return [f"{engine}, {self.tokens} tokens"]
+        points = [(sms, tokens) for sms in self.sms for tokens in self.sizes(sms)]
+        return [*(f"{engine}, {sms or 'all'} SMs, {tokens} tokens" for sms, tokens in points), f"{engine}, small rings"]
 
     def job(self, tokens: int) -> Job:
         return Job(tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "flat", "none")
@@ -282,21 +295,28 @@ class _Run:
                     file.write(json.dumps(asdict(line)) + "\n")
 
 
-def on_all_ranks(suite: TwoLevel, device: str) -> list[Crossing]:
+def on_all_ranks(suite: TwoLevel, device: str, console: Console) -> list[Crossing]:
     """Run on the ranks of the launcher if there is one, else on processes of our own: others for each engine."""
+
+    def measure(engine: str, here: torch.device | None) -> list[Crossing]:
+        with progress(suite.stages(engine), console, bar=False) as counter:
+            if here is None:
+                return _in_processes(suite, engine, device, counter)
+            return run_twolevel(here, suite, engine, counter=counter)
+
     engines = (suite.engine, suite.reference)
     if not launch.under_torchrun():
-        return [line for engine in engines for line in _in_processes(suite, engine, device)]
+        return [line for engine in engines for line in measure(engine, None)]
     with launch.joined_by_launcher(device) as here:
-        return [line for engine in engines for line in run_twolevel(here, suite, engine)]
+        return [line for engine in engines for line in measure(engine, here)]
 
 
-def _in_processes(suite: TwoLevel, engine: str, device: str) -> list[Crossing]:
+def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -> list[Crossing]:
     """Should they die, the lines that they came to, and one that says why there are no more."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "lines"
         try:
-            return launch.spawn(run_twolevel, suite.grid.world_size, suite, engine, kept, device=device)[0]
+            return launch.spawn(run_twolevel, suite.grid.world_size, suite, engine, kept, counter, device=device)[0]
         except RuntimeError as error:
             texts = kept.read_text().splitlines() if kept.exists() else []
             print(error, file=sys.stderr, flush=True)
@@ -305,25 +325,33 @@ def _in_processes(suite: TwoLevel, engine: str, device: str) -> list[Crossing]:
             return [*(Crossing(**json.loads(text)) for text in texts), lost]
 
 
-def run_twolevel(device: torch.device, suite: TwoLevel, engine: str, kept: Path | None = None) -> list[Crossing]:
-    """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the same on every rank."""
+def run_twolevel(
+    device: torch.device, suite: TwoLevel, engine: str, kept: Path | None = None, counter: Counter | None = None
+) -> list[Crossing]:
+    """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the same on every rank.
+
+    ``counter``: of its stages.
+    """
     run = _Run(suite=suite, engine=engine, device=device, kept=kept)
     if engine == suite.reference:
         with run.made(BAR_SMS, suite.tokens) as ep:
             if ep is not None:
                 run.measure(ep, ALL_KINDS, suite.tokens, BAR_SMS)
+        advance(counter)
         return run.lines
     most = max(suite.curve)
     for sms in suite.sms:
         with run.made(sms, most) as ep:
-            for tokens in suite.curve if sms == BAR_SMS else (suite.tokens,):
+            for tokens in suite.sizes(sms):
                 if ep is not None:
                     kinds = ALL_KINDS if sms in (BAR_SMS, None) else BOTH_WAYS
                     run.measure(ep, kinds, tokens, sms, nccl=(sms, tokens) == (BAR_SMS, suite.tokens))
+                advance(counter)
     rings = small_rings(suite, run.inputs(most))
     with run.made(BAR_SMS, most, rings) as ep:
         if ep is not None:
             run.measure(ep, BOTH_WAYS, most, BAR_SMS, rings=rings)
+    advance(counter)
     return run.lines
 
 

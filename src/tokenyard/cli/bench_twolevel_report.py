@@ -207,6 +207,7 @@ def _verdict(lines: Sequence[Crossing], suite: TwoLevel) -> list[str]:
     both = [f"- {way}, {sms} SMs: {_both(under, suite, sms, WAYS[way])}" for way in WAYS for sms in sizes]
     each = [f"- {_where(line)}: {line.network_gbs:.1f} GB/s: {judged(line, suite)}" for line in under]
     return [
+        "A goal that this project has set itself: "
         f"{BAR_GBS:.0f} GB/s per GPU between nodes with at most {BAR_SMS} SMs, dispatch and combine of BF16, {suite.tokens} tokens "
         f"per rank.{other}",
         "\n".join(both),

@@ -101,7 +101,9 @@ def _compare(recv: Received, out: Tensor, inputs: Inputs, layout: Layout, rank: 
         "expert_offsets": (recv.expert_offsets, want.expert_offsets),
     }
     for name, (got, wanted) in pairs.items():
+        what = f"{layout.name} dispatch: {name}"
+        if (got is None) != (wanted is None):
+            raise AssertionError(f"rank {rank}: {what} {'is missing' if got is None else 'should not be there'}")
         if got is not None and wanted is not None:
-            what = f"{layout.name} dispatch: {name}"
             assert_same_bits(got.cpu(), wanted, what=what, rank=rank, source=want.source if name == "x" else None)
     assert_same_bits(out.cpu(), combined[rank].x, what=f"{layout.name} combine", rank=rank)

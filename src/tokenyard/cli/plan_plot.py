@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenyard.cli.bench_plot import INK, MARKERS, OURS, THEIRS, log_axes, style
+from tokenyard.cli.bench_plot import INK, OURS, THEIRS, legend, log_axes, style
 from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
+
+PLANNED = "nvlink, then twolevel"
+COLOURS = {PLANNED: OURS[0], COLLECTIVE: THEIRS[0], FLAT: THEIRS[1]}
+LINES: dict[str, dict[str, str]] = {"bf16": {"marker": "o"}, "fp8": {"marker": "s", "linestyle": "--"}}
 
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
-    """Write a PNG: dispatch to the left, combine to the right; our kernels warm, the others cold.
+    """Write a PNG: dispatch to the left, combine to the right; a colour per engine, warm for our kernels, a line per dtype.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -36,21 +40,23 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         log_axes(panel, [plan.workload.ranks for plan in plans])
         panel.set_xlabel("GPUs", color=INK)
         panel.set_ylabel("us", color=INK)
-        panel.legend(frameon=False, fontsize=9)
+    legend(figure, panels, [_label(engine, dtype) for engine in COLOURS for dtype in LINES], len(COLOURS))
     figure.savefig(path, dpi=150)
 
 
 def _curves(panel: Any, plans: Sequence[Plan], name: str) -> None:
-    """One curve per (engine, dtype); nvlink goes on as twolevel."""
+    """One curve per (engine, dtype) of calls ``name``; nvlink goes on as twolevel."""
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for plan in plans:
         for call in plan.calls:
             if call.name == name:
-                engine = "nvlink, then twolevel" if call.engine == plan.engine else call.engine
+                engine = PLANNED if call.engine == plan.engine else call.engine
                 curves.setdefault((engine, call.dtype), []).append((plan.workload.ranks, call.terms.us))
-    ordered = sorted(curves.items(), key=lambda curve: curve[0][0] in (COLLECTIVE, FLAT))
-    for number, ((engine, dtype), points) in enumerate(ordered):
-        colour = (THEIRS if engine in (COLLECTIVE, FLAT) else OURS)[number % 4]
+    for (engine, dtype), points in curves.items():
         panel.plot(
-            *zip(*points, strict=True), color=colour, marker=MARKERS[number], markersize=5, label=f"{engine}, {dtype}"
+            *zip(*points, strict=True), color=COLOURS[engine], markersize=5, label=_label(engine, dtype), **LINES[dtype]
         )
+
+
+def _label(engine: str, dtype: str) -> str:
+    return f"{engine}, {dtype}"

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep import layout, low_latency, names, normal
-from tokenyard.deep_ep.config import Config, combine_config, dispatch_config
+from tokenyard.deep_ep import checks, layout, low_latency, names, normal
+from tokenyard.deep_ep.config import Config, combine_config, dispatch_config, even_sms
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
+from tokenyard.deep_ep.scratch import Scratch
 from tokenyard.deep_ep.streams import Streams
+from tokenyard.deep_ep.values import MOST_EXPERTS, flag, whole
 from tokenyard.errors import NotSupported
-
-ONE_WAY = "async_finish and return_recv_hook exclude each other: wait by an event or by a hook"
+from tokenyard.memory.base import MOST_BYTES
 
 
 class Buffer:
@@ -39,7 +41,8 @@ class Buffer:
         comm: (mpi4py) not supported.
 
     Raises:
-        ValueError: neither group nor comm. NotSupported: ``comm`` alone.
+        ValueError: neither group nor comm, or a bad argument. Calls raise it before anything moves, and then other ranks that
+            are in the call raise ``PeerError``. NotSupported: ``comm`` alone.
     """
 
     num_sms: int = 20
@@ -66,13 +69,17 @@ class Buffer:
             raise NotSupported(
                 "comm= (mpi4py) is not supported: call torch.distributed.init_process_group() and pass group="
             )
+        checks.check_group(group)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self.enable_shrink, self.nvshmem_qp_depth = enable_shrink, 1024
+        self.num_nvl_bytes = whole("num_nvl_bytes", num_nvl_bytes, most=MOST_BYTES)
+        self.num_rdma_bytes = whole("num_rdma_bytes", num_rdma_bytes, most=MOST_BYTES)
+        self.low_latency_mode = flag("low_latency_mode", low_latency_mode)
+        self.explicitly_destroy = flag("explicitly_destroy", explicitly_destroy)
+        self.enable_shrink, self.nvshmem_qp_depth = flag("enable_shrink", enable_shrink), 1024
+        checks.check_echoed(num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric)
         self._streams = Streams()
-        self._scratch: dict[bool, Tensor] = {}
-        self._natives = Natives(group, self.rank, self.group_size, num_nvl_bytes, enable_shrink)
+        self._scratch = Scratch(self.num_nvl_bytes, self.num_rdma_bytes)
+        self._natives = Natives(group, self.rank, self.group_size, self.num_nvl_bytes, self.enable_shrink)
         self.runtime: Runtime | None = Runtime(self.rank, self.group_size, self._streams)
 
     def destroy(self) -> None:
@@ -90,9 +97,7 @@ class Buffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take the multiprocessors they need."""
-        if new_num_sms % 2:
-            raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = even_sms(new_num_sms)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -118,13 +123,8 @@ class Buffer:
     ) -> Tensor:
         """Memory of this rank to read and write: ``size`` elements (default: all that follow) from element ``offset`` of
         ``num_nvl_bytes`` (``num_rdma_bytes``) bytes, taken when first asked for. No engine uses it."""
-        held = self._scratch.get(use_rdma_buffer)
-        if held is None:
-            num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            held = self._scratch[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        elements = held[: held.numel() // dtype.itemsize * dtype.itemsize].view(dtype)[offset:]
-        return elements if size is None else elements[: size.numel()].view(size)
+        self._natives.check_open()
+        return self._scratch.tensor(dtype, size, offset, use_rdma_buffer)
 
     # Normal mode
 
@@ -138,14 +138,20 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Where the tokens of this rank go, from ``topk_idx [T, K]`` (int64 or int32, -1 = none). Asks nobody.
 
+        Ids out of range count nowhere, like -1: nobody waits for the device here. ``dispatch`` refuses them.
+
         Returns:
             Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per expert (int32 ``[E]``); which ranks
             each token goes to (bool ``[T, R]``); the event.
         """
-        (ranks, nodes, experts, in_ranks), event = self._streams.run(
-            layout.layout, (topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish
-        )
-        return ranks, nodes, experts, in_ranks, event
+        self._natives.check_open()
+        with DisableTorchFunction():
+            later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
+            checks.check_ids(topk_idx)
+        arguments = topk_idx, whole("num_experts", num_experts, 1, MOST_EXPERTS), self.group_size
+        result, event = self._streams.run(layout.layout, arguments, topk_idx, previous_event, later)
+        ranks, nodes, counts, in_ranks = result
+        return ranks, nodes, counts, in_ranks, event
 
     def dispatch(
         self,
@@ -182,30 +188,32 @@ class Buffer:
             ``[N, K]`` float32; rows of each local expert; the handle; the event (``event.event`` is None unless
             ``async_finish``). The middle four are None with ``handle``.
         """
-        run, data, scales = self._streams.run, x, None
-        if not isinstance(x, Tensor) or x.dim() != 2:
-            data, scales = normal.check_pair(x)
+        natives, run = self._natives.check_open(), self._streams.run
+        routing = normal.Routing(
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
+            expert_alignment, num_worst_tokens,
+        )  # fmt: skip
+        try:
+            with DisableTorchFunction():
+                later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
+                num_sms = checks.check_config(config, Buffer.num_sms)
+                data, scales = checks.check_rows(x)
+                alignment, worst = normal.check_dispatch(natives, data, handle, routing, self.group)
+        except checks.REFUSED as error:
+            raise normal.refused(natives, error, x, handle, routing) from None
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise ValueError(
-                    "topk_idx or topk_weights given together with handle: leave them out, the handle knows the routing"
-                )
-            known = normal.check_handle(handle)
-            rows, event = run(normal.redispatch, (data, scales, known), data, previous_event, async_finish, known)
+            natives.last_normal = handle.ep
+            rows, event = run(normal.redispatch, (data, scales, handle), data, previous_event, later, handle)
             return rows, None, None, None, None, event
-        if num_tokens_per_expert is None:
-            raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
-        num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is None:
-            bare = normal.check_bare(is_token_in_rank, topk_weights, num_worst_tokens)
-            arguments = (self._natives, data, scales, bare, num_tokens_per_expert, expert_alignment, num_sms)
-            result, event = run(normal.dispatch_bare, arguments, data, previous_event, async_finish)
+            arguments = natives, data, scales, is_token_in_rank, num_tokens_per_expert, alignment, num_sms
+            result, event = run(normal.dispatch_bare, arguments, data, previous_event, later)
         else:
             arguments = (
-                self._natives, data, scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert.numel(),
-                expert_alignment, num_worst_tokens, num_sms,
+                natives, data, scales, topk_idx, topk_weights, is_token_in_rank, routing.per_expert.numel(), alignment, worst,
+                num_sms,
             )  # fmt: skip
-            result, event = run(normal.dispatch, arguments, data, previous_event, async_finish)
+            result, event = run(normal.dispatch, arguments, data, previous_event, later)
         rows, idx, weights, counts, made = result
         return rows, idx, weights, counts, made, event
 
@@ -231,11 +239,18 @@ class Buffer:
         Returns:
             ``[T, H]`` in the dtype of ``x``; ``[T, K]`` or None; the event.
         """
-        known = normal.check_handle(handle)
-        arguments = (x, known, topk_weights, bias)
-        (combined, weights), event = self._streams.run(
-            normal.combine, arguments, x, previous_event, async_finish, known
-        )
+        natives = self._natives.check_open()
+        try:
+            with DisableTorchFunction():
+                later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
+                checks.check_config(config, 0)
+                known = normal.check_handle(handle, self.group)
+                terms = normal.check_combine(x, known, topk_weights, bias)
+        except checks.REFUSED as error:
+            raise normal.refused_combine(natives, error, handle) from None
+        natives.last_normal = known.ep
+        arguments = x, known, topk_weights, terms
+        (combined, weights), event = self._streams.run(normal.combine, arguments, x, previous_event, later, known)
         return combined, weights, event
 
     internode_dispatch = dispatch
@@ -252,6 +267,8 @@ class Buffer:
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing: the two modes share no memory."""
+        self._natives.check_open()
+        low_latency.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -284,19 +301,21 @@ class Buffer:
             source rank, then token, unspecified past the count. Counts int32 ``[L]``. The handle. The event (None inside unless
             ``async_finish``). A hook that makes the rows good, if ``return_recv_hook``.
         """
-        stats = cumulative_local_expert_recv_stats
+        natives, stats = self._natives.check_open(), cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
             use_fp8, stats = stats, None
-        if fork:
+        most = num_max_dispatch_tokens_per_rank
+        try:
             names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
-        if async_finish and return_recv_hook:
-            raise ValueError(ONE_WAY)
-        waits, mode = dispatch_wait_recv_cost_stats, None
-        if use_fp8:
-            mode = low_latency.mode_of(round_scale, use_ue8m0)
-        sizes = x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.device
-        arguments = (self._natives, sizes, x, topk_idx, mode, stats, waits, return_recv_hook)
-        (rows, counts, handle, hook), event = self._streams.run(low_latency.dispatch, arguments, x, None, async_finish)
+            with DisableTorchFunction():
+                later, hooked = low_latency.check_ways(async_finish, return_recv_hook)
+                mode = low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
+                sizes = low_latency.check_dispatch(natives, x, topk_idx, most, num_experts)
+                waits = low_latency.check_stats(natives, sizes, stats, dispatch_wait_recv_cost_stats)
+        except checks.REFUSED as error:
+            raise low_latency.refused(natives, error, x, topk_idx, most, num_experts) from None
+        arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)
+        (rows, counts, handle, hook), event = self._streams.run(low_latency.dispatch, arguments, x, None, later)
         return rows, counts, handle, event, hook
 
     def low_latency_combine(
@@ -327,32 +346,46 @@ class Buffer:
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
         """
-        if fork:
+        natives = self._natives.check_open()
+        try:
             names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
-        if async_finish and return_recv_hook:
-            raise ValueError(ONE_WAY)
-        known, waits = low_latency.check_handle(handle), combine_wait_recv_cost_stats
-        if zero_copy:
-            x = low_latency.written_buffer(known)
-        arguments = (x, known, topk_weights, out, waits, return_recv_hook)
-        (combined, hook), event = self._streams.run(low_latency.combine, arguments, x, None, async_finish, known)
+            with DisableTorchFunction():
+                later, hooked = low_latency.check_ways(async_finish, return_recv_hook)
+                flag("use_logfmt", use_logfmt)
+                known = low_latency.check_handle(handle, self.group)
+                rows = low_latency.written_buffer(known) if flag("zero_copy", zero_copy) else x
+                waits = low_latency.check_combine(
+                    rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats
+                )
+        except checks.REFUSED as error:
+            raise low_latency.refused_combine(natives, error, handle) from None
+        natives.last_low_latency = known.ep
+        arguments = (rows, known, topk_weights, out, waits, hooked)
+        (combined, hook), event = self._streams.run(low_latency.combine, arguments, rows, None, later, known)
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M, H]``."""
-        return low_latency.next_buffer(low_latency.check_handle(handle))
+        self._natives.check_open()
+        return low_latency.next_buffer(low_latency.check_handle(handle, self.group))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a dead rank out (``mask=True``), or take it back.
 
         Raises:
-            NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``.
+            NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``, no other rank, or there was no call
+            of this mode yet.
         """
-        low_latency.update_mask(self._shrinking(), rank_to_mask, mask)
+        rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        if rank == self.rank:
+            raise ValueError(f"rank_to_mask ({rank}) is this rank: name another one")
+        low_latency.update_mask(self._shrinking(), rank, flag("mask", mask))
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32 ``[R]``)."""
-        low_latency.query_mask(self._shrinking(), mask_status)
+        objects = self._shrinking()
+        checks.array("mask_status", mask_status, "[R]", (self.group_size,), (torch.int32,))
+        low_latency.query_mask(objects, mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all ranks back."""
@@ -360,6 +393,7 @@ class Buffer:
             low_latency.update_mask(self._shrinking(), rank, False)
 
     def _shrinking(self) -> list[ExpertParallel]:
+        self._natives.check_open()
         if not self.enable_shrink:
             raise ValueError("Shrink mode must be enabled: make Buffer with enable_shrink=True")
         return self._natives.all_low_latency()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from tokenyard.deep_ep.values import LARGEST, whole
 
 RING_BYTES = 128 << 20
 """Symmetric memory that a native object takes by default, on engines that have any, whatever the batch and the hidden size."""
+
+MOST_SMS = 1024
+"""More than any GPU has. Tables in handles have a column for two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +18,7 @@ class Config:
     """Chunk sizes of DeepEP's kernels, in tokens, and the multiprocessors they may use.
 
     Raises:
-        ValueError: a chunk sent is not smaller than the buffer it goes to (RDMA: at most half of it).
+        ValueError: one is no whole number, or a chunk sent is not smaller than the buffer it goes to (RDMA: at most half of it).
     """
 
     num_sms: int = 20
@@ -23,11 +28,13 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            most = MOST_SMS if each.name == "num_sms" else LARGEST
+            object.__setattr__(self, each.name, whole(each.name, getattr(self, each.name), 0, most))
         send, recv = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
-        if not (self.num_sms >= 0 and 0 < send < recv):
+        if not 0 < send < recv:
             raise ValueError(
-                f"num_max_nvl_chunked_send_tokens ({send}) must be positive and below num_max_nvl_chunked_recv_tokens ({recv}), "
-                f"and num_sms ({self.num_sms}) at least 0"
+                f"num_max_nvl_chunked_send_tokens ({send}) must be positive and below num_max_nvl_chunked_recv_tokens ({recv})"
             )
         send, recv = self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens
         if not 0 < send <= recv // 2:
@@ -38,18 +45,32 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes per rank that normal mode needs here: the same for every hidden size, number of ranks and batch."""
+        _check_hint(hidden_bytes, num_ranks)
         return RING_BYTES
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for RDMA: none."""
+        _check_hint(hidden_bytes, num_ranks)
         return 0
+
+
+def _check_hint(hidden_bytes: int, num_ranks: int) -> None:
+    whole("hidden_bytes", hidden_bytes, 1)
+    whole("num_ranks", num_ranks, 1)
+
+
+def even_sms(num_sms: int) -> int:
+    """``num_sms`` as ``Buffer.set_num_sms`` takes it."""
+    if whole("num_sms", num_sms, 0, MOST_SMS) % 2:
+        raise ValueError(f"num_sms ({num_sms}) must be even, as in DeepEP")
+    return whole("num_sms", num_sms)
 
 
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:
     """DeepEP's choice for dispatch, for any number of ranks."""
-    return Config(num_sms, 24 if num_ranks == 2 else 6, 256, 6, 128)
+    return Config(num_sms, 24 if whole("num_ranks", num_ranks, 1) == 2 else 6, 256, 6, 128)
 
 
 def combine_config(num_ranks: int, num_sms: int) -> Config:
     """DeepEP's choice for combine, for any number of ranks."""
-    return Config(num_sms, {2: 10, 4: 9}.get(num_ranks, 4), 256, 6, 128)
+    return Config(num_sms, {2: 10, 4: 9}.get(whole("num_ranks", num_ranks, 1), 4), 256, 6, 128)

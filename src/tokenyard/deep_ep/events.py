@@ -41,11 +41,16 @@ class EventOverlap:
     Attributes:
         event: an :class:`EventHandle`, or None if there is nothing to wait for.
         extra_tensors: kept alive as long as this object.
+
+    Raises:
+        ValueError: ``event`` is something else.
     """
 
     __slots__ = ("__weakref__", "event", "extra_tensors")
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
+        if event is not None and not isinstance(event, EventHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"event ({event!r}) must be an EventHandle or None")
         self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:

@@ -31,6 +31,11 @@ def per_node(in_ranks: Tensor) -> Tensor:
     return whole.view(-1, num_nodes(ranks), RANKS_PER_NODE).any(2)
 
 
+def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """``topk_idx`` with -1 for ids out of range, which are nobody's."""
+    return torch.where((topk_idx < 0) | (topk_idx >= num_experts), -1, topk_idx)
+
+
 class LazyTuple(tuple[Any, ...]):
     """A tuple whose items are made when they are read, and kept. To C code that does not ask it, its items are None.
 
@@ -119,7 +124,9 @@ class NormalHandle(LazyTuple):
     def is_token_in_rank(self) -> Tensor:
         if self._in_ranks is None:
             assert self._topk_idx is not None
-            self._in_ranks = tokens_in_ranks(self._topk_idx, self.ep.config.num_experts, self.ep.world_size)
+            num_experts = self.ep.config.num_experts
+            known = known_picks(self._topk_idx, num_experts)  # static shapes on GPUs have not refused others yet
+            self._in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
         return self._in_ranks
 
     def received(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.deep_ep.handles import RANKS_PER_NODE, num_nodes, per_node
+from tokenyard.deep_ep.handles import RANKS_PER_NODE, known_picks, num_nodes, per_node
 from tokenyard.engines import select
 from tokenyard.layout import power_of_two_at_least, tokens_in_ranks
 
@@ -22,13 +22,10 @@ MOST_COMPARED = 4096
 
 
 def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """From ``topk_idx [T, K]``, int64 or int32, -1 = none. One launch on a GPU where kernels can be made, else by torch.
+    """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody waits for the device here.
 
-    Raises:
-        ValueError: ids are of another dtype.
+    One launch on a GPU where kernels can be made, else by torch.
     """
-    if topk_idx.dtype is not torch.int64 and topk_idx.dtype is not torch.int32:
-        raise ValueError(f"topk_idx is {topk_idx.dtype}, but must be int64 or int32")
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
         launch = bound(index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64)
         return fill(topk_idx, num_experts, num_ranks, launch)
@@ -40,20 +37,21 @@ def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 
 def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Few operations, as this stands before every dispatch."""
-    in_ranks = _in_ranks(topk_idx, num_experts, num_ranks)
+    inside = topk_idx.clamp(-1, num_experts)  # ids out of range are -1 or E
+    in_ranks = _in_ranks(inside, num_experts, num_ranks)
     nodes = per_node(in_ranks).sum(0, dtype=torch.int32) if num_nodes(num_ranks) > 1 else None
-    place = topk_idx.reshape(-1).long().remainder(num_experts + 1)  # -1 comes last
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+    place = inside.reshape(-1).long() + 1
+    per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=topk_idx.device)
     per_expert.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[:num_experts], in_ranks
+    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[1:-1], in_ranks
 
 
-def _in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     share, rest = divmod(num_experts, num_ranks)
     if rest:
-        return tokens_in_ranks(topk_idx, num_experts, num_ranks).contiguous()
-    owners = topk_idx.div(share, rounding_mode="floor").unsqueeze(2)
-    return (owners == torch.arange(num_ranks, device=topk_idx.device)).any(1)
+        return tokens_in_ranks(known_picks(inside, num_experts), num_experts, num_ranks).contiguous()
+    owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1 and R if there is none
+    return (owners == torch.arange(num_ranks, device=inside.device)).any(1)
 
 
 # By a kernel

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
+from tokenyard.deep_ep import checks
 from tokenyard.deep_ep.config import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
+from tokenyard.deep_ep.values import LARGEST, MOST_EXPERTS, flag, likely, whole
 from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.layout import expert_bounds
 from tokenyard.results import by_column
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
 
 MOST_PICKS = 16
 """Picks per token that the size hint leaves room for."""
@@ -39,17 +43,109 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
     >>> size_hint(128, 7168, 8, 288) // 10**6  # DeepEP: 2147
     134
     """
+    max_tokens, hidden, num_experts, num_ranks = check_sizes(max_tokens, hidden, num_experts, num_ranks)
     slot = -(-(2 * hidden + 12 * MOST_PICKS + 16) // 128) * 128
     flags = 8 * (-(-num_experts // num_ranks) + 1 + max_tokens * (1 + MOST_PICKS))
     one = 2 * num_ranks * (flags + max_tokens * slot)
     return max(RING_BYTES, LOW_LATENCY_OBJECTS * (-(-one // 256) * 256))
 
 
-def mode_of(round_scale: bool, use_ue8m0: bool) -> Quantize:
+def mode_of(use_fp8: Any, round_scale: Any, use_ue8m0: Any) -> Quantize | None:
     """The cast in the send."""
-    if use_ue8m0:
+    fp8, rounds, packs = (
+        flag("use_fp8", use_fp8),
+        flag("round_scale", round_scale),
+        flag("use_ue8m0", use_ue8m0),
+    )
+    if not fp8:
+        return None
+    if packs:
         return Quantize.FP8_UE8M0
-    return Quantize.FP8_POW2 if round_scale else Quantize.FP8
+    return Quantize.FP8_POW2 if rounds else Quantize.FP8
+
+
+def check_ways(async_finish: Any, return_recv_hook: Any) -> tuple[bool, bool]:
+    """How a call is waited for: by an event, by a hook, or not at all."""
+    later, hooked = flag("async_finish", async_finish), flag("return_recv_hook", return_recv_hook)
+    if later and hooked:
+        raise ValueError("async_finish and return_recv_hook exclude each other: wait by an event or by a hook")
+    return later, hooked
+
+
+def check_sizes(max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: Any = 1) -> tuple[int, int, int, int]:
+    """Sizes that tokens are exchanged with, as whole numbers."""
+    return (
+        whole("num_max_dispatch_tokens_per_rank", max_tokens, 1),
+        whole("hidden", hidden, 1),
+        whole("num_experts", num_experts, 1, MOST_EXPERTS),
+        whole("num_ranks", num_ranks, 1),
+    )
+
+
+def check_dispatch(natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any) -> Sizes:
+    """Look at rows and picks; returns the sizes of the call."""
+    if isinstance(x, Tensor) and x.dtype in QUANTIZED_DTYPES:
+        raise ValueError(f"x is {x.dtype}, but must be bfloat16, float16 or float32: use_fp8=True casts it in the send")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
+    checks.check_rows(x)
+    most = whole("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+    experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
+    checks.check_picks(topk_idx, None, x)
+    if x.shape[0] > most:
+        raise ValueError(
+            f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it on all ranks alike, or split "
+            "the batch"
+        )
+    size = natives.world_size
+    if most * size * -(-experts // size) > LARGEST:
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank ({most}) x {size} ranks x {-(-experts // size)} local experts makes more rows than "
+            f"int32 counts ({LARGEST}): lower it on all ranks alike"
+        )
+    return x.shape[1], experts, topk_idx.shape[1], most, x.device
+
+
+def check_stats(natives: Natives, sizes: Sizes, stats: Any, waits: Any) -> Any:
+    """Statistics of a dispatch; returns this rank's waits."""
+    if stats is not None:
+        bounds = expert_bounds(sizes[1], natives.world_size)
+        local = bounds[natives.rank + 1] - bounds[natives.rank]
+        _check_stats("cumulative_local_expert_recv_stats", "[L]", stats, local, torch.int32, sizes[4])
+    return _checked_waits("dispatch_wait_recv_cost_stats", natives.rank, natives.world_size, waits, sizes[4])
+
+
+def check_combine(
+    x: Any, handle: LowLatencyHandle, topk_idx: Any, topk_weights: Any, out: Any, waits: Any
+) -> Tensor | None:  # fmt: skip
+    """Tensors of a combine; returns this rank's waits."""
+    ep, tokens, device = handle.ep, handle.native.num_tokens, handle.native.arrived.tokens_per_expert.device
+    config = ep.config
+    blocks, picks = (config.num_local_experts, config.padded_rows, config.hidden), (tokens, config.num_topk)
+    checks.array("x", x, "[L, R * M, H], the blocks that the dispatch brought", blocks, FLOAT_DTYPES, device)
+    checks.array("topk_idx", topk_idx, "[T, K], that of the dispatch", picks, INDEX_DTYPES, device)
+    checks.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
+    if out is not None:
+        checks.array("out", out, "[T, H]", (tokens, config.hidden), (x.dtype,), device)
+    return _checked_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
+
+
+def refused(natives: Natives, error: Exception, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any) -> Exception:
+    """Tell the ranks that are in this dispatch; returns the error to raise."""
+    guess = (
+        checks.columns(x),
+        likely("num_experts", num_experts, error, MOST_EXPERTS),
+        checks.columns(topk_idx),
+        likely("num_max_dispatch_tokens_per_rank", max_tokens, error),
+        checks.place(x),
+    )
+    return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
+
+
+def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
+    """The same of a combine, whose handle says on which object."""
+    known = handle if isinstance(handle, LowLatencyHandle) else None
+    return natives.refused(error, natives.whom_of(known, natives.last_low_latency), COMBINE)
 
 
 def dispatch(
@@ -67,10 +163,6 @@ def dispatch(
     Counts are added to ``stats`` and waiting times to ``waits``, by the hook if there is one.
     """
     ep = natives.low_latency(sizes)
-    if stats is not None:
-        _check_stats("cumulative_local_expert_recv_stats", stats, torch.int32, ep.config.num_local_experts)
-    if waits is not None:
-        waits = _checked_waits("dispatch_wait_recv_cost_stats", ep, waits)
     if ep.engine != LOW_LATENCY:
         return *_dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits), nothing_left if hooked else None
     options = None if mode is None else BY_COLUMN
@@ -109,7 +201,6 @@ def combine(
 ) -> tuple[Tensor, Hook | None]:
     """The weighted sum of each token's rows, and a hook if asked for. Waiting times are added to ``waits``."""
     ep, native = handle.ep, handle.native
-    waits = None if waits is None else _checked_waits("combine_wait_recv_cost_stats", ep, waits)
     low = ep.engine == LOW_LATENCY
     options = CallOptions(waits=waits) if low and waits is not None else None
     in_two = hooked and low
@@ -146,12 +237,13 @@ def written_buffer(handle: LowLatencyHandle) -> Tensor:
     return handle.next_buffer
 
 
-def check_handle(handle: Any) -> LowLatencyHandle:
+def check_handle(handle: Any, group: Any) -> LowLatencyHandle:
     """The very tuple that a dispatch returned."""
     if not isinstance(handle, LowLatencyHandle):
         raise ValueError(
             f"handle must be the tuple that low_latency_dispatch() of this library returned, not a {type(handle).__name__}"
         )
+    checks.check_same_group(handle, group)
     return handle
 
 
@@ -169,28 +261,36 @@ def _add_waits(ep: ExpertParallel, waits: Tensor) -> None:
         waits.add_(torch.tensor(last, dtype=torch.int64, device="cpu").to(waits.device))
 
 
-def _checked_waits(name: str, ep: ExpertParallel, waits: Tensor) -> Tensor:
+def _checked_waits(name: str, rank: int, size: int, waits: Any, device: torch.device) -> Tensor | None:
     """This rank's part of a vector ``[R]``, or of a table ``[R, R]``."""
-    mine = waits[ep.rank] if waits.dim() == 2 else waits
-    _check_stats(name, mine, torch.int64, ep.world_size)
-    return mine
+    if waits is None:
+        return None
+    if isinstance(waits, Tensor) and waits.dim() == 2:
+        checks.array(name, waits, "[R] or [R, R]", (size, size), (torch.int64,), device)
+        waits = waits[rank]
+    _check_stats(name, "[R] or [R, R]", waits, size, torch.int64, device)
+    return waits
 
 
-def _check_stats(name: str, stats: Tensor, dtype: torch.dtype, length: int) -> None:
-    if stats.dtype != dtype or stats.shape != (length,):
-        got = f"{stats.dtype}, shape {list(stats.shape)}"
-        raise ValueError(f"{name} is of {got}, but must be of {dtype}, shape [{length}]")
+def _check_stats(name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    checks.array(name, stats, meaning, (length,), (dtype,), device)
+    if not stats.is_contiguous():
+        raise ValueError(f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()")
 
 
 # Masks
 
 
-def update_mask(objects: Iterable[ExpertParallel], rank: int, mask: bool) -> None:
+def update_mask(objects: list[ExpertParallel], rank: int, mask: bool) -> None:
     """Leave ``rank`` out of every object, or take it back.
 
     Raises:
-        NotSupported: an engine cannot leave it out.
+        NotSupported: an engine cannot leave it out. ValueError: there is no object yet that could.
     """
+    if mask and not objects:
+        raise ValueError(
+            f"rank {rank} cannot be left out yet: the first low-latency call connects all ranks, so make one before"
+        )
     for ep in objects:
         if mask:
             ep.mask(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokenyard.deep_ep.values import flag
 from tokenyard.errors import NotSupported
 
 CONSTRUCTOR: dict[str, str] = {
@@ -34,10 +35,11 @@ def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) ->
     """Look at the arguments of ``call`` that DeepEP itself does not have.
 
     Raises:
-        TypeError: nobody has such an argument. NotSupported: it switches on something that is missing here.
+        TypeError: nobody has such an argument. NotSupported: it switches on something that is missing here. ValueError: it
+            is no True or False.
     """
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-        if known[name] and value:
+        if known[name] and flag(name, value):
             raise NotSupported(f"{call}({name}={value!r}) asks for {known[name]}")

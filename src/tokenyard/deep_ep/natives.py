@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import cycle
-from typing import NamedTuple
+from operator import eq
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
+from tokenyard.checks import LONGEST
+from tokenyard.deep_ep.checks import of_group
 from tokenyard.deep_ep.config import RING_BYTES
-from tokenyard.deep_ep.handles import kind_for
+from tokenyard.deep_ep.disagreement import refuse_others
+from tokenyard.deep_ep.handles import LazyTuple, kind_for
+from tokenyard.engines.select import ENGINES
 from tokenyard.errors import NotSupported, PeerTimeout
+from tokenyard.header import DISPATCH
+from tokenyard.memory.meeting import looking
+from tokenyard.rendezvous import agree, group_store
+
+Made = TypeVar("Made")
 
 ENGINE_VARIABLE = "TOKENYARD_DEEP_EP_ENGINE"
 """Names the engine of normal mode (default "auto"); the same on every rank."""
@@ -39,6 +50,9 @@ Sizes = tuple[int, int, int, int, torch.device]
 """What a native object is made with, the same on every rank, also on one without tokens: hidden, num_experts, num_topk,
 max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
 
+Guess = tuple[Any, Any, Any, Any, Any]
+""":data:`Sizes` of a call with bad arguments, as far as they can be told; None for the rest."""
+
 
 class Turns(NamedTuple):
     """Objects of low-latency mode, whose turn it is, and a question to each (none with masks): which rank it found silent."""
@@ -53,6 +67,7 @@ class Natives:
 
     Attributes:
         kind: of handles in normal mode.
+        last_normal, last_low_latency: the object of the last call in a mode.
     """
 
     def __init__(
@@ -63,16 +78,25 @@ class Natives:
         self._group = group
         self._ring_bytes = min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
         self._normal: dict[Sizes, ExpertParallel] = {}
+        self._counting: dict[Sizes, ExpertParallel] = {}
         self._low: dict[Sizes, Turns] = {}
         self._closed = False
+        self.last_normal: ExpertParallel | None = None
+        self.last_low_latency: ExpertParallel | None = None
 
     def normal(self, sizes: Sizes) -> ExpertParallel:
         """The object of normal mode."""
-        made = self._normal.get(sizes)
-        if made is None:
-            engine = os.environ.get(ENGINE_VARIABLE, "auto")
-            made = self._normal[sizes] = self._make(sizes, engine, self._ring_bytes)
-        return made
+        self.last_normal = ep = self._normal.get(sizes) or self._new_normal(self._normal, sizes)
+        return ep
+
+    def counting(self, width: int, device: torch.device) -> ExpertParallel:
+        """The object by which each rank gives each other one row of ``width`` words."""
+        sizes = width, self.world_size, 1, self.world_size, device
+        return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
+
+    def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, "auto", self._ring_bytes)
+        return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
         """The object of low-latency mode whose turn it is."""
@@ -87,50 +111,129 @@ class Natives:
                     f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier low-latency call, and its "
                     "tokens are missing there: restart it, or go on without it with Buffer(enable_shrink=True)", rank
                 )  # fmt: skip
-        return next(made.turns)
+        self.last_low_latency = ep = next(made.turns)
+        return ep
 
     def all_low_latency(self) -> list[ExpertParallel]:
         """Every object of low-latency mode."""
         return [each for made in self._low.values() for each in made.objects]
 
+    # Of a rank that refuses its arguments
+
+    def check_open(self) -> Natives:
+        """These, unless the buffer was destroyed: then it raises."""
+        if self._closed:
+            raise RuntimeError("this Buffer was destroyed: make a new one")
+        return self
+
+    def whom_normal(self, guess: Guess) -> ExpertParallel | None:
+        """The object of normal mode that the others are likely to call; None if they are likely to make one."""
+        return _nearest(self._normal, guess)
+
+    def whom_low_latency(self, guess: Guess) -> ExpertParallel | None:
+        """The same of low-latency mode. Takes its turn, as theirs does."""
+        turns = _nearest(self._low, guess)
+        return None if turns is None else next(turns.turns)
+
+    def whom_of(self, handle: Any, last: ExpertParallel | None) -> ExpertParallel | None:
+        """The same of a call with a handle: its object, or the ``last`` one that was called if it is no good handle."""
+        good = isinstance(handle, LazyTuple) and of_group(handle.ep, self._group)
+        return handle.ep if good else last
+
+    def refused(self, error: Exception, ep: ExpertParallel | None, op: int, exact: bool = True) -> Exception:
+        """Tell the ranks that are in this call on ``ep`` of an ``error``; returns the one to raise.
+
+        Without ``ep`` those of a dispatch, which make one, are told; there is no other call then.
+        """
+        if self.world_size == 1:
+            return error
+        if ep is None and op != DISPATCH:
+            return error
+        if ep is None:
+            store = group_store(self._group)
+            assert store is not None
+            agree(store, self.rank, self.world_size, {}, str(error), 0.0)
+            return error
+        if ep._calls.gone:  # pyright: ignore[reportPrivateUsage]
+            return error
+        on_gpu = ep.device is not None and ep.device.type == "cuda"
+        with torch.cuda.device(ep.device) if on_gpu else nullcontext(), torch.no_grad():
+            known: Any = error
+            return ep._calls.refuse(op, exact, known)  # pyright: ignore[reportPrivateUsage]
+
+    # Making them
+
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
-        engine = os.environ.get(LOW_LATENCY_VARIABLE, LOW_LATENCY)
         try:
-            first = self._make(sizes, engine, None)
+            first = self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None)
         except NotSupported:  # on every rank alike; the engine that serves instead says so
             if LOW_LATENCY_VARIABLE in os.environ:
                 raise
-            first = self._make(sizes, "auto", None)
+            return [self._make(sizes, LOW_LATENCY_VARIABLE, "auto", None)]
         more = LOW_LATENCY_OBJECTS - 1 if first.engine == LOW_LATENCY else 0
-        return [first, *(self._make(sizes, engine, None) for _ in range(more))]
+        return [first, *(self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None) for _ in range(more))]
 
-    def _make(self, sizes: Sizes, engine: str, buffer_bytes: int | None) -> ExpertParallel:
-        if self._closed:
-            raise RuntimeError("this Buffer was destroyed: make a new one")
+    def _make(self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None) -> ExpertParallel:
         hidden, num_experts, num_topk, max_tokens, device = sizes
-        made = ExpertParallel(
-            self._group,
-            hidden=hidden,
-            num_experts=num_experts,
-            num_topk=num_topk,
-            max_tokens_per_rank=max_tokens,
-            engine=engine,
-            timeout=float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)),
-            buffer_bytes=buffer_bytes,
-            spare_sms=BESIDE_COLLECTIVES,
-            device=device,
-        )
+        try:
+            engine, timeout = _engine_of(variable, default), _timeout()
+        except ValueError as error:
+            raise self.refused(error, None, DISPATCH) from None
+        with looking(lambda: self._look(sizes)):
+            made = ExpertParallel(
+                self._group,
+                hidden=hidden,
+                num_experts=num_experts,
+                num_topk=num_topk,
+                max_tokens_per_rank=max_tokens,
+                engine=engine,
+                timeout=timeout,
+                buffer_bytes=buffer_bytes,
+                spare_sms=BESIDE_COLLECTIVES,
+                device=device,
+            )
         # handles outlive their buffer, as in DeepEP
         weakref.finalize(made, made._calls.close).atexit = False  # pyright: ignore[reportPrivateUsage]
         return made
 
+    def _look(self, sizes: Sizes) -> None:
+        """While this rank waits for others to make an object of ``sizes``: whether one of them is in a call of another."""
+        low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
+        refuse_others((*self._normal.items(), *low), sizes)
+
     def close(self) -> None:
         """Let go of all of them. Closing again does nothing."""
         self._closed = True
-        for made in (*self._normal.values(), *self.all_low_latency()):
+        for made in (*self._normal.values(), *self._counting.values(), *self.all_low_latency()):
             made.close()
-        self._normal.clear()
-        self._low.clear()
+        for each in (self._normal, self._counting, self._low):
+            each.clear()
+
+
+def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
+    """What is of these sizes. If some are not known: what agrees with most of the others, of such the last."""
+    known = made.get(guess)
+    if known is not None or not made or None not in guess:
+        return known
+    return made[max(reversed(made), key=lambda sizes: sum(map(eq, sizes, guess)))]
+
+
+def _engine_of(variable: str, default: str) -> str:
+    engine = os.environ.get(variable, default)
+    if engine not in ENGINES:
+        raise ValueError(f"{variable} ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
+    return engine
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(f"{TIMEOUT_VARIABLE} ({text!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+    return seconds
 
 
 def _questions(objects: list[ExpertParallel]) -> list[Callable[[], int | None]]:

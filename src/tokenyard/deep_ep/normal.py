@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.api import ExpertParallel
+from tokenyard.deep_ep import checks
+from tokenyard.deep_ep.handles import NormalHandle, num_nodes
 from tokenyard.deep_ep.natives import Natives
+from tokenyard.deep_ep.values import MOST_EXPERTS, likely, whole
+from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.layout import expert_bounds, host_ints
 from tokenyard.results import Received, rows_of_experts
-from tokenyard.types import Quantized
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Quantized
 
 MAX_TOKENS = 128
 """Every native object has a bound of tokens; the exact shapes of normal mode do not use it."""
@@ -26,17 +30,133 @@ Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int], NormalHandle]
 """What ``Buffer.dispatch`` returns, less the event."""
 
 
-def check_pair(x: Any) -> tuple[Tensor, Tensor]:
-    """A pair of FP8 data and scales.
+class Routing(NamedTuple):
+    """What ``Buffer.dispatch`` was given besides rows and a handle."""
 
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(x, (tuple, list)) and len(x) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        data, scales = cast("tuple[Any, Any]", x)
-        if isinstance(data, Tensor) and isinstance(scales, Tensor) and data.dim() == 2:
-            return data, scales
-    raise ValueError("x must be a tensor [T, H], or a pair (data [T, H], scales [T, S])")
+    per_rank: Any
+    per_node: Any
+    in_ranks: Any
+    per_expert: Any
+    topk_idx: Any
+    topk_weights: Any
+    alignment: Any
+    worst: Any
+
+    @property
+    def given_picks(self) -> bool:
+        return self.topk_idx is not None or self.topk_weights is not None
+
+
+def check_dispatch(natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any) -> tuple[int, int]:
+    """Look at all that routes ``data``; returns alignment and number of static rows."""
+    alignment = whole("expert_alignment", routing.alignment, 1)
+    worst = whole("num_worst_tokens", routing.worst)
+    if handle is not None:
+        if routing.given_picks:
+            raise ValueError(
+                "topk_idx or topk_weights given together with handle: leave them out, the handle knows the routing"
+            )
+        known = check_handle(handle, group)
+        shape = known.native.num_tokens, known.ep.config.hidden
+        checks.array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,))
+        _check_device("x", data, known)
+        return alignment, worst
+    if routing.per_expert is None:
+        raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
+    _check_layout(natives, data, routing)
+    if routing.topk_idx is None:
+        _check_bare(routing, worst)
+    else:
+        checks.check_picks(routing.topk_idx, routing.topk_weights, data)
+        tokens, size = data.shape[0], natives.world_size
+        if worst and -(-worst // size) < tokens:
+            raise ValueError(
+                f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times the {tokens} tokens of this "
+                "one: raise it on all ranks alike, or split the batch"
+            )
+    return alignment, worst
+
+
+def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
+    """What ``get_dispatch_layout`` returned, as far as it was given."""
+    size, device = natives.world_size, data.device
+    experts, in_ranks = routing.per_expert, routing.in_ranks
+    shape = (experts.numel() if isinstance(experts, Tensor) else None,)
+    checks.array("num_tokens_per_expert", experts, "[E]", shape, INDEX_DTYPES, device)
+    if not 1 <= experts.numel() <= MOST_EXPERTS:
+        raise ValueError(f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to {MOST_EXPERTS}")
+    if in_ranks is not None:
+        checks.array("is_token_in_rank", in_ranks, "[T, R]", (data.shape[0], size), (torch.bool,), device)
+    if routing.per_rank is not None:
+        checks.array("num_tokens_per_rank", routing.per_rank, "[R]", (size,), INDEX_DTYPES)
+    if routing.per_node is not None:
+        checks.array("num_tokens_per_rdma_rank", routing.per_node, "[R / 8]", (num_nodes(size),), INDEX_DTYPES)
+
+
+def _check_bare(routing: Routing, worst: int) -> None:
+    if routing.in_ranks is None or routing.topk_weights is not None or worst:
+        raise ValueError(
+            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither topk_weights nor num_worst_tokens"
+        )
+
+
+def _check_device(name: str, rows: Tensor, handle: NormalHandle) -> None:
+    device = handle.native.plan.returns.device
+    if rows.device != device:
+        raise ValueError(f"{name} is on {rows.device}, but must be on {device}, as the handle is: move it there")
+
+
+def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
+    """Rows, weights and bias of a combine; returns the terms of the bias."""
+    config, native = handle.ep.config, handle.native
+    rows = native.num_rows if handle.cut_to is None else handle.cut_to
+    checks.array("x", x, "the rows [N, H] that the dispatch brought", (rows, config.hidden), FLOAT_DTYPES)
+    _check_device("x", x, handle)
+    if topk_weights is not None:
+        checks.array("topk_weights", topk_weights, "[N, K]", (rows, config.num_topk), FLOAT_DTYPES, x.device)
+    terms: tuple[Any, ...] = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)  # pyright: ignore
+    if len(terms) > 2 or (bias is not None and not terms):
+        raise ValueError(f"bias has {len(terms)} tensors, but must be one [T, H] or a pair of them")
+    for term in terms:
+        checks.array("bias", term, "[T, H]", (native.num_tokens, config.hidden), FLOAT_DTYPES, x.device)
+    return terms
+
+
+def check_handle(handle: Any, group: Any) -> NormalHandle:
+    """The very tuple that a dispatch returned."""
+    if not isinstance(handle, NormalHandle):
+        raise ValueError(
+            f"handle must be the tuple that dispatch() of this library returned, not a {type(handle).__name__}"
+        )
+    checks.check_same_group(handle, group)
+    return handle
+
+
+def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Routing) -> Exception:
+    """Tell the ranks that are in this dispatch; returns the error to raise."""
+    if handle is not None:
+        return natives.refused(error, whom(natives, handle), CACHED)
+    size, data = natives.world_size, checks.rows_of(x)
+    experts, picks, bound = size, size, MAX_TOKENS
+    if routing.given_picks:
+        given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
+        experts = likely("num_tokens_per_expert", given, error, MOST_EXPERTS)
+        picks = checks.columns(routing.topk_idx) or checks.columns(routing.topk_weights)
+        if type(routing.worst) is not int or routing.worst:
+            worst = likely("num_worst_tokens", routing.worst, error)
+            bound = None if worst is None else -(-worst // size)
+    ep = natives.whom_normal((checks.columns(data), experts, picks, bound, checks.place(data)))
+    return natives.refused(error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS)
+
+
+def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
+    """The same of a combine."""
+    return natives.refused(error, whom(natives, handle), COMBINE)
+
+
+def whom(natives: Natives, handle: Any) -> ExpertParallel | None:
+    """The object that the others of a call with a handle are likely to call."""
+    return natives.whom_of(handle if isinstance(handle, NormalHandle) else None, natives.last_normal)
 
 
 def dispatch(
@@ -65,28 +185,6 @@ def dispatch(
         return *_cut(recv, worst), [], handle
     counts = aligned(rows_of_experts(native), alignment)
     return _rows(recv), recv.topk_idx, recv.topk_weights, counts, handle
-
-
-def check_bare(in_ranks: Tensor | None, topk_weights: Tensor | None, num_worst_tokens: int) -> Tensor:
-    """``is_token_in_rank`` of a dispatch without picks.
-
-    Raises:
-        ValueError: it is missing, or came with what needs picks.
-    """
-    if in_ranks is None or topk_weights is not None or num_worst_tokens:
-        raise ValueError(
-            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither topk_weights nor num_worst_tokens"
-        )
-    return in_ranks
-
-
-def check_handle(handle: Any) -> NormalHandle:
-    """The very tuple that a dispatch returned."""
-    if not isinstance(handle, NormalHandle):
-        raise ValueError(
-            f"handle must be the tuple that dispatch() of this library returned, not a {type(handle).__name__}"
-        )
-    return handle
 
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
@@ -172,7 +270,8 @@ def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
     table = torch.zeros(size, width, dtype=torch.int32, device=device)
     for rank in range(size):
         table[rank, : bounds[rank + 1] - bounds[rank]] = per_expert[bounds[rank] : bounds[rank + 1]]
-    ep = natives.normal((width, size, 1, size, device))
-    recv = ep.dispatch(table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1))
+    recv = natives.counting(width, device).dispatch(
+        table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1)
+    )
     mine = bounds[natives.rank + 1] - bounds[natives.rank]
     return host_ints(recv.x.view(torch.int32).sum(0)[:mine])

@@ -73,6 +73,9 @@ class Streams:
                 if handle is not None and handle.made_on is not None:
                     handle.keep_for(torch.cuda.current_stream())
                 return call(*arguments), EventOverlap()
+        except (RuntimeError, ValueError) as error:
+            _in_words_of_deep_ep(error)
+            raise
         finally:
             if tracks:
                 _set_grad_enabled(True)
@@ -107,3 +110,20 @@ class Streams:
                 part.made_on = self._comm
             else:
                 keep_for(part, here)
+
+
+_WORDS = {
+    "ExpertParallel": "Buffer",
+    "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens by ranks)",
+    "num_topk": "columns of topk_idx",
+}
+"""Of native errors, and what their caller calls them."""
+
+
+def _in_words_of_deep_ep(error: Exception) -> None:
+    """Let an error of a native call speak of what its caller has given."""
+    if error.args and isinstance(error.args[0], str):
+        text = error.args[0]
+        for native, known in _WORDS.items():
+            text = text.replace(native, known)
+        error.args = (text, *error.args[1:])

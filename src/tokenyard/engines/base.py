@@ -99,6 +99,10 @@ class Engine(Protocol):
         """Raise what went wrong on the device since the last check."""
         ...
 
+    def interrupt(self, text: str) -> None:
+        """This rank has left a call in the middle: tell the others why, and end what still waits on this rank."""
+        ...
+
     def close(self) -> None:
         """Let go of everything held."""
         ...

@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from tokenyard.errors import PeerLost
+from tokenyard.memory.aside import Aside, Begun
+from tokenyard.memory.store import CooperativeStore
 
 GRACE = 1.0
 """Seconds that a rank which gives up at this very moment is given to say so."""
 
+LOOK = 0.25
+"""Seconds between two looks for reports of a rank that waits."""
+
+PATIENCE = 2.0
+"""Seconds that the store is given to answer besides: the process that holds it may be stopped."""
+
+ADVICE = (
+    "If it is only slow, raise timeout= of ExpertParallel. Else see what it does: every rank must make the same calls in the same "
+    "order, also of different objects"
+)
+"""What to do about a silent rank."""
+
+_PROCESS, _OBJECTS = f"{os.getpid()}-{secrets.token_hex(6)}", count()
+
+_T = TypeVar("_T")
+
+
+class Report(NamedTuple):
+    """Why a rank has given up."""
+
+    rank: int
+    text: str
+    culprit: int
+
+    def to(self, rank: int, where: str) -> PeerLost:
+        """What ``rank`` raises, which cannot finish either, be it that it waits for others. ``where`` it is."""
+        text = f"rank {self.rank} gave up while rank {rank} was in {where}; it had reported: {self.text}"
+        return PeerLost(text, self.culprit)
+
 
 class Blame:
     """Reports of ranks that gave up, one per rank; whoever has none did not give up but was lost.
+
+    The store is asked on another thread, as it may block: who waits for it here can be interrupted.
 
     Args:
         store: of this object alone.
@@ -20,18 +61,72 @@ class Blame:
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
-        self._store, self._rank = store, rank
-        self._grace = timedelta(seconds=min(GRACE, timeout))
+        self._store, self._rank, self._grace = store, rank, min(GRACE, timeout)
+        self._base: Any = store  # what all objects share
+        while isinstance(self._base, dist.PrefixStore):
+            self._base = self._base.underlying_store
+        self._aside = None if isinstance(self._base, CooperativeStore) else Aside()  # there only one thread may run
+        self._number = next(_OBJECTS)
+        self._look: Begun | None = None
+        self._looked, self._tells, self._store_is_gone = 0.0, False, False
+        if self._aside is not None:
+            store.set(f"process/{rank}", f"{_PROCESS} {self._number}")
 
     def report(self, text: str, culprit: int) -> None:
         """Tell the others that this rank has given up on ``culprit``; before it lets go of anything they wait for."""
-        with suppress(RuntimeError):
+
+        def tell() -> None:
             self._store.set(f"failure/{self._rank}", f"{culprit} {text}")
+            if self._aside is not None:
+                self._store.compare_set("failed", "", str(self._rank))
+
+        self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
         """What ``peer`` said of its end ("" if nothing), and the culprit: the last of those who blame one another."""
+        return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
+
+    def heard(self) -> Report | None:
+        """The report of the first rank that gave up, if it is known by now; asks at most every :data:`LOOK` seconds."""
+        if self._aside is None:
+            return None
+        found = self._look.result() if self._look is not None and self._look.over else None
+        now = time.monotonic()
+        if found is None and (self._look is None or (self._look.over and now - self._looked >= LOOK)):
+            self._looked, self._look = now, self._aside.start(self._or_else(self._first, None))
+        return found
+
+    def waits_in(self, what: str) -> None:
+        """Let other ranks know, in whatever object they wait, that this process waits in a call; empty: not any more."""
+        if self._aside is not None and (what or self._tells):
+            self._tells = bool(what)
+            self._aside.start(
+                self._or_else(lambda: self._base.set(f"tokenyard/waits/{_PROCESS}", f"{self._number} {what}"), None)
+            )
+
+    def elsewhere(self, peer: int, here: bool = False) -> str:
+        """In which call of another object (``here``: of this one) ``peer`` waits; empty if it does not, as far as it is known."""
+        return self._ask(lambda: self._where(peer, here), "", self._grace)
+
+    def close(self) -> None:
+        """This rank closes its object in order: tell whoever still makes calls, and end the thread. A report of a failure stays."""
+        text = (
+            f"{self._rank} rank {self._rank} had closed its ExpertParallel: every rank makes all calls before it closes"
+        )
+        self._ask(lambda: self._store.compare_set(f"failure/{self._rank}", "", text), b"", self._grace)
+        if self._aside is not None:
+            self._aside.close()
+
+    def _ask(self, question: Callable[[], _T], unknown: _T, seconds: float) -> _T:
+        """What the store has to say; ``unknown`` if it does not answer."""
+        if self._aside is None:
+            return self._or_else(question, unknown)()
+        begun = self._aside.start(self._or_else(question, unknown))
+        return begun.result() if begun.wait(seconds) else unknown
+
+    def _behind(self, peer: int) -> tuple[str, int]:
         with suppress(RuntimeError):
-            self._store.wait([f"failure/{peer}"], self._grace)
+            self._store.wait([f"failure/{peer}"], timedelta(seconds=self._grace))
         report, culprit = self._reported_by(peer)
         blamed = [self._rank, peer]
         while culprit not in (-1, *blamed):
@@ -46,3 +141,36 @@ class Blame:
                 culprit, text = self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
                 return text, int(culprit)
         return "", -1
+
+    def _first(self) -> Report | None:
+        if not self._store.check(["failed"]):
+            return None
+        rank = int(self._store.get("failed"))
+        text, culprit = self._behind(rank)
+        return None if rank == self._rank else Report(rank, text, culprit)
+
+    def _where(self, peer: int, here: bool) -> str:
+        process, number = self._store.get(f"process/{peer}").decode().split(" ")
+        key = f"tokenyard/waits/{process}"
+        if not self._base.check([key]):
+            return ""
+        at, what = self._base.get(key).decode().split(" ", 1)
+        return what if (at == number) == here else ""
+
+    def _or_else(self, call: Callable[[], _T], unknown: _T) -> Callable[[], _T]:
+        """``call``, but ``unknown`` where the store does not answer.
+
+        One whose process is gone is asked nothing more: torch prints a page for every question.
+        """
+
+        def asked() -> _T:
+            if not self._store_is_gone:
+                try:
+                    return call()
+                except dist.DistNetworkError:
+                    self._store_is_gone = True
+                except RuntimeError:
+                    pass
+            return unknown
+
+        return asked

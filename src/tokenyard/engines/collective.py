@@ -38,6 +38,7 @@ class CollectiveEngine:
     def __init__(self, config: Config, wire: Wire, stats: Stats) -> None:
         self.config = config
         self._wire, self._mover = wire, Mover(wire, stats)
+        self.interrupt = wire.interrupt
         grid = config.topology
         self._grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
         self._relay = Relay(config, self._grid, self._mover) if self._grid.has_levels else None

@@ -12,7 +12,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.launches import Launch
 from tokenyard.engines.rings import Form, form_of, meta_words
-from tokenyard.engines.tables import Ahead
+from tokenyard.engines.tables import Ahead, Blank
 from tokenyard.engines.watch import pack
 from tokenyard.handle import Spec
 from tokenyard.header import Fingerprint
@@ -37,6 +37,7 @@ class Kind:
         rows, plans: launches, once they were needed.
         room: tokens of the last call, and rows that the result of a like one is given before its counts are known.
         ahead: tables that were made for such a call.
+        blank: tables of a static call as they begin, once they were needed.
     """
 
     spec: Spec
@@ -57,6 +58,7 @@ class Kind:
     room: tuple[int, int] = (-1, 0)
     plans: dict[bool, Launch] = field(default_factory=dict[bool, Launch])
     ahead: Ahead | None = None
+    blank: Blank | None = None
 
     def room_for(self, tokens: int) -> int:
         """Rows to give a fresh result before its counts are known, so that rows need not wait for the host; 0 to wait."""
@@ -84,7 +86,7 @@ def kind_of(
         weighted=marked and fresh,
         fingerprint=fingerprint,
         words=np.array(head.words_of(fingerprint, 0)),
-        tag=pack(fingerprint),
+        tag=pack(fingerprint, config),
         form=form_of(payload, mode, meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0),
         dtype=payload.x.dtype,
         out_dtype=payload.x.dtype if mode is None else torch.float8_e4m3fn,

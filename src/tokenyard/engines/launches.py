@@ -11,18 +11,18 @@ from tokenyard.config import Config
 from tokenyard.engines.rings import Cut, Form, Ground, Shape, staged, stages_for
 from tokenyard.handle import Spec
 from tokenyard.kernels.combine import combine_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.direct import direct_kernel, unpack_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.dispatch import dispatch_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.direct import MOST_PICKS, bind_direct, bind_unpack
+from tokenyard.kernels.dispatch import bind_dispatch
 from tokenyard.kernels.greet import greet_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.plan import plan_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.push import push_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.types import Layout, Quantize
 
-MOST_COMPARED, MOST_PICKS, MOST_PLACED = 16384, 256, 64
-"""Pairs of picks of a token, and picks, that a program of the plan compares at once; picks if it compares all with each other."""
+MOST_COMPARED, MOST_PLACED = 16384, 64
+"""Pairs of picks of a token that a program of the plan compares at once (of ``MOST_PICKS`` picks); picks if it compares all
+with each other."""
 
 MOST_GATHERED = 16
 """Tokens that a program of a combine in place sums at once, however short their rows are."""
@@ -43,13 +43,6 @@ def combine_tiles(hidden: int, send: Cut, reduce: Cut, chunk: int, most: int, *,
         return {"SB": 1, "SBLOCK": block, "B": 1, "BLOCK": block}
     whole, part = (min(power_of_two_at_least(hidden), cut.block) for cut in (send, reduce))
     return {"SB": send.rows_of(whole, chunk), "SBLOCK": whole, "B": reduce.rows_of(part, most), "BLOCK": part}
-
-
-def packed_rows(cut: Cut, form: Form, mode: Quantize | None, block: int, most: int, *, placed: bool = False) -> int:
-    """Rows (of ``block`` words) in flight of who takes them out of ordinary memory, and casts them there if ``mode`` says so."""
-    if placed:
-        return 1
-    return cut.rows_of(block, most) if mode is None else cut.casts_of(groups_of(form.hidden), most)
 
 
 class Launches:
@@ -81,25 +74,12 @@ class Launches:
         """Where rows go, and how letters reach them."""
         return {"D": self._config.world_size, "P": self._config.world_size, "FAR": 0, "NET": False}
 
-    def dispatch(
-        self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, *, placed: bool, padding: bool,
-        fresh: bool = False, weighted: bool = False, static: bool = False,
-    ) -> Launch:  # fmt: skip
-        """``width``: of ``slots``. ``padding``: blocks end in rows of zeros."""
-        cut, config = self._shape.dispatch, self._config
-        block, chunk = min(power_of_two_at_least(form.words), cut.block), cut.chunk_of(self._ground.slots(form))
-        key = ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static)
-        return self._bound(
-            key, dispatch_kernel, (2 * config.world_size - 1) * self._shape.channels + 1, cut.num_warps, cut.max_registers,
-            lambda: self._ring(form) | {
-                "K": config.num_topk, "KP": power_of_two_at_least(config.num_topk), "J": width, "H": form.hidden,
-                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
-                "B": 1 if placed else cut.rows_of(block, chunk), "PB": packed_rows(cut, form, mode, block, chunk, placed=placed),
-                "BLOCK": block, "PLACED": placed,
-                "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
-                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
-            },
-        )  # fmt: skip
+    def dispatch(self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, **flags: bool) -> Launch:
+        """``width``: of ``slots``. ``flags``: see ``bind_dispatch``."""
+        key = ("dispatch", form, mode, dtype, width, *sorted(flags.items()))
+        return self._made(
+            key, lambda: bind_dispatch(self._ground, self._config.num_topk, form, mode, dtype, width, **flags)
+        )
 
     def combine(
         self, form: Form, dtype: torch.dtype, width: int, picks: int, bias: tuple[torch.dtype, ...], *, placed: bool,
@@ -127,17 +107,7 @@ class Launches:
 
     def direct(self, form: Form, mode: Quantize | None, dtype: torch.dtype) -> Launch:
         """Rows straight into views."""
-        cut, config = self._shape.direct, self._config
-        block = min(power_of_two_at_least(form.words), cut.block)
-        return self._bound(
-            ("direct", form, mode, dtype), direct_kernel, self._shape.writers, cut.num_warps, cut.max_registers,
-            lambda: {
-                "R": config.world_size, "C": self._shape.channels, "RP": self._ground.rank_bins, "P": self._shape.writers,
-                "H": form.hidden, "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words,
-                "B": packed_rows(cut, form, mode, block, 8), "BLOCK": block,
-                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
-            },
-        )  # fmt: skip
+        return self._made(("direct", form, mode, dtype), lambda: bind_direct(self._ground, form, mode, dtype))
 
     @property
     def chunks(self) -> int:
@@ -170,14 +140,11 @@ class Launches:
 
     def unpack(self, words: int, *, weighted: bool, static: bool) -> Launch:
         """What rode along with a direct dispatch, out of the view."""
-        config, top = self._config, power_of_two_at_least(self._config.num_topk)
-        return self._bound(
-            ("unpack", words, weighted, static), unpack_kernel, config.world_size * self._shape.channels, 4, None,
-            lambda: {
-                "R": config.world_size, "D": self.plan_constants()["D"], "C": self._shape.channels, "K": config.num_topk,
-                "KP": top, "MW": words, "B": max(1, MOST_PICKS // top), "WEIGHTED": weighted, "STATIC": static,
-            },
-        )  # fmt: skip
+        ground, ranks, top = self._ground, self.plan_constants()["D"], self._config.num_topk
+        return self._made(
+            ("unpack", words, weighted, static),
+            lambda: bind_unpack(ground, top, ranks, words, weighted=weighted, static=static),
+        )
 
     def greet(self) -> Launch:
         """A call without rows."""
@@ -203,8 +170,11 @@ class Launches:
         registers: int | None,
         constants: Callable[[], dict[str, Any]],
     ) -> Launch:
+        bind = self._ground.memory.bind
+        return self._made(key, lambda: bind(kernel, grid, num_warps=warps, max_registers=registers, **constants()))
+
+    def _made(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
         launch = self._kept.get(key)
         if launch is None:
-            launch = self._ground.memory.bind(kernel, grid, num_warps=warps, max_registers=registers, **constants())
-            self._kept[key] = launch
+            launch = self._kept[key] = make()
         return launch

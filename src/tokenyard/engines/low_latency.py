@@ -26,10 +26,12 @@ from tokenyard.handle import Plan, Spec
 from tokenyard.header import COMBINE
 from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK
 from tokenyard.layout import host_ints
+from tokenyard.memory.aside import synchronize
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Quantize
+from tokenyard.whole import whole
 
 Sums = tuple[Tensor, Tensor | None]
 
@@ -279,20 +281,22 @@ class LowLatencyEngine:
 
     def _limit(self, options: CallOptions) -> int:
         """Nanoseconds that silent ranks are waited for."""
-        return self._nanoseconds if options.timeout is None else int(options.timeout * 1e9)
+        return self._nanoseconds if options.timeout is None else int(float(options.timeout) * 1e9)
 
     # Ranks that are left out
 
     def active_ranks(self) -> list[bool]:
         """Which ranks take part, as of all calls so far. Waits for the device."""
+        synchronize(self._memory.device)
         return [value != 0 for value in host_ints(self.active)]
 
     def mask(self, rank: int, active: bool = False) -> None:
         """Leave ``rank`` out from the next call on, or (``active``) let it in again. Queued like a call, so graphs hold it."""
-        if not 0 <= rank < self.config.world_size or rank == self.config.rank:
-            raise ValueError(f"rank ({rank}) must be one of the other ranks, 0..{self.config.world_size - 1}")
+        peer = whole(rank)
+        if peer is None or not 0 <= peer < self.config.world_size or peer == self.config.rank:
+            raise ValueError(f"rank ({rank!r}) must be one of the other ranks, 0..{self.config.world_size - 1}")
         self._memory.settle()
-        self.active[rank : rank + 1].fill_(int(active))
+        self.active[peer : peer + 1].fill_(int(active))
         if active:
             self._status[SILENT_RANK] = 0
 
@@ -316,8 +320,7 @@ class LowLatencyEngine:
 
     def check(self) -> None:
         """Wait for the device; raise if ids were out of range, or a rank was in another call, since the last check."""
-        if self._memory.device.type == "cuda":
-            torch.cuda.synchronize(self._memory.device)
+        synchronize(self._memory.device)
         at, value, other = (int(self._status[word]) for word in (BAD_AT, BAD_VALUE, OTHER_RANK))
         self._status[:SILENT_RANK] = 0
         if at:
@@ -327,6 +330,9 @@ class LowLatencyEngine:
                 f"ranks {self.config.rank} and {other - 1} were in different calls, or disagreed on dtype, layout or another "
                 f"option; rank {other - 1} is left out since"
             )
+
+    def interrupt(self, text: str) -> None:
+        """Nothing: the others leave out who is silent."""
 
     def close(self) -> None:
         """Let go of everything held."""

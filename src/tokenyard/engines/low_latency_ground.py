@@ -11,6 +11,7 @@ from tokenyard.engines.rings import Form, form_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_region as region
 from tokenyard.layout import power_of_two_at_least
+from tokenyard.limits import check_symmetric
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
@@ -106,6 +107,8 @@ class Ground:
                 f"ranks with hidden={config.hidden}: make it larger, or leave it out"
             )
         self.num_bytes = self.bytes_for(self.slot_bytes)
+        sizes = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
+        check_symmetric(self.num_bytes, memory.device, f"buffer_bytes ({buffer_bytes})" if buffer_bytes else sizes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
         voters = tokens * shape.shares

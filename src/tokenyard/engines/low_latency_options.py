@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
+from tokenyard.whole import real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,34 +39,33 @@ class CallOptions:
             ValueError: names the option, the limit and the value.
         """
         timeout: Any = self.timeout
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9
-        ):
+        if timeout is not None and not 0 < real(timeout) < 1e9:
             raise ValueError(f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or None")
-        _check("waits", self.waits, config.world_size, (torch.int64,), device)
+        _check("waits", self.waits, "R", config.world_size, (torch.int64,), device)
         if num_tokens is None:
             if self.lost_weights is not None:
                 raise ValueError(
                     "options.lost_weights tells what the sums of a combine lack: leave it out of a dispatch"
                 )
-            _check("loads", self.loads, config.num_local_experts, (torch.int64, torch.int32), device)
+            _check("loads", self.loads, "L", config.num_local_experts, (torch.int64, torch.int32), device)
             return
         if self.loads is not None:
             raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
         if self.scales_by_column:
             raise ValueError("options.scales_by_column arranges what a dispatch brings: leave it out of a combine")
-        _check("lost_weights", self.lost_weights, num_tokens, (torch.float32,), device)
+        _check("lost_weights", self.lost_weights, "T", num_tokens, (torch.float32,), device)
 
 
 def _check(
-    name: str, tensor: Tensor | None, size: int, dtypes: tuple[torch.dtype, ...], device: torch.device | None
-) -> None:
+    name: str, tensor: Tensor | None, symbol: str, size: int, dtypes: tuple[torch.dtype, ...], device: torch.device | None
+) -> None:  # fmt: skip
     if tensor is None:
         return
     if tensor.dtype not in dtypes or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
         allowed = " or ".join(map(str, dtypes))
         raise ValueError(
-            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous {allowed} [{size}]"
+            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous {allowed} [{size}], "
+            f"that is [{symbol}]"
         )
     if device is not None and tensor.device != device:
         raise ValueError(f"options.{name} is on {tensor.device}, but must be on {device}: move it there")

@@ -19,12 +19,13 @@ from tokenyard.engines.blame import Blame
 from tokenyard.engines.kinds import Kind, kind_of
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Cuts, Ground, address, aligned, as_aligned, form_of, sums_for
-from tokenyard.engines.tables import Counted, Counts, Tables
+from tokenyard.engines.tables import Counted, Counts, Tables, result_of, sent_of
 from tokenyard.engines.views import View
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
+from tokenyard.kernels.dispatch import dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
@@ -56,7 +57,7 @@ class NvlinkEngine:
         self._launches: Launches = make_launches(config, self._ground)
         self._watch: Watch = make_watch(config, self._ground, blame)
         self._view = View(config, self._ground, self._launches, self._watch)
-        self._tables = Tables(config, memory.device)
+        self._tables, self.interrupt = Tables(config, memory.device), self._watch.interrupt
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
         size, width, self._local = config.world_size, self._ground.header_words, config.num_local_experts
@@ -130,15 +131,14 @@ class NvlinkEngine:
                 out = _result(payload, kind, num_rows, zeros=zeros)
                 if kind.rows is None:
                     kind.rows = self._launches.dispatch(
-                        kind.form, mode, kind.dtype, kind.width if placed else 1, placed=placed,
+                        kind.form, mode, kind.dtype, kind.width if placed else 1, by_expert=placed,
                         padding=placed and kind.padding and not zeros,
                     )  # fmt: skip
                 self._memory.gate()
-                kind.rows(
-                    self._ground.peers, self._ground.state_at, plan.route.data_ptr(), payload.x.data_ptr(),
-                    address(payload.scales), 0,
-                    out.x.data_ptr(), address(out.scales), 0, 0, 0, 0, 0, plan.slots.data_ptr(), tag,
-                    plan.first_pick.shape[0], self.config.num_experts, num_rows, 0,
+                dispatch_rows(
+                    kind.rows, self._ground, plan=plan.route.data_ptr(), payload=sent_of(payload),
+                    result=result_of(out, plan), tag=tag, num_tokens=plan.first_pick.shape[0],
+                    num_experts=self.config.num_experts, num_rows=num_rows,
                 )  # fmt: skip
                 self._memory.settle()
             self._record("cached dispatch", splits, kind)
@@ -233,8 +233,7 @@ class NvlinkEngine:
 
     def check(self) -> None:
         """Wait for the device; raise if a call failed there, or a static dispatch was given ids out of range."""
-        if self._memory.device.type == "cuda":
-            torch.cuda.synchronize(self._memory.device)
+        self._watch.finish()
         self._watch.raise_if_failed()
         self._watch.raise_if_bad_index()
 
@@ -340,23 +339,21 @@ class NvlinkEngine:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
         config, spec = self.config, kind.spec
         arrived_rows, num_rows = room
-        plan = self._tables.plan(kind, counted, arrived_rows, num_rows)
-        arrived = self._tables.arrived(kind, counted, num_rows)
+        plan, arrived = self._tables.results(kind, counted, arrived_rows, num_rows)
         if kind.fingerprint.in_place:
             out = self._view.write(payload, plan, kind, kind.tag, num_rows, counted.meta, arrived)
             return out, plan, arrived
         out = _result(payload, kind, num_rows, zeros=False)
         if kind.rows is None:
             kind.rows = self._launches.dispatch(
-                kind.form, kind.mode, kind.dtype, kind.width, placed=kind.experts, padding=kind.padding, fresh=True,
+                kind.form, kind.mode, kind.dtype, kind.width, by_expert=kind.experts, padding=kind.padding, fresh=True,
                 weighted=kind.weighted, static=not spec.exact,
             )  # fmt: skip
         self._memory.gate()
-        kind.rows(
-            self._ground.peers, self._ground.state_at, counted.route.data_ptr(), payload.x.data_ptr(), address(payload.scales),
-            counted.meta.data_ptr(), out.x.data_ptr(), address(out.scales), arrived.topk_idx.data_ptr(),
-            plan.picks.data_ptr(), arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.gather.data_ptr(),
-            plan.slots.data_ptr(), kind.tag, counted.first_pick.shape[0], config.num_experts, num_rows, int(forced),
+        dispatch_rows(
+            kind.rows, self._ground, plan=counted.route.data_ptr(), payload=sent_of(payload, counted.meta),
+            result=result_of(out, plan, arrived), tag=kind.tag, num_tokens=counted.first_pick.shape[0],
+            num_experts=config.num_experts, num_rows=num_rows, forced=forced,
         )  # fmt: skip
         return out, plan, arrived
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.layout import power_of_two_at_least
+from tokenyard.limits import check_symmetric
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.quant import scale_words
 from tokenyard.rows import Payload, overlap, padded
@@ -223,6 +224,7 @@ class Ground:
         self.memory, self.shape, self.shared_bytes = memory, shape, shared_bytes(memory.device)
         self.header_words, self.buffer_bytes = head.COUNTS + config.most_local_experts, buffer_bytes
         self._lay_out(ranks, channels, buffer_bytes)
+        check_symmetric(self.num_bytes, memory.device, f"buffer_bytes ({buffer_bytes})")
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(sync.STATUS_WORDS)
         self.header_in = memory.host_words(self.header_words)

@@ -277,7 +277,8 @@ def _collective(group: dist.ProcessGroup | None, store: dist.Store | None, confi
     hops = _hops(config, asked.no_grid)
     if backend not in ("", "gloo") and device is not None:
         why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
-        return choice(GroupWire(group, device, backend), device, why)
+        blame = Blame(store, config.rank, config.timeout)
+        return choice(GroupWire(group, device, backend, blame), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(

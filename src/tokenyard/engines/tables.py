@@ -11,6 +11,9 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Arrived, Plan
+from tokenyard.kernels.structs import Payload as Sent
+from tokenyard.kernels.structs import Result
+from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
 if TYPE_CHECKING:
@@ -52,6 +55,75 @@ class Ahead(NamedTuple):
     arrived: Arrived
 
 
+class Blank(NamedTuple):
+    """Tables of one kind of static call as they begin, side by side.
+
+    Their sizes never change, so a call copies the block and looks at it in parts: one launch.
+    To fill them one by one took six, a third of the host time of the call
+    (``docs/performance.md``, Static shapes).
+
+    Attributes:
+        words: of all tables, int64.
+        parts: dtype, shape, strides and offset of each table, in its elements.
+    """
+
+    words: Tensor
+    parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
+
+    @staticmethod
+    def of(tables: list[Tensor]) -> Blank:
+        """``tables`` have elements of 4 or 8 bytes, and nothing written to them yet."""
+        words: list[Tensor] = []
+        parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        at = 0  # in bytes
+        for table in tables:
+            size = table.dtype.itemsize
+            parts.append((table.dtype, tuple(table.shape), table.stride(), at // size))
+            flat = table.reshape(-1)
+            flat = torch.cat([flat, flat.new_zeros(-flat.numel() * size % 8 // size)])
+            words.append(flat.view(torch.int64))
+            at += flat.numel() * size
+        return Blank(torch.cat(words), parts)
+
+    def copies(self) -> list[Tensor]:
+        """New tables, which share memory with each other alone."""
+        words = self.words.clone()
+        by_dtype = {torch.int64: words}
+        tables: list[Tensor] = []
+        for dtype, shape, stride, offset in self.parts:
+            if dtype not in by_dtype:
+                by_dtype[dtype] = words.view(dtype)
+            tables.append(by_dtype[dtype].as_strided(shape, stride, offset))
+        return tables
+
+
+class Table(NamedTuple):
+    """A tensor to make. ``hole``: what places hold that nobody writes, if there are any (``holey``). No shape: not needed."""
+
+    dtype: torch.dtype
+    hole: int
+    shape: tuple[int, ...] | None
+    holey: bool = False
+
+
+def sent_of(payload: Payload, meta: Tensor | None = None) -> Sent:
+    """Addresses of what a dispatch sends."""
+    scales = 0 if payload.scales is None else payload.scales.data_ptr()
+    return Sent(payload.x.data_ptr(), scales, 0 if meta is None else meta.data_ptr())
+
+
+def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:
+    """Addresses of what a dispatch fills; of a cached one, where its rows go only."""
+    rows, scales = out.x.data_ptr(), 0 if out.scales is None else out.scales.data_ptr()
+    if arrived is None:
+        return Result(rows, scales, 0, 0, 0, 0, 0, plan.slots.data_ptr())
+    return Result(
+        rows=rows, scales=scales, expert_ids=arrived.topk_idx.data_ptr(), picks=plan.picks.data_ptr(),
+        weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(), arrivals=plan.gather.data_ptr(),
+        slots=plan.slots.data_ptr(),
+    )  # fmt: skip
+
+
 class Tables:
     """Makes tensors on one device. What a layout lacks is one shared empty tensor (operators own theirs, see ``ops``)."""
 
@@ -70,13 +142,6 @@ class Tables:
         if kind.ahead is not None and kind.ahead.where == self._where(tokens, route_words):
             return kind.ahead.counted
         return self._counted(kind, tokens, route_words)
-
-    def arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
-        """For what rides along. Rows without a source say so beforehand; kernels write the others."""
-        ahead, kind.ahead = kind.ahead, None
-        if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
-            return ahead.arrived
-        return self._arrived(kind, counted, num_rows)
 
     def make_ahead(self, kind: Kind, tokens: int, route_words: int, room: int) -> None:
         """Make the tables of a call that may follow, in the current stream, if results have ``room`` rows again."""
@@ -104,33 +169,82 @@ class Tables:
             overflow=none if kind.spec.capacity is None else torch.empty(1, dtype=torch.int32, device=device),
         )
 
-    def _arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
-        none, shape = self._none, (num_rows,) if kind.experts else (num_rows, self._topk)
-        return Arrived(
-            topk_idx=none[torch.int32] if kind.experts else self._table(torch.int64, -1, kind.holes, *shape),
-            weights=self._table(torch.float32, 0, kind.holes, *shape) if kind.weighted else none[torch.float32],
-            source=self._table(torch.int64, -1, kind.holes, num_rows),
-            tokens_per_expert=counted.tokens_per_expert,
-            expert_offsets=counted.offsets,
-            source_ranges=counted.ranges,
-            overflow=counted.overflow,
-        )
+    def results(self, kind: Kind, counted: Counted, arrived_rows: int, num_rows: int) -> tuple[Plan, Arrived]:
+        """The plan without its counts on the host, and what rides along with rows.
 
-    def plan(self, kind: Kind, counted: Counted, arrived_rows: int, num_rows: int) -> Plan:
-        """The plan without its counts on the host."""
-        long, static, shape = torch.int64, not kind.spec.exact, (arrived_rows, kind.width)
-        placed, none = kind.spec.placed, self._none[torch.int64]
+        Rows without a source say so beforehand; kernels write the others.
+        """
+        ahead, kind.ahead = kind.ahead, None
+        if kind.blank is not None:
+            slots, picks, gather, *rest = kind.blank.copies()
+            arrived = _with_counts(rest, counted)
+        elif ahead is not None and ahead.counted is counted and ahead.room == num_rows:
+            slots, picks, gather = self._each(_plan_tables(kind, arrived_rows, num_rows))
+            arrived = ahead.arrived
+        else:
+            wanted = _plan_tables(kind, arrived_rows, num_rows) + self._arrived_tables(kind, num_rows)
+            slots, picks, gather, *rest = made = self._each(wanted)
+            arrived = _with_counts(rest, counted)
+            if not kind.spec.exact and not _captures(self._device):  # else filled in replays only
+                kind.blank = Blank.of(made)
         return Plan(
-            splits=self._none[long],
+            splits=self._none[torch.int64],
             route=counted.route,
             returns=self._no_returns,
-            slots=self._table(long, -1, static, *shape) if placed else none,
-            picks=self._table(long, 0, static, *shape) if placed else none,
-            gather=self._table(long, -1, kind.holes, num_rows) if placed else none,
+            slots=slots,
+            picks=picks,
+            gather=gather,
             first_pick=counted.first_pick,
-        )
+        ), arrived
 
-    def _table(self, dtype: torch.dtype, hole: float, holey: bool, *shape: int) -> Tensor:
-        if holey:
-            return torch.full(shape, hole, dtype=dtype, device=self._device)
-        return torch.empty(*shape, dtype=dtype, device=self._device)
+    def _arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
+        return _with_counts(self._each(self._arrived_tables(kind, num_rows)), counted)
+
+    def _arrived_tables(self, kind: Kind, num_rows: int) -> list[Table]:
+        """Ids, weights and source tokens of result rows."""
+        shape = (num_rows,) if kind.experts else (num_rows, self._topk)
+        no_ids, no_weights = kind.experts, not kind.weighted
+        return [
+            Table(torch.int32, 0, None) if no_ids else Table(torch.int64, -1, shape, kind.holes),
+            Table(torch.float32, 0, None if no_weights else shape, kind.holes),
+            Table(torch.int64, -1, (num_rows,), kind.holes),
+        ]
+
+    def _each(self, wanted: list[Table]) -> list[Tensor]:
+        return [self._table(table) for table in wanted]
+
+    def _table(self, table: Table) -> Tensor:
+        if table.shape is None:
+            return self._none[table.dtype]
+        if table.holey:
+            return torch.full(table.shape, table.hole, dtype=table.dtype, device=self._device)
+        return torch.empty(*table.shape, dtype=table.dtype, device=self._device)
+
+
+def _plan_tables(kind: Kind, arrived_rows: int, num_rows: int) -> list[Table]:
+    """Slots, picks and the gather of a plan."""
+    static, placed = not kind.spec.exact, kind.spec.placed
+    shape = (arrived_rows, kind.width) if placed else None
+    return [
+        Table(torch.int64, -1, shape, static),
+        Table(torch.int64, 0, shape, static),
+        Table(torch.int64, -1, (num_rows,) if placed else None, kind.holes),
+    ]
+
+
+def _with_counts(tables: list[Tensor], counted: Counted) -> Arrived:
+    topk_idx, weights, source = tables
+    return Arrived(
+        topk_idx=topk_idx,
+        weights=weights,
+        source=source,
+        tokens_per_expert=counted.tokens_per_expert,
+        expert_offsets=counted.offsets,
+        source_ranges=counted.ranges,
+        overflow=counted.overflow,
+    )
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether what is asked of ``device`` now is kept in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.launches import Launch, Launches, combine_tiles, packed_rows
+from tokenyard.engines.launches import Launch, Launches, combine_tiles
 from tokenyard.engines.rings import Form, staged
 from tokenyard.engines.twolevel_ground import TwoGround
 from tokenyard.handle import Spec
-from tokenyard.kernels.payload import groups_of
 from tokenyard.kernels.two_combine import two_combine_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.two_direct import two_direct_kernel  # pyright: ignore[reportUnknownVariableType]
-from tokenyard.kernels.two_dispatch import two_dispatch_kernel  # pyright: ignore[reportUnknownVariableType]
+from tokenyard.kernels.two_direct import bind_two_direct
+from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.kernels.two_letters import two_greet_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.two_pull import two_pull_kernel  # pyright: ignore[reportUnknownVariableType]
 from tokenyard.kernels.types import kernel_type
@@ -25,10 +24,6 @@ from tokenyard.types import Quantize
 def _without(known: dict[str, Any], *names: str) -> dict[str, Any]:
     """Constants without those of rings inside nodes, and others that a kernel does not take."""
     return {name: value for name, value in known.items() if name not in ("RINGS", "RING", "Q", *names)}
-
-
-MOST_FORWARDED = 64
-"""Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of 128."""
 
 
 class TwoLaunches(Launches):
@@ -54,29 +49,11 @@ class TwoLaunches(Launches):
         known, grid = self._ground.constants(), self._ground.grid
         return {"D": grid.world_size + grid.num_nodes} | {name: known[name] for name in ("P", "FAR", "NET")}
 
-    def dispatch(
-        self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, *, placed: bool, padding: bool,
-        fresh: bool = False, weighted: bool = False, static: bool = False,
-    ) -> Launch:  # fmt: skip
-        ground, cut, forward = self._ground, self._ground.tuning.dispatch, self._ground.tuning.forward
-        grid, net = ground.grid, ground.net_ring(form)
-        whole, block = (min(power_of_two_at_least(words), cut.block) for words in (form.slot_bytes // 4, form.words))
-        chunk = cut.chunk_of(ground.slots(form))
-        most = min(chunk, net.chunk)
-        forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
-        return self._bound(
-            ("dispatch", form, mode, dtype, width, placed, padding, fresh, weighted, static),
-            two_dispatch_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
-            lambda: ground.constants(form) | {
-                "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "J": width, "H": form.hidden,
-                "N": form.words, "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "CHUNK": chunk,
-                "B": 1 if placed else cut.rows_of(block, most), "PB": packed_rows(cut, form, mode, block, most, placed=placed),
-                "BLOCK": block, "FB": 1 if placed else forward.rows_of(whole, forwarded), "FBLOCK": whole, "PLACED": placed,
-                "FRESH": fresh, "WEIGHTED": weighted, "STATIC": static, "PADDING": padding,
-                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
-                "WORKERS": ground.tuning.workers,
-            },
-        )  # fmt: skip
+    def dispatch(self, form: Form, mode: Quantize | None, dtype: torch.dtype, width: int, **flags: bool) -> Launch:
+        key = ("dispatch", form, mode, dtype, width, *sorted(flags.items()))
+        return self._made(
+            key, lambda: bind_two_dispatch(self._ground, self._config.num_topk, form, mode, dtype, width, **flags)
+        )
 
     def combine(
         self, form: Form, dtype: torch.dtype, width: int, picks: int, bias: tuple[torch.dtype, ...], *, placed: bool,
@@ -107,19 +84,10 @@ class TwoLaunches(Launches):
         return lambda *args: launch(*args, self._config.num_experts)
 
     def direct(self, form: Form, mode: Quantize | None, dtype: torch.dtype) -> Launch:
-        ground, cut, net = self._ground, self._ground.tuning.direct, self._ground.net_ring(form)
-        block = min(power_of_two_at_least(form.words), cut.block)
-        most = max(1, MOST_FORWARDED // power_of_two_at_least(ground.grid.ranks_per_node))
-        launch = self._bound(
-            ("direct", form, mode, dtype), two_direct_kernel, ground.num_programs, cut.num_warps, cut.max_registers,
-            lambda: _without(ground.constants(form)) | {
-                "K": self._config.num_topk, "KP": power_of_two_at_least(self._config.num_topk), "H": form.hidden, "N": form.words,
-                "BITS": form.bits, "S": form.scale_words, "MW": form.meta_words, "BLOCK": block,
-                "B": packed_rows(cut, form, mode, block, net.chunk), "FB": cut.rows_of(block, min(net.chunk, most)),
-                "MODE": 0 if mode is None else mode.value, "GP": groups_of(form.hidden), "DTYPE": kernel_type(dtype),
-                "WORKERS": ground.tuning.workers,
-            },
-        )  # fmt: skip
+        launch = self._made(
+            ("direct", form, mode, dtype),
+            lambda: bind_two_direct(self._ground, self._config.num_topk, form, mode, dtype),
+        )
         return lambda *args: launch(*args, self._config.num_experts)
 
     def pull(self, form: Form, dtype: torch.dtype, bias: tuple[torch.dtype, ...]) -> Launch:

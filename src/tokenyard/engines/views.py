@@ -13,10 +13,13 @@ from tokenyard.config import Config
 from tokenyard.engines.kinds import Kind
 from tokenyard.engines.launches import Launches
 from tokenyard.engines.rings import Form, Ground, address, as_aligned, sums_for
+from tokenyard.engines.tables import result_of, sent_of
 from tokenyard.engines.watch import Watch
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
+from tokenyard.kernels.direct import unpack_in_place, write_in_place
+from tokenyard.memory.aside import wait_for
 from tokenyard.memory.base import Region, SymmetricMemory
 from tokenyard.rows import Payload, overlap, padded
 
@@ -92,7 +95,8 @@ class View:
         return self._view.num_bytes + self._landing.num_bytes
 
     def close(self, why: str) -> None:
-        """End the life of all tensors given, and let go of the memory."""
+        """End the life of all tensors given, and let go of the memory; the others are told first."""
+        self._watch.close()
         self.expire(why)
         self._view.forget()
         self._landing.forget()
@@ -117,15 +121,15 @@ class View:
         unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
         out = self._payload(num_rows, kind, parts)
         self._memory.gate()
-        launch(
-            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), payload.x.data_ptr(),
-            address(payload.scales), address(meta), tag, plan.first_pick.shape[0], parts.scales, parts.meta,
+        write_in_place(
+            launch, ground, plan=plan.route.data_ptr(), buffers=view.addresses.data_ptr(),
+            payload=sent_of(payload, meta), tag=tag,
+            num_tokens=plan.first_pick.shape[0], scales_at=parts.scales, metadata_at=parts.meta,
         )  # fmt: skip
         if unpack is not None and arrived is not None:
-            unpack(
-                ground.state_at, plan.route.data_ptr(), view.local.data_ptr() + parts.meta, arrived.topk_idx.data_ptr(),
-                arrived.weights.data_ptr(), arrived.source.data_ptr(), plan.slots.data_ptr(), plan.gather.data_ptr(),
-                self._config.num_experts,
+            unpack_in_place(
+                unpack, ground, plan=plan.route.data_ptr(), metadata=view.local.data_ptr() + parts.meta,
+                result=result_of(out, plan, arrived), num_experts=self._config.num_experts,
             )  # fmt: skip
         self._memory.settle()
         return out
@@ -213,7 +217,7 @@ class View:
         self._watch.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda":
-            torch.cuda.current_stream(self._memory.device).synchronize()
+            wait_for(torch.cuda.current_stream(self._memory.device).synchronize)
         self._watch.raise_if_failed()
 
     def expire(self, why: str) -> None:

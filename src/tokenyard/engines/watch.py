@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.blame import Blame
+from tokenyard.engines.blame import ADVICE, LOOK, Blame
 from tokenyard.engines.rings import Ground
-from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh
+from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
 from tokenyard.kernels.plan import BAD_AT, BAD_VALUE
+from tokenyard.limits import MOST_PICKS
+from tokenyard.memory.aside import SLICE, Aside
+from tokenyard.types import Layout, Quantize
 
 TAG_FIELDS = {
-    "op": 2, "quantize": 2, "scaled": 1, "dtype": 3, "hidden": 20, "scale_words": 11, "scale_dtype": 3, "layout": 2,
+    "op": 2, "quantize": 5, "scaled": 1, "dtype": 4, "hidden": 13, "scale_words": 12, "scale_dtype": 4, "layout": 3,
     "exact": 1, "weighted": 1, "in_place": 1, "routing": 16,
 }  # fmt: skip
-"""Fields of a fingerprint that every data call compares on the device, and the bits that each gets."""
+"""Fields of a fingerprint that every data call compares on the device, and the bits that each gets: 63 in all.
+
+``hidden`` is 0 for the object's own, which ranks agree on as they make it. The only other payloads are weights,
+with ``num_topk`` channels. ``scale_words`` and ``routing`` keep their lowest bits.
+"""
+_SHORTENED = ("scale_words", "routing")
+LARGEST = {
+    "op": len(head.OPS) - 1,
+    "quantize": max(mode.value for mode in Quantize),
+    "dtype": len(head.DTYPES) - 1,
+    "hidden": MOST_PICKS,
+    "scale_dtype": len(head.DTYPES) - 1,
+    "layout": max(layout.value for layout in Layout),
+}
+"""Of what each field that is not a flag may hold."""
+
+
+def check_room(fields: dict[str, int], largest: dict[str, int]) -> None:
+    """Raise unless every value up to ``largest`` has a place of its own in the bits of ``fields``.
+
+    Raises:
+        RuntimeError: two values would look alike on the device.
+    """
+    for name, value in largest.items():
+        if value >> fields[name]:
+            raise RuntimeError(f"{name} goes up to {value}, but TAG_FIELDS gives it {fields[name]} bits")
+    if sum(fields.values()) > 63:
+        raise RuntimeError(f"TAG_FIELDS has {sum(fields.values())} bits, but a tag has 63")
+
+
+check_room(TAG_FIELDS, LARGEST)
 _BITS = [
     (name, (1 << bits) - 1, sum(list(TAG_FIELDS.values())[:at])) for at, (name, bits) in enumerate(TAG_FIELDS.items())
 ]
 
 REFUSED = -1
 """The tag of a rank that refuses a call."""
+
+_ONE = sync.STATUS_WORDS - 1
+"""Of the status words: the host's, in memory that the copy engine reads."""
 
 _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_PLAN.value: ("its part of the plan", "tickets"),
@@ -40,11 +78,20 @@ _PHASES: dict[int, tuple[str, str]] = {
 }
 
 
-def pack(fingerprint: Fingerprint) -> int:
-    """The fields of :data:`TAG_FIELDS` in one number of 63 bits."""
+def pack(fingerprint: Fingerprint, config: Config) -> int:
+    """The fields of :data:`TAG_FIELDS` in one number of 63 bits.
+
+    Raises:
+        ValueError: one does not fit.
+    """
     tag = 0
     for name, mask, at in _BITS:
-        tag |= (getattr(fingerprint, name) & mask) << at
+        value: int = getattr(fingerprint, name)
+        if name == "hidden":
+            value = 0 if value == config.hidden else value
+        if value > mask and name not in _SHORTENED:
+            raise ValueError(f"{name} ({value}) must be at most {mask}: a call tells it to other ranks")
+        tag |= (value & mask) << at
     return tag
 
 
@@ -86,6 +133,9 @@ class Watch:
         self._status: Any = ground.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
         self._hellos = 0
+        if ground.memory.device.type == "cuda":  # a stream that is first used beside a kernel may wait for it
+            self._beside = torch.cuda.Stream(ground.memory.device)
+            self._give_up(0)
 
     def begin(self, fingerprint: Fingerprint, tag: int) -> None:
         """A call begins. ``tag``: what it tells the others, without the routing's part."""
@@ -131,15 +181,69 @@ class Watch:
 
         Kernels bound every wait themselves; how long the device is busy before is the caller's affair.
         """
-        memory, status = self._ground.memory, self._status
-        while not memory.wait_until(lambda: bool(ready()) or bool(status[sync.CODE]), self._config.timeout + 1):
-            if memory.device.type != "cuda" or torch.cuda.current_stream(memory.device).query():
-                break
+        memory, status, begin = self._ground.memory, self._status, time.monotonic()
+        limit, on_gpu = self._config.timeout + 1, memory.device.type == "cuda"
+        try:
+            while not memory.wait_until(
+                lambda: bool(ready()) or bool(status[sync.CODE]), min(LOOK, limit) if on_gpu else limit
+            ):
+                late = time.monotonic() - begin >= limit
+                if not on_gpu or (late and torch.cuda.current_stream(memory.device).query()):
+                    break
+                self._raise_if_told()
+        except PeerTimeout:
+            raise
+        except BaseException as error:
+            raise ended_from_outside(error)  # noqa: B904 (the same one)
         self.raise_if_failed()
         if not ready():
             raise PeerTimeout(
-                f"rank {self._config.rank} did not learn the counts of {self._call} within {self._config.timeout} s"
+                f"rank {self._config.rank} did not learn the counts of {self._call} within {self._config.timeout} s. {ADVICE}"
             )
+
+    def finish(self) -> None:
+        """Wait for the device, or until another rank gives up, and raise then."""
+        device = self._ground.memory.device
+        if device.type != "cuda":
+            return
+        aside = Aside()
+        begun = aside.start(partial(torch.cuda.synchronize, device))
+        aside.close()  # it ends behind the call
+        while not begun.wait(SLICE):
+            self._raise_if_told()
+        begun.result()
+
+    def _raise_if_told(self) -> None:
+        """Raise if another rank has given up: it will not come, and kernels wait for it as long as they may."""
+        report = self._blame.heard()
+        if report is not None:
+            self._stop()
+            raise report.to(self._config.rank, self._call)
+
+    def interrupt(self, text: str) -> None:
+        """This rank has left a call in the middle: tell the others, and end its own kernels' waits."""
+        try:
+            self._blame.report(text, self._config.rank)
+        finally:
+            self._stop()
+
+    def close(self) -> None:
+        """This rank closes its object in order: the others are told."""
+        self._blame.close()
+
+    def _stop(self) -> None:
+        """Tell kernels of this rank that one of them has given up: who closes the object need not wait for their timeout.
+
+        The copy engine writes the word, beside kernels that fill the device.
+        """
+        if self._ground.memory.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._give_up(1)
+
+    def _give_up(self, word: int) -> None:
+        at, value = cast("int", sync.GIVEN_UP.value), self._ground.status[_ONE:]
+        value.fill_(word)
+        with torch.cuda.stream(self._beside):
+            self._ground.state[at : at + 1].copy_(value, non_blocking=True)
 
     def raise_if_failed(self) -> None:
         """Raise what a kernel of this rank has given up on, if any.
@@ -183,7 +287,8 @@ class Watch:
             f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
-        return self.blamed(PeerTimeout(text, peer))
+        lost = self.blamed(PeerTimeout(text, peer))
+        return PeerTimeout(f"{text}. {ADVICE}", lost.rank) if str(lost) == text else lost
 
     def blamed(self, lost: PeerTimeout) -> PeerTimeout:
         """``lost``, told to the others, and with what the rank it names had reported: then its culprit is that one's."""
@@ -200,8 +305,11 @@ class Watch:
         me = self._config.rank
         for name in TAG_FIELDS:
             if mine[name] != theirs[name]:
+                own, other = (self._shown(name, each[name]) for each in (mine, theirs))
                 return Mismatch(
-                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {head.shown(name, mine[name])}, "
-                    f"rank {peer} says {head.shown(name, theirs[name])}"
+                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {own}, rank {peer} says {other}"
                 )
         return Mismatch(f"ranks {me} and {peer} are in different calls ({self._call})")
+
+    def _shown(self, name: str, value: int) -> object:
+        return head.shown(name, value or self._config.hidden if name == "hidden" else value)

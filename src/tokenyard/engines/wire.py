@@ -8,21 +8,26 @@ one ``ExpertParallel``, so the user's collectives cannot get between ours. ``Gro
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from textwrap import shorten
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.blame import Blame
-from tokenyard.errors import PeerLost, PeerTimeout
-from tokenyard.rendezvous import give_up
+from tokenyard.engines.blame import ADVICE, LOOK, Blame, Report
+from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
+from tokenyard.memory.aside import SLICE, Aside, Begun
+from tokenyard.memory.launch import wait_until
 
-_HEADER_TAG, _ROWS_TAG = 1, 2
+_HEADER_TAG, _ROWS_TAG, _CUT_TAG = 1, 2, 3
+_MAKING = "ExpertParallel(...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +88,42 @@ class GlooWire:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
         self._mesh: Any = None
+        self._aside = Aside()
+        self._interrupted = ""
+        self._heard: Report | None = None
         if store is not None:
             self._blame = Blame(store, rank, timeout)
             self._mesh = self._connect(store)
 
     def _connect(self, store: dist.Store) -> Any:
         """The mesh, once every rank has it: whoever is lost later is lost in a call, by name."""
-        wait = timedelta(seconds=self.timeout)
         store.set(f"here/{self.rank}", "")
+        begun = self._aside.start(partial(self._meet, store))
         try:
-            mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), self.rank, self.world_size, wait)
-            store.set(f"connected/{self.rank}", "")
-            store.wait([f"connected/{peer}" for peer in self._peers], wait)
-            return mesh
+            return self._until(begun, _MAKING)
+        except PeerTimeout:
+            raise
         except RuntimeError as error:
-            give_up(store, self.rank)
             absent = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
             missing = absent or [peer for peer in self._peers if not store.check([f"connected/{peer}"])]
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
-                f"rank {self.rank} waited {self.timeout} s in ExpertParallel(...) to connect with rank(s) {names} "
-                f"[{str(error)[:80]}]",
+                f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) {names} [{_gist(error)}]. {ADVICE}",
                 missing[0] if missing else -1,
             ) from error
+        except BaseException as error:
+            self.interrupt(f"rank {self.rank} was interrupted in {_MAKING} ({type(error).__name__})")
+            raise
+
+    def _meet(self, store: dist.Store) -> Any:
+        """On another thread, and through a store of its own: both are busy as long as gloo waits."""
+        wait, apart = timedelta(seconds=self.timeout), cast("Any", store).clone()
+        mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", apart), self.rank, self.world_size, wait)
+        if self._interrupted or self._heard is not None:
+            raise RuntimeError("this rank has given up meanwhile")
+        apart.set(f"connected/{self.rank}", "")
+        apart.wait([f"connected/{peer}" for peer in self._peers], wait)
+        return mesh
 
     @property
     def _peers(self) -> list[int]:
@@ -151,13 +169,12 @@ class GlooWire:
         """Post messages; the function returned waits for them, each until ``timeout`` seconds from now."""
         begin = time.monotonic()
         incoming, outgoing = self._post("recv", recvs, tag, what), self._post("send", sends, tag, what)
+        if not (incoming or outgoing):
+            return lambda: None
+        begun = self._aside.start(partial(self._await, incoming, outgoing, begin, what))
 
         def finish() -> None:
-            for at, (peer, work) in enumerate(incoming):
-                self._wait(work, peer, begin, what, incoming, at)
-                self.last_wait[peer] = time.monotonic() - begin
-            for peer, work in outgoing:
-                self._wait(work, peer, begin, what, [], 0)
+            self._until(begun, what)
             recvs.clear()  # until here the messages needed their memory
             sends.clear()
 
@@ -172,36 +189,119 @@ class GlooWire:
                 raise self._lost(peer, what, error) from error
         return works
 
+    def _until(self, begun: Begun, what: str) -> Any:
+        """Wait for what is under way on the other thread, and return what comes of it.
+
+        Ctrl-C ends the wait, and so does a rank that has given up: this one waits in vain, if for another.
+        """
+        told = False
+        try:
+            while not begun.wait(SLICE):
+                if not told:
+                    told = True
+                    self._blame.waits_in(what)
+                if self._heard is None:
+                    self._heard = self._blame.heard()
+                    if self._heard is not None:
+                        self._cut()
+                        if self._mesh is None:
+                            raise self._told(self._heard, what)
+        except PeerTimeout:
+            raise
+        except BaseException as error:
+            raise ended_from_outside(error)  # noqa: B904 (the same one)
+        made = begun.result()
+        if told:
+            self._blame.waits_in("")
+        return made
+
+    def _await(self, incoming: list[tuple[int, Any]], outgoing: list[tuple[int, Any]], begin: float, what: str) -> None:
+        """On another thread: wait for all messages."""
+        for at, (peer, work) in enumerate(incoming):
+            self._wait(work, peer, begin, what, incoming, at)
+            self.last_wait[peer] = time.monotonic() - begin
+        for peer, work in outgoing:
+            self._wait(work, peer, begin, what, [], 0)
+
     def _wait(self, work: Any, peer: int, begin: float, what: str, incoming: list[tuple[int, Any]], at: int) -> None:
         left = max(self.timeout - (time.monotonic() - begin), 0.001)
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            if "Timed out" not in str(error):
+            silent = "Timed out" in str(error)
+            if not silent and (self._interrupted or self._heard is None):
                 raise self._lost(peer, what, error) from error
-            self._blame.report(
-                f"rank {peer} sent nothing to rank {self.rank}", peer
-            )  # first: gloo has cut every connection
+            if silent:  # first: gloo has cut every connection
+                self._blame.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
             answered = [p for p, _ in incoming[:at]] + [p for p, late in incoming[at + 1 :] if _has_come(late)]
-            raise self._silent(peer, what, answered) from error
+            others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
+            if not silent and self._heard is not None:
+                raise self._told(self._heard, f"{what}, waiting for rank {peer}{others}") from None
+            raise self._silent(peer, what, others) from error
 
-    def _silent(self, peer: int, what: str, answered: list[int]) -> PeerTimeout:
-        others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
+    def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
         report, culprit = self._blame.behind(peer)
-        because = f"; it had reported: {report}" if report else ""
-        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}{because}"
+        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
+        elsewhere = "" if report else self._blame.elsewhere(peer)
+        if report:
+            text = f"{text}; it had reported: {report}"
+        elif elsewhere:
+            text = f"{text}; it waits in {elsewhere}, of another ExpertParallel"
         self._blame.report(text, culprit)
-        return PeerTimeout(text, culprit)
+        return PeerTimeout(text if report else f"{text}. {ADVICE}", culprit)
 
-    def _lost(self, peer: int, what: str, error: RuntimeError) -> PeerLost:
+    def _told(self, report: Report, what: str) -> PeerLost:
+        """Another rank has given up, be it on one that this one does not wait for."""
+        error = report.to(self.rank, what)
+        self._blame.report(str(error), error.rank)
+        return error
+
+    def _lost(self, peer: int, what: str, error: RuntimeError) -> RuntimeError:
+        if self._interrupted:
+            return RuntimeError(self._interrupted)
+        if self._heard is not None:  # this rank has cut its connections for it
+            return self._told(self._heard, what)
         report, culprit = self._blame.behind(peer)
         because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
-        text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because} [{str(error)[:80]}]"
+        text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
         self._blame.report(text, culprit)
-        return PeerLost(text, culprit)
+        return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
+
+    def awaited(self, call: int) -> int | None:
+        """A rank that waits for this one in a ``call`` of this number, which this one has still to make."""
+        return next(
+            (peer for peer in self._peers if f"#{call}, counts" in self._blame.elsewhere(peer, here=True)), None
+        )
+
+    def interrupt(self, text: str) -> None:
+        """This rank's call was ended from outside: tell the others why, and end what they and its other thread wait for."""
+        self._interrupted = text
+        if self.world_size > 1:
+            try:
+                self._blame.report(text, self.rank)
+            finally:
+                self._cut()
+
+    def _cut(self) -> None:
+        """Close all connections, as gloo does when a wait for one of them times out."""
+        for peer in [] if self._mesh is None else self._peers:
+            try:
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                cast("Any", self._mesh).recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
 
     def close(self) -> None:
+        if self._mesh is not None:
+            self._blame.close()  # first: whoever loses the connection asks why
         self._mesh = None
+        self._aside.close()
+
+
+def _gist(error: RuntimeError) -> str:
+    """The first sentence of what gloo or a store says, without the place in its source."""
+    return shorten(re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0], 120, placeholder=" ...")
 
 
 def _has_come(work: Any) -> bool:
@@ -216,8 +316,10 @@ class GroupWire:
 
     counts_on_host = False
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, backend: str) -> None:
-        self.group, self.device, self.name = group, device, backend
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, backend: str, blame: Blame | None = None
+    ) -> None:
+        self.group, self.device, self.name, self._blame = group, device, backend, blame
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size
 
@@ -226,7 +328,33 @@ class GroupWire:
         mine = header.to(self.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
-        return theirs.cpu
+        if theirs.device.type != "cuda":
+            return theirs.cpu
+        come = torch.cuda.Event()
+        come.record(torch.cuda.current_stream(theirs.device))
+
+        def headers() -> Tensor:
+            self._wait(come.query, what)
+            return theirs.cpu()
+
+        return headers
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait on the host, where Ctrl-C or a rank that has given up can end it."""
+        try:
+            while not wait_until(ready, LOOK):
+                report = None if self._blame is None else self._blame.heard()
+                if report is not None:
+                    raise report.to(self.rank, what)
+        except PeerLost:
+            raise
+        except BaseException as error:
+            raise ended_from_outside(error)  # noqa: B904 (the same one)
+
+    def interrupt(self, text: str) -> None:
+        """As :meth:`GlooWire.interrupt`; what is on the device already stays there."""
+        if self._blame is not None:
+            self._blame.report(text, self.rank)
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps. The device waits, not the host."""

@@ -1,295 +1,390 @@
 # pyright: basic
-"""Dispatch into ordinary memory: rows stream through rings of bounded size, and receivers place them as they come.
+"""Dispatch into ordinary memory: rows stream through rings of bounded size, and receivers place
+them as they come.
 
-Grid ``(2R - 1) * C + 1``: a sender per (destination, channel), a receiver per (other source, channel), the greeter. Rows for this
-rank itself are placed by their sender. Example: 2 ranks, 1 channel, ring of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender
-puts rows 0-3 into slots 0-3, waits until 2 were taken, puts rows 4, 5 into slots 0, 1; row i becomes arrival row ``first_in[0] + i``.
+Grid ``(2 * ranks - 1) * channels + 1``: a sender per (destination, channel), a receiver per (other
+source, channel), the call barrier. Rows for this rank itself are placed by their sender. Example: 2
+ranks, 1 channel, ring of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender puts rows 0-3 into
+slots 0-3, waits until 2 were taken, puts rows 4, 5 into slots 0, 1; row i becomes arrival row
+``first_in[0] + i``.
 
-Who publishes what, who may read when:
+Who publishes what, and who may read it when:
 
-* The sender stores a chunk of rows into slots of its ring at the destination, then adds their number to ``tails[me, channel]``
-  there (release). The receiver waits for the tail to grow (acquire), then reads the slots.
-* A fresh dispatch may be launched before the host knows the counts. It does nothing if the plan says that ranks disagree, or that
-  one lacks room for its rows; all ranks see the same, and launch again (``forced``) with room enough.
-* The receiver adds the number of rows it has read to ``heads[me, channel]`` at the source (release, behind its reads). The
-  sender waits (acquire) until a slot's last reader is done before it writes that slot again.
-* A call begins with the ring drained: its sender waits until everything it ever sent was taken. So slots may change their size
-  from call to call, and slot ``i % Q`` belongs to the i-th row of the channel in this call.
+* The sender stores a chunk of rows into slots of its ring at the destination, then adds their
+  number to ``tails[me, channel]`` there (release). The receiver waits for the tail to grow
+  (acquire), then reads the slots.
+* A fresh dispatch may be launched before the host knows the counts. It does nothing if the plan
+  says that ranks disagree, or that one lacks room for its rows. All ranks see the same, and launch
+  again (``forced``) with room enough.
+* The receiver adds the number of rows it has read to ``heads[me, channel]`` at the source (release,
+  behind its reads). The sender waits (acquire) until a slot's last reader is done before it writes
+  that slot again.
+* A call begins with the ring drained: its sender waits until everything it ever sent was taken. So
+  slots may change their size from call to call, and slot ``i % slots`` belongs to the i-th row of
+  the channel in this call.
 
-Nobody waits in a circle: a sender waits only for the receiver of its own ring, which waits only for that sender.
-All stores to result rows are disjoint, so there is nothing to order between receivers.
+Nobody waits in a circle: a sender waits only for the receiver of its own ring, which waits only for
+that sender. All stores to result rows are disjoint, so there is nothing to order between receivers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast_rows, copy_rows, zero_row
-from tokenyard.kernels.place import place_riders, place_rows
-from tokenyard.kernels.plan import first_expert
-from tokenyard.kernels.region import (
-    block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
+from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
+from tokenyard.kernels.place import (
+    Placing, experts_of, num_experts_of, place_metadata, place_rows, placing_of,
 )  # fmt: skip
-from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
+from tokenyard.kernels.region import (
+    block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of,
+    taken_from,
+)  # fmt: skip
+from tokenyard.kernels.structs import (
+    Batch, Cast, Payload, Peers, Result, RingLayout, Routing, RowLayout, Rows, Strides, row_layout,
+    strides_in_memory, strides_in_slots,
+)  # fmt: skip
+from tokenyard.kernels.sync import (
+    ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
+)
+from tokenyard.layout import power_of_two_at_least
 
 TOGETHER = tl.constexpr(16)
-"""Rows whose riders are moved at once: short, so that they cost their latency only."""
+"""Rows whose metadata moves at once: it is short, so it costs its latency only."""
+
+
+class DispatchConfig(NamedTuple):
+    """What is known of a dispatch when its kernel is compiled."""
+
+    ranks: int
+    rank_bins: int  # the next power of two
+    plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
+    channels: int
+    row: RowLayout
+    in_memory: Strides  # of the payload that is sent
+    in_slot: Strides  # of rows in a ring
+    ring: RingLayout
+    cast: Cast
+    placing: Placing
+    rows_sent: int  # rows in flight of those who read the input, and may cast it
+    rows_received: int
+    block: int  # words of each row in flight
+    padding: bool  # blocks of experts end in rows of zeros
 
 
 @triton.jit
-def pack_payload(
-    x, token, ring, slot, here, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows of ``token [B]`` into ``slot [B]`` of a ring: payload, with MODE cast on the way and with its scales."""
-    if MODE:
-        cast_rows(x, token, ring, SLOT, ring + PAY, SLOT, slot, here, H, MODE, S, B, GP, DTYPE)
+def in_slots(ring, row: tl.constexpr):
+    """The parts of the slots of a ring."""
+    return Payload(rows=ring, scales=ring + row.scales_at, metadata=ring + row.metadata_at)
+
+
+@triton.jit
+def pack_rows(x, token, ring, slot, here, k: tl.constexpr):
+    """Store rows ``token`` of ``x`` into slots of a ring; with a cast, their scales too."""
+    row: tl.constexpr = k.row
+    if k.cast.mode:
+        target = Rows(words=ring, index=slot, stride=row.slot_bytes)
+        scales = Rows(words=ring + row.scales_at, index=slot, stride=row.slot_bytes)
+        cast_rows(x, token, target, scales, here, row, k.cast)
     else:
-        copy_rows(as_words(x, BITS), token, N, as_words(ring, BITS), slot, SLOT * 8 // BITS, here, N, BLOCK)
+        source = Rows(words=as_words(x, row.word_bits), index=token, stride=row.words)
+        target = Rows(words=as_words(ring, row.word_bits), index=slot, stride=k.in_slot.payload)
+        copy_rows(source, target, here, row.words, k.block)
 
 
 @triton.jit
-def pack_riders(
-    scales, meta, token, ring, slot, here, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
-    MODE: tl.constexpr,
-):  # fmt: skip
-    """What rides along: scales, unless they are made on the way, and meta."""
-    if S and not MODE:
+def pack_metadata(payload, token, ring, slot, here, k: tl.constexpr):
+    """Store what goes with rows: scales, unless a cast makes them, and metadata."""
+    row: tl.constexpr = k.row
+    if row.scale_words and not k.cast.mode:
+        source = Rows(words=as_words(payload.scales, 32), index=token, stride=row.scale_words)
+        target = Rows(words=as_words(ring + row.scales_at, 32), index=slot, stride=k.in_slot.scales)
+        copy_rows(source, target, here, row.scale_words, triton.next_power_of_2(row.scale_words))
+    if row.metadata_words:
+        source = Rows(words=as_words(payload.metadata, 32), index=token, stride=row.metadata_words)
+        target = Rows(
+            words=as_words(ring + row.metadata_at, 32), index=slot, stride=k.in_slot.metadata
+        )
         copy_rows(
-            as_words(scales, 32), token, S, as_words(ring + PAY, 32), slot, SLOT // 4, here, S,
-            triton.next_power_of_2(S),
-        )  # fmt: skip
-    if MW:
-        META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-        copy_rows(
-            as_words(meta, 32), token, MW, as_words(ring + META, 32), slot, SLOT // 4, here, MW,
-            triton.next_power_of_2(MW),
-        )  # fmt: skip
+            source, target, here, row.metadata_words, triton.next_power_of_2(row.metadata_words)
+        )
 
 
 @triton.jit
-def zero_padding(plan, out, out_scales, T, local, num_rows, c, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-                 BITS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Rows between the end of an expert's rows and the end of its block; experts ``c``, ``c + C``, ..."""
-    for expert in range(c, local, C):
-        e = expert + 0
-        begin = tl.load(block_of(plan, e, local, T, R, C))
-        end = tl.minimum(tl.load(block_of(plan, e, local, T, R, C) + 1), num_rows)
-        for row in range(begin, end):
-            r = (row + 0).to(tl.int64)
-            zero_row(as_words(out, BITS) + r * N, N, BLOCK)
-            if S:
-                zero_row(as_words(out_scales, 32) + r * S, S, triton.next_power_of_2(S))
+def zero_padding(routing, local, result, channel, k: tl.constexpr):
+    """Zero the rows between the last row of an expert and the end of its block.
+
+    This channel has experts ``channel``, ``channel + channels``, ... of this rank's ``local`` ones.
+    """
+    row: tl.constexpr = k.row
+    for expert in range(channel, local, k.channels):
+        block = block_of(
+            routing.plan, expert + 0, local, routing.num_tokens, k.plan_ranks, k.channels
+        )
+        begin = tl.load(block)
+        end = tl.minimum(tl.load(block + 1), routing.num_rows)
+        for place in range(begin, end):
+            r = (place + 0).to(tl.int64)
+            zero_row(as_words(result.rows, row.word_bits) + r * row.words, row.words, k.block)
+            if row.scale_words:
+                to = as_words(result.scales, 32) + r * row.scale_words
+                zero_row(to, row.scale_words, triton.next_power_of_2(row.scale_words))
 
 
 @triton.jit
-def put_own_rows(
-    state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, ring, lo, hi,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
-    B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr,
-    STATIC: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows ``lo`` .. ``hi - 1`` for this rank itself go to their places; cast ones of expert layouts through ``ring``."""
-    first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-    order = order_of(plan, me, T, D, C)
-    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    ROW: tl.constexpr = SLOT * 8 // BITS
-    b = tl.arange(0, B)
-    a0 = tl.load(first_in(plan, me, D, C))
-    for i0 in range(lo, hi, B):
+def put_own_batch(payload, batch, experts, routing, result, ring, slot, k: tl.constexpr):
+    """Place rows for this rank itself. Rows of a result by expert that are cast go through ``slot``
+    of ``ring``."""
+    row: tl.constexpr = k.row
+    if k.cast.mode and k.placing.by_expert:
+        pack_rows(payload.rows, batch.index, ring, slot, batch.here, k)
+        pack_metadata(payload, batch.index, ring, slot, batch.here, k)
+        tl.debug_barrier()
+        slots = in_slots(ring, row)
+        packed = Batch(index=slot, arrival=batch.arrival, here=batch.here)
+        place_rows(slots, packed, routing.rank, experts, routing, result, k.in_slot, k.block, k)
+        tl.debug_barrier()
+    elif k.cast.mode:
+        target = Rows(words=result.rows, index=batch.arrival, stride=row.hidden)
+        scales = Rows(words=result.scales, index=batch.arrival, stride=row.scale_words * 4)
+        cast_rows(payload.rows, batch.index, target, scales, batch.here, row, k.cast)
+    elif k.placing.by_expert:
+        place_rows(payload, batch, routing.rank, experts, routing, result, k.in_memory, k.block, k)
+    else:
+        source = Rows(
+            words=as_words(payload.rows, row.word_bits), index=batch.index, stride=row.words
+        )
+        target = Rows(
+            words=as_words(result.rows, row.word_bits), index=batch.arrival, stride=row.words
+        )
+        copy_rows(source, target, batch.here, row.words, k.block)
+
+
+@triton.jit
+def put_own_rows(payload, routing, result, ring, begin, end, k: tl.constexpr):
+    """Place rows ``begin`` .. ``end - 1`` for this rank itself."""
+    experts = experts_of(routing, k.ranks)
+    order = order_of(routing.plan, routing.rank, routing.num_tokens, k.plan_ranks, k.channels)
+    b = tl.arange(0, k.rows_sent)
+    first = tl.load(first_in(routing.plan, routing.rank, k.plan_ranks, k.channels))
+    for i0 in range(begin, end, k.rows_sent):
         i = i0 + b
-        here = i < hi
+        here = i < end
         token = tl.load(order + i, mask=here, other=0)
-        if MODE and PLACED:
-            pack_payload(x, token, ring, b, here, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE)
-            pack_riders(scales, meta, token, ring, b, here, S, MW, SLOT, PAY, MODE)
-            tl.debug_barrier()
-            place_rows(
-                ring, ring + PAY, ring + META, b, a0 + i, here, me, first, end, plan, T, num_rows, out,
-                out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
-                D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
-            tl.debug_barrier()
-        elif MODE:
-            cast_rows(x, token, out, H, out_scales, S * 4, a0 + i, here, H, MODE, S, B, GP, DTYPE)
-        elif PLACED:
-            place_rows(
-                x, scales, meta, token, a0 + i, here, me, first, end, plan, T, num_rows, out,
-                out_scales, topk_idx, picks, weights, source, gather, slots, N, S, MW,
-                D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
-        else:
-            copy_rows(as_words(x, BITS), token, N, as_words(out, BITS), a0 + i, N, here, N, BLOCK)
-    if not PLACED:
+        batch = Batch(index=token, arrival=first + i, here=here)
+        put_own_batch(payload, batch, experts, routing, result, ring, b, k)
+    if not k.placing.by_expert:
+        scale_words: tl.constexpr = 0 if k.cast.mode else k.row.scale_words
         several = tl.arange(0, TOGETHER)
-        for i0 in range(lo, hi, TOGETHER):
+        for i0 in range(begin, end, TOGETHER):
             i = i0 + several
-            token = tl.load(order + i, mask=i < hi, other=0)
-            place_riders(
-                scales, meta, token, a0 + i, i < hi, me, first, end, out_scales, topk_idx, weights, source, slots, gather,
-                S, MW, K, KP, 0 if MODE else S, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
-
-
-@triton.jit
-def send_chunk(
-    x, scales, meta, order, ring, i0, n, lo,
-    H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
-    Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows ``i0`` .. ``i0 + n - 1`` of ``order`` into a ring whose first row of the call is ``lo``. The caller publishes them."""
-    b, several = tl.arange(0, B), tl.arange(0, TOGETHER)
-    for j in range(0, n, B):
-        i, here = i0 + j + b, j + b < n
-        token = tl.load(order + i, mask=here, other=0)
-        pack_payload(x, token, ring, (i - lo) % Q, here, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE)
-    if MW or (S and not MODE):
-        for j in range(0, n, TOGETHER):
-            i, here = i0 + j + several, j + several < n
-            token = tl.load(order + i, mask=here, other=0)
-            pack_riders(scales, meta, token, ring, (i - lo) % Q, here, S, MW, SLOT, PAY, MODE)
-
-
-@triton.jit
-def send_rows(
-    peers, state, plan, x, scales, meta, T, me, to, c, ring,
-    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
-    MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows of channel ``c`` for rank ``to`` into its ring (me, c)."""
-    lo, hi = tl.load(out_bound(plan, to, c, R, C)), tl.load(out_bound(plan, to, c + 1, R, C))
-    order = order_of(plan, to, T, R, C)
-    mine = peer_base(peers, me)
-    tail = tail_of(peer_base(peers, to), me, c, R, C)
-    base = tl.load(sent_to(state, to, c, R, C))
-    want = base
-    ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
-    for i0 in range(lo, hi, CHUNK):
-        n = tl.minimum(CHUNK, hi - i0)
-        if ok:
-            want = base + (i0 - lo) + n - Q
-            ok = wait_at_least(head_of(mine, to, c, R, C), want, state, ON_ROOM, to, c) >= want
-        if ok:
-            send_chunk(
-                x, scales, meta, order, ring, i0, n, lo, H, N, BITS, S, MW, SLOT, PAY, Q, B, BLOCK, MODE, GP, DTYPE
+            token = tl.load(order + i, mask=i < end, other=0)
+            batch = Batch(index=token, arrival=first + i, here=i < end)
+            place_metadata(
+                payload, batch, routing.rank, experts, result, k.in_memory, scale_words, k.placing
             )
-            add_release(tail, n.to(tl.int64), None)
+
+
+@triton.jit
+def send_chunk(payload, order, ring, begin, count, first, k: tl.constexpr):
+    """Pack rows ``begin`` .. ``begin + count - 1`` of ``order`` into a ring. The caller publishes
+    them.
+
+    Row ``first`` is the one in slot 0.
+    """
+    b, several = tl.arange(0, k.rows_sent), tl.arange(0, TOGETHER)
+    for j in range(0, count, k.rows_sent):
+        i, here = begin + j + b, j + b < count
+        token = tl.load(order + i, mask=here, other=0)
+        pack_rows(payload.rows, token, ring, (i - first) % k.ring.slots, here, k)
+    if k.row.metadata_words or (k.row.scale_words and not k.cast.mode):
+        for j in range(0, count, TOGETHER):
+            i, here = begin + j + several, j + several < count
+            token = tl.load(order + i, mask=here, other=0)
+            pack_metadata(payload, token, ring, (i - first) % k.ring.slots, here, k)
+
+
+@triton.jit
+def send_rows(peers, routing, payload, ring, to, channel, k: tl.constexpr):
+    """Send this channel's rows for rank ``to`` through ``ring``, their ring there."""
+    begin = tl.load(out_bound(routing.plan, to, channel, k.plan_ranks, k.channels))
+    end = tl.load(out_bound(routing.plan, to, channel + 1, k.plan_ranks, k.channels))
+    order = order_of(routing.plan, to, routing.num_tokens, k.plan_ranks, k.channels)
+    mine = peer_base(peers.regions, peers.rank)
+    tail = tail_of(peer_base(peers.regions, to), peers.rank, channel, k.ranks, k.channels)
+    sent = tl.load(sent_to(peers.state, to, channel, k.ranks, k.channels))
+    head = head_of(mine, to, channel, k.ranks, k.channels)
+    want = sent
+    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # the ring is drained
+    for i in range(begin, end, k.ring.chunk):
+        count = tl.minimum(k.ring.chunk, end - i)
+        if ok:
+            want = sent + (i - begin) + count - k.ring.slots
+            ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want
+        if ok:
+            send_chunk(payload, order, ring, i, count, begin, k)
+            add_release(tail, count.to(tl.int64), None)
     tl.debug_barrier()
-    tl.store(sent_to(state, to, c, R, C), base + hi - lo)
+    tl.store(sent_to(peers.state, to, channel, k.ranks, k.channels), sent + end - begin)
 
 
 @triton.jit
-def receive_chunk(
-    plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, taken, n, a0,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr, S: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """Rows ``taken`` .. ``taken + n - 1`` of source ``s`` out of a ring whose first row goes to arrival row ``a0``. The caller gives credit."""
-    first, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    ROW: tl.constexpr = SLOT * 8 // BITS
-    b, several = tl.arange(0, B), tl.arange(0, TOGETHER)
-    for j in range(0, n, B):
-        i, here = taken + j + b, j + b < n
-        if PLACED:
-            place_rows(
-                ring, ring + PAY, ring + META, i % Q, a0 + i, here, s, first, end, plan, T, num_rows, out,
-                out_scales, topk_idx, picks, weights, source, gather, slots, ROW, SLOT // 4, SLOT // 4,
-                D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
+def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.constexpr):
+    """Place rows ``begin`` .. ``begin + count - 1`` of a ring. The caller returns credits.
+
+    Row 0 becomes arrival row ``first``.
+    """
+    row: tl.constexpr = k.row
+    experts = experts_of(routing, k.ranks)
+    b, several = tl.arange(0, k.rows_received), tl.arange(0, TOGETHER)
+    for j in range(0, count, k.rows_received):
+        i, here = begin + j + b, j + b < count
+        if k.placing.by_expert:
+            slots = in_slots(ring, row)
+            batch = Batch(index=i % k.ring.slots, arrival=first + i, here=here)
+            place_rows(slots, batch, source, experts, routing, result, k.in_slot, k.block, k)
         else:
-            copy_rows(as_words(ring, BITS), i % Q, ROW, as_words(out, BITS), a0 + i, N, here, N, BLOCK)
-    if not PLACED and (S or FRESH):
-        for j in range(0, n, TOGETHER):
-            i = taken + j + several
-            place_riders(
-                ring + PAY, ring + META, i % Q, a0 + i, j + several < n, s, first, end, out_scales, topk_idx, weights, source,
-                slots, gather, SLOT // 4, SLOT // 4, K, KP, S, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
+            slots = as_words(ring, row.word_bits)
+            from_slot = Rows(words=slots, index=i % k.ring.slots, stride=k.in_slot.payload)
+            to = Rows(words=as_words(result.rows, row.word_bits), index=first + i, stride=row.words)
+            copy_rows(from_slot, to, here, row.words, k.block)
+    if not k.placing.by_expert and (row.scale_words or k.placing.fresh):
+        for j in range(0, count, TOGETHER):
+            i = begin + j + several
+            slots = in_slots(ring, row)
+            batch = Batch(index=i % k.ring.slots, arrival=first + i, here=j + several < count)
+            place_metadata(
+                slots, batch, source, experts, result, k.in_slot, row.scale_words, k.placing
+            )
 
 
 @triton.jit
-def receive_rows(
-    peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr, S: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr,
-    Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr,
-    WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """Rows of source ``s`` out of ring (s, c), to their places."""
-    lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
-    a0 = tl.load(first_in(plan, s, R, C)) + lo
-    mine = peer_base(peers, me)
-    ring = mine + RINGS + (s * C + c).to(tl.int64) * RING
-    head = head_of(peer_base(peers, s), me, c, R, C)
-    base = tl.load(taken_from(state, s, c, R, C))
-    total = hi - lo
+def receive_rows(peers, routing, result, source, channel, k: tl.constexpr):
+    """Take this channel's rows of rank ``source`` out of their ring here, to their places."""
+    begin = tl.load(in_bound(routing.plan, source, channel, k.plan_ranks, k.channels))
+    end = tl.load(in_bound(routing.plan, source, channel + 1, k.plan_ranks, k.channels))
+    first = tl.load(first_in(routing.plan, source, k.plan_ranks, k.channels)) + begin
+    mine = peer_base(peers.regions, peers.rank)
+    ring = (
+        mine + k.ring.first_byte + (source * k.channels + channel).to(tl.int64) * k.ring.num_bytes
+    )
+    head = head_of(peer_base(peers.regions, source), peers.rank, channel, k.ranks, k.channels)
+    base = tl.load(taken_from(peers.state, source, channel, k.ranks, k.channels))
+    total = end - begin
     taken = total * 0
     ok = True
     while (taken < total) & ok:
         want = base + taken + 1
-        seen = wait_at_least(tail_of(mine, s, c, R, C), want, state, ON_ROWS, s, c)
+        tail = tail_of(mine, source, channel, k.ranks, k.channels)
+        seen = wait_at_least(tail, want, peers.state, ON_ROWS, source, channel)
         ok = seen >= want
         if ok:
-            n = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, CHUNK)
-            receive_chunk(
-                plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, ring, taken, n, a0,
-                R, R, C, K, KP, J, N, BITS, S, SLOT, PAY, Q, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
-            add_release(head, n.to(tl.int64), None)
-            taken += n
+            count = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, k.ring.chunk)
+            receive_chunk(routing, result, source, ring, taken, count, first, k)
+            add_release(head, count.to(tl.int64), None)
+            taken += count
     tl.debug_barrier()
-    tl.store(taken_from(state, s, c, R, C), base + total)
+    tl.store(taken_from(peers.state, source, channel, k.ranks, k.channels), base + total)
 
 
 @triton.jit(repr=shown_as("nvlink::dispatch"))
 def dispatch_kernel(
-    peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows, forced,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
-    SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, PB: tl.constexpr,
-    BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
-    PADDING: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
+    regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
+    forced, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. H, DTYPE: of ``x``. N, BITS: words of a row on the wire. Q: slots of a ring; CHUNK: rows per release.
-
-    Rows in flight: PB of those who have ``x``, and may cast; B of receivers.
-    """
+    """See the module. ``k`` is a :class:`DispatchConfig`; :func:`bind_dispatch` and
+    :func:`dispatch_rows` launch it."""
     pid = tl.program_id(0)
-    if FRESH:  # launched before the host knew the counts
-        pid = tl.where((tl.load(go_of(plan, R, C)) == 0) & (forced == 0), -1, pid)
+    if k.placing.fresh:  # launched before the host knew the counts
+        go = tl.load(go_of(plan, k.plan_ranks, k.channels))
+        pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
-    T, E, num_rows = T.to(tl.int32), E.to(tl.int32), num_rows.to(tl.int32)
+    num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
+    num_rows = num_rows.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
-    c = pid % C
-    if (pid >= 0) & (pid < R * C):
-        to = (me + 1 + pid // C) % R
-        ring = peer_base(peers, to) + RINGS + (me * C + c).to(tl.int64) * RING
+    peers = Peers(regions=regions, state=state, rank=me)
+    routing = Routing(
+        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
+    )
+    channel = pid % k.channels
+    if (pid >= 0) & (pid < k.ranks * k.channels):
+        to = (me + 1 + pid // k.channels) % k.ranks
+        place = (me * k.channels + channel).to(tl.int64)
+        ring = peer_base(regions, to) + k.ring.first_byte + place * k.ring.num_bytes
         if to == me:
-            put_own_rows(
-                state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me,
-                ring, tl.load(out_bound(plan, me, c, R, C)), tl.load(out_bound(plan, me, c + 1, R, C)),
-                R, R, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, PB, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE, GP, DTYPE,
-            )  # fmt: skip
-            if PADDING:
-                local = first_expert(me + 1, E, R) - first_expert(me, E, R)
-                zero_padding(plan, out, out_scales, T, local, num_rows, c, R, C, N, BITS, S, BLOCK)
+            begin = tl.load(out_bound(plan, me, channel, k.plan_ranks, k.channels))
+            end = tl.load(out_bound(plan, me, channel + 1, k.plan_ranks, k.channels))
+            put_own_rows(payload, routing, result, ring, begin, end, k)
+            if k.padding:
+                zero_padding(routing, num_experts_of(routing, k.ranks), result, channel, k)
         else:
-            send_rows(
-                peers, state, plan, x, scales, meta, T, me, to, c, ring, R, C, H, N, BITS, S, MW, SLOT, PAY, Q, CHUNK, PB, BLOCK,
-                MODE, GP, DTYPE,
-            )  # fmt: skip
-    elif (pid >= 0) & (pid < (2 * R - 1) * C):
-        s = (me + R - (pid - R * C) // C - 1) % R
-        receive_rows(
-            peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c,
-            R, C, K, KP, J, N, BITS, S, RINGS, RING, SLOT, PAY, Q, CHUNK, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-        )  # fmt: skip
-    elif pid == (2 * R - 1) * C:
-        greet(peers, state, tag, R, C, RP)
+            send_rows(peers, routing, payload, ring, to, channel, k)
+    elif (pid >= 0) & (pid < (2 * k.ranks - 1) * k.channels):
+        source = (me + k.ranks - (pid - k.ranks * k.channels) // k.channels - 1) % k.ranks
+        receive_rows(peers, routing, result, source, channel, k)
+    elif pid == (2 * k.ranks - 1) * k.channels:
+        greet(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+
+
+# The host's side
+
+
+def bind_dispatch(
+    workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
+    by_expert: bool, padding: bool, fresh: bool = False, weighted: bool = False,
+    static: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """Compile and load the kernel for one kind of call. May wait for the device.
+
+    Args:
+        workspace: an ``engines.rings.Ground``.
+        form: of a row on the wire.
+        mode, dtype: how rows are cast on their way (None: not), and what the input holds.
+        slots_per_row: columns of ``slots``.
+        padding: blocks of experts end in rows of zeros.
+    """
+    cut, ranks, channels = (
+        workspace.shape.dispatch, workspace.memory.world_size, workspace.shape.channels
+    )
+    row, slots = row_layout(form), workspace.slots(form)
+    block, chunk = min(power_of_two_at_least(form.words), cut.block), cut.chunk_of(slots)
+    placing = placing_of(
+        num_topk, slots_per_row, by_expert=by_expert, fresh=fresh, weighted=weighted, static=static
+    )
+    k = DispatchConfig(
+        ranks=ranks,
+        rank_bins=workspace.rank_bins,
+        plan_ranks=ranks,
+        channels=channels,
+        row=row,
+        in_memory=strides_in_memory(row),
+        in_slot=strides_in_slots(row),
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
+        cast=cast_of(form, mode, dtype),
+        placing=placing,
+        rows_sent=1 if by_expert else rows_sent(cut, form, mode, block, chunk),
+        rows_received=1 if by_expert else cut.rows_of(block, chunk),
+        block=block,
+        padding=padding,
+    )
+    return workspace.memory.bind(
+        dispatch_kernel, (2 * ranks - 1) * channels + 1, num_warps=cut.num_warps,
+        max_registers=cut.max_registers, k=k,
+    )  # fmt: skip
+
+
+def dispatch_rows(
+    launch: Callable[..., None], workspace: Any, *, plan: int, payload: Payload, result: Result,
+    tag: int, num_tokens: int, num_experts: int, num_rows: int, forced: bool = False,
+) -> None:  # fmt: skip
+    """Launch what :func:`bind_dispatch`, or that of engine twolevel, made. Structs hold addresses.
+    """
+    launch(
+        workspace.peers, workspace.state_at, plan, payload, result, tag, num_tokens, num_experts,
+        num_rows, int(forced),
+    )  # fmt: skip

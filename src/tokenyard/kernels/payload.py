@@ -1,14 +1,21 @@
 # pyright: basic
-"""Rows as kernels move them: whole words, 16 bytes per lane where a row allows it, several rows in flight.
+"""Rows as kernels move them: whole words, 16 bytes per lane where a row allows it, several rows in
+flight.
 
-A slot of a ring is ``[payload | scales | meta]``, each part padded to 16 bytes. Meta is what rides along in a fresh dispatch, in
-int32 words: token, K ids, K ranks of the pick among its source's picks of that expert (expert layouts), K weights (if given).
+A slot of a ring is ``[payload | scales | metadata]``, each part padded to 16 bytes. Metadata goes
+with rows in a fresh dispatch, in int32 words: token, ids of all picks, ranks of these picks among
+the source's picks of that expert (layouts by expert), weights of all picks (if given).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from tokenyard.kernels.structs import Cast
+from tokenyard.kernels.types import kernel_type
 
 
 @triton.jit
@@ -24,15 +31,18 @@ def as_words(address, BITS: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(
-    src, src_row, FROM: tl.constexpr, dst, dst_row, TO: tl.constexpr, here, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``dst[dst_row[i]] = src[src_row[i]]`` for the rows ``here``; N words each, strides FROM and TO, all rows in flight."""
-    for at in range(0, N, BLOCK):
-        w = at + tl.arange(0, BLOCK)
-        mask = here[:, None] & (w < N)[None, :]
-        v = tl.load(src + src_row.to(tl.int64)[:, None] * FROM + w[None, :], mask=mask, cache_modifier=".cg")
-        tl.store(dst + dst_row.to(tl.int64)[:, None] * TO + w[None, :], v, mask=mask, cache_modifier=".cs")
+def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr):
+    """Copy each row of ``source`` (``Rows``) to its row of ``target`` where ``here``.
+
+    All rows are in flight at once.
+    """
+    for at in range(0, num_words, block):
+        w = at + tl.arange(0, block)
+        mask = here[:, None] & (w < num_words)[None, :]
+        start = source.index.to(tl.int64)[:, None] * source.stride
+        v = tl.load(source.words + start + w[None, :], mask=mask, cache_modifier=".cg")
+        start = target.index.to(tl.int64)[:, None] * target.stride
+        tl.store(target.words + start + w[None, :], v, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
@@ -55,7 +65,8 @@ def zero_row(dst, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def groups_of(hidden: int) -> int:
-    """Groups of 128 channels that a cast works on: a power of two, and all bytes of the last packed word."""
+    """Groups of 128 channels that a cast works on: a power of two, with all bytes of the last
+    packed word."""
     return triton.next_power_of_2(max(-(-hidden // 128), 4))
 
 
@@ -67,19 +78,26 @@ def of_each(v, B: tl.constexpr, GP: tl.constexpr):
 
 @triton.jit
 def load_groups(src, row, g, here, H: tl.constexpr):
-    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, 128]``; zeros past a row's end, and where not ``here``."""
+    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, 128]``.
+
+    Zeros past a row's end, and where not ``here``.
+    """
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    return tl.load(src + row.to(tl.int64)[:, None] * H + at, mask=here[:, None] & (at < H), other=0.0)
+    mask = here[:, None] & (at < H)
+    return tl.load(src + row.to(tl.int64)[:, None] * H + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def cast(floats, g, H: tl.constexpr, MODE: tl.constexpr):
-    """Groups ``g [n]`` of rows of H floats, ``[n, 128]``, as E4M3, and what their scales are stored as ``[n]`` (``docs/semantics.md``, Quantisation).
+    """Cast groups ``g [n]`` of rows of H floats, ``[n, 128]``, to E4M3 (``docs/semantics.md``,
+    Quantisation). Returns them, and ``[n]`` what their scales are stored as.
 
-    ``MODE``: the value of a ``Quantize``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
+    ``MODE``: the value of a ``Quantize``. Example: 128 channels of 1.0 give the scale 1 / 448 and
+    128 times 448.
     """
     x = floats.to(tl.float32)
-    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # of magnitudes, which order as their bits do; NaNs are above all
+    # magnitudes order as their bits do; NaNs are above all
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     amax = tl.maximum(most.to(tl.float32, bitcast=True), 1e-4)
     amax = tl.where(most > 0x7F800000, float("nan"), amax)
     scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
@@ -98,28 +116,53 @@ def cast(floats, g, H: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def store_cast(
-    values, scale, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, g, here, H: tl.constexpr, MODE: tl.constexpr,
-    S: tl.constexpr,
+    values, scale, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, g, here,
+    H: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst``, TO bytes each, and ``scales``, S 4-byte words each SCALES bytes."""
+    """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst`` and ``scales``.
+
+    TO, SCALES: bytes from one row to the next. S: words of scales.
+    """
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     to = tl.multiple_of(dst.to(tl.pointer_type(tl.float8e4nv)), 16) + row.to(tl.int64)[:, None] * TO
     if MODE == 3:
-        tl.store(scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES + g, scale, mask=here & (g < 4 * S))
+        mask = here & (g < 4 * S)
+        scales_at = scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES
+        tl.store(scales_at + g, scale, mask=mask)
     else:
-        tl.store(
-            scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4) + g, scale, mask=here & (g < S)
-        )
+        mask = here & (g < S)
+        scales_at = scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4)
+        tl.store(scales_at + g, scale, mask=mask)
     tl.store(to + at, values, mask=here[:, None] & (at < H))
 
 
 @triton.jit
-def cast_rows(
-    x, token, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, here, H: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr,
-    B: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows ``token [B]`` of ``x``, cast, all in flight, to rows ``row [B]`` of ``dst`` and ``scales``: see :func:`store_cast`."""
-    g, there = tl.arange(0, B * GP) % GP, of_each(here, B, GP)
-    floats = load_groups(tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16), of_each(token, B, GP), g, there, H)
-    values, scale = cast(floats, g, H, MODE)
-    store_cast(values, scale, dst, TO, scales, SCALES, of_each(row, B, GP), g, there, H, MODE, S)
+def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constexpr):
+    """Cast rows ``token`` of ``x`` on their way to ``target``; their scales go to ``scales``.
+
+    Both are ``Rows``, in bytes. All rows are in flight. ``row``: a ``RowLayout``. ``how``: a
+    ``Cast``.
+    """
+    num_rows: tl.constexpr = here.shape[0]
+    g, there = tl.arange(0, num_rows * how.groups) % how.groups, of_each(here, num_rows, how.groups)
+    source = tl.multiple_of(x.to(tl.pointer_type(how.dtype)), 16)
+    floats = load_groups(source, of_each(token, num_rows, how.groups), g, there, row.hidden)
+    values, scale = cast(floats, g, row.hidden, how.mode)
+    store_cast(
+        values, scale, target.words, target.stride, scales.words, scales.stride,
+        of_each(target.index, num_rows, how.groups), g, there, row.hidden, how.mode,
+        row.scale_words,
+    )  # fmt: skip
+
+
+# The host's side
+
+
+def cast_of(form: Any, mode: Any, dtype: Any) -> Cast:
+    """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None."""
+    return Cast(0 if mode is None else mode.value, groups_of(form.hidden), kernel_type(dtype))
+
+
+def rows_sent(cut: Any, form: Any, mode: Any, block: int, most: int) -> int:
+    """Rows in flight, ``block`` words of each, of programs that read the input, and may cast it."""
+    return cut.rows_of(block, most) if mode is None else cut.casts_of(groups_of(form.hidden), most)

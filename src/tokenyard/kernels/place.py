@@ -1,128 +1,206 @@
 # pyright: basic
-"""Where received rows go: into the result, in the order of the layout, with what rode along.
+"""Where received rows go: into the result, in the order of its layout, with their metadata.
 
-``a`` is the arrival row: by source rank, then token. ``FLAT`` results stand in that order; expert layouts have one result row
-per (arrival row, local expert), whose place is ``start_of(expert, source)`` plus the rank of the pick at its source.
+Arrival rows are numbered by source rank, then token. A flat result stands in that order. A result
+by expert has one row per (arrival row, local expert), at ``start_of(expert, source)`` plus the rank
+of the pick among its source's picks of that expert.
 
-Example: arrival row 5 of source 1 has ids ``[9, 2, -1]`` and ranks ``[0, 4, 0]``; experts 8..15 are here. With
-``start_of(1, 1) = 30`` its one result row is 30, ``slots[5] = [30, -1]``, ``picks[5] = [0, 0]``, ``gather[30] = 5``.
+Example: arrival row 5 of source 1 has ids ``[9, 2, -1]`` and ranks ``[0, 4, 0]``; experts 8..15 are
+here. With ``start_of(1, 1) = 30`` its one result row is 30, ``slots[5] = [30, -1]``, ``picks[5] =
+[0, 0]``, ``arrivals[30] = 5``.
+
+``k`` is the struct of constants of any kernel that dispatches: it has ``plan_ranks``, ``channels``
+and :class:`Placing` as ``placing``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows
-from tokenyard.kernels.region import start_of
+from tokenyard.kernels.region import first_expert, start_of
+from tokenyard.kernels.structs import Experts, Rows
+from tokenyard.kernels.sync import words
+from tokenyard.layout import power_of_two_at_least
+
+
+class Placing(NamedTuple):
+    """What kernels need to know of a result and of what comes with its rows."""
+
+    topk: int
+    topk_bins: int  # the next power of two
+    slots_per_row: int  # result rows that one arrival row can have
+    by_expert: bool  # the result is in the order of experts, else of (source, token)
+    fresh: bool  # metadata comes with rows, and the host may not know the counts yet
+    weighted: bool
+    static: bool  # shapes do not depend on the routing
 
 
 @triton.jit
-def unpack_flat(
-    meta, row, a, here, source_rank, first, end, topk_idx, weights, source, slots, gather,
-    K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """Ids, weights and source of rows ``a [B]``, read from meta ``row [B]``. ``first``, ``end``: experts of this rank."""
-    k = tl.arange(0, KP)
-    m = as_words(meta, 32) + row.to(tl.int64)[:, None] * STRIDE
-    inside = here[:, None] & (k < K)[None, :]
-    ids = tl.load(m + 1 + k[None, :], mask=inside, other=-1)
-    local = tl.where((ids >= first) & (ids < end), ids - first, -1)
-    to = a.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(topk_idx.to(tl.pointer_type(tl.int64)) + to, local.to(tl.int64), mask=inside)
-    if WEIGHTED:
-        w = tl.load(m.to(tl.pointer_type(tl.float32)) + 1 + K + k[None, :], mask=inside, other=0.0)
-        tl.store(weights.to(tl.pointer_type(tl.float32)) + to, tl.where(local < 0, 0.0, w), mask=inside)
-    token = tl.load(as_words(meta, 32) + row.to(tl.int64) * STRIDE, mask=here, other=0).to(tl.int64)
-    tl.store(source.to(tl.pointer_type(tl.int64)) + a, (source_rank.to(tl.int64) << 32) | token, mask=here)
-    if STATIC:
-        tl.store(slots.to(tl.pointer_type(tl.int64)) + a, a.to(tl.int64), mask=here)
-        tl.store(gather.to(tl.pointer_type(tl.int64)) + a, a.to(tl.int64), mask=here)
+def floats(address):
+    """``address`` as a pointer to float32."""
+    return address.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def unpack_placed(
-    meta, a, source_rank, first, end, plan, T, num_rows, slots, picks, weights, source, gather,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """The same for one arrival row of an expert layout. Returns its result rows ``[KP]``, -1 where there is none."""
-    k = tl.arange(0, KP)
-    m = as_words(meta, 32)
-    ids = tl.load(m + 1 + k, mask=k < K, other=-1)
-    mine = (ids >= first) & (ids < end)
-    rank = tl.load(m + 1 + K + k, mask=mine, other=0)
-    start = tl.load(start_of(plan, tl.where(mine, ids - first, 0), source_rank, T, R, C), mask=mine, other=0)
-    slot = tl.where(mine & (start + rank < num_rows), start + rank, -1)
+def experts_of(routing, ranks: tl.constexpr):
+    """The experts of this rank."""
+    first = first_expert(routing.rank, routing.num_experts, ranks)
+    return Experts(first=first, end=first_expert(routing.rank + 1, routing.num_experts, ranks))
+
+
+@triton.jit
+def num_experts_of(routing, ranks: tl.constexpr):
+    """How many these are."""
+    end = first_expert(routing.rank + 1, routing.num_experts, ranks)
+    return end - first_expert(routing.rank, routing.num_experts, ranks)
+
+
+@triton.jit
+def unpack_flat(metadata, batch, source, experts, result, stride: tl.constexpr, how: tl.constexpr):
+    """Store ids, weights and source of the rows of ``batch``, read from ``metadata``. ``how``: a
+    :class:`Placing`."""
+    pick = tl.arange(0, how.topk_bins)
+    m = as_words(metadata, 32) + batch.index.to(tl.int64)[:, None] * stride
+    inside = batch.here[:, None] & (pick < how.topk)[None, :]
+    ids = tl.load(m + 1 + pick[None, :], mask=inside, other=-1)
+    local = tl.where((ids >= experts.first) & (ids < experts.end), ids - experts.first, -1)
+    to = batch.arrival.to(tl.int64)[:, None] * how.topk + pick[None, :]
+    tl.store(words(result.expert_ids) + to, local.to(tl.int64), mask=inside)
+    if how.weighted:
+        weight = tl.load(floats(m) + 1 + how.topk + pick[None, :], mask=inside, other=0.0)
+        tl.store(floats(result.weights) + to, tl.where(local < 0, 0.0, weight), mask=inside)
+    token = tl.load(
+        as_words(metadata, 32) + batch.index.to(tl.int64) * stride, mask=batch.here, other=0
+    )
+    token = token.to(tl.int64)
+    tl.store(
+        words(result.source) + batch.arrival, (source.to(tl.int64) << 32) | token, mask=batch.here
+    )
+    if how.static:
+        tl.store(words(result.slots) + batch.arrival, batch.arrival.to(tl.int64), mask=batch.here)
+        tl.store(
+            words(result.arrivals) + batch.arrival, batch.arrival.to(tl.int64), mask=batch.here
+        )
+
+
+@triton.jit
+def unpack_by_expert(metadata, arrival, source, experts, routing, result, k: tl.constexpr):
+    """The same for one arrival row of a result by expert. Returns its result rows ``[topk_bins]``,
+    -1 where none is."""
+    how: tl.constexpr = k.placing
+    pick = tl.arange(0, how.topk_bins)
+    m = as_words(metadata, 32)
+    ids = tl.load(m + 1 + pick, mask=pick < how.topk, other=-1)
+    mine = (ids >= experts.first) & (ids < experts.end)
+    rank = tl.load(m + 1 + how.topk + pick, mask=mine, other=0)
+    local = tl.where(mine, ids - experts.first, 0)
+    starts = start_of(routing.plan, local, source, routing.num_tokens, k.plan_ranks, k.channels)
+    start = tl.load(starts, mask=mine, other=0)
+    slot = tl.where(mine & (start + rank < routing.num_rows), start + rank, -1)
     nth = tl.cumsum((slot >= 0).to(tl.int32), 0) - 1
-    kept = (slot >= 0) & (nth < J)  # a peer cannot send more
-    at = a.to(tl.int64) * J + nth
-    tl.store(slots.to(tl.pointer_type(tl.int64)) + at, slot.to(tl.int64), mask=kept)
-    tl.store(picks.to(tl.pointer_type(tl.int64)) + at, k.to(tl.int64), mask=kept)
+    kept = (slot >= 0) & (nth < how.slots_per_row)  # a peer cannot send more
+    at = arrival.to(tl.int64) * how.slots_per_row + nth
+    tl.store(words(result.slots) + at, slot.to(tl.int64), mask=kept)
+    tl.store(words(result.picks) + at, pick.to(tl.int64), mask=kept)
     count = tl.sum(kept.to(tl.int32))
-    rest = (k >= count) & (k < J)
-    tl.store(slots.to(tl.pointer_type(tl.int64)) + a.to(tl.int64) * J + k, (k * 0 - 1).to(tl.int64), mask=rest)
-    tl.store(picks.to(tl.pointer_type(tl.int64)) + a.to(tl.int64) * J + k, (k * 0).to(tl.int64), mask=rest)
-    tl.store(gather.to(tl.pointer_type(tl.int64)) + slot, a.to(tl.int64) + (k * 0), mask=kept)
-    if WEIGHTED:
-        w = tl.load(m.to(tl.pointer_type(tl.float32)) + 1 + 2 * K + k, mask=kept, other=0.0)
-        tl.store(weights.to(tl.pointer_type(tl.float32)) + slot, w, mask=kept)
+    rest = (pick >= count) & (pick < how.slots_per_row)
+    before = arrival.to(tl.int64) * how.slots_per_row
+    tl.store(words(result.slots) + before + pick, (pick * 0 - 1).to(tl.int64), mask=rest)
+    tl.store(words(result.picks) + before + pick, (pick * 0).to(tl.int64), mask=rest)
+    tl.store(words(result.arrivals) + slot, arrival.to(tl.int64) + (pick * 0), mask=kept)
+    if how.weighted:
+        weight = tl.load(floats(m) + 1 + 2 * how.topk + pick, mask=kept, other=0.0)
+        tl.store(floats(result.weights) + slot, weight, mask=kept)
     token = tl.load(m).to(tl.int64)
     tl.store(
-        source.to(tl.pointer_type(tl.int64)) + slot, ((source_rank.to(tl.int64) << 32) | token) + (k * 0), mask=kept
+        words(result.source) + slot, ((source.to(tl.int64) << 32) | token) + (pick * 0), mask=kept
     )
     return tl.where(kept, slot, -1)
 
 
 @triton.jit
-def place_riders(
-    scales, meta, row, a, here, source_rank, first, end, out_scales, topk_idx, weights, source, slots, gather,
-    SCALE: tl.constexpr, META: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, FRESH: tl.constexpr,
-    WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
+def known_slots(result, arrival, how: tl.constexpr):
+    """The result rows of one arrival row in a cached dispatch, as :func:`unpack_by_expert` returns
+    them."""
+    pick = tl.arange(0, how.topk_bins)
+    slots = words(result.slots) + arrival.to(tl.int64) * how.slots_per_row + pick
+    return tl.load(slots, mask=pick < how.slots_per_row, other=-1).to(tl.int32)
+
+
+@triton.jit
+def place_metadata(
+    payload, batch, source, experts, result, strides: tl.constexpr, scale_words: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
-    """What comes with rows of a ``FLAT`` result: scales, and in a fresh dispatch ids, weights and sources."""
-    if S:
-        copy_rows(as_words(scales, 32), row, SCALE, as_words(out_scales, 32), a, S, here, S, triton.next_power_of_2(S))
-    if FRESH:
-        unpack_flat(
-            meta, row, a, here, source_rank, first, end, topk_idx, weights, source, slots, gather, K, KP, META,
-            WEIGHTED, STATIC,
+    """Store what comes with rows of a flat result: scales, and in a fresh dispatch ids, weights and
+    sources."""
+    if scale_words:
+        copy_rows(
+            Rows(words=as_words(payload.scales, 32), index=batch.index, stride=strides.scales),
+            Rows(words=as_words(result.scales, 32), index=batch.arrival, stride=scale_words),
+            batch.here, scale_words, triton.next_power_of_2(scale_words),
         )  # fmt: skip
+    if how.fresh:
+        unpack_flat(payload.metadata, batch, source, experts, result, strides.metadata, how)
+
+
+@triton.jit
+def place_by_expert(
+    payload, batch, source, experts, routing, result, strides: tl.constexpr, block: tl.constexpr,
+    k: tl.constexpr,
+):  # fmt: skip
+    """Move rows to a result by expert, one after the other: each is read once and written to all
+    its result rows."""
+    row: tl.constexpr = k.row
+    for i in tl.static_range(batch.here.shape[0]):
+        one = tl.arange(0, batch.here.shape[0]) == i
+        if tl.max((one & batch.here).to(tl.int32)) > 0:
+            arrival = tl.sum(tl.where(one, batch.arrival, 0))
+            index = tl.sum(tl.where(one, batch.index, 0)).to(tl.int64)
+            if k.placing.fresh:
+                metadata = payload.metadata + index * (strides.metadata * 4)
+                to = unpack_by_expert(metadata, arrival, source, experts, routing, result, k)
+            else:
+                to = known_slots(result, arrival, k.placing)
+            x = as_words(payload.rows, row.word_bits) + index * strides.payload
+            copy_row_to(x, as_words(result.rows, row.word_bits), to, to >= 0, row.words, block)
+            if row.scale_words:
+                copy_row_to(
+                    as_words(payload.scales, 32) + index * strides.scales,
+                    as_words(result.scales, 32), to, to >= 0, row.scale_words,
+                    triton.next_power_of_2(row.scale_words),
+                )  # fmt: skip
 
 
 @triton.jit
 def place_rows(
-    rows, scales, meta, row, a, here, source_rank, first, end, plan, T, num_rows, out, out_scales,
-    topk_idx, picks, weights, source, gather, slots,
-    ROW: tl.constexpr, SCALE: tl.constexpr, META: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr,
-    WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
+    payload, batch, source, experts, routing, result, strides: tl.constexpr, block: tl.constexpr,
+    k: tl.constexpr,
 ):  # fmt: skip
-    """Place rows ``row [B]`` of ``rows``, ``scales`` and ``meta`` (addresses; strides ROW, SCALE, META words) as ``a [B]``."""
-    if PLACED:
-        for i in tl.static_range(B):
-            one = tl.arange(0, B) == i
-            if tl.max((one & here).to(tl.int32)) > 0:
-                b, this = tl.sum(tl.where(one, a, 0)), tl.sum(tl.where(one, row, 0)).to(tl.int64)
-                if FRESH:
-                    to = unpack_placed(
-                        meta + this * (META * 4), b, source_rank, first, end, plan, T, num_rows, slots, picks, weights,
-                        source, gather, R, C, K, KP, J, WEIGHTED,
-                    )  # fmt: skip
-                else:
-                    k = tl.arange(0, KP)
-                    to = tl.load(slots.to(tl.pointer_type(tl.int64)) + b.to(tl.int64) * J + k, mask=k < J, other=-1).to(
-                        tl.int32
-                    )
-                copy_row_to(as_words(rows, BITS) + this * ROW, as_words(out, BITS), to, to >= 0, N, BLOCK)
-                if S:
-                    copy_row_to(
-                        as_words(scales, 32) + this * SCALE, as_words(out_scales, 32), to, to >= 0, S,
-                        triton.next_power_of_2(S),
-                    )  # fmt: skip
+    """Move rows ``batch`` of ``payload`` to the result, with their metadata."""
+    if k.placing.by_expert:
+        place_by_expert(payload, batch, source, experts, routing, result, strides, block, k)
     else:
-        copy_rows(as_words(rows, BITS), row, ROW, as_words(out, BITS), a, N, here, N, BLOCK)
-        place_riders(
-            scales, meta, row, a, here, source_rank, first, end, out_scales, topk_idx, weights, source, slots, gather,
-            SCALE, META, K, KP, S, FRESH, WEIGHTED, STATIC,
+        row: tl.constexpr = k.row
+        x, out = as_words(payload.rows, row.word_bits), as_words(result.rows, row.word_bits)
+        copy_rows(
+            Rows(words=x, index=batch.index, stride=strides.payload),
+            Rows(words=out, index=batch.arrival, stride=row.words), batch.here, row.words, block,
         )  # fmt: skip
+        place_metadata(payload, batch, source, experts, result, strides, row.scale_words, k.placing)
+
+
+# The host's side
+
+
+def placing_of(
+    num_topk: int, slots_per_row: int, *, by_expert: bool, fresh: bool, weighted: bool, static: bool
+) -> Placing:
+    """See :class:`Placing`."""
+    return Placing(
+        num_topk, power_of_two_at_least(num_topk), slots_per_row, by_expert, fresh, weighted, static
+    )

@@ -1,273 +1,320 @@
 # pyright: basic
-"""Dispatch over two levels: once per (token, node) through the network, then to the ranks of the node that need it.
+"""Dispatch over two levels: once per (token, node) through the network, then to the ranks of the
+node that need it.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a channel: a network sender and a forwarder
-(``kernels/two_forward.py``) per other node, the rows that stay, a sender per other local rank, a receiver per source with another local
-index, the greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends it once, to rank 2,
-whose forwarder places it, and stores it to ring (0, c) of rank 3.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
+channel: a network sender and a forwarder (``kernels/two_forward.py``) per other node, the rows that
+stay, a sender per other local rank, a receiver per source with another local index, the greeting
+(of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends
+it once, to rank 2, whose forwarder places it, and stores it to ring (0, c) of rank 3.
 
-Who publishes what, who may read when (``docs/twolevel.md``; inside a node as in ``kernels/dispatch.py``):
+Who publishes what, who may read when (``docs/twolevel.md``; inside a node as in
+``kernels/dispatch.py``):
 
-* A network sender packs a chunk of rows into staging slots, and puts them with their number onto ``net tail``; MAPPED: it packs them into
-  the network ring itself, and owes the tail. The forwarder sees the tail (acquire), then reads the slots.
-* A forwarder stores rows to the rings of other local ranks, and owes their tails; their receivers owe heads to it. Rows
-  for its own rank it takes to their places. It returns network credits behind its reads, CREDIT rows at a time and at the end.
-* What turns owe is added once per round (``publish``, release), behind the last task: behind all that was stored and read. The kernel ends behind
-  another ``publish``, so nothing is owed between calls.
-* Slot ``i % NQ`` of the network ring and of its staging ring belongs to the i-th row of the channel in this call.
+* A network sender packs a chunk of rows into staging slots, and puts them with their number onto
+  ``net tail``; MAPPED: it packs them into the network ring itself, and owes the tail. The forwarder
+  sees the tail (acquire), then reads the slots.
+* A forwarder stores rows to the rings of other local ranks, and owes their tails; their receivers
+  owe heads to it. Rows for its own rank it takes to their places. It returns network credits behind
+  its reads, CREDIT rows at a time and at the end.
+* What turns owe is added once per round (``publish``, release), behind the last task: behind all
+  that was stored and read. The kernel ends behind another ``publish``, so nothing is owed between
+  calls.
+* Slot ``i % NQ`` of the network ring and of its staging ring belongs to the i-th row of the channel
+  in this call.
 
-Nobody waits in a circle: a receiver needs its forwarder only, a forwarder its receivers and its network sender, and a network
-sender its forwarder's credits, of which less than CREDIT are held back: ``NQ >= NCHUNK + CREDIT - 1``.
+Nobody waits in a circle: a receiver needs its forwarder only, a forwarder its receivers and its
+network sender, and a network sender its forwarder's credits, of which less than CREDIT are held
+back: ``NQ >= NCHUNK + CREDIT - 1``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.dispatch import TOGETHER, pack_payload, pack_riders, put_own_rows, receive_chunk, send_chunk, zero_padding
+from tokenyard.kernels.dispatch import put_own_rows, receive_chunk, send_chunk, zero_padding
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.payload import cast_of, rows_sent
+from tokenyard.kernels.place import Placing, num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    first_expert, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from,
+    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from
+)
+from tokenyard.kernels.structs import (
+    Cast, Grid, NetworkRing, Payload, Peers, Result, RingLayout, Routing, RowLayout, Strides, Turn,
+    grid_of, network_ring_of, row_layout, strides_in_memory, strides_in_slots,
 )  # fmt: skip
-from tokenyard.kernels.sync import ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
+from tokenyard.kernels.sync import (
+    ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
+)
+from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import forward_turn
 from tokenyard.kernels.two_letters import greet_turn
-from tokenyard.kernels.two_net import put
-from tokenyard.kernels.two_region import ON_NET_ROOM, done_in, net_bytes, net_head, net_sent_to, net_tail, num_tasks, other
-from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+from tokenyard.kernels.two_region import done_in, num_tasks
+from tokenyard.kernels.two_turns import (
+    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+)
+from tokenyard.layout import power_of_two_at_least
+
+MOST_FORWARDED = 64
+"""Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of
+128."""
+
+
+class TwoDispatchConfig(NamedTuple):
+    """What is known of a dispatch over two levels when its kernel is compiled. See
+    ``DispatchConfig``."""
+
+    ranks: int
+    rank_bins: int  # a power of two, not less than plan_ranks
+    plan_ranks: int
+    channels: int
+    grid: Grid
+    row: RowLayout
+    in_memory: Strides
+    in_slot: Strides
+    ring: RingLayout
+    network_ring: NetworkRing
+    cast: Cast
+    placing: Placing
+    rows_sent: int
+    rows_received: int
+    rows_forwarded: int  # rows in flight of a forwarder
+    block: int
+    forward_block: int  # words of each row in flight of a forwarder
+    padding: bool
+    at_once: bool  # a forwarder reads a row once for all its places, the result's among them
 
 
 @triton.jit
-def _own_turn(
-    state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, c, ring, done,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, CHUNK: tl.constexpr,
-    B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr, WEIGHTED: tl.constexpr,
-    STATIC: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows of channel ``c`` for this rank itself. Returns the rows that are left, as all turns do."""
-    lo, hi = tl.load(out_bound(plan, me, c, D, C)), tl.load(out_bound(plan, me, c + 1, D, C))
-    i = tl.load(done).to(tl.int32)
+def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
+    """Rows of this channel for this rank itself. Returns the rows that are left, as all turns do.
+    """
+    place = (peers.rank * k.channels + turn.channel).to(tl.int64)
+    ring = peer_base(peers.regions, peers.rank) + k.ring.first_byte + place * k.ring.num_bytes
+    lo = tl.load(out_bound(routing.plan, peers.rank, turn.channel, k.plan_ranks, k.channels))
+    hi = tl.load(out_bound(routing.plan, peers.rank, turn.channel + 1, k.plan_ranks, k.channels))
+    i = tl.load(turn.done).to(tl.int32)
     left = hi - lo - i
     tl.debug_barrier()
     if left > 0:
-        n = tl.minimum(left, CHUNK)
-        put_own_rows(
-            state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, ring,
-            lo + i, lo + i + n, R, D, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE, GP,
-            DTYPE,
-        )  # fmt: skip
+        n = tl.minimum(left, k.ring.chunk)
+        put_own_rows(payload, routing, result, ring, lo + i, lo + i + n, k)
         left -= n
-        tl.store(done, (i + n).to(tl.int64))
+        tl.store(turn.done, (i + n).to(tl.int64))
     return left
 
 
 @triton.jit
-def _send_turn(
-    peers, state, plan, x, scales, meta, T, me, to, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr,
-    MW: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
-    CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, GP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A chunk of rows of channel ``c`` for rank ``to`` into its ring (me, c)."""
-    lo, hi = tl.load(out_bound(plan, to, c, D, C)), tl.load(out_bound(plan, to, c + 1, D, C))
-    i = tl.load(done).to(tl.int32)
-    base = tl.load(sent_to(state, to, c, R, C))
+def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
+    """A chunk of rows of this channel for rank ``to`` into its ring (me, channel)."""
+    lo = tl.load(out_bound(routing.plan, to, turn.channel, k.plan_ranks, k.channels))
+    hi = tl.load(out_bound(routing.plan, to, turn.channel + 1, k.plan_ranks, k.channels))
+    i = tl.load(turn.done).to(tl.int32)
+    base = tl.load(sent_to(peers.state, to, turn.channel, k.ranks, k.channels))
     left = hi - lo - i
     if left > 0:
-        n = tl.minimum(left, CHUNK)
-        want = base + tl.maximum(i + n - Q, 0)  # the ring is drained before the first row
-        seen = load_acquire(head_of(peer_base(peers, me), to, c, R, C))
+        n = tl.minimum(left, k.ring.chunk)
+        # the ring is drained before the first row
+        want = base + tl.maximum(i + n - k.ring.slots, 0)
+        mine = peer_base(peers.regions, peers.rank)
+        seen = load_acquire(head_of(mine, to, turn.channel, k.ranks, k.channels))
         tl.debug_barrier()
-        if step != ON_TIME:
-            if reports(step, seen < want, False):
-                give_up(state, TIMED_OUT, ON_ROOM, to, c, want, seen)
+        if turn.step != ON_TIME:
+            if reports(turn.step, seen < want, False):
+                give_up(peers.state, TIMED_OUT, ON_ROOM, to, turn.channel, want, seen)
         elif seen >= want:
-            there = peer_base(peers, to)
-            ring = there + RINGS + (me * C + c).to(tl.int64) * RING
-            send_chunk(
-                x, scales, meta, order_of(plan, to, T, D, C), ring, lo + i, n, lo,
-                H, N, BITS, S, MW, SLOT, PAY, Q, B, BLOCK, MODE, GP, DTYPE,
+            there = peer_base(peers.regions, to)
+            place = (peers.rank * k.channels + turn.channel).to(tl.int64)
+            ring = there + k.ring.first_byte + place * k.ring.num_bytes
+            order = order_of(routing.plan, to, routing.num_tokens, k.plan_ranks, k.channels)
+            send_chunk(payload, order, ring, lo + i, n, lo, k)
+            tail = tail_of(there, peers.rank, turn.channel, k.ranks, k.channels).to(tl.int64)
+            owe(
+                peers.state, turn.task, turn.channel, 0, tail, n.to(tl.int64), None, k.ranks,
+                k.grid.nodes, k.channels,
             )  # fmt: skip
-            owe(state, task, c, 0, tail_of(there, me, c, R, C).to(tl.int64), n.to(tl.int64), None, R, D - R, C)
             left -= n
-            tl.store(done, (i + n).to(tl.int64))
+            tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                tl.store(sent_to(state, to, c, R, C), base + hi - lo)
-    return left
-
-
-@triton.jit
-def _receive_turn(
-    peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr,
-    FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """A chunk of rows of source ``s`` out of ring (s, c), to their places. Credits go to the local rank that put them there."""
-    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
-    i = tl.load(done).to(tl.int32)
-    base = tl.load(taken_from(state, s, c, R, C))
-    left = hi - lo - i
-    if left > 0:
-        mine = peer_base(peers, me)
-        want = base + i + 1
-        seen = load_acquire(tail_of(mine, s, c, R, C))
-        tl.debug_barrier()
-        if step != ON_TIME:
-            if reports(step, seen < want, s // P != me // P):
-                give_up(state, TIMED_OUT, ON_ROWS, s, c, want, seen)
-        elif seen >= want:
-            n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i, left), CHUNK)
-            head = head_of(peer_base(peers, me // P * P + s % P), s // P * P + me % P, c, R, C)
-            receive_chunk(
-                plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s,
-                mine + RINGS + (s * C + c).to(tl.int64) * RING, i, n, tl.load(first_in(plan, s, D, C)) + lo,
-                R, D, C, K, KP, J, N, BITS, S, SLOT, PAY, Q, B, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-            )  # fmt: skip
-            owe(state, task, c, 0, head.to(tl.int64), n.to(tl.int64), None, R, D - R, C)
-            left -= n
-            tl.store(done, (i + n).to(tl.int64))
-            if left == 0:
-                tl.store(taken_from(state, s, c, R, C), base + hi - lo)
-    return left
-
-
-@triton.jit
-def far_turn(
-    peers, state, plan, x, scales, meta, T, me, node, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
-    S: tl.constexpr, MW: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr,
-    NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
-    GP: tl.constexpr, DTYPE: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """A chunk of rows of channel ``c`` for ``node`` into the network ring of its rank of my local index."""
-    G: tl.constexpr = R // P
-    lo, hi = tl.load(out_bound(plan, R + node, c, D, C)), tl.load(out_bound(plan, R + node, c + 1, D, C))
-    i = tl.load(done).to(tl.int32)
-    base = tl.load(net_sent_to(state, node, c, R, G, C))
-    left = hi - lo - i
-    if left > 0:
-        mine, home, to = peer_base(peers, me), me // P, node * P + me % P
-        n = tl.minimum(left, NCHUNK)
-        want = base + tl.maximum(i + n - NQ, 0)  # ring and staging are drained before the first row
-        seen = load_acquire(words(mine + net_head(node, c, G, C, FAR)))
-        tl.debug_barrier()
-        if step != ON_TIME:
-            if reports(step, seen < want, False):
-                give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, seen)
-        elif seen >= want:
-            here = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
-            there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
-            ring = peer_base(peers, to) + there if MAPPED else mine + here
-            order = order_of(plan, R + node, T, D, C)
-            first = i % NQ  # chunks begin at multiples of NCHUNK, and so does the end of the ring
-            b = tl.arange(0, B)
-            several = tl.arange(0, TOGETHER)
-            for j in range(0, n, B):
-                token = tl.load(order + lo + i + j + b, mask=j + b < n, other=0)
-                pack_payload(
-                    x, token, ring, first + j + b, j + b < n, H, N, BITS, S, SLOT, PAY, BLOCK, B, MODE, GP, DTYPE
+                tl.store(
+                    sent_to(peers.state, to, turn.channel, k.ranks, k.channels), base + hi - lo
                 )
-            if MW or (S and not MODE):
-                for j in range(0, n, TOGETHER):
-                    token = tl.load(order + lo + i + j + several, mask=j + several < n, other=0)
-                    pack_riders(scales, meta, token, ring, first + j + several, j + several < n, S, MW, SLOT, PAY, MODE)
-            at, num_bytes, account = first.to(tl.int64) * SLOT, n.to(tl.int64) * SLOT, net_bytes(state, node, R, G, C)
-            tail = net_tail(home, c, C, FAR)
-            if MAPPED:
-                tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
-                owe(state, task, c, 0, peer_base(peers, to) + tail, n.to(tl.int64), None, R, G, C)
-            else:
-                put(peers, account, mine, to, there + at, here + at, num_bytes, tail, n.to(tl.int64), 2, True)
-            left -= n
-            tl.store(done, (i + n).to(tl.int64))
-            if left == 0:
-                tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)
     return left
+
+
+@triton.jit
+def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
+    """A chunk of rows of ``source`` out of ring (source, channel), to their places.
+
+    Credits go to the local rank that put them there.
+    """
+    P: tl.constexpr = k.grid.ranks_per_node
+    lo = tl.load(in_bound(routing.plan, source, turn.channel, k.plan_ranks, k.channels))
+    hi = tl.load(in_bound(routing.plan, source, turn.channel + 1, k.plan_ranks, k.channels))
+    i = tl.load(turn.done).to(tl.int32)
+    base = tl.load(taken_from(peers.state, source, turn.channel, k.ranks, k.channels))
+    left = hi - lo - i
+    if left > 0:
+        mine, me = peer_base(peers.regions, peers.rank), peers.rank
+        want = base + i + 1
+        seen = load_acquire(tail_of(mine, source, turn.channel, k.ranks, k.channels))
+        tl.debug_barrier()
+        if turn.step != ON_TIME:
+            if reports(turn.step, seen < want, source // P != me // P):
+                give_up(peers.state, TIMED_OUT, ON_ROWS, source, turn.channel, want, seen)
+        elif seen >= want:
+            n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i, left), k.ring.chunk)
+            putter = peer_base(peers.regions, me // P * P + source % P)
+            head = head_of(putter, source // P * P + me % P, turn.channel, k.ranks, k.channels)
+            place = (source * k.channels + turn.channel).to(tl.int64)
+            ring = mine + k.ring.first_byte + place * k.ring.num_bytes
+            first = tl.load(first_in(routing.plan, source, k.plan_ranks, k.channels)) + lo
+            receive_chunk(routing, result, source, ring, i, n, first, k)
+            head = head.to(tl.int64)
+            owe(
+                peers.state, turn.task, turn.channel, 0, head, n.to(tl.int64), None, k.ranks,
+                k.grid.nodes, k.channels,
+            )  # fmt: skip
+            left -= n
+            tl.store(turn.done, (i + n).to(tl.int64))
+            if left == 0:
+                taken = taken_from(peers.state, source, turn.channel, k.ranks, k.channels)
+                tl.store(taken, base + hi - lo)
+    return left
+
+
+@triton.jit
+def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constexpr):
+    """A turn of any task: rows left to do, and whether it waits for relayed rows.
+
+    ``home``, ``local``: this rank's node, and its index there.
+    """
+    grid: tl.constexpr = k.grid
+    NODES: tl.constexpr = grid.nodes
+    NEAR: tl.constexpr = grid.ranks_per_node
+    BESIDE: tl.constexpr = NEAR - 1 if NEAR > 1 else 1
+    FAR: tl.constexpr = 2 * (NODES - 1)  # tasks between nodes: the first ones
+    task = turn.task
+    rows, relayed = task * 0, task * 0
+    if task < NODES - 1:
+        rows = far_turn(peers, routing, payload, (home + 1 + task) % NODES, turn, k)
+    elif task < FAR:
+        rows = forward_turn(peers, routing, result, (home + FAR - task) % NODES, turn, k)
+    elif task < FAR + 1:
+        rows = _own_turn(peers, routing, payload, result, turn, k)
+    elif task < FAR + NEAR:
+        to = home * NEAR + (local + task - FAR) % NEAR
+        rows = _send_turn(peers, routing, payload, to, turn, k)
+    elif task < num_tasks(k.ranks, NODES) - 1:
+        at = task - NEAR - FAR
+        node = (home + NODES - at // BESIDE) % NODES
+        source = node * NEAR + (local + NEAR - 1 - at % BESIDE) % NEAR
+        relayed = (source // NEAR != home).to(tl.int32)
+        rows = _receive_turn(peers, routing, result, source, turn, k)
+    elif (task < num_tasks(k.ranks, NODES)) & (turn.channel == 0):
+        rows = greet_turn(
+            peers.regions, peers.state, tag, turn.done, turn.step, k.ranks, k.channels,
+            k.rank_bins, NEAR, grid.header_words, grid.first_byte, grid.network,
+        )  # fmt: skip
+    return rows, relayed
 
 
 @triton.jit(repr=shown_as("twolevel::dispatch"))
 def two_dispatch_kernel(
-    peers, state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, tag, T, E, num_rows, forced,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, J: tl.constexpr, H: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, MW: tl.constexpr,
-    W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
-    CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr,
-    CREDIT: tl.constexpr, B: tl.constexpr, PB: tl.constexpr, BLOCK: tl.constexpr, FB: tl.constexpr, FBLOCK: tl.constexpr, PLACED: tl.constexpr,
-    FRESH: tl.constexpr, WEIGHTED: tl.constexpr, STATIC: tl.constexpr, PADDING: tl.constexpr, MODE: tl.constexpr,
-    GP: tl.constexpr, DTYPE: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
+    regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
+    forced, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``dispatch_kernel``, for PB too. A forwarder has FB rows of FBLOCK words in flight."""
+    """See the module. ``k`` is a :class:`TwoDispatchConfig`; :func:`bind_two_dispatch` makes the
+    launch."""
+    grid: tl.constexpr = k.grid
     pid = tl.program_id(0)
-    if FRESH:  # launched before the host knew the counts
-        pid = tl.where((tl.load(go_of(plan, D, C)) == 0) & (forced == 0), -1, pid)
+    if k.placing.fresh:  # launched before the host knew the counts
+        go = tl.load(go_of(plan, k.plan_ranks, k.channels))
+        pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
-    T, E, num_rows = T.to(tl.int32), E.to(tl.int32), num_rows.to(tl.int32)
+    num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
+    num_rows = num_rows.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
-    home, local = me // P, me % P
-    c, worker = pid % C, pid // C
-    G: tl.constexpr = R // P
-    TASKS: tl.constexpr = num_tasks(R, G)
-    LAST: tl.constexpr = (TASKS + WORKERS - 1) // WORKERS - 1
-    BESIDE: tl.constexpr = P - 1 if P > 1 else 1
+    home, local = me // grid.ranks_per_node, me % grid.ranks_per_node
+    peers = Peers(regions=regions, state=state, rank=me)
+    routing = Routing(
+        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
+    )
+    c, worker = pid % k.channels, pid // k.channels
+    TASKS: tl.constexpr = num_tasks(k.ranks, grid.nodes)
+    ROUND: tl.constexpr = (TASKS + grid.workers - 1) // grid.workers
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, WORKERS, R, G, C)
-        if PADDING:
-            if worker == WORKERS - 1:
-                mine = first_expert(me + 1, E, R) - first_expert(me, E, R)
-                zero_padding(plan, out, out_scales, T, mine, num_rows, c, D, C, N, BITS, S, BLOCK)
+        begin_tasks(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+        if k.padding:
+            if worker == grid.workers - 1:
+                zero_padding(routing, num_experts_of(routing, k.ranks), result, c, k)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            for turn in range((TASKS + WORKERS - 1) // WORKERS):
-                place = place_in_round(turn, c, WORKERS, TASKS)
-                task = dealt(worker, place, WORKERS)
-                done = done_in(state, task, c, R, G, C)
-                rows, relayed = worker * 0, worker * 0
-                if task < G - 1:
-                    rows = far_turn(
-                        peers, state, plan, x, scales, meta, T, me, (home + 1 + task) % G, c, task, done, step,
-                        R, D, P, C, H, N, BITS, S, MW, SLOT, PAY, NETS, STAGE, NRING, NQ, NCHUNK, PB, BLOCK, MODE, GP, DTYPE, FAR, MAPPED,
-                    )  # fmt: skip
-                elif task < 2 * (G - 1):
-                    rows = forward_turn(
-                        peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me,
-                        (home + 2 * (G - 1) - task) % G, c, task, done, step, R, D, P, PP, C, K, KP, J, N, BITS, S, RINGS, RING, SLOT, PAY, Q,
-                        CHUNK, NETS, NRING, NQ, CREDIT, FB, FBLOCK, PLACED, FRESH, WEIGHTED, STATIC, W, FAR, MAPPED,
-                    )  # fmt: skip
-                elif task < 2 * (G - 1) + 1:
-                    rows = _own_turn(
-                        state, plan, x, scales, meta, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows,
-                        me, c, peer_base(peers, me) + RINGS + (me * C + c).to(tl.int64) * RING, done,
-                        R, D, C, K, KP, J, H, N, BITS, S, MW, SLOT, PAY, CHUNK, PB, BLOCK, PLACED, FRESH, WEIGHTED, STATIC, MODE,
-                        GP, DTYPE,
-                    )  # fmt: skip
-                elif task < 2 * (G - 1) + P:
-                    to = home * P + (local + task - 2 * (G - 1)) % P
-                    rows = _send_turn(
-                        peers, state, plan, x, scales, meta, T, me, to, c, task, done, step,
-                        R, D, C, H, N, BITS, S, MW, RINGS, RING, SLOT, PAY, Q, CHUNK, PB, BLOCK, MODE, GP, DTYPE,
-                    )  # fmt: skip
-                elif task < TASKS - 1:
-                    at = task - P - 2 * (G - 1)
-                    s = (home + G - at // BESIDE) % G * P + (local + P - 1 - at % BESIDE) % P
-                    relayed = (s // P != home).to(tl.int32)
-                    rows = _receive_turn(
-                        peers, state, plan, out, out_scales, topk_idx, picks, weights, source, gather, slots, T, E, num_rows, me, s, c,
-                        task, done, step, R, D, P, C, K, KP, J, N, BITS, S, RINGS, RING, SLOT, PAY, Q, CHUNK, B, BLOCK, PLACED, FRESH,
-                        WEIGHTED, STATIC,
-                    )  # fmt: skip
-                elif (task < TASKS) & (c == 0):
-                    rows = greet_turn(peers, state, tag, done, step, R, C, RP, P, W, FAR, NET)
+            for i in range(ROUND):
+                place = place_in_round(i, c, grid.workers, TASKS)
+                task = dealt(worker, place, grid.workers)
+                done = done_in(state, task, c, k.ranks, grid.nodes, k.channels)
+                turn = Turn(channel=c, task=task, done=done, step=step)
+                rows, relayed = _turn(peers, home, local, routing, payload, result, tag, turn, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(relayed > 0, 0, rows)
-                if place == LAST:  # behind tasks that copy inside the rank: meanwhile what others stored arrives
-                    publish(state, worker, c, TASKS, WORKERS, R, G, C)
+                # behind tasks that copy inside the rank: meanwhile what others stored arrives
+                if place == ROUND - 1:
+                    publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        publish(state, worker, c, TASKS, WORKERS, R, G, C)
+        publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+
+
+# The host's side
+
+
+def bind_two_dispatch(
+    workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
+    by_expert: bool, padding: bool, fresh: bool = False, weighted: bool = False,
+    static: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """As ``bind_dispatch``, of a ``TwoGround``; ``dispatch_rows`` launches it."""
+    cut, forward, grid = workspace.tuning.dispatch, workspace.tuning.forward, grid_of(workspace)
+    row, slots, network = row_layout(form), workspace.slots(form), network_ring_of(workspace, form)
+    whole, block = (
+        min(power_of_two_at_least(n), cut.block) for n in (form.slot_bytes // 4, form.words)
+    )
+    chunk, ranks = cut.chunk_of(slots), grid.nodes * grid.ranks_per_node
+    most = min(chunk, network.chunk)
+    forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
+    placing = placing_of(
+        num_topk, slots_per_row, by_expert=by_expert, fresh=fresh, weighted=weighted, static=static
+    )
+    k = TwoDispatchConfig(
+        ranks=ranks,
+        rank_bins=workspace.rank_bins,
+        plan_ranks=ranks + grid.nodes,
+        channels=workspace.shape.channels,
+        grid=grid,
+        row=row,
+        in_memory=strides_in_memory(row),
+        in_slot=strides_in_slots(row),
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
+        network_ring=network,
+        cast=cast_of(form, mode, dtype),
+        placing=placing,
+        rows_sent=1 if by_expert else rows_sent(cut, form, mode, block, most),
+        rows_received=1 if by_expert else cut.rows_of(block, most),
+        rows_forwarded=1 if by_expert else forward.rows_of(whole, forwarded),
+        block=block,
+        forward_block=whole,
+        padding=padding,
+        at_once=grid.ranks_per_node > 1 and form.bits == 32 and not by_expert,
+    )
+    return workspace.memory.bind(
+        two_dispatch_kernel, workspace.num_programs, num_warps=cut.num_warps,
+        max_registers=cut.max_registers, k=k,
+    )  # fmt: skip

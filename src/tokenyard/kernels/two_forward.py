@@ -1,159 +1,280 @@
 # pyright: basic
-"""The forwarder of a dispatch over two levels: rows out of a network ring, to the ranks of its node that need them.
+"""The forwarder of a dispatch over two levels: rows out of a network ring, to the ranks of its node
+that need them.
 
-Example: 2 nodes of 2 ranks. Rank 2 forwards for rank 0: it takes token 5, for itself, to its place, and stores it to ring (0, c) of rank 3.
+Example: 2 nodes of 2 ranks. Rank 2 forwards for rank 0: it takes token 5, for itself, to its place,
+and stores it to ring (0, c) of rank 3.
 
-Who publishes what, who may read when (``kernels/two_dispatch.py``): it sees ``net tail`` (acquire), then reads the slots. It stores rows to
-inner rings and owes their tails, network credits too where they are plain adds (MAPPED): all are added at the end of the round, behind
-stores and reads (release). NVSHMEM's credits go at once, behind the reads of the turn. CREDIT rows are credited at a time, and the rest at the end.
+Who publishes what, who may read when (``kernels/two_dispatch.py``): it sees ``net tail`` (acquire),
+then reads the slots. It stores rows to inner rings and owes their tails, network credits too where
+they are plain adds (MAPPED): all are added at the end of the round, behind stores and reads
+(release). NVSHMEM's credits go at once, behind the reads of the turn. CREDIT rows are credited at a
+time, and the rest at the end.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.payload import as_words
-from tokenyard.kernels.place import place_riders, place_rows
-from tokenyard.kernels.region import first_expert, first_in, head_of, in_bound, owner_of, peer_base, sent_to, tail_of
-from tokenyard.kernels.sync import TIMED_OUT, give_up, give_up_on_one, lacking, load_acquire, look_at_all, words
+from tokenyard.kernels.place import experts_of, place_metadata, place_rows
+from tokenyard.kernels.region import (
+    first_in, head_of, in_bound, owner_of, peer_base, sent_to, tail_of
+)
+from tokenyard.kernels.structs import Batch
+from tokenyard.kernels.sync import (
+    TIMED_OUT, give_up, give_up_on_one, lacking, load_acquire, look_at_all, words
+)
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
-    ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at, table_of, table_rows,
+    ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,
+    table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import ON_TIME, owe, reports
 
 
+class Hop(NamedTuple):
+    """A forwarder's turn: rows of ``source``, of ``node``, that are forwarded in node ``home``."""
+
+    node: Any
+    home: Any
+    source: Any
+    mine: Any  # address of this rank's region
+    base: Any  # rows taken out of the network ring in earlier calls
+    begin: Any  # this channel's rows among those from the node: the first
+    end: Any  # and the end
+    done: Any  # rows forwarded in earlier turns
+
+
 @triton.jit
-def hits_of(ring, slot, here, home, E, R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-          SLOT: tl.constexpr, META: tl.constexpr):  # fmt: skip
-    """Which local ranks ``[B, PP]`` the rows in ``slot [B]`` go to, from the ids that ride along."""
-    k, q = tl.arange(0, KP), tl.arange(0, PP)
-    ids = (ring + META + 4 + slot.to(tl.int64) * SLOT).to(tl.pointer_type(tl.int32))[:, None] + k[None, :]
-    owner = owner_of(tl.load(ids, mask=here[:, None] & (k < K)[None, :], other=-1), E, R) - home * P
+def hits_of(ring, slot, here, home, num_experts, k: tl.constexpr):
+    """Which local ranks ``[B, local_bins]`` the rows in ``slot [B]`` go to, from the ids in their
+    metadata."""
+    pick, q = tl.arange(0, k.placing.topk_bins), tl.arange(0, k.grid.local_bins)
+    ids = ring + k.row.metadata_at + 4 + slot.to(tl.int64) * k.row.slot_bytes
+    ids = ids.to(tl.pointer_type(tl.int32))[:, None] + pick[None, :]
+    ids = tl.load(ids, mask=here[:, None] & (pick < k.placing.topk)[None, :], other=-1)
+    owner = owner_of(ids, num_experts, k.ranks) - home * k.grid.ranks_per_node
     return tl.max((owner[:, :, None] == q[None, None, :]).to(tl.int32), axis=1)
 
 
 @triton.jit
-def return_credits(
-    peers, state, mine, me, home, source, node, c, task, i0, i1, last,
-    R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """To the network sender ``source``, for rows ``i0`` .. ``i1 - 1``, as far as they are due: CREDIT at a time, all behind the ``last``."""
+def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.constexpr):
+    """Return credits for rows ``i0`` .. ``i1 - 1`` to the network sender ``source``, of ``node``,
+    as far as they are due.
+
+    They are due ``credit`` at a time, and all of them behind the ``last`` row. ``mine``: this
+    rank's region.
+    """
+    grid: tl.constexpr = k.grid
+    CREDIT: tl.constexpr = k.network_ring.credit
     owed = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
     if owed > 0:
-        head = net_head(home, c, R // P, C, FAR)
-        if MAPPED:
-            owe(state, task, c, me % P, peer_base(peers, source) + head, owed.to(tl.int64), None, R, R // P, C)
+        head = net_head(home, turn.channel, grid.nodes, k.channels, grid.first_byte)
+        if grid.mapped:
+            counter, to = peers.rank % grid.ranks_per_node, peer_base(peers.regions, source) + head
+            owe(
+                peers.state, turn.task, turn.channel, counter, to, owed.to(tl.int64), None, k.ranks,
+                grid.nodes, k.channels,
+            )  # fmt: skip
         else:
-            account = net_bytes(state, node, R, R // P, C)
-            credit(account, mine, source, rest_at(R, P, C, W, FAR), head, owed.to(tl.int64))
+            account = net_bytes(peers.state, node, k.ranks, grid.nodes, k.channels)
+            rest = rest_at(
+                k.ranks, grid.ranks_per_node, k.channels, grid.header_words, grid.first_byte
+            )
+            credit(account, mine, source, rest, head, owed.to(tl.int64))
 
 
 @triton.jit
-def forward_turn(
-    peers, state, plan, out, out_scales, topk_idx, picks, weights, gather_source, gather, slots, T, E, num_rows, me, node, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    J: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr,
-    SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr,
-    NQ: tl.constexpr, CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, FRESH: tl.constexpr,
-    WEIGHTED: tl.constexpr, STATIC: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """A chunk of rows of channel ``c`` from ``node`` out of the network ring: to their places, and into the rings (source, c) of the other
-    local ranks that need them."""
-    G: tl.constexpr = R // P
-    META: tl.constexpr = PAY + (S * 4 + 15) // 16 * 16
-    AT_ONCE: tl.constexpr = P > 1 and BITS == 32 and not PLACED  # a row is read once for all its places
-    lo, hi = tl.load(in_bound(plan, R + node, c, D, C)), tl.load(in_bound(plan, R + node, c + 1, D, C))
-    i0 = tl.load(done).to(tl.int32)
-    base = tl.load(net_taken_from(state, node, c, R, G, C))
+def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, k: tl.constexpr):
+    """Copy whole slots ``batch`` of the network ring into the rings, at byte ``rings``, of the
+    local ranks that need them.
+
+    ``hit``, ``at [B, local_bins]``: which ranks these are, and the row's number in each one's ring.
+    Rows of ``batch`` that stay are stored to the result too, if ``at_once``.
+    """
+    SLOT: tl.constexpr = k.row.slot_bytes // 4
+    q = tl.arange(0, k.grid.local_bins)
+    for k0 in range(0, SLOT if k.grid.ranks_per_node > 1 else 0, k.forward_block):
+        w = k0 + tl.arange(0, k.forward_block)
+        mask = here[:, None] & (w < SLOT)[None, :]
+        x = tl.multiple_of(ring.to(tl.pointer_type(tl.int32)), 16)
+        x = x + batch.index.to(tl.int64)[:, None] * SLOT + w[None, :]
+        v = tl.load(x, mask=mask, cache_modifier=".cg")
+        if k.at_once:
+            to = (
+                as_words(result.rows, 32)
+                + batch.arrival.to(tl.int64)[:, None] * k.row.words
+                + w[None, :]
+            )
+            tl.store(
+                to, v, mask=batch.here[:, None] & (w < k.row.words)[None, :], cache_modifier=".cs"
+            )
+        for p in tl.static_range(k.grid.ranks_per_node):
+            one = ((q == p) & beside)[None, :]
+            goes = tl.sum(tl.where(one, hit, 0), axis=1) > 0
+            slot = (tl.sum(tl.where(one, at, 0), axis=1) % k.ring.slots).to(tl.int64)
+            to = peer_base(peers.regions, home * k.grid.ranks_per_node + p) + rings
+            to = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), 16)
+            to = to + slot[:, None] * SLOT + w[None, :]
+            tl.store(to, v, mask=mask & goes[:, None], cache_modifier=".cs")
+
+
+@triton.jit
+def destinations(ring, rows, i, here, inside, counts, home, num_experts, k: tl.constexpr):
+    """Which local ranks rows ``i [B]`` of a network ring go to, and their number in each one's
+    ring: ``[B, local_bins]`` each.
+
+    In a cached dispatch ``rows`` of the forwarders' table say so.
+    """
+    if k.placing.fresh:
+        b = tl.arange(0, k.rows_forwarded)
+        hit = tl.where(
+            inside, hits_of(ring, i % k.network_ring.slots, here, home, num_experts, k), 0
+        )
+        earlier = (b[None, :] < b[:, None])[
+            :, :, None
+        ]  # Triton 3.6 crashes on a scan of so few rows
+        at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
+    else:
+        at = tl.load(rows, mask=inside, other=-1)
+        hit = (at >= 0).to(tl.int32)
+    return hit, at
+
+
+@triton.jit
+def _place_batch(peers, routing, result, ring, hop, batch, experts, k: tl.constexpr):
+    """Move rows of the network ring to their places; with ``at_once`` their metadata only."""
+    slots = in_slots(ring, k.row)
+    if k.at_once:
+        place_metadata(
+            slots, batch, hop.source, experts, result, k.in_slot, k.row.scale_words, k.placing
+        )
+    else:
+        place_rows(
+            slots, batch, hop.source, experts, routing, result, k.in_slot, k.forward_block, k
+        )
+
+
+@triton.jit
+def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside, k: tl.constexpr):
+    """Owe tails and credits for the rows that a turn has ``moved``, and note its progress. Returns
+    the rows that are left.
+
+    ``counts``, ``before``: rows put into each local rank's ring in this call so far, and before
+    this turn.
+    """
+    grid: tl.constexpr = k.grid
+    state, c, q = peers.state, turn.channel, tl.arange(0, grid.local_bins)
+    put_at = moved_of(
+        state, 0, hop.node * grid.ranks_per_node + q, c, k.ranks, grid.nodes, k.channels
+    )
+    sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k.ranks, k.channels)
+    put_here = (counts - before).to(tl.int64)
+    tails = tail_of(bases, hop.source, c, k.ranks, k.channels).to(tl.int64)
+    owe(
+        state, turn.task, c, q, tails, put_here, beside & (put_here > 0), k.ranks, grid.nodes,
+        k.channels,
+    )  # fmt: skip
+    left -= moved
+    done = hop.done + moved
+    tl.store(turn.done, done.to(tl.int64))
+    tl.store(put_at, counts.to(tl.int64), mask=q < grid.ranks_per_node)
+    return_credits(
+        peers, hop.mine, hop.home, hop.source, hop.node, turn, hop.done, done, left == 0, k
+    )
+    if left == 0:
+        tl.store(sent_at, sent + counts, mask=beside)
+        taken = net_taken_from(state, hop.node, c, k.ranks, grid.nodes, k.channels)
+        tl.store(taken, hop.base + hop.end - hop.begin)
+    return left
+
+
+@triton.jit
+def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
+    """Forward a chunk of the rows that have come, ``seen`` in total, as far as rings have room.
+    Returns the rows that are left."""
+    grid: tl.constexpr = k.grid
+    net: tl.constexpr = k.network_ring
+    P: tl.constexpr = grid.ranks_per_node
+    plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
+    b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
+    near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
+    cap = tl.load(table_rows(plan, k.ranks, k.plan_ranks, k.channels))
+    experts = experts_of(routing, k.ranks)
+    local = experts.end - experts.first
+    number = other(hop.node, hop.home)
+    table = table_of(plan, routing.num_tokens, local, cap, number, k.plan_ranks, P, k.channels)
+    from_source = tl.load(in_bound(plan, hop.source, c, k.plan_ranks, k.channels))
+    a0 = tl.load(first_in(plan, hop.source, k.plan_ranks, k.channels)) + from_source
+    most = tl.load(in_bound(plan, hop.source, c + 1, k.plan_ranks, k.channels)) - from_source
+    ring = hop.mine + net.first_byte + (number * k.channels + c).to(tl.int64) * net.num_bytes
+    rings = k.ring.first_byte + (hop.source * k.channels + c).to(tl.int64) * k.ring.num_bytes
+    bases = tl.load(words(peers.regions) + hop.home * P + q, mask=beside, other=0)
+    heads = head_of(hop.mine, hop.node * P + q, c, k.ranks, k.channels)
+    put_at = moved_of(state, 0, hop.node * P + q, c, k.ranks, grid.nodes, k.channels)
+    sent = tl.load(sent_to(state, hop.node * P + q, c, k.ranks, k.channels), mask=beside, other=0)
+    before = tl.load(put_at, mask=near & (hop.done > 0), other=0).to(tl.int32)
+    counts = before
+    n = tl.minimum(tl.minimum((seen - hop.base).to(tl.int32) - hop.done, left), k.ring.chunk)
+    rooms = look_at_all(heads, beside)
+    tl.debug_barrier()
+    moved, ok = n * 0, True
+    while (moved < n) & ok:
+        i, here = hop.done + moved + b, moved + b < n
+        rows = table + (hop.begin + i).to(tl.int64)[:, None] * P + q[None, :]
+        inside = here[:, None] & near[None, :] & (hop.begin + i < cap)[:, None]
+        hit, at = destinations(
+            ring, rows, i, here, inside, counts, hop.home, routing.num_experts, k
+        )
+        more = tl.sum(hit, axis=0)
+        # rings are drained before the first row
+        wants = sent + tl.maximum(counts + more - k.ring.slots, 0)
+        ok = (lacking(rooms, wants, beside) == 0) & (turn.step == ON_TIME)
+        if reports(turn.step, lacking(rooms, wants, beside) > 0, False):
+            give_up_on_one(
+                state, ON_ROOMS, hop.node * k.channels + c + (q * 0), wants, rooms, beside
+            )
+        if ok:
+            if k.placing.fresh:
+                tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
+            mine_at = tl.sum(tl.where(my, at, 0), axis=1)
+            stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
+            batch = Batch(index=i % net.slots, arrival=a0 + mine_at, here=stays)
+            _place_batch(peers, routing, result, ring, hop, batch, experts, k)
+            _copy_slots(peers, result, ring, batch, here, hit, at, hop.home, rings, beside, k)
+            counts += more
+            moved = tl.minimum(moved + k.rows_forwarded, n)
+    if moved > 0:
+        left = _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside, k)
+    return left
+
+
+@triton.jit
+def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
+    """A chunk of rows of this channel from ``node`` out of the network ring: to their places, and
+    into the rings (source, channel) of the other local ranks that need them."""
+    grid: tl.constexpr = k.grid
+    c = turn.channel
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    i0 = tl.load(turn.done).to(tl.int32)
+    base = tl.load(net_taken_from(peers.state, node, c, k.ranks, grid.nodes, k.channels))
     left = hi - lo - i0
     if left > 0:
-        mine, home, source = peer_base(peers, me), me // P, node * P + me % P
+        mine, home = peer_base(peers.regions, peers.rank), peers.rank // grid.ranks_per_node
+        source = node * grid.ranks_per_node + peers.rank % grid.ranks_per_node
         want = base + i0 + 1
-        seen = load_acquire(words(mine + net_tail(node, c, C, FAR)))
-        if reports(step, seen < want, False):
-            give_up(state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
+        seen = load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
+        if reports(turn.step, seen < want, False):
+            give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif seen >= want:
-            b, q = tl.arange(0, B), tl.arange(0, PP)
-            near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
-            cap = tl.load(table_rows(plan, R, D, C))
-            begin, end = first_expert(me, E, R), first_expert(me + 1, E, R)
-            table = table_of(plan, T, end - begin, cap, other(node, home), D, P, C)
-            from_source = tl.load(in_bound(plan, source, c, D, C))
-            a0, most = tl.load(first_in(plan, source, D, C)) + from_source, tl.load(in_bound(plan, source, c + 1, D, C)) - from_source
-            ring = mine + NETS + (other(node, home) * C + c).to(tl.int64) * NRING
-            rings = RINGS + (source * C + c).to(tl.int64) * RING
-            bases = tl.load(words(peers) + home * P + q, mask=beside, other=0)
-            heads = head_of(mine, node * P + q, c, R, C)
-            put_at, sent_at = moved_of(state, 0, node * P + q, c, R, G, C), sent_to(state, node * P + q, c, R, C)
-            sent = tl.load(sent_at, mask=beside, other=0)
-            before = tl.load(put_at, mask=near & (i0 > 0), other=0).to(tl.int32)
-            counts = before
-            n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), CHUNK)
-            rooms = look_at_all(heads, beside)
-            tl.debug_barrier()
-            moved, ok = n * 0, True
-            while (moved < n) & ok:
-                i, here = i0 + moved + b, moved + b < n
-                rows = table + (lo + i).to(tl.int64)[:, None] * P + q[None, :]
-                inside = here[:, None] & near[None, :] & (lo + i < cap)[:, None]
-                if FRESH:
-                    hit = tl.where(inside, hits_of(ring, i % NQ, here, home, E, R, P, PP, K, KP, SLOT, META), 0)
-                    earlier = (b[None, :] < b[:, None])[:, :, None]  # Triton 3.6 crashes on a scan of so few rows
-                    at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
-                else:
-                    at = tl.load(rows, mask=inside, other=-1)
-                    hit = (at >= 0).to(tl.int32)
-                more = tl.sum(hit, axis=0)
-                wants = sent + tl.maximum(counts + more - Q, 0)  # rings are drained before the first row
-                ok = (lacking(rooms, wants, beside) == 0) & (step == ON_TIME)
-                if reports(step, lacking(rooms, wants, beside) > 0, False):
-                    give_up_on_one(state, ON_ROOMS, node * C + c + (q * 0), wants, rooms, beside)
-                if ok:
-                    if FRESH:
-                        tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
-                    mine_at = tl.sum(tl.where(my, at, 0), axis=1)
-                    stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
-                    place = a0 + mine_at
-                    if AT_ONCE:
-                        place_riders(
-                            ring + PAY, ring + META, i % NQ, place, stays, source, begin, end, out_scales, topk_idx, weights,
-                            gather_source, slots, gather, SLOT // 4, SLOT // 4, K, KP, S, FRESH, WEIGHTED, STATIC,
-                        )  # fmt: skip
-                    else:
-                        place_rows(
-                            ring, ring + PAY, ring + META, i % NQ, place, stays, source, begin, end, plan, T, num_rows, out,
-                            out_scales, topk_idx, picks, weights, gather_source, gather, slots, SLOT * 8 // BITS, SLOT // 4, SLOT // 4,
-                            D, C, K, KP, J, B, N, BITS, S, BLOCK, PLACED, FRESH, WEIGHTED, STATIC,
-                        )  # fmt: skip
-                    for k0 in range(0, SLOT // 4 if P > 1 else 0, BLOCK):
-                        w = k0 + tl.arange(0, BLOCK)
-                        mask = here[:, None] & (w < SLOT // 4)[None, :]
-                        words_of = tl.multiple_of(ring.to(tl.pointer_type(tl.int32)), 16)
-                        words_of = words_of + (i % NQ).to(tl.int64)[:, None] * (SLOT // 4) + w[None, :]
-                        v = tl.load(words_of, mask=mask, cache_modifier=".cg")
-                        if AT_ONCE:
-                            to = as_words(out, 32) + place.to(tl.int64)[:, None] * N + w[None, :]
-                            tl.store(to, v, mask=stays[:, None] & (w < N)[None, :], cache_modifier=".cs")
-                        for p in tl.static_range(P):
-                            one = ((q == p) & beside)[None, :]
-                            goes = tl.sum(tl.where(one, hit, 0), axis=1) > 0
-                            slot = (tl.sum(tl.where(one, at, 0), axis=1) % Q).to(tl.int64)
-                            to = tl.multiple_of((peer_base(peers, home * P + p) + rings).to(tl.pointer_type(tl.int32)), 16)
-                            to = to + slot[:, None] * (SLOT // 4) + w[None, :]
-                            tl.store(to, v, mask=mask & goes[:, None], cache_modifier=".cs")
-                    counts += more
-                    moved = tl.minimum(moved + B, n)
-            if moved > 0:
-                put_here = (counts - before).to(tl.int64)
-                owe(state, task, c, q, tail_of(bases, source, c, R, C).to(tl.int64), put_here, beside & (put_here > 0), R, G, C)
-                left -= moved
-                i1 = i0 + moved
-                tl.store(done, i1.to(tl.int64))
-                tl.store(put_at, counts.to(tl.int64), mask=near)
-                return_credits(peers, state, mine, me, home, source, node, c, task, i0, i1, left == 0, R, P, C, W, CREDIT, FAR, MAPPED)
-                if left == 0:
-                    tl.store(sent_at, sent + counts, mask=beside)
-                    tl.store(net_taken_from(state, node, c, R, G, C), base + hi - lo)
+            hop = Hop(
+                node=node, home=home, source=source, mine=mine, base=base, begin=lo, end=hi, done=i0
+            )
+            left = _forward(peers, routing, result, hop, turn, seen, left, k)
     return left

@@ -98,7 +98,7 @@ class MemoryGroup(Protocol):
     def size(self) -> int: ...
 
     def open_store(self) -> dist.Store:
-        """A part of a store for one more ``ExpertParallel``: the n-th one, on every rank."""
+        """A store that exactly these ranks see, the same at every call: constructions on this group meet in it."""
         ...
 
     def open_memory(self, timeout: float) -> SymmetricMemory:

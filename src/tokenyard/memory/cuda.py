@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.memory.aside import synchronize
 from tokenyard.memory.base import Region
 from tokenyard.memory.device import DeviceMemory
 from tokenyard.memory.launch import kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
-from tokenyard.rendezvous import open_store
 
 _HELD: list[Any] = []
-"""What was closed while a CUDA graph was captured, for as long as the process lives."""
+"""What was closed while a CUDA graph was captured, or kernels could still run, for as long as the process lives."""
 
 
 class CudaMemory(DeviceMemory):
@@ -33,7 +33,7 @@ class CudaMemory(DeviceMemory):
         device: a CUDA device with its index.
         timeout: seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: multiprocessors that kernels may fill (default: all of the device).
-        store: part of a store for this object alone (default: opened on ``group``).
+        store: part of a store for this object alone; may be None if this process is alone.
     """
 
     def __init__(
@@ -52,9 +52,7 @@ class CudaMemory(DeviceMemory):
         self.early = self.num_sms == everything and torch.cuda.get_device_capability(device) >= (9, 0)
         super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group = group
-        if store is None:
-            store = dist.HashStore() if group is None else open_store(group, rank)
-        self._meeting = Meeting(store, rank, world_size, timeout)
+        self._meeting = Meeting(store or dist.HashStore(), rank, world_size, timeout)
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
@@ -106,4 +104,8 @@ class CudaMemory(DeviceMemory):
         if kept and torch.cuda.is_current_stream_capturing():
             _HELD.append(kept)  # collected as garbage, say: to wait would end the capture
         elif kept:
-            torch.cuda.synchronize(self.device)
+            try:
+                synchronize(self.device)
+            except BaseException:  # Ctrl-C, and kernels still run there
+                _HELD.append(kept)
+                raise

@@ -1,8 +1,9 @@
 """Compile kernels for a GPU and launch them with little Python.
 
-Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, specialised on nothing: there is one machine code
-per (kernel, constants, warps, registers), the same on all ranks, and :func:`compile_for` makes it on machines without a GPU
-too. How the kernel is decorated (``do_not_specialize`` or not) does not matter here.
+Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, or as a NamedTuple of int64 if it is annotated
+with one; it is specialised on nothing. So there is one machine code per (kernel, constants, warps, registers), the same on all
+ranks, and :func:`compile_for` makes it on machines without a GPU too. How the kernel is decorated (``do_not_specialize`` or
+not) does not matter here.
 """
 
 from __future__ import annotations
@@ -52,10 +53,35 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     } | constants
 
 
-def signature_of(kernel: Any) -> dict[str, str]:
-    """Triton's type of each parameter: ``"i64"`` or ``"constexpr"``."""
-    names = parameters(kernel)
-    return dict.fromkeys(names.args, "i64") | dict.fromkeys(names.constants, "constexpr")
+def signature_of(kernel: Any) -> dict[str, Any]:
+    """Triton's type of each parameter: ``"i64"``, a NamedTuple of them, or ``"constexpr"``."""
+    names, structs = parameters(kernel), struct_arguments(kernel)
+    arguments = {
+        name: structs[name](*["i64"] * len(structs[name]._fields)) if name in structs else "i64" for name in names.args
+    }
+    return arguments | dict.fromkeys(names.constants, "constexpr")
+
+
+def struct_arguments(kernel: Any) -> dict[str, Any]:
+    """The NamedTuples among a kernel's arguments, by parameter: those that its annotations name."""
+    annotations = {name: str(each.annotation) for name, each in inspect.signature(kernel.fn).parameters.items()}
+    known = {name: kernel.fn.__globals__.get(annotation) for name, annotation in annotations.items()}
+    return {name: each for name, each in known.items() if hasattr(each, "_fields")}
+
+
+def wrapped(value: Any) -> Any:
+    """A struct of constants as the compiler takes it: each field a ``tl.constexpr``, structs too. The interpreter takes it bare."""
+    if not hasattr(value, "_fields"):
+        return value
+    constexpr: Any = importlib.import_module("triton.language").constexpr
+    return type(value)(*(constexpr(wrapped(each)) for each in value))
+
+
+def calls_network(constants: dict[str, Any]) -> bool:
+    """Whether a kernel with these constants calls NVSHMEM: constant ``NET``, or a field ``network`` of a struct."""
+    if constants.get("NET") or constants.get("network"):
+        return True
+    return any(calls_network(each._asdict()) for each in constants.values() if hasattr(each, "_fields"))
 
 
 def gpu_target(architecture: int | str) -> Any:
@@ -83,12 +109,12 @@ def compile_for(
     jit: Any = importlib.import_module("triton.runtime.jit")
     if not isinstance(kernel, jit.JITFunction):
         raise ValueError(f"{kernel.__name__} cannot be compiled: this process interprets kernels (TRITON_INTERPRET=1)")
-    constexprs = {name: constants[name] for name in names.constants}
+    constexprs = {name: wrapped(constants[name]) for name in names.constants}
     source = compiler.ASTSource(fn=kernel, signature=signature_of(kernel), constexprs=constexprs)
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
     if max_registers is not None:
         options["maxnreg"] = max_registers
-    if constants.get("NET"):
+    if calls_network(constants):
         from tokenyard.memory.nvshmem import device_library
 
         options["extern_libs"] = {"libnvshmem_device": device_library()}
@@ -201,7 +227,7 @@ class Kernels:
 
     def _prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
         """Compile and load, once. May wait for everything that runs on the device."""
-        key = (id(kernel), num_warps, max_registers, *constants.items(), *map(type, constants.values()))
+        key = (id(kernel), num_warps, max_registers, repr(constants))  # 1, True and 1.0 are equal, also in structs
         with self._lock:
             if key not in self._loaded:
                 self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
@@ -212,7 +238,7 @@ class Kernels:
         compiled = compile_for(kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers)
         with torch.cuda.device(self._index):
             launcher: Any = compiled.run  # loads the module, makes the launcher
-            if constants.get("NET"):
+            if calls_network(constants):
                 from tokenyard.memory.nvshmem import prepare_module
 
                 prepare_module(compiled.module)

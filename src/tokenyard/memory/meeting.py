@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -10,15 +13,91 @@ import torch.distributed as dist
 
 from tokenyard.errors import PeerTimeout
 from tokenyard.memory.base import MOST_BYTES
+from tokenyard.memory.store import CooperativeStore
 
 Made = TypeVar("Made")
+
+LOOK = 0.25
+"""Seconds between two looks at something else while a rank waits (:func:`looking`)."""
+POLL = 0.05
+"""Most seconds between two looks at a store: a rank that waits notices signals so soon."""
+_ALL_HERE = "all here"
+_here = threading.local()
+
+
+class Round:
+    """One meeting. Its verdict (all came, or this rank gave up first) is written once, atomically.
+
+    Args:
+        store: a part for this meeting alone, seen by exactly these ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def come(self, what: str, text: str, timeout: float) -> list[str]:
+        """Everybody's ``text`` by rank, once all have come. See :meth:`Meeting.exchange`."""
+        try:
+            self._store.set(str(self._rank), text)
+            if self._store.add("here", 1) == self._world_size:
+                self._store.compare_set("verdict", "", _ALL_HERE)
+            if not wait_for(self._store, "verdict", timeout):
+                self.give_up([peer for peer in range(self._world_size) if not self.has_come(peer)])
+        except BaseException:
+            with suppress(RuntimeError):
+                self.give_up()
+            raise
+        outcome = self._store.get("verdict").decode()
+        if outcome != _ALL_HERE:
+            first, *missing = map(int, outcome.split())
+            raise self._lost(what, timeout, first, missing)
+        return [self._store.get(str(peer)).decode() for peer in range(self._world_size)]
+
+    def has_come(self, peer: int) -> bool:
+        """Whether ``peer`` has come, whatever the verdict."""
+        return self._store.check([str(peer)])
+
+    def is_over(self) -> bool:
+        """Whether there is a verdict."""
+        return self._store.check(["verdict"])
+
+    def heard(self) -> dict[int, str]:
+        """Texts of those who came, by rank."""
+        return {peer: self._store.get(str(peer)).decode() for peer in range(self._world_size) if self.has_come(peer)}
+
+    def give_up(self, missing: list[int] | None = None) -> None:
+        """Let this meeting fail for all, unless it has a verdict. ``missing``: whom this rank waited for in vain."""
+        self._store.compare_set("verdict", "", " ".join(map(str, [self._rank, *(missing or [])])))
+
+    def given_up_by(self) -> int | None:
+        """The rank that gave up this meeting, if any did."""
+        outcome = self._store.get("verdict").decode() if self.is_over() else _ALL_HERE
+        return None if outcome == _ALL_HERE else int(outcome.split()[0])
+
+    def forget(self) -> None:
+        """Delete what this meeting left in the store."""
+        for key in ("here", "verdict", *map(str, range(self._world_size))):
+            self._store.delete_key(key)
+
+    def _lost(self, what: str, timeout: float, first: int, missing: list[int]) -> PeerTimeout:
+        """``first`` gave up, waiting for those who were ``missing`` then (none: it was stopped)."""
+        names = ", ".join(map(str, missing))
+        if first == self._rank:
+            text = (
+                f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}: every rank must come (is one "
+                "of them slow or dead?)"
+            )
+            return PeerTimeout(text, missing[0] if missing else -1)
+        known = bool(missing) and self._rank not in missing
+        whom = f" for rank(s) {names}" if known else ""
+        text = f"rank {self._rank} came to {what}, but rank {first} has given up waiting there{whom}"
+        return PeerTimeout(text, missing[0] if known else first)
 
 
 class Meeting:
     """Numbered meetings of all ranks of one object; every rank holds them in the same order.
 
-    The verdict on a meeting (all came, or this rank gave up first) is written once, atomically: no rank goes on while
-    another gives up.
+    No rank goes on while another gives up (:class:`Round`).
 
     Args:
         store: seen by exactly these ranks, or a prefix that belongs to this object.
@@ -35,21 +114,11 @@ class Meeting:
 
         Raises:
             PeerTimeout: a rank did not come within the timeout, or another rank gave up before this one came.
+            KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
         """
         self._number += 1
-        key = f"meeting/{self._number}"
-        verdict = f"{key}/verdict"
-        self._store.set(f"{key}/{self._rank}", text)
-        if self._store.add(f"{key}/here", 1) == self._world_size:
-            self._store.compare_set(verdict, "", "all here")
-        try:
-            self._store.wait([verdict], timedelta(seconds=self._timeout))
-        except RuntimeError:
-            self._store.compare_set(verdict, "", str(self._rank))
-        outcome = self._store.get(verdict).decode()
-        if outcome != "all here":
-            self._raise(key, what, int(outcome))
-        return [self._store.get(f"{key}/{peer}").decode() for peer in range(self._world_size)]
+        part = dist.PrefixStore(f"meeting/{self._number}", self._store)
+        return Round(part, self._rank, self._world_size).come(what, text, self._timeout)
 
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
         """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are for errors.
@@ -81,17 +150,6 @@ class Meeting:
             raise RuntimeError(f"{what} failed on rank {peer}: {failed[peer]}{remedy}") from mine
         return made[0]
 
-    def _raise(self, key: str, what: str, first: int) -> None:
-        if first != self._rank:
-            raise PeerTimeout(f"rank {self._rank} came to {what}, but rank {first} has given up waiting there", first)
-        missing = [peer for peer in range(self._world_size) if not self._store.check([f"{key}/{peer}"])]
-        names = ", ".join(map(str, missing)) or "none by now"
-        raise PeerTimeout(
-            f"rank {self._rank} waited {self._timeout} s at {what} for rank(s) {names}: every rank must come "
-            "(is one of them slow or dead?)",
-            missing[0] if missing else -1,
-        )
-
     def same_size(self, num_bytes: int, word: str = "") -> list[str]:
         """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16. Returns everybody's ``word``.
 
@@ -101,6 +159,40 @@ class Meeting:
         everybody = [text.split(" ", 1) for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")]
         check_sizes([int(size) for size, _ in everybody])
         return [word for _, word in everybody]
+
+
+@contextmanager
+def looking(look: Callable[[], object]) -> Generator[None]:
+    """Call ``look`` now and then while this thread waits in a meeting inside; what it raises ends the wait."""
+    _here.look = look
+    try:
+        yield
+    finally:
+        _here.look = None
+
+
+def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
+    """Whether ``key`` has a value within ``timeout`` seconds. Looks again and again, so that signals are noticed meanwhile."""
+    root = store
+    while isinstance(root, dist.PrefixStore):
+        root = root.underlying_store
+    if isinstance(root, CooperativeStore):  # has a clock of its own, and lets others run
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=timeout))
+        return store.check([key])
+    now = time.monotonic()
+    deadline, pause, next_look, look = now + timeout, 0.0005, now + LOOK, getattr(_here, "look", None)
+    while not store.check([key]):
+        now = time.monotonic()
+        left = deadline - now
+        if left <= 0:
+            return False
+        if look is not None and now >= next_look:
+            look()
+            next_look = time.monotonic() + LOOK
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, POLL)
+    return True
 
 
 def check_sizes(sizes: list[int]) -> None:

@@ -143,7 +143,7 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
         raise ValueError(
             f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and {[*constants]}"
         )
-    for name, value in zip(names.args, args, strict=True):
+    for name, value in _leaves(names.args, args):
         # a tensor of one number would pass as that number, a float without its fraction
         if not isinstance(value, Integral):
             raise ValueError(
@@ -154,7 +154,18 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
     return {name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)} | constants
 
 
-def _int64(interpreter: Any, value: int) -> Any:
+def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Arguments with their names; those in structs one by one."""
+    found: list[tuple[str, Any]] = []
+    for name, arg in zip(names, args, strict=True):
+        fields = arg._asdict().items() if hasattr(arg, "_fields") else None
+        found += [(name, arg)] if fields is None else [(f"{name}.{field}", value) for field, value in fields]
+    return found
+
+
+def _int64(interpreter: Any, value: Any) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*(_int64(interpreter, each) for each in value))
     language: Any = interpreter.tl
     handle = interpreter.TensorHandle(interpreter.np.array([value], interpreter.np.int64), language.int64)
     return language.tensor(handle, language.int64)

@@ -121,9 +121,8 @@ class VirtualGroup:
         return self.world.device
 
     def open_store(self) -> dist.Store:
-        """A part of the store for one more object: the n-th one, on every rank."""
-        self.opened += 1
-        return dist.PrefixStore(f"object/{self.opened}", self.world.store)
+        """The part of the store in which constructions meet."""
+        return dist.PrefixStore("objects", self.world.store)
 
     def open_memory(self, timeout: float) -> VirtualMemory:
         """Memory for one more object."""

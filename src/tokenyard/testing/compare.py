@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def assert_same_bits(
@@ -48,23 +48,32 @@ def assert_same_bits(
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str) -> None:
-    """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in float64.
+    """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in float64 (complex128).
 
-    NaN and infinity never pass. Shapes must agree, dtypes may differ.
+    NaN and infinity never pass, on neither side. Shapes must agree, dtypes may differ.
+
+    Raises:
+        ValueError: ``relative`` is negative or not finite: nothing, or everything, would pass.
     """
     __tracebackhide__ = True
+    if not 0 <= relative < math.inf:
+        raise ValueError(f"relative ({relative}) must be a finite number of at least 0")
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: got {_kind(actual)}, expected {_kind(expected)}")
-    got, wanted = actual.double().flatten(), expected.to(actual.device).double().flatten()
+    wide = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
+    got, wanted = (each.detach().to(actual.device, wide).flatten() for each in (actual, expected))
     for name, values in (("got", got), ("expected", wanted)):
         if bad := int((~values.isfinite()).sum()):
             raise AssertionError(f"{what}: {name} {bad} of {len(values)} values that are not finite")
-    gap = (got - wanted).abs()
-    error, bound = float(gap.square().sum().sqrt()), relative * float(wanted.square().sum().sqrt())
+    if not got.numel():
+        return
+    unit = max(float(got.abs().max()), float(wanted.abs().max())) or 1.0  # squares neither overflow nor vanish
+    gap = (got / unit - wanted / unit).abs()
+    error, bound = float(gap.square().sum().sqrt()), relative * float((wanted / unit).abs().square().sum().sqrt())
     if error > bound:
         worst = int(gap.argmax())
         raise AssertionError(
-            f"{what}: norm of the difference is {error:.3e}, allowed {bound:.3e} ({relative} of the expected norm); "
+            f"{what}: norm of the difference is {error * unit:.3e}, allowed {bound * unit:.3e} ({relative} of the expected norm); "
             f"largest at {_index(worst, tuple(expected.shape))}: {got[worst].item()}, expected {wanted[worst].item()}"
         )
 
@@ -101,17 +110,23 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[rows, columns]`` integers with the bits of the elements."""
+    """``[rows, columns]`` integers with the bits of the elements; an element of 16 bytes has two columns."""
     columns = tensor.shape[-1] if tensor.ndim > 1 else 1
     rows = math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel()
-    return tensor.detach().reshape(rows, columns).contiguous().view(_BITS[tensor.element_size()])
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(rows, columns).contiguous()
+    return plain.view(_BITS[tensor.element_size()])
 
 
 def _first_column(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
     wrong = (got != wanted).nonzero().flatten()
-    column = int(wrong[0])
-    value, right = (f"{row[column].view(dtype).item()} ({_hex(row[column])})" for row in (got, wanted))
-    return f"column {column} is {value}, expected {right}; {len(wrong)} of {len(got)} columns differ"
+    words = max(1, dtype.itemsize // got.element_size())
+    column = int(wrong[0]) // words
+    value, right = (
+        f"{part.view(dtype).item()} ({', '.join(map(_hex, part))})"
+        for part in (row[column * words : (column + 1) * words] for row in (got, wanted))
+    )
+    differ = len({int(at) // words for at in wrong})
+    return f"column {column} is {value}, expected {right}; {differ} of {len(got) // words} columns differ"
 
 
 def _hex(element: Tensor) -> str:

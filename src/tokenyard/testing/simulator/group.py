@@ -21,7 +21,6 @@ class SimulatedGroup:
 
     def __init__(self, here: SimulatedRank) -> None:
         self._here = here
-        self._opened = 0
 
     def rank(self) -> int:
         """This rank."""
@@ -32,9 +31,8 @@ class SimulatedGroup:
         return self._here.world_size
 
     def open_store(self) -> dist.Store:
-        """A part of the store for one more object: the n-th one, on every rank."""
-        self._opened += 1
-        return dist.PrefixStore(f"object/{self._opened}", self._here.store)
+        """The part of the store in which constructions meet."""
+        return dist.PrefixStore("objects", self._here.store)
 
     def open_memory(self, timeout: float) -> SimulatedMemory:
         """Memory for one more object."""

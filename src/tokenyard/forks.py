@@ -1,0 +1,68 @@
+"""A forked child has its parent's objects, but not their threads; and their sockets are the parent's.
+
+So in a child every object of the parent is out of use: calls raise at once. Nothing that it holds is ever destroyed
+there: gloo would wait for threads that the child lacks, and shut down the connections of the parent, which aborts then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+
+class Disownable(Protocol):
+    """What :func:`watch` takes."""
+
+    def disown(self, why: str) -> None:
+        """Called in a child: the parent goes on with this object, and the child must neither use nor destroy what it holds."""
+        ...
+
+
+_watched: WeakSet[Disownable] = WeakSet()
+_inherited: set[int] = set()
+"""Ids of process groups of the parent, which are kept for ever."""
+
+
+def watch(thing: Disownable) -> None:
+    """Disown ``thing`` in every child that is forked while it lives."""
+    _watched.add(thing)
+
+
+def keep_for_ever(thing: Any) -> None:
+    """Let nothing destroy ``thing``, or what it holds: not the end of the interpreter either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def is_inherited(group: Any) -> bool:
+    """Whether a process group was made by the process that this one was forked from."""
+    return id(group) in _inherited
+
+
+class Disowned:
+    """Stands in for what a child must not use: whatever is asked of it raises."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"this ExpertParallel {self._why}: make a new one")
+
+
+def _in_child() -> None:
+    why = (
+        f"belongs to process {os.getppid()}, of which this one is a fork (start processes that need one by 'spawn' or "
+        "'forkserver', or make it, and its process group, in the child)"
+    )
+    for thing in list(_watched):
+        thing.disown(why)
+    if _watched and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
+            _inherited.add(id(group))
+            keep_for_ever(group)
+
+
+os.register_at_fork(after_in_child=_in_child)

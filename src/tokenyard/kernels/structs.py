@@ -1,0 +1,206 @@
+# pyright: basic
+"""Structs that kernels share. Those of the first part hold constants, known when a kernel is
+compiled; those of the second hold values.
+
+A kernel takes one struct of constants, ``k``, which the launcher in the kernel's file fills.
+Structs of values are made from the kernel's int64 arguments, at its beginning, or are arguments
+themselves: each field is an int64 then.
+
+Triton 3.6 compiles a struct of constants only if every field, and every struct in it, is a
+``tl.constexpr``, and interprets it only if none is. Whoever binds a kernel sees to that
+(``wrapped`` in ``memory/launch.py``). A struct of constants cannot be a field of a struct of
+values, nor can a kernel make one. No field of a struct of values can be assigned: make a new one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tokenyard.layout import power_of_two_at_least
+
+# Constants
+
+
+class RowLayout(NamedTuple):
+    """A row on the wire. A slot of a ring is ``[payload | scales | metadata]``, each part padded to
+    16 bytes."""
+
+    hidden: int  # elements of a row of the input
+    words: int  # of a payload
+    word_bits: int  # 32, 16 or 8
+    scale_words: int  # of 4 bytes
+    metadata_words: int  # of 4 bytes; 0 in a cached dispatch
+    slot_bytes: int
+    scales_at: int  # bytes of a slot before the scales
+    metadata_at: int  # bytes of a slot before the metadata
+
+
+class Strides(NamedTuple):
+    """Words from one row to the next, of each part."""
+
+    payload: int
+    scales: int
+    metadata: int
+
+
+class RingLayout(NamedTuple):
+    """One ring per (source, channel), in every rank's symmetric region."""
+
+    first_byte: int
+    num_bytes: int
+    slots: int
+    chunk: int  # rows per release
+
+
+class NetworkRing(NamedTuple):
+    """One ring per (source node, channel), and one of the same size per (destination node, channel)
+    where rows wait to be put."""
+
+    first_byte: int
+    staging: int  # first byte of the rings where rows wait
+    num_bytes: int
+    slots: int
+    chunk: int  # rows per put
+    credit: int  # rows per return of credits
+
+
+class Grid(NamedTuple):
+    """Nodes of engine twolevel, and how this rank reaches other nodes."""
+
+    nodes: int
+    ranks_per_node: int
+    local_bins: int  # a power of two, not less than ranks_per_node
+    header_words: int
+    first_byte: int  # of the signals between nodes, in every rank's symmetric region
+    network: bool  # headers and call barriers cross by NVSHMEM
+    mapped: bool  # memory of other nodes' ranks is mapped: rows are stored there
+    workers: int  # programs of each channel
+
+
+class Cast(NamedTuple):
+    """How rows become FP8 on their way; ``mode`` 0: they do not."""
+
+    mode: int  # value of a ``Quantize``
+    groups: int  # of 128 elements that a cast works on
+    dtype: Any  # of the input
+
+
+# Values: addresses and integers, int64 in a launch
+
+
+class Payload(NamedTuple):
+    """Addresses of rows and of what belongs to them, in the input or in the slots of a ring. 0:
+    there is none."""
+
+    rows: Any
+    scales: Any
+    metadata: Any
+
+
+class Result(NamedTuple):
+    """Addresses of what a dispatch returns. 0: there is none."""
+
+    rows: Any
+    scales: Any
+    expert_ids: Any
+    picks: Any  # the pick behind each slot
+    weights: Any
+    source: Any  # (rank << 32) | token
+    arrivals: Any  # the arrival row behind each result row
+    slots: Any  # the result rows of each arrival row
+
+
+class Peers(NamedTuple):
+    """This rank among the others: the table of all symmetric regions, its own state, its number."""
+
+    regions: Any
+    state: Any
+    rank: Any
+
+
+class Routing(NamedTuple):
+    """The plan's tables, and the sizes that they depend on."""
+
+    plan: Any
+    rank: Any  # this one
+    num_tokens: Any
+    num_experts: Any
+    num_rows: Any  # that the result has room for
+
+
+class Rows(NamedTuple):
+    """Some rows of a table: pointer to its first word (or address), their numbers ``[B]``, and a
+    row's length (a constant)."""
+
+    words: Any
+    index: Any
+    stride: Any
+
+
+class Batch(NamedTuple):
+    """Rows that move together, ``[B]`` each: where they stand, which arrival rows they become, and
+    whether they exist."""
+
+    index: Any
+    arrival: Any
+    here: Any
+
+
+class Experts(NamedTuple):
+    """The experts of a rank: ``first`` .. ``end - 1``."""
+
+    first: Any
+    end: Any
+
+
+class Turn(NamedTuple):
+    """A turn of a task of engine twolevel: its channel, its number, the counter of its progress,
+    and the step of its worker."""
+
+    channel: Any
+    task: Any
+    done: Any
+    step: Any
+
+
+# The host's side
+
+
+def row_layout(form: Any) -> RowLayout:
+    """A row on the wire as kernels see it, from ``engines.rings.Form``."""
+    at = form.payload_bytes
+    metadata_at = at + -(-form.scale_words * 4 // 16) * 16
+    return RowLayout(
+        form.hidden, form.words, form.bits, form.scale_words, form.meta_words, form.slot_bytes, at,
+        metadata_at,
+    )  # fmt: skip
+
+
+def strides_in_memory(row: RowLayout) -> Strides:
+    """Of rows that stand one behind the other."""
+    return Strides(row.words, row.scale_words, row.metadata_words)
+
+
+def strides_in_slots(row: RowLayout) -> Strides:
+    """Of rows in slots of a ring."""
+    return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
+
+
+def grid_of(workspace: Any) -> Grid:
+    """Of an ``engines.twolevel_ground.TwoGround``."""
+    grid = workspace.grid
+    return Grid(
+        nodes=grid.num_nodes, ranks_per_node=grid.ranks_per_node,
+        local_bins=power_of_two_at_least(max(2, grid.ranks_per_node)),
+        header_words=workspace.header_words, first_byte=workspace.far_at, network=workspace.net,
+        mapped=workspace.mapped, workers=workspace.tuning.workers,
+    )  # fmt: skip
+
+
+def network_ring_of(workspace: Any, form: Any) -> NetworkRing:
+    """Of the same, for rows of ``form``."""
+    ring = workspace.net_ring(form)
+    return NetworkRing(
+        first_byte=workspace.nets_at, staging=workspace.stage_at,
+        num_bytes=workspace.net_ring_bytes, slots=ring.slots, chunk=ring.chunk, credit=ring.chunk,
+    )  # fmt: skip

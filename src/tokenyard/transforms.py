@@ -1,0 +1,87 @@
+"""Which of torch's transforms a call is made in: forward-mode AD, ``torch.func``, ``torch.vmap``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tokenyard.errors import NotSupported
+
+NO_VMAP = (
+    "dispatch and combine cannot be batched by torch.vmap, nor by what uses it (torch.func.jacrev, jacfwd and hessian, "
+    "is_grads_batched=True): each is one collective call. Loop over the batch, or make it tokens with x.flatten(0, 1)"
+)
+_FUNCTORCH: Any = torch._C._functorch  # pyright: ignore
+
+
+def in_functorch() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore
+
+
+def outside_functorch() -> Any:
+    """A context in which no transform of ``torch.func`` is active: buffers that are kept may be written there."""
+    if torch.compiler.is_compiling() or not in_functorch():
+        return nullcontext()
+    return torch._C._DisableFuncTorch()  # pyright: ignore
+
+
+def in_vmap(*tensors: Tensor) -> bool:
+    """Whether ``torch.vmap`` is active, at whatever depth, or any of ``tensors`` is batched by ``is_grads_batched=True``."""
+    if any(_FUNCTORCH.is_legacy_batchedtensor(tensor) for tensor in tensors):
+        return True
+    stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
+    return any(each.key() == _FUNCTORCH.TransformType.Vmap for each in stack)
+
+
+def forward_level() -> int:
+    """The level of forward-mode AD that was entered, -1 for none."""
+    return cast("int", forward_ad._current_level)  # pyright: ignore
+
+
+def in_forward_mode() -> bool:
+    """Whether tangents are followed: inside ``forward_ad.dual_level()`` or ``torch.func.jvp``."""
+    return forward_level() >= 0 and torch._C._is_fwd_grad_enabled()  # pyright: ignore
+
+
+def has_tangent(*tensors: Any) -> bool:
+    """Whether any of these has a tangent, or may have one (under ``torch.func.jvp``)."""
+    if torch.compiler.is_compiling() or not in_forward_mode():
+        return False
+    return any(isinstance(tensor, Tensor) and _has_tangent(tensor) for tensor in tensors)
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if _FUNCTORCH.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_followed(*tensors: Any) -> bool:
+    """Whether a derivative by any of these is wanted, backward or forward."""
+    if torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+        return True
+    return has_tangent(*tensors)
+
+
+def check(later: bool) -> None:
+    """Raise where calls cannot be made. ``later``: the call is to be waited for later."""
+    if torch.compiler.is_compiling() or not in_functorch():
+        return
+    if in_vmap():
+        raise NotSupported(NO_VMAP)
+    if later:
+        raise NotSupported(
+            "async_op and return_hook do not work under transforms of torch.func: leave them out there, or use backward() and "
+            "torch.autograd.forward_ad, which take calls that are waited for later"
+        )
+
+
+def check_tangents(given: tuple[Any, ...], lack: str) -> None:
+    """Raise if any of these has a tangent, which the call would drop. ``lack``: why, and what to do."""
+    if has_tangent(*given):
+        raise NotSupported(f"a tensor of this call has a tangent (forward-mode AD), but {lack}")

@@ -1,0 +1,56 @@
+"""Reports of ranks that gave up: what is asked of a store, and what is not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from tokenyard.engines import blame
+from tokenyard.engines.blame import Blame
+
+
+class Gone(dist.HashStore):
+    """A store whose process ends while it is in use; counts the questions that it does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.unanswered = True, 0
+
+    def _answer(self) -> None:
+        if not self.alive:
+            self.unanswered += 1
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return super().check(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        self._answer()
+        super().set(key, value)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self._answer()
+        return super().compare_set(key, expected_value, desired_value)
+
+
+def test_a_store_that_is_gone_is_asked_once(monkeypatch: Any) -> None:
+    """For every question torch prints a page to stderr, four a second while a rank waits."""
+    monkeypatch.setattr(blame, "LOOK", 0.0)
+    store = Gone()
+    mine = Blame(store, 0, 0.5)
+    store.alive = False
+    until = time.monotonic() + 60
+    while not store.unanswered and time.monotonic() < until:
+        assert mine.heard() is None
+        time.sleep(0.01)
+    assert store.unanswered == 1
+    for _ in range(20):
+        assert mine.heard() is None
+        time.sleep(0.01)
+    mine.waits_in("dispatch #0")
+    mine.report("rank 1 sent nothing to rank 0", 1)
+    mine.close()
+    assert store.unanswered == 1

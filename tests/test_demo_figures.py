@@ -1,0 +1,102 @@
+"""What ``tokenyard demo`` says of bytes and times: of a step, of the slowest rank, without the warm-up, in their columns."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+
+import tokenyard as ty
+from tokenyard.cli import demo_rank
+from tokenyard.cli.demo_model import LayerShape
+from tokenyard.cli.demo_rank import PHASES, DemoConfig, DemoResult, PhaseClock, run_rank
+from tokenyard.cli.plots import heat_map
+from tokenyard.cli.report import print_result
+from tokenyard.testing import Ranks, distributed_test
+
+SHAPE = LayerShape(hidden=16, ffn=8, num_experts=5, num_topk=2, dtype=torch.float32)
+TEXT = bytes(range(60, 97))  # 37 tokens: 19 and 18
+
+
+class Counter:
+    value = 0
+
+
+def run(ranks: Ranks, steps: int) -> DemoResult:
+    return run_rank(ranks.device, DemoConfig(SHAPE, ty.Layout.FLAT, "collective", steps, 0), TEXT, Counter())
+
+
+@distributed_test(world_size=2)
+def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -> None:
+    clocks: list[PhaseClock] = []
+
+    class Clock(PhaseClock):
+        def __init__(self, device: Any) -> None:
+            super().__init__(device)
+            clocks.append(self)
+
+    def compare(got: Any, want: Any) -> dict[str, float]:
+        return {name: 0.25 if ranks.rank == at else 0.0 for at, name in enumerate(["output", "router gradient"])}
+
+    with mock.patch.object(demo_rank, "PhaseClock", Clock), mock.patch.object(demo_rank, "compare", compare):
+        once, often = run(ranks, 1), run(ranks, 3)
+    assert [{name: len(clock.seconds[name]) for name in PHASES} for clock in clocks] == [
+        dict.fromkeys(PHASES, steps) for steps in (1, 3)
+    ]
+    assert (once.sent, once.received) == (often.sent, often.received)
+    assert once.received == [list(column) for column in zip(*once.sent, strict=True)]
+    # A row there with its token, ids and weights, and back as it is; the backward pass has a row each way.
+    there, back = once.sent[0][1], once.sent[1][0]
+    assert there != back and min(there, back) > 0 and once.sent[0][0] == once.sent[1][1] == 0.0
+    counted = iter([torch.zeros(2, 2), torch.tensor([[0.0, 40.0], [0.0, 60.0]]) * (1 + ranks.rank)])
+    with mock.patch.object(demo_rank, "bytes_so_far", side_effect=counted):
+        made_up = run(ranks, 2)
+    assert (made_up.sent, made_up.received) == ([[0.0, 20.0], [0.0, 40.0]], [[0.0, 30.0], [0.0, 60.0]])
+    assert once.errors["output"] == once.errors["router gradient"] == 0.25
+    assert sum(once.load) == 2 * len(TEXT) and once.tokens == [19, 18]
+
+
+def test_a_phase_takes_what_the_slowest_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    monkeypatch.setattr(demo_rank, "gather_rows", lambda _: [[1.0, 9.0, 3.0], [2.0, 3.0, 4.0]])
+    assert clock.slowest() == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
+
+
+RESULT = DemoResult(
+    why="collective: because",
+    tokens=[20, 10],
+    rows=[31, 21],
+    sent=[[0.0, 1500.0], [30.0, 0.0]],
+    received=[[0.0, 30.0], [1500.0, 0.0]],
+    experts=[2, 1],
+    load=[4, 0, 11],
+    errors={"output": 0.0},
+    seconds={"dispatch": 0.002, "backward": 0.5},
+)
+
+
+def test_tables_hold_what_their_heads_say() -> None:
+    out = io.StringIO()
+    assert print_result(Console(file=out, width=150), RESULT, 1e-5)
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    at = lines.index("Rank Experts Tokens Rows received Bytes sent Bytes received")
+    assert lines[at + 1 : at + 3] == ["0 2 20 31 1.5 kB 30 B", "1 1 10 21 30 B 1.5 kB"]
+    at = lines.index("Expert Rank Tokens")
+    assert [line.split()[:3] for line in lines[at + 1 : at + 4]] == [["0", "0", "4"], ["1", "0", "0"], ["2", "1", "11"]]
+    assert any(line.startswith("dispatch 2 ms") for line in lines) and "sum 502 ms" in lines
+    assert "the largest is 2.20 times the mean of 5 tokens" in out.getvalue()
+
+
+def test_the_map_has_sources_as_rows() -> None:
+    axes = Figure().subplots()
+    heat_map(axes, [[9.0, 1.0], [2.0, 9.0]], title="", unit="B")
+    shown: Any = axes.images[0].get_array()
+    assert (shown[0, 1], shown[1, 0]) == (1.0, 2.0) and bool(shown.mask[0, 0]) and bool(shown.mask[1, 1])
+    told = {text.get_position(): text.get_text() for text in axes.texts}
+    assert told == {(0, 0): "own", (1, 0): "1.00", (0, 1): "2.00", (1, 1): "own"}
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("destination rank", "source rank")

@@ -1,0 +1,104 @@
+"""Tables of engines with kernels: what a call makes for kernels to fill, and how much work that is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokenyard import Layout
+from tokenyard.config import Config
+from tokenyard.engines.kinds import Kind, kind_of
+from tokenyard.engines.tables import Tables
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import DISPATCH
+from tokenyard.rows import Payload
+
+RANKS, EXPERTS, TOP, MOST, HIDDEN, TOKENS = 2, 6, 3, 5, 64, 4
+CONFIG = Config(
+    num_experts=EXPERTS,
+    hidden=HIDDEN,
+    num_topk=TOP,
+    max_tokens_per_rank=MOST,
+    rank=0,
+    world_size=RANKS,
+    timeout=1.0,
+)
+SPECS = {
+    "flat": Spec(layout=Layout.FLAT, exact=False),
+    "padded": Spec(layout=Layout.EXPERT_PADDED, exact=False),
+    "major": Spec(layout=Layout.EXPERT_MAJOR, exact=False, capacity=21, expert_alignment=2),
+}
+
+
+def _kind(spec: Spec, *, weighted: bool) -> Kind:
+    payload = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
+    return kind_of(DISPATCH, payload, spec, None, CONFIG, marked=weighted, scaled=False, in_place=False)
+
+
+def _rows(spec: Spec) -> int:
+    if spec.layout is Layout.EXPERT_PADDED:
+        return CONFIG.num_local_experts * CONFIG.padded_rows
+    return CONFIG.padded_rows if spec.capacity is None else spec.capacity
+
+
+def _call(tables: Tables, kind: Kind) -> tuple[Plan, Arrived]:
+    counted = tables.counted(kind, TOKENS, 8)
+    return tables.results(kind, counted, CONFIG.padded_rows, _rows(kind.spec))
+
+
+class _Count(TorchDispatchMode):
+    """Counts what torch is asked for, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _fills(plan: Plan, arrived: Arrived) -> list[tuple[torch.Tensor, int]]:
+    """Tables of a static call, and the number that an unwritten place holds."""
+    holes = [(plan.slots, -1), (plan.picks, 0), (plan.gather, -1)]
+    return [*holes, (arrived.topk_idx, -1), (arrived.weights, 0), (arrived.source, -1)]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_static_tables_begin_with_holes_in_every_call(spec: Spec, weighted: bool) -> None:
+    """Also behind a call whose tables were written full; shapes and strides stay those of the first."""
+    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=weighted)
+    first = _fills(*_call(tables, kind))
+    shapes = [(table.shape, table.stride(), table.dtype) for table, _ in first]
+    for _ in range(3):
+        made = _fills(*_call(tables, kind))
+        assert [(table.shape, table.stride(), table.dtype) for table, _ in made] == shapes
+        for table, hole in made:
+            assert (table == hole).all()
+            table.fill_(77)
+        for at, (table, _) in enumerate(made):  # none lies over another
+            table.fill_(at)
+        assert all((table == at).all() for at, (table, _) in enumerate(made))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_static_call_fills_its_tables_in_one_go(spec: Spec) -> None:
+    """They cost more host time than exact shapes while every table was filled by a launch of its own."""
+    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=True)
+    _call(tables, kind)
+    with _Count() as count:
+        _call(tables, kind)
+    no_work = {"empty", "as_strided", "view", "detach"}
+    assert [name for name in count.seen if name.split(".")[0] not in no_work] == ["clone"]
+
+
+def test_tables_first_made_in_inference_mode_serve_autograd() -> None:
+    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(SPECS["flat"], weighted=True)
+    with torch.inference_mode():
+        _call(tables, kind)
+    for table, _ in _fills(*_call(tables, kind)):
+        assert not table.is_inference()
