@@ -1,6 +1,8 @@
-"""Makes the tables and the picture of ``planner.md`` anew: predictions beside what was measured, machines of up to 1024 GPUs.
+"""Makes the tables and the picture of ``planner.md`` anew: predictions beside what was measured,
+machines of up to 1024 GPUs.
 
-Run it after a change of the planner, of what engines choose, or of a record; ``tests/test_plan_validation.py`` says when.
+Run it after a change of the planner, of what engines choose, or of a record;
+``tests/test_plan_validation.py`` says when.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Line(NamedTuple):
         """Where the model has the same thing to get right."""
         if self.work.sms < self.work.most_sms:
             return "fewer SMs"
-        return "all SMs, 1024 tokens or more" if self.work.tokens >= 1024 else "all SMs, fewer tokens"
+        return (
+            "all SMs, 1024 tokens or more" if self.work.tokens >= 1024 else "all SMs, fewer tokens"
+        )
 
 
 def fitted() -> Rates:
@@ -74,10 +78,14 @@ def unseen_lines(rates: Rates) -> list[Line]:
 
 
 def _lines(record: Path, rates: Rates) -> list[Line]:
-    return [Line(point.leg, point.work, point.us, predict(point.leg, point.work, rates)) for point in read(record)]
+    return [
+        Line(point.leg, point.work, point.us, predict(point.leg, point.work, rates))
+        for point in read(record)
+    ]
 
 
-# Engine twolevel where puts are copies by programs over NVLink too, as NVSHMEM does them inside a machine
+# Engine twolevel where puts are copies by programs over NVLink too, as NVSHMEM does them inside a
+# machine
 
 TURNS: dict[str, tuple[str, Dtype]] = {
     "dispatch BF16": ("dispatch", "bf16"),
@@ -90,7 +98,9 @@ LAST_SHAPES = {24: "24, as it is now but", 132: "all 132, by turns, 2 workers"}
 
 
 def turns_lines(rates: Rates) -> list[Line]:
-    """Four GPUs as 2x2, none of which any rate knows, then two as 2x1, where the rates were chosen with earlier shapes."""
+    """Four GPUs as 2x2, none of which any rate knows, then two as 2x1, where the rates were chosen
+    with earlier shapes.
+    """
     return [*_two_by_two(rates), *_two_by_one(rates)]
 
 
@@ -101,7 +111,9 @@ def _two_by_two(rates: Rates) -> list[Line]:
     for row in record["rows"]:
         if row["what"] in TURNS:
             leg, dtype = TURNS[row["what"]]
-            rings = {} if row["rings_mb"] is None else {"buffer_bytes": round(row["rings_mb"] * 1e6)}
+            rings = (
+                {} if row["rings_mb"] is None else {"buffer_bytes": round(row["rings_mb"] * 1e6)}
+            )
             work = _as_nodes(nodes, gpus, row["tokens"], dtype, row["num_sms"], **rings)
             lines.append(Line(leg, work, row["us"], over_nvlink(leg, work, rates)))
     return sorted(lines, key=_order)
@@ -118,15 +130,26 @@ def _two_by_one(rates: Rates) -> list[Line]:
     return sorted(lines, key=_order)
 
 
-def _as_nodes(nodes: int, gpus: int, tokens: int, dtype: Dtype, sms: int | None, **rings: int) -> Workload:
+def _as_nodes(
+    nodes: int, gpus: int, tokens: int, dtype: Dtype, sms: int | None, **rings: int
+) -> Workload:
     limits = rings if sms is None else {**rings, "sms": sms}
     return Workload(
-        nodes=nodes, gpus_per_node=gpus, tokens=tokens, hidden=7168, experts=256, topk=8, dtype=dtype, **limits
+        nodes=nodes,
+        gpus_per_node=gpus,
+        tokens=tokens,
+        hidden=7168,
+        experts=256,
+        topk=8,
+        dtype=dtype,
+        **limits,
     )
 
 
 def over_nvlink(leg: str, work: Workload, rates: Rates) -> Terms:
-    """A call of engine twolevel without a network: one more copy of each row that crosses, and one link for both levels."""
+    """A call of engine twolevel without a network: one more copy of each row that crosses, and one
+    link for both levels.
+    """
     moved, sizes = known_traffic(work, "uniform"), twolevel_sizes(work)
     if leg == "combine":
         terms, row_bytes = twolevel_combine(work, moved, sizes, rates), work.back_bytes
@@ -138,7 +161,9 @@ def over_nvlink(leg: str, work: Workload, rates: Rates) -> Terms:
         terms,
         nvlink=(moved.nic.busiest + moved.nvlink.busiest) * row_bytes / (link.link_gbs * US),
         nic=0.0,
-        programs=by_turns((touched(moved, work) + moved.nic.busiest) * row_bytes, programs, gbs, rates),
+        programs=by_turns(
+            (touched(moved, work) + moved.nic.busiest) * row_bytes, programs, gbs, rates
+        ),
         latency=link.fixed_us,
     )
 
@@ -155,7 +180,8 @@ def machines(rates: Rates) -> list[Plan]:
 def lines_table(lines: list[Line]) -> str:
     """Sorted by leg, dtype, SMs, tokens, rings."""
     rows = [
-        f"| {_call(line)} | {line.work.gpus_per_node} | {line.work.tokens} | {line.work.sms} | {_times(line)} |"
+        f"| {_call(line)} | {line.work.gpus_per_node} | {line.work.tokens} | {line.work.sms} | "
+        f"{_times(line)} |"
         for line in sorted(lines, key=_order)
     ]
     return _table("call", ["GPUs", "tokens", "SMs", "measured us", "planned us", "error"], rows)
@@ -175,11 +201,15 @@ def errors_table(lines: list[Line]) -> str:
 
 
 def turns_table(lines: Iterable[Line]) -> str:
-    """With the copies of each row that crosses, its put among them, and the bytes that cross over the time."""
+    """With the copies of each row that crosses, its put among them, and the bytes that cross over
+    the time.
+    """
     rows: list[str] = []
     for line in lines:
         work, moved = line.work, known_traffic(line.work, "uniform")
-        crossing = moved.nic.busiest * (work.back_bytes if line.leg == "combine" else work.row_bytes)
+        crossing = moved.nic.busiest * (
+            work.back_bytes if line.leg == "combine" else work.row_bytes
+        )
         cells = [
             _call(line),
             f"{work.nodes}x{work.gpus_per_node}",
@@ -208,7 +238,13 @@ def turns_table(lines: Iterable[Line]) -> str:
 
 
 def _table(first: str, heads: list[str], rows: list[str]) -> str:
-    return "\n".join([f"| {' | '.join([first, *heads, 'bound by'])} |", f"|---|{'---:|' * len(heads)}---|", *rows])
+    return "\n".join(
+        [
+            f"| {' | '.join([first, *heads, 'bound by'])} |",
+            f"|---|{'---:|' * len(heads)}---|",
+            *rows,
+        ]
+    )
 
 
 def _order(line: Line) -> tuple[str, str, int, int, int]:
@@ -221,7 +257,11 @@ def _name(line: Line) -> str:
 
 def _call(line: Line) -> str:
     size = line.work.buffer_bytes
-    return _name(line) if size == DEFAULT_BUFFER_BYTES else f"{_name(line)}, rings of {size / 1e6:,.1f} MB"
+    return (
+        _name(line)
+        if size == DEFAULT_BUFFER_BYTES
+        else f"{_name(line)}, rings of {size / 1e6:,.1f} MB"
+    )
 
 
 def _times(line: Line) -> str:
@@ -230,7 +270,15 @@ def _times(line: Line) -> str:
 
 def scaling_table(plans: list[Plan]) -> str:
     """FP8 dispatch and BF16 combine."""
-    heads = ("GPUs", "nodes per token", "NIC MB, once per node", "once per rank", "dispatch us", "bound by", "flat us")
+    heads = (
+        "GPUs",
+        "nodes per token",
+        "NIC MB, once per node",
+        "once per rank",
+        "dispatch us",
+        "bound by",
+        "flat us",
+    )
     heads += ("combine us", "bound by", "flat us", "channels")
     rows = [_machine(plan) for plan in plans]
     return "\n".join([f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads), *rows])

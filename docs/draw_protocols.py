@@ -1,4 +1,6 @@
-"""Draws ``protocols.svg``: what host and GPU of two ranks do in each kind of call. Run it after changing a protocol."""
+"""Draws ``protocols.svg``: what host and GPU of two ranks do in each kind of call. Run it after
+changing a protocol.
+"""
 
 from __future__ import annotations
 
@@ -86,22 +88,33 @@ COUNTS = across(1.6, 0.4, SIGNAL, "counts, arrival")
 PANELS = [
     Panel(
         "fresh dispatch, exact shapes",
-        [*hosts(-0.3, 0.5, "launch"), *hosts(3.4, 4.1, "make, launch"), *both(0.5, 3.0, PLAN), *both(4.1, 8.4, ROWS)],
+        [
+            *hosts(-0.3, 0.5, "launch"),
+            *hosts(3.4, 4.1, "make, launch"),
+            *both(0.5, 3.0, PLAN),
+            *both(4.1, 8.4, ROWS),
+        ],
         [*COUNTS, *told(3.0), *rings(4.1)],
     ),
     Panel(
-        "fresh dispatch, static shapes; exact FLAT with room made by guess (the host learns the counts while rows fly)",
+        "fresh dispatch, static shapes; exact FLAT with room made by guess (the host learns the "
+        "counts while rows fly)",
         [*hosts(-0.3, 0.5, "launch both"), *both(0.5, 3.0, PLAN), *both(3.0, 7.3, ROWS)],
         [*COUNTS, *rings(3.0)],
     ),
     Panel(
-        "cached dispatch; combine (rows go back: senders where the experts are, reducers at the owners)",
+        "cached dispatch; combine (rows go back: senders where the experts are, reducers at the "
+        "owners)",
         [*hosts(-0.3, 0.5, "launch"), *both(0.5, 4.8, "rows: send, receive or reduce, greet")],
         rings(0.5),
     ),
     Panel(
         "dispatch in place: behind the plan (exact: and the counts), or alone if cached",
-        [*hosts(-0.3, 0.5, "launch both"), *both(0.5, 4.6, "direct: greet, write, done"), *both(4.6, 5.6, "unpack")],
+        [
+            *hosts(-0.3, 0.5, "launch both"),
+            *both(0.5, 4.6, "direct: greet, write, done"),
+            *both(4.6, 5.6, "unpack"),
+        ],
         [
             *across(0.8, 0.4, SIGNAL, "hello"),
             *across(1.9, 0.4, DATA, "rows"),
@@ -118,8 +131,18 @@ def draw(axes: Axes, panel: Panel) -> None:
         axes.axhline(lane, color="#cccccc", linewidth=0.6, zorder=0)
     for bar in panel.bars:
         colour = KERNEL if bar.lane in (GPU_0, GPU_1) else HOST
-        axes.barh(bar.lane, bar.end - bar.begin, 2 * HALF, bar.begin, color=colour, edgecolor="#555555", linewidth=0.7)
-        axes.text((bar.begin + bar.end) / 2, bar.lane, bar.text, ha="center", va="center", fontsize=6.5)
+        axes.barh(
+            bar.lane,
+            bar.end - bar.begin,
+            2 * HALF,
+            bar.begin,
+            color=colour,
+            edgecolor="#555555",
+            linewidth=0.7,
+        )
+        axes.text(
+            (bar.begin + bar.end) / 2, bar.lane, bar.text, ha="center", va="center", fontsize=6.5
+        )
     for arrow in panel.arrows:
         _draw_arrow(axes, arrow)
     axes.set(xlim=(-0.4, 8.5), ylim=(-0.55, 3.55), xticks=[], yticks=range(len(LANES)))
@@ -132,11 +155,19 @@ def draw(axes: Axes, panel: Panel) -> None:
 def _draw_arrow(axes: Axes, arrow: Arrow) -> None:
     (begin, source), (end, destination) = arrow.begin, arrow.end
     way = HALF if destination > source else -HALF
-    style = {"arrowstyle": "-|>", "color": arrow.colour, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+    style = {
+        "arrowstyle": "-|>",
+        "color": arrow.colour,
+        "linewidth": 1.1,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
     axes.annotate("", (end, destination - way), (begin, source + way), arrowprops=style)
     if arrow.text:
         at = (source + destination) / 2
-        axes.text(end + 0.1, at, arrow.text, fontsize=6.5, color=arrow.colour, va="center", ha="left")
+        axes.text(
+            end + 0.1, at, arrow.text, fontsize=6.5, color=arrow.colour, va="center", ha="left"
+        )
 
 
 def main() -> None:
@@ -145,7 +176,11 @@ def main() -> None:
     figure = Figure(figsize=(9, 8.2), layout="constrained")
     for axes, panel in zip(figure.subplots(len(PANELS), 1), PANELS, strict=True):
         draw(axes, panel)
-    for colour, text in ((SIGNAL, "signals"), (DATA, "rows, with their counter"), (CREDIT, "credits")):
+    for colour, text in (
+        (SIGNAL, "signals"),
+        (DATA, "rows, with their counter"),
+        (CREDIT, "credits"),
+    ):
         figure.axes[-1].plot([], [], color=colour, label=text)
     figure.axes[-1].legend(loc="lower right", fontsize=7, frameon=False)
     figure.savefig(Path(__file__).with_name("protocols.svg"), metadata={"Date": None})

@@ -1,8 +1,11 @@
-"""A decode loop with an MoE layer in a CUDA graph: DeepEP's low-latency calls with hooks, new tokens and routing at every replay.
+"""A decode loop with an MoE layer in a CUDA graph: DeepEP's low-latency calls with hooks, new
+tokens and routing at every replay.
 
-    python examples/decode_loop.py     # needs two GPUs; or: torchrun --nproc-per-node 4 examples/decode_loop.py
+    python examples/decode_loop.py     # needs two GPUs; or: torchrun --nproc-per-node 4
+    examples/decode_loop.py
 
-Every step is compared with the dense layer, bit for bit with the same step outside the graph, and timed.
+Every step is compared with the dense layer, bit for bit with the same step outside the graph, and
+timed.
 """
 
 import logging
@@ -22,17 +25,25 @@ MOST, HIDDEN, EXPERTS, TOPK = 64, 512, 32, 4
 
 
 class Layer:
-    """A routed expert layer with one shared expert; a rank computes its share of the experts only."""
+    """A routed expert layer with one shared expert; a rank computes its share of the
+    experts only.
+    """
 
     def __init__(self, device: torch.device) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         same = torch.Generator().manual_seed(0)  # every rank draws all experts, to compare with
         self.router = torch.randn(HIDDEN, EXPERTS, generator=same).to(device)
-        self.shared = (torch.randn(HIDDEN, HIDDEN, generator=same) / HIDDEN**0.5).to(device, torch.bfloat16)
-        self.experts = (torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=same) / HIDDEN**0.5).to(device, torch.bfloat16)
+        self.shared = (torch.randn(HIDDEN, HIDDEN, generator=same) / HIDDEN**0.5).to(
+            device, torch.bfloat16
+        )
+        self.experts = (torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=same) / HIDDEN**0.5).to(
+            device, torch.bfloat16
+        )
         self.mine = self.experts[rank * EXPERTS // size : (rank + 1) * EXPERTS // size]
         num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, size, EXPERTS)
-        self.buffer = deep_ep.Buffer(dist.group.WORLD, num_rdma_bytes=num_bytes, low_latency_mode=True)
+        self.buffer = deep_ep.Buffer(
+            dist.group.WORLD, num_rdma_bytes=num_bytes, low_latency_mode=True
+        )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids ``[T, K]``."""
@@ -47,8 +58,12 @@ class Layer:
         )
         shared = x @ self.shared  # while rows are on their way
         hook()
-        results = torch.bmm(rows, self.mine)  # rows past an expert's count are not specified, and nobody reads them
-        routed, _, hook = self.buffer.low_latency_combine(results, idx, weights, handle, return_recv_hook=True)
+        results = torch.bmm(
+            rows, self.mine
+        )  # rows past an expert's count are not specified, and nobody reads them
+        routed, _, hook = self.buffer.low_latency_combine(
+            results, idx, weights, handle, return_recv_hook=True
+        )
         hook()
         return shared + routed
 
@@ -79,7 +94,9 @@ def captured(layer: Layer, x: Tensor) -> Callable[[], Tensor]:
 
 @torch.no_grad()
 def decode(device: torch.device, steps: int = 20) -> float:
-    """The loop on this rank; returns the largest relative error of a step. On the CPU, without a graph."""
+    """The loop on this rank; returns the largest relative error of a step. On the CPU, without a
+    graph.
+    """
     layer = Layer(device)
     x = torch.zeros(MOST, HIDDEN, dtype=torch.bfloat16, device=device)
     step = captured(layer, x) if device.type == "cuda" else lambda: layer(x)
@@ -96,7 +113,8 @@ def decode(device: torch.device, steps: int = 20) -> float:
         want = layer.dense(x)
         worst = max(worst, ((y - want).norm() / want.norm()).item())
     print(
-        f"rank {dist.get_rank()}: {steps} steps of {MOST} tokens, {spent / steps * 1e3:.2f} ms each, error {worst:.1e}"
+        f"rank {dist.get_rank()}: {steps} steps of {MOST} tokens, {spent / steps * 1e3:.2f} ms "
+        f"each, error {worst:.1e}"
     )
     layer.buffer.destroy()
     assert worst < 1e-2, worst
@@ -113,7 +131,10 @@ if __name__ == "__main__":
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
     if torch.cuda.device_count() < ranks:
         here = torch.cuda.device_count()
-        sys.exit(f"decode_loop.py needs {ranks} GPUs, one per rank, as it captures CUDA graphs; there are {here}")
+        sys.exit(
+            f"decode_loop.py needs {ranks} GPUs, one per rank, as it captures CUDA graphs; there "
+            f"are {here}"
+        )
     if launch.under_torchrun():
         with launch.joined_by_launcher("cuda") as here:
             main(here)

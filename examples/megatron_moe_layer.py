@@ -1,9 +1,12 @@
-"""A MoE layer of Megatron-core on tokenyard: its flex dispatcher with the deepep backend, on GPUs or on a CPU.
+"""A MoE layer of Megatron-core on tokenyard: its flex dispatcher with the deepep backend, on GPUs
+or on a CPU.
 
     pip install megatron-core==0.16.1
-    python examples/megatron_moe_layer.py     # or: torchrun --nproc-per-node 4 examples/megatron_moe_layer.py
+    python examples/megatron_moe_layer.py
+    torchrun --nproc-per-node 4 examples/megatron_moe_layer.py
 
-The layer is compared with the same one on Megatron's own allgather dispatcher, forward and backward.
+The layer is compared with the same one on Megatron's own allgather dispatcher, forward and
+backward.
 """
 
 import logging
@@ -20,8 +23,9 @@ from tokenyard import launch
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 512, 256, 512, 8, 2
 
-# Megatron looks for DeepEP when it is imported, so this comes first (and Megatron in the ranks below, because it takes seconds).
-# Programs that you do not want to touch: python -m tokenyard.deep_ep run PROGRAM
+# Megatron looks for DeepEP when it is imported, so this comes first (and Megatron in the ranks
+# below, because it takes seconds). Programs that you do not want to touch: python -m
+# tokenyard.deep_ep run PROGRAM
 sys.modules |= {"deep_ep": tokenyard.deep_ep, "deep_ep.utils": tokenyard.deep_ep.utils}
 
 
@@ -51,10 +55,14 @@ def moe_layer(dispatcher: str, device: torch.device) -> torch.nn.Module:
         bf16=True,
     )
     torch.manual_seed(dist.get_rank())
-    layer = MoELayer(config, get_moe_module_spec(use_te=False, num_experts=EXPERTS).submodules).to(device)
+    layer = MoELayer(config, get_moe_module_spec(use_te=False, num_experts=EXPERTS).submodules).to(
+        device
+    )
     router = layer.router
     with torch.no_grad():  # the same on every rank
-        router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0)))
+        router.weight.copy_(
+            torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
+        )
     # In 0.16.1 the router's own product needs TransformerEngine.
     router.gating = lambda x: torch.nn.functional.linear(x.float(), router.weight.float())
     return layer
@@ -74,13 +82,17 @@ def forward_and_backward(dispatcher: str, device: torch.device) -> dict[str, tor
 
 def main(device: torch.device) -> None:
     """The comparison on this rank."""
-    warnings.simplefilter("ignore")  # Megatron misses TransformerEngine and Apex, which this example does not need
+    warnings.simplefilter(
+        "ignore"
+    )  # Megatron misses TransformerEngine and Apex, which this example does not need
     from megatron.core import parallel_state
 
     rank = dist.get_rank()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tokenyard").setLevel(logging.INFO)  # which engine, and why
-    torch.compiler.set_stance("force_eager")  # Megatron compiles small functions; not worth the wait here
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # Megatron compiles small functions; not worth the wait here
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     got = forward_and_backward("flex", device)
     on_gpu = (
@@ -90,14 +102,21 @@ def main(device: torch.device) -> None:
         torch.cuda, "current_device", return_value=torch.cuda.current_device() if on_gpu else device
     ):
         want = forward_and_backward("allgather", device)
-    errors = {name: ((got[name] - want[name]).float().norm() / want[name].float().norm()).item() for name in got}
+    errors = {
+        name: ((got[name] - want[name]).float().norm() / want[name].float().norm()).item()
+        for name in got
+    }
     told = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     print(f"rank {rank}: {TOKENS} tokens, relative error against allgather: {told}")
     assert max(errors.values()) < 2**-7, errors  # allgather rounds after every rank it adds
 
 
 if __name__ == "__main__":
-    kind = "cuda" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "2")) else "cpu"
+    kind = (
+        "cuda"
+        if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
+        else "cpu"
+    )
     if launch.under_torchrun():
         with launch.joined_by_launcher(kind) as here:
             main(here)

@@ -1,10 +1,13 @@
-"""Train a tiny random Qwen3-MoE of the transformers library expert-parallel, beside the same training on one process.
+"""Train a tiny random Qwen3-MoE of the transformers library expert-parallel, beside the same
+training on one process.
 
     pip install 'tokenyard[transformers]'
-    python examples/train_qwen3_moe.py     # or: torchrun --nproc-per-node 4 examples/train_qwen3_moe.py
+    python examples/train_qwen3_moe.py
+    torchrun --nproc-per-node 4 examples/train_qwen3_moe.py
 
-Each rank has a batch of its own and its share of the experts; the other weights are sharded by FSDP2. The process alone has
-every rank's batch. Both start from the same weights, and their losses must agree at every step.
+Each rank has a batch of its own and its share of the experts; the other weights are sharded by
+FSDP2. The process alone has every rank's batch. Both start from the same weights, and their losses
+must agree at every step.
 """
 
 import os
@@ -24,7 +27,8 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor]) -> list[torch.Ten
     losses = []
     for _ in range(STEPS):
         loss = torch.stack([model(ids, labels=ids).loss for ids in batches]).mean()
-        loss.backward()  # FSDP2 averages gradients over the ranks, so each rank may take the mean of its own
+        # FSDP2 averages gradients over the ranks, so each rank may take the mean of its own
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -47,7 +51,9 @@ def main(device: torch.device) -> None:
     import tokenyard.integrations.transformers  # noqa: F401 (registers ep_implementation="tokenyard")
 
     transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # from_pretrained takes the GPU of this number
+    os.environ.setdefault(
+        "LOCAL_RANK", str(device.index or 0)
+    )  # from_pretrained takes the GPU of this number
     ranks, rank = dist.get_world_size(), dist.get_rank()
     batches = [batch_of(each).to(device) for each in range(ranks)]
     config = Qwen3MoeConfig(
@@ -74,7 +80,10 @@ def main(device: torch.device) -> None:
 
     expected, losses = train(alone, batches), train(parallel, [batches[rank]])
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}, {config.num_experts // ranks} of {config.num_experts} experts on each")
+        print(
+            f"{ranks} ranks on {device.type}, {config.num_experts // ranks} of "
+            f"{config.num_experts} experts on each"
+        )
         print("step  one process  expert-parallel  difference")
     for step, (want, loss) in enumerate(zip(expected, losses, strict=True)):
         dist.all_reduce(loss)
@@ -87,7 +96,9 @@ def main(device: torch.device) -> None:
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would take a GPU, and there is not one for each rank
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # transformers would take a GPU, and there is not one for each rank
+        )
     if launch.under_torchrun():
         with launch.joined_by_launcher(device) as here:
             main(here)

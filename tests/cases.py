@@ -1,4 +1,6 @@
-"""One case of the shared test body: what every rank brings, what the oracle says, and the comparison."""
+"""One case of the shared test body: what every rank brings, what the oracle says, and the
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tokenyard.layout import expert_bounds
 from tokenyard.testing import Ranks, assert_same_bits, payload, routing
 
 SMALL_RINGS = 8 << 20
-"""Bytes of rings that tests give the nvlink engine: enough for a few rows each, so that rings go round."""
+"""Bytes of rings that tests give the nvlink engine: enough for a few rows each, so that rings go
+round.
+"""
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
@@ -51,11 +55,17 @@ class Case:
     @cached_property
     def picks(self) -> list[tuple[Tensor, Tensor]]:
         size, top, experts = self.world_size, self.num_topk, self.num_experts
-        return [routing(self.routing, r, size, self.tokens_of(r), top, experts, self.seed) for r in range(size)]
+        return [
+            routing(self.routing, r, size, self.tokens_of(r), top, experts, self.seed)
+            for r in range(size)
+        ]
 
     @cached_property
     def x(self) -> list[Tensor | ty.Quantized]:
-        rows = [payload(r, len(self.picks[r][0]), self.hidden, self.dtype, self.seed) for r in range(self.world_size)]
+        rows = [
+            payload(r, len(self.picks[r][0]), self.hidden, self.dtype, self.seed)
+            for r in range(self.world_size)
+        ]
         if self.dtype in PLAIN:
             return list(rows)
         random = torch.Generator().manual_seed(self.seed)
@@ -84,10 +94,16 @@ class Case:
             out.append(torch.randn(*rows.source.shape, self.hidden, generator=generator).to(dtype))
         return out
 
-    def combined(self, rank: int, rows: list[Tensor] | None = None, **options: object) -> reference.ReferenceCombined:
-        """What the oracle's combine gives ``rank`` for ``rows`` (default: those of the experts), by the tree of the topology."""
+    def combined(
+        self, rank: int, rows: list[Tensor] | None = None, **options: object
+    ) -> reference.ReferenceCombined:
+        """What the oracle's combine gives ``rank`` for ``rows`` (default: those of the experts), by
+        the tree of the topology.
+        """
         rows = self.expert_rows if rows is None else rows
-        [mine] = reference.combine(rows, self.expected, ranks_per_node=self.ranks_per_node, owners=[rank], **options)
+        [mine] = reference.combine(
+            rows, self.expected, ranks_per_node=self.ranks_per_node, owners=[rank], **options
+        )
         return mine
 
     @property
@@ -120,16 +136,22 @@ class Case:
 
 @contextmanager
 def on_grid(num_nodes: int, ranks_per_node: int) -> Iterator[None]:
-    """Objects of cases have this topology meanwhile, and what the oracle combines follows its tree."""
+    """Objects of cases have this topology meanwhile, and what the oracle combines follows
+    its tree.
+    """
     with mock.patch.object(Case, "topology", (num_nodes, ranks_per_node)):
         yield
 
 
 def skip_without_gpus(ranks: Ranks) -> None:
-    """Kernels need a GPU per rank; ranks that share one are threads (``TOKENYARD_TEST_DEVICE=virtual``)."""
+    """Kernels need a GPU per rank; ranks that share one are threads
+    (``TOKENYARD_TEST_DEVICE=virtual``).
+    """
     shared = ranks.device.type == "cuda" and isinstance(ranks.group, dist.ProcessGroup)
     if ranks.engine != "collective" and shared and ranks.world_size > torch.cuda.device_count():
-        pytest.skip(f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: virtual ranks cover this")
+        pytest.skip(
+            f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: virtual ranks cover this"
+        )
 
 
 def to(value: Tensor | ty.Quantized, device: torch.device) -> Tensor | ty.Quantized:
@@ -141,11 +163,18 @@ def to(value: Tensor | ty.Quantized, device: torch.device) -> Tensor | ty.Quanti
 def dispatch(ranks: Ranks, ep: ty.ExpertParallel, case: Case, **more: object) -> ty.Received:
     idx, weights = case.picks[ranks.rank]
     options = {**case.options, **more}
-    return ep.dispatch(to(case.x[ranks.rank], ranks.device), idx.to(ranks.device), weights.to(ranks.device), **options)
+    return ep.dispatch(
+        to(case.x[ranks.rank], ranks.device),
+        idx.to(ranks.device),
+        weights.to(ranks.device),
+        **options,
+    )
 
 
 def check_received(recv: ty.Received, case: Case, rank: int) -> None:
-    """Every field of ``recv`` against the oracle, bit for bit; of static shapes the part that is stated."""
+    """Every field of ``recv`` against the oracle, bit for bit; of static shapes the part that is
+    stated.
+    """
     want = case.expected[rank]
     valid = want.source >= 0
     num = want.source.shape[0]
@@ -209,7 +238,9 @@ class _Check:
         assert_same_bits(got.cpu(), want, what=what, source=source, rank=self.rank)
 
 
-def rows_to_combine(recv: ty.Received, case: Case, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+def rows_to_combine(
+    recv: ty.Received, case: Case, rank: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """The expert rows of the oracle in the shape of ``recv.x``; NaN wherever no row is defined."""
     rows = case.expert_rows[rank]
     rows = rows if dtype is None else rows.to(dtype)
@@ -224,7 +255,9 @@ def rows_to_combine(recv: ty.Received, case: Case, rank: int, dtype: torch.dtype
     return out.to(recv.x.device)
 
 
-def check_combined(got: Tensor, case: Case, rank: int, want: Tensor, what: str = "combined") -> None:
+def check_combined(
+    got: Tensor, case: Case, rank: int, want: Tensor, what: str = "combined"
+) -> None:
     idx, _ = case.picks[rank]
     source = (rank << 32) + torch.arange(len(idx))
     assert_same_bits(got.cpu(), want, what=what, source=source, experts=idx, rank=rank)

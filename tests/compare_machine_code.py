@@ -1,18 +1,23 @@
 """Compare the machine code of two source trees, variant by variant. No GPU is needed.
 
-For changes that must leave the code of kernels as it is: the PTX of every variant that the compile tests know, names normalised, is
-written to a folder, one file per variant, with its registers, local memory and numbers of instructions. Two folders are compared::
+For changes that must leave the code of kernels as it is: the PTX of every variant that the compile
+tests know, names normalised, is written to a folder, one file per variant, with its registers,
+local memory and numbers of instructions. Two folders are compared::
 
-    python tests/compare_machine_code.py record FOLDER [--tree TREE] [--known OTHER] [--only REGEX] [--jobs N]
-    python tests/compare_machine_code.py compare BEFORE AFTER [--only REGEX]       # exit status 1 if anything differs
-    python tests/compare_machine_code.py revisions main HEAD FOLDER [--only REGEX] # records both in FOLDER, and compares them
+    python tests/compare_machine_code.py record FOLDER [--tree TREE] [--known OTHER]
+        [--only REGEX] [--jobs N]
+    python tests/compare_machine_code.py compare BEFORE AFTER [--only REGEX]
+        (exit status 1 if anything differs)
+    python tests/compare_machine_code.py revisions main HEAD FOLDER [--only REGEX]
+        (records both in FOLDER, and compares them)
 
-Variants come from the compile tests of the tree (:data:`SCRIPTS`): they run the engines on memory that only notes what is launched,
-under labels such as ``dispatch_kernel FLAT exact fresh bf16 @132``. Labels say what a launch is for, not how its constants are
-packed, so two trees are paired by label. What has no partner is paired by the values of its constants, then by equal code.
+Variants come from the compile tests of the tree (:data:`SCRIPTS`): they run the engines on memory
+that only notes what is launched, under labels such as ``dispatch_kernel FLAT exact fresh bf16
+@132``. Labels say what a launch is for, not how its constants are packed, so two trees are paired
+by label. What has no partner is paired by the values of its constants, then by equal code.
 
-``record`` continues where it was stopped: a variant is compiled only if Triton's own code for it (TTIR, a fraction of a second) is
-not that of its file, nor that of a file in ``--known``.
+``record`` continues where it was stopped: a variant is compiled only if Triton's own code for it
+(TTIR, a fraction of a second) is not that of its file, nor that of a file in ``--known``.
 """
 
 from __future__ import annotations
@@ -34,12 +39,23 @@ from typing import Any
 from unittest import mock
 
 Facts = dict[str, Any]
-"""Of one variant: label, kernel, constants (flattened), warps, max_registers, source (digest of its TTIR), SIZES, sass (digest)."""
+"""Of one variant: label, kernel, constants (flattened), warps, max_registers, source (digest of its
+TTIR), SIZES, sass (digest).
+"""
 Variant = tuple[Facts, str]
 """Facts and normalised PTX."""
 
-SIZES = ("registers", "stack_bytes", "local_bytes", "shared_bytes", "ptx_instructions", "sass_instructions")
-"""What is compared where code differs; None where a variant is not assembled, as it calls a library that is not at hand."""
+SIZES = (
+    "registers",
+    "stack_bytes",
+    "local_bytes",
+    "shared_bytes",
+    "ptx_instructions",
+    "sass_instructions",
+)
+"""What is compared where code differs; None where a variant is not assembled, as it calls a library
+that is not at hand.
+"""
 
 LAUNCHES: dict[str, Any] = {}
 """By label. Worker processes inherit it."""
@@ -54,10 +70,14 @@ def _nvlink(tests: Any) -> Iterator[tuple[str, Any]]:
 
 def _twolevel(tests: Any) -> Iterator[tuple[str, Any]]:
     for sms in (132, 24):
-        yield from ((f"{name} @{sms}", each) for name, each in tests.record(sms, network=False).items())
+        yield from (
+            (f"{name} @{sms}", each) for name, each in tests.record(sms, network=False).items()
+        )
     yield "two_dispatch_kernel narrow rows, 2 x 8", tests.narrow_rows()
     for words, mapped in (("network", False), ("mapped network", True)):
-        yield from ((f"{name} {words}", each) for name, each in tests.record(132, True, mapped).items())
+        yield from (
+            (f"{name} {words}", each) for name, each in tests.record(132, True, mapped).items()
+        )
 
 
 def _low_latency(tests: Any) -> Iterator[tuple[str, Any]]:
@@ -71,7 +91,12 @@ def _layout(tests: Any) -> Iterator[tuple[str, Any]]:
     for ranks in (4, 16):
         for wide in (True, False):
             constants = tests.constants(256, ranks, 8, wide)
-            launch = {"kernel": layout_kernel, "constants": constants, "warps": tests.WARPS, "max_registers": None}
+            launch = {
+                "kernel": layout_kernel,
+                "constants": constants,
+                "warps": tests.WARPS,
+                "max_registers": None,
+            }
             yield f"layout_kernel of {ranks} ranks, {'int64' if wide else 'int32'}", launch
 
 
@@ -85,9 +110,13 @@ SCRIPTS: dict[str, Callable[[Any], Iterator[tuple[str, Any]]]] = {
 
 
 def flattened(value: Any, name: str = "") -> dict[str, str]:
-    """Constants by dotted name: ``{"k": Config(ranks=4, row=Row(words=8))}`` gives ``{"k.ranks": "4", "k.row.words": "8"}``."""
+    """Constants by dotted name: ``{"k": Config(ranks=4, row=Row(words=8))}`` gives ``{"k.ranks":
+    "4", "k.row.words": "8"}``.
+    """
     value = value.value if type(value).__name__ == "constexpr" else value
-    fields = value if isinstance(value, dict) else value._asdict() if hasattr(value, "_fields") else None
+    fields = (
+        value if isinstance(value, dict) else value._asdict() if hasattr(value, "_fields") else None
+    )
     if fields is None:
         return {name: str(value)}
     found: dict[str, str] = {}
@@ -119,7 +148,9 @@ def normalised(ptx: str) -> str:
     lines: list[str] = []
     for line in re.sub(r"\.section\s+\.debug.*", "", ptx, flags=re.DOTALL).splitlines():
         line = line.split("//")[0].strip()
-        if line and not re.match(r"\.(loc|file|version|target|address_size|reg)\b|\$L__(tmp|func|info)\w*:", line):
+        if line and not re.match(
+            r"\.(loc|file|version|target|address_size|reg)\b|\$L__(tmp|func|info)\w*:", line
+        ):
             lines.append(line)
     text = "\n".join(lines)
     for place, name in enumerate(re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?(\w+)", text)):
@@ -133,16 +164,25 @@ def instructions(ptx: str) -> int:
 
 
 def prepared(launch: Any) -> tuple[Any, Any, dict[str, Any], bool]:
-    """Source, target and options with which the project compiles a launch, and whether it calls NVSHMEM's library."""
+    """Source, target and options with which the project compiles a launch, and whether it calls
+    NVSHMEM's library.
+    """
     from tokenyard.memory import nvshmem
     from tokenyard.memory.launch import compile_for, gpu_target
 
     def caught(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
         return source, target, options
 
-    with mock.patch("triton.compiler.compile", caught), mock.patch.object(nvshmem, "device_library", return_value=""):
+    with (
+        mock.patch("triton.compiler.compile", caught),
+        mock.patch.object(nvshmem, "device_library", return_value=""),
+    ):
         source, target, options = compile_for(
-            launch["kernel"], launch["constants"], launch["warps"], gpu_target(90), launch["max_registers"]
+            launch["kernel"],
+            launch["constants"],
+            launch["warps"],
+            gpu_target(90),
+            launch["max_registers"],
         )
     return source, target, options, options.pop("extern_libs", None) is not None
 
@@ -178,7 +218,9 @@ class Stages:
         """Of the TTIR and the options: equal digests have equal machine code."""
         text = self.until("ttir").str_nodebug()
         text = numbered(re.sub(r"@\w+", "@F", text), re.compile(r"%()\w+(?:#\d+)?"))
-        return hashlib.sha256(f"{text} {sorted(self._options.items())} {self.calls_library}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{text} {sorted(self._options.items())} {self.calls_library}".encode()
+        ).hexdigest()
 
 
 def assembled(cubin: bytes) -> Facts:
@@ -188,12 +230,20 @@ def assembled(cubin: bytes) -> Facts:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        commands = [tools / "cuobjdump", "-res-usage", file.name], [tools / "nvdisasm", "-c", file.name]
-        usage, sass = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in commands)
+        commands = (
+            [tools / "cuobjdump", "-res-usage", file.name],
+            [tools / "nvdisasm", "-c", file.name],
+        )
+        usage, sass = (
+            subprocess.run(each, capture_output=True, text=True, check=True).stdout
+            for each in commands
+        )
     keys = {"registers": "REG", "stack_bytes": "STACK", "local_bytes": "LOCAL"}
     sizes = {name: int(re.findall(rf"\b{key}:(\d+)", usage)[-1]) for name, key in keys.items()}
     lines = [re.sub(r"/\*.*?\*/", "", line).strip() for line in sass.splitlines()]
-    lines = [line for line in lines if line and not line.startswith((".section", ".text", ".", "//"))]
+    lines = [
+        line for line in lines if line and not line.startswith((".section", ".text", ".", "//"))
+    ]
     found: Facts = {"sass_instructions": sum(line.endswith(";") for line in lines)}
     return found | sizes | {"sass": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
 
@@ -228,9 +278,13 @@ def record_one(label: str, folder: Path, known: dict[str, Path]) -> str:
     launch = LAUNCHES[label]
     stages = Stages(launch)
     facts: Facts = {
-        "label": label, "kernel": launch["kernel"].__name__, "constants": flattened(launch["constants"]),
-        "warps": launch["warps"], "max_registers": launch["max_registers"], "source": stages.digest(),
-    }  # fmt: skip
+        "label": label,
+        "kernel": launch["kernel"].__name__,
+        "constants": flattened(launch["constants"]),
+        "warps": launch["warps"],
+        "max_registers": launch["max_registers"],
+        "source": stages.digest(),
+    }
     if facts["source"] in known:
         old, ptx = read(known[facts["source"]])
         write(folder, old | facts, ptx)
@@ -245,15 +299,21 @@ def record_one(label: str, folder: Path, known: dict[str, Path]) -> str:
 
 
 def record(tree: Path, folder: Path, known: list[Path], only: str, jobs: int) -> None:
-    """Write the variants of ``tree`` whose labels ``only`` matches; files of labels that are gone are removed."""
+    """Write the variants of ``tree`` whose labels ``only`` matches; files of labels that are gone
+    are removed.
+    """
     sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
     folder.mkdir(parents=True, exist_ok=True)
     for script, variants in SCRIPTS.items():
-        LAUNCHES.update({label: each for label, each in variants(_imported(script)) if re.search(only, label)})
+        LAUNCHES.update(
+            {label: each for label, each in variants(_imported(script)) if re.search(only, label)}
+        )
     for label, (facts, _) in folder_of(folder, only).items():
         if facts["label"] not in LAUNCHES:
             file_of(folder, label).unlink()
-    files = {read(path)[0]["source"]: path for each in (*known, folder) for path in each.glob("*.ptx")}
+    files = {
+        read(path)[0]["source"]: path for each in (*known, folder) for path in each.glob("*.ptx")
+    }
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         done = [pool.submit(record_one, label, folder, files) for label in LAUNCHES]
         words = [each.result() for each in done]
@@ -269,13 +329,20 @@ def _imported(name: str) -> Any:
 # Comparison
 
 
-def partners(before: dict[str, Variant], after: dict[str, Variant]) -> Iterator[tuple[str, str | None]]:
+def partners(
+    before: dict[str, Variant], after: dict[str, Variant]
+) -> Iterator[tuple[str, str | None]]:
     """Each label of ``before`` with its partner's of ``after``; None: it has none."""
 
     def packed(each: Variant) -> str:
         facts = each[0]
         return json.dumps(
-            [facts["kernel"], facts["warps"], facts["max_registers"], sorted(facts["constants"].values())]
+            [
+                facts["kernel"],
+                facts["warps"],
+                facts["max_registers"],
+                sorted(facts["constants"].values()),
+            ]
         )
 
     def code(each: Variant) -> str:
@@ -285,7 +352,9 @@ def partners(before: dict[str, Variant], after: dict[str, Variant]) -> Iterator[
     for label, each in before.items():
         partner = label if label in after else None
         for alike in (packed, code):
-            partner = partner or next((other for other in sorted(left) if alike(after[other]) == alike(each)), None)
+            partner = partner or next(
+                (other for other in sorted(left) if alike(after[other]) == alike(each)), None
+            )
         left.discard(partner or "")
         yield label, partner
 
@@ -312,14 +381,17 @@ def compare(before: dict[str, Variant], after: dict[str, Variant]) -> int:
 
 
 def _same(old: Variant, new: Variant) -> bool:
-    """Equal PTX; or, where parameters changed places or registers their order, equal instructions of the machine."""
+    """Equal PTX; or, where parameters changed places or registers their order, equal instructions
+    of the machine.
+    """
     return old[1] == new[1] or (old[0]["sass"] is not None and old[0]["sass"] == new[0]["sass"])
 
 
 def _shown(old: Variant, new: Variant, most: int = 14) -> list[str]:
     """Sizes, then the first lines that differ."""
     sizes = ", ".join(
-        f"{key} {old[0][key]}" + (f" -> {new[0][key]}" if old[0][key] != new[0][key] else "") for key in SIZES
+        f"{key} {old[0][key]}" + (f" -> {new[0][key]}" if old[0][key] != new[0][key] else "")
+        for key in SIZES
     )
     lines = difflib.unified_diff(old[1].splitlines(), new[1].splitlines(), lineterm="", n=0)
     return [f"  {sizes}", *(f"    {line}" for line in [*lines][2 : 2 + most])]
@@ -334,18 +406,33 @@ def revisions(first: str, second: str, folder: Path, only: str, jobs: int) -> in
             ).stdout
             subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
             known = ["--known", str(folder / first)] if at else []
-            command = [sys.executable, __file__, "record", str(folder / revision), "--tree", tree, "--only", only]
+            command = [
+                sys.executable,
+                __file__,
+                "record",
+                str(folder / revision),
+                "--tree",
+                tree,
+                "--only",
+                only,
+            ]
             subprocess.run([*command, "--jobs", str(jobs), *known], check=True)
     return compare(folder_of(folder / first, only), folder_of(folder / second, only))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("record", "compare", "revisions"))
     parser.add_argument("names", nargs="+", help="folders; of revisions: two of them, and a folder")
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument(
-        "--known", type=Path, action="append", default=[], help="a folder whose files may be taken over"
+        "--known",
+        type=Path,
+        action="append",
+        default=[],
+        help="a folder whose files may be taken over",
     )
     parser.add_argument("--only", default="", help="labels to look at")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
@@ -355,7 +442,9 @@ def main() -> int:
         return 0
     if given.action == "compare":
         return compare(*(folder_of(Path(name), given.only) for name in given.names)) > 0
-    return revisions(given.names[0], given.names[1], Path(given.names[2]), given.only, given.jobs) > 0
+    return (
+        revisions(given.names[0], given.names[1], Path(given.names[2]), given.only, given.jobs) > 0
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Runs programs of this directory that compile kernels: in the tests' own process they are interpreted."""
+"""Runs programs of this directory that compile kernels: in the tests' own process they are
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ def compiled(script: str, *arguments: str) -> Any:
     pytest.importorskip("triton")
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=550, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

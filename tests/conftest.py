@@ -10,9 +10,12 @@ import torch
 
 pytest_plugins = ["pytester"]
 
-# Without a GPU kernels are interpreted, in the whole process; Triton reads this when it is imported. Tests that compile kernels
-# do so in a process of their own.
-if os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") in ("cpu", "simulated") and not torch.cuda.is_available():
+# Without a GPU kernels are interpreted, in the whole process; Triton reads this when it is
+# imported. Tests that compile kernels do so in a process of their own.
+if (
+    os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") in ("cpu", "simulated")
+    and not torch.cuda.is_available()
+):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Several workers (pytest -n) keep the processors busy already.
@@ -22,14 +25,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")
-    config.addinivalue_line("markers", "portable: of each kind of truth a little, for other versions of Python")
+    config.addinivalue_line(
+        "markers", "portable: of each kind of truth a little, for other versions of Python"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For ``pytest -n 2 --dist loadfile``: files stay whole, for their fixtures, and all that start ranks go to one worker.
+    """For ``pytest -n 2 --dist loadfile``: files stay whole, for their fixtures, and all that start
+    ranks go to one worker.
 
-    To start many ranks takes longer than most tests on them. The same worker runs other files when it is through.
+    To start many ranks takes longer than most tests on them. The same worker runs other files when
+    it is through.
     """
     if config.getvalue("dist") != "loadfile":
         return None

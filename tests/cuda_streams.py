@@ -1,8 +1,10 @@
-"""Stand-ins for torch.cuda's streams and events on the CPU: each stream is a list of operations, and a schedule runs them later.
+"""Stand-ins for torch.cuda's streams and events on the CPU: each stream is a list of operations,
+and a schedule runs them later.
 
-What a stream is given runs in its order; streams go on independently of each other and of the host, except where one waits for an
-event. :meth:`Machine.run` runs everything, always the stream that ``order`` names first among those that can go on: so an operation
-that nothing orders behind another runs before it under one order or the other.
+What a stream is given runs in its order; streams go on independently of each other and of the host,
+except where one waits for an event. :meth:`Machine.run` runs everything, always the stream that
+``order`` names first among those that can go on: so an operation that nothing orders behind another
+runs before it under one order or the other.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Stream:
         self.queue: list[tuple[Callable[[], Any] | None, Callable[[], bool]]] = []
         machine.streams.append(self)
 
-    def add(self, operation: Callable[[], Any] | None, ready: Callable[[], bool] = lambda: True) -> None:
+    def add(
+        self, operation: Callable[[], Any] | None, ready: Callable[[], bool] = lambda: True
+    ) -> None:
         self.queue.append((operation, ready))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -79,7 +83,10 @@ class Machine:
         for name, stand_in in stands.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda _: self.streams.index(self.now), raising=False
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda _: self.streams.index(self.now),
+            raising=False,
         )
 
     @property
@@ -105,7 +112,9 @@ class Machine:
         while True:
             able = [stream for stream in order if stream.queue and stream.queue[0][1]()]
             if not able:
-                assert not any(stream.queue for stream in self.streams), "streams wait for each other"
+                assert not any(stream.queue for stream in self.streams), (
+                    "streams wait for each other"
+                )
                 return self.log
             operation, _ = able[0].queue.pop(0)
             if operation is not None:

@@ -1,4 +1,5 @@
-"""How frameworks call DeepEP, argument by argument, as layers of experts (written from descriptions of their code).
+"""How frameworks call DeepEP, argument by argument, as layers of experts (written from descriptions
+of their code).
 
 Each takes a rank and a :class:`World` and returns what the layer gives for this rank's tokens.
 """
@@ -26,7 +27,9 @@ def wait_if_any(event: Any) -> None:
 
 
 def by_expert(world: World, rank: int, rows: Tensor, counts: Tensor) -> Tensor:
-    """The experts on padded blocks, unweighted; rows past the counts become nan, which nobody may read."""
+    """The experts on padded blocks, unweighted; rows past the counts become nan, which nobody may
+    read.
+    """
     out = torch.full_like(rows, float("nan"))
     for local, expert in enumerate(world.experts_of(rank)):
         out[local, : counts[local]] = rows[local, : counts[local]] * (expert % 3 + 1)
@@ -114,7 +117,10 @@ def vllm_high_throughput(ranks: Ranks, world: World, later: bool, fp8: bool) -> 
 def vllm_low_latency(ranks: Ranks, world: World, hook: bool, fp8: bool) -> Tensor:
     rank, size, num_experts = ranks.rank, ranks.world_size, world.num_experts
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=MOST, hidden=world.hidden, num_ranks=size, num_experts=num_experts
+        num_max_dispatch_tokens_per_rank=MOST,
+        hidden=world.hidden,
+        num_ranks=size,
+        num_experts=num_experts,
     )
     buffer = VllmCache().get(
         group=gloo(ranks),
@@ -166,12 +172,20 @@ def vllm_low_latency(ranks: Ranks, world: World, hook: bool, fp8: bool) -> Tenso
 
 def sglang_buffer(ranks: Ranks, world: World) -> Any:
     """One buffer for both modes, sized by the hints of configs that came as JSON."""
-    text = '{"num_sms": 24, "num_max_nvl_chunked_send_tokens": 16, "num_max_nvl_chunked_recv_tokens": 512}'
+    text = (
+        '{"num_sms": 24, "num_max_nvl_chunked_send_tokens": 16, '
+        '"num_max_nvl_chunked_recv_tokens": 512}'
+    )
     nvl = rdma = 0
-    for config in (deep_ep.Config(**json.loads(text)), deep_ep.Buffer.get_combine_config(ranks.world_size)):
+    for config in (
+        deep_ep.Config(**json.loads(text)),
+        deep_ep.Buffer.get_combine_config(ranks.world_size),
+    ):
         nvl = max(config.get_nvl_buffer_size_hint(world.hidden * 2, ranks.world_size), nvl)
         rdma = max(config.get_rdma_buffer_size_hint(world.hidden * 2, ranks.world_size), rdma)
-    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, world.hidden, ranks.world_size, world.num_experts)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        MOST, world.hidden, ranks.world_size, world.num_experts
+    )
     buffer = deep_ep.Buffer(
         ranks.group,
         nvl,
@@ -180,7 +194,11 @@ def sglang_buffer(ranks: Ranks, world: World) -> Any:
         num_qps_per_rank=max(24, world.num_experts // ranks.world_size),
         allow_mnnvl=True,
     )
-    assert buffer.low_latency_mode and buffer.group_size == ranks.world_size and deep_ep.Buffer.num_sms % 2 == 0
+    assert (
+        buffer.low_latency_mode
+        and buffer.group_size == ranks.world_size
+        and deep_ep.Buffer.num_sms % 2 == 0
+    )
     return buffer
 
 
@@ -260,13 +278,21 @@ def sglang_low_latency(ranks: Ranks, world: World, hook: bool, fp8: bool) -> Ten
 
 
 def lmdeploy(ranks: Ranks, world: World, later: bool, fp8: bool) -> Tensor:
-    """One buffer for both modes; the position of ``use_fp8`` is that of old versions. Both modes must agree."""
+    """One buffer for both modes; the position of ``use_fp8`` is that of old versions. Both modes
+    must agree.
+    """
     rank, size = ranks.rank, ranks.world_size
     nvl = rdma = 0
-    for config in (deep_ep.Buffer.get_dispatch_config(size), deep_ep.Buffer.get_combine_config(size)):
+    for config in (
+        deep_ep.Buffer.get_dispatch_config(size),
+        deep_ep.Buffer.get_combine_config(size),
+    ):
         nvl = max(config.get_nvl_buffer_size_hint(world.hidden * 2, size), nvl)
         rdma = max(config.get_rdma_buffer_size_hint(world.hidden * 2, size), rdma)
-    rdma = max(deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, world.hidden, size, world.num_experts), rdma)
+    rdma = max(
+        deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, world.hidden, size, world.num_experts),
+        rdma,
+    )
     buffer = deep_ep.Buffer(
         ranks.group,
         num_nvl_bytes=nvl,
@@ -299,7 +325,13 @@ def lmdeploy(ranks: Ranks, world: World, later: bool, fp8: bool) -> Tensor:
     normal, _, event = buffer.combine(back, handle, **options)
     wait_if_any(event)
     recv, counts, handle, event, receive = buffer.low_latency_dispatch(
-        world.x[rank], world.idx[rank], MOST, world.num_experts, False, async_finish=later, return_recv_hook=not later
+        world.x[rank],
+        world.idx[rank],
+        MOST,
+        world.num_experts,
+        False,
+        async_finish=later,
+        return_recv_hook=not later,
     )
     event.current_stream_wait() if later else receive()
     out, event, receive = buffer.low_latency_combine(

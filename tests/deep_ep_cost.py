@@ -1,9 +1,11 @@
-"""Host time that ``tokenyard.deep_ep`` adds to a native call: ``python tests/deep_ep_cost.py [DEVICE]`` (default: cpu).
+"""Host time that ``tokenyard.deep_ep`` adds to a native call: ``python tests/deep_ep_cost.py
+[DEVICE]`` (default: cpu).
 
-Each call is made through the layer and, with the same arguments, of the native object itself: asynchronous ones beside
-asynchronous ones, each with the wait of the caller's stream (on a CPU, where the layer's are over when they return, beside
-synchronous ones). One rank, and engines that answer at once with what they answered first. Prints microseconds of thread time,
-the best of 40 rounds in which both take turns, so that other processes hardly count.
+Each call is made through the layer and, with the same arguments, of the native object itself:
+asynchronous ones beside asynchronous ones, each with the wait of the caller's stream (on a CPU,
+where the layer's are over when they return, beside synchronous ones). One rank, and engines that
+answer at once with what they answered first. Prints microseconds of thread time, the best of 40
+rounds in which both take turns, so that other processes hardly count.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Answers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def dispatch(self, payload: Any, topk_idx: Any, weights: Any, spec: Any, mode: Any, **options: Any) -> Any:
+    def dispatch(
+        self, payload: Any, topk_idx: Any, weights: Any, spec: Any, mode: Any, **options: Any
+    ) -> Any:
         return self._answer("dispatch", (payload, topk_idx, weights, spec, mode), spec, options)
 
     def redispatch(self, payload: Any, plan: Any, spec: Any, **options: Any) -> Any:
@@ -75,14 +79,22 @@ class Answers:
         return self._known[key]
 
 
-def measure(calls: dict[str, tuple[Call, Call | None]], rounds: int, number: int) -> dict[str, Cost]:
-    """Best time of each call through the layer and of its native one, of ``number`` calls at a time."""
+def measure(
+    calls: dict[str, tuple[Call, Call | None]], rounds: int, number: int
+) -> dict[str, Cost]:
+    """Best time of each call through the layer and of its native one, of ``number`` calls at a
+    time.
+    """
     costs: dict[str, Cost] = {}
     for name, pair in calls.items():
         best = [float("inf"), float("inf")]
         for _ in range(rounds):
             for at, call in enumerate(pair):
-                best[at] = best[at] if call is None else min(best[at], _seconds(call, number) / number * 1e6)
+                best[at] = (
+                    best[at]
+                    if call is None
+                    else min(best[at], _seconds(call, number) / number * 1e6)
+                )
         costs[name] = Cost(best[0], None if pair[1] is None else best[1])
     return costs
 
@@ -107,7 +119,9 @@ class Bench:
         self.routing = None, per_rank, None, in_ranks, per_expert, self.idx, self.weights
         self.gpu = device.type == "cuda"
         handle = self.buffer.dispatch(self.x, *self.routing)[4]
-        padded = self.buffer.low_latency_dispatch(self.x, self.idx, TOKENS, EXPERTS, use_fp8=False)[2]
+        padded = self.buffer.low_latency_dispatch(self.x, self.idx, TOKENS, EXPERTS, use_fp8=False)[
+            2
+        ]
         natives: Any = self.buffer._natives
         self.objects: list[Any] = [*natives._normal.values(), *natives.all_low_latency()]
         for made in self.objects:
@@ -115,16 +129,26 @@ class Bench:
         self.normal: Any = handle.ep
         self.low: Any = padded.ep
         natives._low = {
-            sizes: turns._replace(turns=iter(lambda: self.low, None)) for sizes, turns in natives._low.items()
+            sizes: turns._replace(turns=iter(lambda: self.low, None))
+            for sizes, turns in natives._low.items()
         }
 
     def calls(self) -> dict[str, tuple[Call, Call | None]]:
         """By name: through the layer, and native."""
-        return {"get_dispatch_layout": (lambda: self.buffer.get_dispatch_layout(self.idx, EXPERTS), None)} | {
-            name + more: pair
-            for later, more in ((False, ""), (True, ", asynchronous"))
-            for name, pair in (self._normal_calls(later) | self._low_calls(later)).items()
-        } | self._hooks()  # fmt: skip
+        return (
+            {
+                "get_dispatch_layout": (
+                    lambda: self.buffer.get_dispatch_layout(self.idx, EXPERTS),
+                    None,
+                )
+            }
+            | {
+                name + more: pair
+                for later, more in ((False, ""), (True, ", asynchronous"))
+                for name, pair in (self._normal_calls(later) | self._low_calls(later)).items()
+            }
+            | self._hooks()
+        )
 
     def _normal_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
         buffer, ep, x, both = self.buffer, self.normal, self.x, later and self.gpu
@@ -138,7 +162,19 @@ class Bench:
 
         return {
             "dispatch": (
-                lambda: waited(buffer.dispatch(x, None, per_rank, None, in_ranks, per_expert, idx, weights, async_finish=later)),
+                lambda: waited(
+                    buffer.dispatch(
+                        x,
+                        None,
+                        per_rank,
+                        None,
+                        in_ranks,
+                        per_expert,
+                        idx,
+                        weights,
+                        async_finish=later,
+                    )
+                ),
                 lambda: ep.dispatch(x, idx, weights, async_op=both).wait(),
             ),
             "cached dispatch": (
@@ -147,13 +183,17 @@ class Bench:
             ),
             "combine": (
                 lambda: waited(buffer.combine(recv_x, handle, async_finish=later)),
-                (lambda: ep.combine(recv_x, native, async_op=True).wait()) if both else lambda: ep.combine(recv_x, native),
+                (lambda: ep.combine(recv_x, native, async_op=True).wait())
+                if both
+                else lambda: ep.combine(recv_x, native),
             ),
             "combine with weights": (
                 lambda: waited(buffer.combine(recv_x, handle, recv_weights, async_finish=later)),
-                lambda: ep.combine(recv_x, native, reduce_weights=recv_weights, async_op=both).wait(),
+                lambda: ep.combine(
+                    recv_x, native, reduce_weights=recv_weights, async_op=both
+                ).wait(),
             ),
-        }  # fmt: skip
+        }
 
     def _low_calls(self, later: bool) -> dict[str, tuple[Call, Call | None]]:
         buffer, ep, x, idx = self.buffer, self.low, self.x, self.idx
@@ -162,7 +202,9 @@ class Bench:
         native = ep.dispatch(x, idx, layout=padded, exact=False).handle
 
         def dispatch() -> None:
-            event = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, async_finish=later)[3]
+            event = buffer.low_latency_dispatch(
+                x, idx, TOKENS, EXPERTS, use_fp8=False, async_finish=later
+            )[3]
             if later:
                 event.current_stream_wait()
 
@@ -172,7 +214,9 @@ class Bench:
                 event.current_stream_wait()
 
         def combine_native() -> None:
-            result: Any = ep.combine(rows, native, weighted=True, topk_weights=weights, async_op=both)
+            result: Any = ep.combine(
+                rows, native, weighted=True, topk_weights=weights, async_op=both
+            )
             if both:
                 result.wait()
 
@@ -194,21 +238,30 @@ class Bench:
         def combine_native() -> None:
             out = torch.empty_like(x) if in_two else None
             result: Any = ep.combine(
-                rows, native.handle, weighted=True, topk_weights=weights, out=out, return_hook=in_two
+                rows,
+                native.handle,
+                weighted=True,
+                topk_weights=weights,
+                out=out,
+                return_hook=in_two,
             )
             if in_two:
                 result.hook()
 
         return {
             "low_latency_dispatch, hook": (
-                lambda: buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True)[4](),
+                lambda: buffer.low_latency_dispatch(
+                    x, idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
+                )[4](),
                 lambda: ep.dispatch(x, idx, layout=padded, exact=False, return_hook=in_two).hook(),
             ),
             "low_latency_combine, hook": (
-                lambda: buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True)[2](),
+                lambda: buffer.low_latency_combine(
+                    rows, idx, weights, handle, return_recv_hook=True
+                )[2](),
                 combine_native,
             ),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         for made in self.objects:
@@ -219,13 +272,19 @@ def report(costs: dict[str, Cost]) -> str:
     """A line for each call."""
     return "\n".join(
         f"{name:36}{cost.layer:8.1f}"
-        + (" " * 16 if cost.native is None else f"{cost.native:8.1f}{cost.layer - cost.native:+8.1f}")
+        + (
+            " " * 16
+            if cost.native is None
+            else f"{cost.native:8.1f}{cost.layer - cost.native:+8.1f}"
+        )
         for name, cost in costs.items()
     )
 
 
 def on_device(call: Call, number: int = 20) -> float:
-    """Microseconds that the GPU takes for a call: ``number`` of them in a CUDA graph, the best of 10 replays."""
+    """Microseconds that the GPU takes for a call: ``number`` of them in a CUDA graph, the best of
+    10 replays.
+    """
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -244,19 +303,29 @@ def on_device(call: Call, number: int = 20) -> float:
 
 
 def main(device: str) -> None:
-    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    here = (
+        torch.device("cuda", torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device(device)
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     bench = Bench(dist.group.WORLD, here)
-    print(f"engines {bench.normal.engine}, {bench.low.engine}; microseconds: through the layer, native, added")
+    print(
+        f"engines {bench.normal.engine}, {bench.low.engine}; microseconds: through the layer, "
+        f"native, added"
+    )
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            print(f"autograd {'on' if grad else 'off'}\n{report(measure(bench.calls(), ROUNDS, CALLS))}")
+            times = report(measure(bench.calls(), ROUNDS, CALLS))
+            print(f"autograd {'on' if grad else 'off'}\n{times}")
     bench.close()
     dist.destroy_process_group()
     if bench.gpu:
         for tokens in (128, 4096):
             idx = torch.rand(tokens, 256, device=here).topk(8, 1).indices
-            kernel, plain = (on_device(partial(each, idx, 256, 8)) for each in (layout.layout, layout.by_torch))
+            kernel, plain = (
+                on_device(partial(each, idx, 256, 8)) for each in (layout.layout, layout.by_torch)
+            )
             print(f"layout of {tokens} tokens on the GPU: {kernel:.1f} us, by torch {plain:.1f} us")
 
 

@@ -1,4 +1,5 @@
-"""What each launched kernel is called, what compiled code of the smallest is called, and the code of the layout's, as JSON.
+"""What each launched kernel is called, what compiled code of the smallest is called, and the code
+of the layout's, as JSON.
 
 A program of its own, like ``nvlink_compile.py``: kernels must not be interpreted here.
 """
@@ -21,8 +22,16 @@ from tokenyard.memory.launch import compile_for, gpu_target
 
 def launched() -> dict[str, Any]:
     """Every kernel of the package, by the name of its function."""
-    modules = [import_module(f"tokenyard.kernels.{each.name}") for each in iter_modules(tokenyard.kernels.__path__)]
-    return {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
+    modules = [
+        import_module(f"tokenyard.kernels.{each.name}")
+        for each in iter_modules(tokenyard.kernels.__path__)
+    ]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel")
+    }
 
 
 def layout_code(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
@@ -38,8 +47,12 @@ def main() -> dict[str, Any]:
     kernels = {name: kernel.repr(None) for name, kernel in launched().items()}
     launches = record()[0]
     parts = {label: launch["kernel"].repr(None) for label, launch in launches.items()}
-    smallest = next(launch for label, launch in launches.items() if label.startswith("low_refuse_kernel"))
-    compiled = compile_for(smallest["kernel"], smallest["constants"], smallest["warps"], gpu_target(90))
+    smallest = next(
+        launch for label, launch in launches.items() if label.startswith("low_refuse_kernel")
+    )
+    compiled = compile_for(
+        smallest["kernel"], smallest["constants"], smallest["warps"], gpu_target(90)
+    )
     return {
         "kernels": kernels,
         "parts": parts,

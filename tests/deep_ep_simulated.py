@@ -1,4 +1,5 @@
-"""DeepEP's calls over the kernels of engines ``nvlink``, ``twolevel`` and ``low_latency``, interpreted, on ranks that take turns.
+"""DeepEP's calls over the kernels of engines ``nvlink``, ``twolevel`` and ``low_latency``,
+interpreted, on ranks that take turns.
 
 ``python tests/deep_ep_simulated.py 3`` runs the schedule of seed 3.
 """
@@ -30,20 +31,34 @@ MOST = 8
 
 def normal(buffer: Any, world: World, engine: str = "nvlink") -> None:
     rank = buffer.rank
-    per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_ranks, "num_tokens_per_expert": per_expert}
+    per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(
+        world.idx[rank], world.num_experts
+    )
+    layout = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_ranks,
+        "num_tokens_per_expert": per_expert,
+    }
     picks = {"topk_idx": world.idx[rank], "topk_weights": world.weights[rank]}
     recv_x, idx, weights, counts, handle, _ = buffer.dispatch(world.x[rank], **layout, **picks)
     assert torch.equal(recv_x, world.take(rank, world.x)) and counts == world.counts(rank)
     assert handle.ep.engine == engine
-    assert torch.equal(idx, world.local_idx(rank)) and torch.equal(weights, world.local_weights(rank))
+    assert torch.equal(idx, world.local_idx(rank)) and torch.equal(
+        weights, world.local_weights(rank)
+    )
     assert handle[0].t().tolist() == [world.prefix(peer) for peer in range(world.size)]
     assert torch.equal(buffer.dispatch(world.x[rank], handle)[0], recv_x)
     out, out_weights, _ = buffer.combine(world.work(rank, recv_x), handle, weights)
     assert torch.equal(out.float(), world.combined(rank))
     assert torch.equal(out_weights, torch.where(world.idx[rank] < 0, 0.0, world.weights[rank]))
-    worst = buffer.dispatch(world.x[rank], **layout, **picks, num_worst_tokens=world.size * MOST + 1)
-    assert len(worst[0]) == world.size * MOST + 1 and torch.equal(worst[0][: len(idx)], recv_x) and worst[3] == []
+    worst = buffer.dispatch(
+        world.x[rank], **layout, **picks, num_worst_tokens=world.size * MOST + 1
+    )
+    assert (
+        len(worst[0]) == world.size * MOST + 1
+        and torch.equal(worst[0][: len(idx)], recv_x)
+        and worst[3] == []
+    )
     assert torch.equal(worst[1][: len(idx)], idx) and bool((worst[1][len(idx) :] == -1).all())
     assert worst[4][0][:, rank].tolist() == world.prefix(rank)
     assert torch.equal(buffer.combine(worst[0], worst[4])[0], buffer.combine(recv_x, handle)[0])
@@ -52,12 +67,20 @@ def normal(buffer: Any, world: World, engine: str = "nvlink") -> None:
 
 
 def refusals(buffer: Any, world: World) -> None:
-    """One rank has a bad argument. The others learn of it in the call (normal mode), or go on without its tokens; its turn is over
-    as theirs is, so that later calls meet."""
+    """One rank has a bad argument. The others learn of it in the call (normal mode), or go on
+    without its tokens; its turn is over as theirs is, so that later calls meet."""
     rank = buffer.rank
     _, _, per_expert, _, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
-    picks = {"topk_idx": world.idx[rank], "topk_weights": world.weights[rank], "num_tokens_per_expert": per_expert}
-    for bad in ({"expert_alignment": 0}, {"topk_idx": world.idx[rank].short()}, {"previous_event": 5}):
+    picks = {
+        "topk_idx": world.idx[rank],
+        "topk_weights": world.weights[rank],
+        "num_tokens_per_expert": per_expert,
+    }
+    for bad in (
+        {"expert_alignment": 0},
+        {"topk_idx": world.idx[rank].short()},
+        {"previous_event": 5},
+    ):
         arguments = {**picks, **(bad if rank == 0 else {})}
         error = error_of(lambda arguments=arguments: buffer.dispatch(world.x[rank], **arguments))
         hostile.check(error, PeerError if rank else ValueError, next(iter(bad)))
@@ -67,14 +90,20 @@ def refusals(buffer: Any, world: World) -> None:
 
     def low() -> None:
         ways = {"async_finish": "no"} if rank == 0 else {}
-        got.append(buffer.low_latency_dispatch(world.x[rank], world.idx[rank], MOST, world.num_experts, **ways)[1])
+        got.append(
+            buffer.low_latency_dispatch(
+                world.x[rank], world.idx[rank], MOST, world.num_experts, **ways
+            )[1]
+        )
 
     error = error_of(low)
     if rank == 0:
         hostile.check(error, ValueError, "async_finish ('no') must be True or False")
     else:
         assert error is None
-        assert got[0].tolist() == [sum(source > 0 for source, _ in each) for each in world.expert_rows(rank)]
+        assert got[0].tolist() == [
+            sum(source > 0 for source, _ in each) for each in world.expert_rows(rank)
+        ]
 
 
 def check_strides(scales: torch.Tensor) -> None:
@@ -84,7 +113,9 @@ def check_strides(scales: torch.Tensor) -> None:
 
 
 def low_latency(buffer: Any, world: World) -> None:
-    """Two batches outstanding at once, each behind a hook; tensors are there before it and filled by it."""
+    """Two batches outstanding at once, each behind a hook; tensors are there before it and filled
+    by it.
+    """
     rank = buffer.rank
     idx, weights = world.idx[rank], world.weights[rank]
     counts = torch.zeros(len(world.experts_of(rank)), dtype=torch.int32)
@@ -105,7 +136,9 @@ def low_latency(buffer: Any, world: World) -> None:
     ]
     first, second = (handle.ep for _, _, handle, _, _ in sent)
     assert first.engine == second.engine == "low_latency" and first is not second
-    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST, world.hidden, world.size, world.num_experts)
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        MOST, world.hidden, world.size, world.num_experts
+    )
     assert first.buffer_bytes + second.buffer_bytes <= hint
     for rows, *_ in sent:
         (rows[0] if isinstance(rows, tuple) else rows).view(torch.uint8).zero_()
@@ -116,7 +149,10 @@ def low_latency(buffer: Any, world: World) -> None:
         plain = from_fp8(*rows) if isinstance(rows, tuple) else rows
         for expert, want in enumerate(world.expert_rows(rank)):
             assert int(got[expert]) == len(want)
-            assert all(torch.equal(plain[expert, at], scale * world.x[s][t]) for at, (s, t) in enumerate(want))
+            assert all(
+                torch.equal(plain[expert, at], scale * world.x[s][t])
+                for at, (s, t) in enumerate(want)
+            )
             assert handle[0][expert, : len(want)].tolist() == [token for _, token in want]
         if isinstance(rows, tuple):
             check_strides(rows[1])
@@ -138,30 +174,54 @@ def low_latency(buffer: Any, world: World) -> None:
         hook()
         assert torch.equal(out.float(), scale * world.weighted(rank))
     for cast in {"use_fp8": False}, {"round_scale": True, "use_ue8m0": True}:
-        rows, got, handle, _, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, world.num_experts, **cast)
+        rows, got, handle, _, hook = buffer.low_latency_dispatch(
+            world.x[rank], idx, MOST, world.num_experts, **cast
+        )
         plain = from_fp8(*rows) if isinstance(rows, tuple) else rows
         for expert, want in enumerate(world.expert_rows(rank)):
             assert int(got[expert]) == len(want)
-            assert all(torch.equal(plain[expert, at], world.x[s][t]) for at, (s, t) in enumerate(want))
+            assert all(
+                torch.equal(plain[expert, at], world.x[s][t]) for at, (s, t) in enumerate(want)
+            )
         if isinstance(rows, tuple):
             check_strides(rows[1])
-        out, _, none = buffer.low_latency_combine(world.by_expert(rank, plain), idx, weights, handle)
+        out, _, none = buffer.low_latency_combine(
+            world.by_expert(rank, plain), idx, weights, handle
+        )
         assert hook is None is none and torch.equal(out.float(), world.weighted(rank))
     masks(buffer, world, first, second)
 
 
 def statistics(buffer: Any, world: World) -> None:
-    """Calls with statistics and without, in turn, on one object as on the other: each has launches of its own."""
+    """Calls with statistics and without, in turn, on one object as on the other: each has launches
+    of its own.
+    """
     rank, counts = buffer.rank, torch.zeros(len(world.experts_of(buffer.rank)), dtype=torch.int32)
-    idx, weights, peers = world.idx[rank], world.weights[rank], [peer for peer in range(world.size) if peer != rank]
-    asked = [(False, False)] * 2 + [(False, True), (True, True)] + [(True, False)] * 2  # objects take turns
+    idx, weights, peers = (
+        world.idx[rank],
+        world.weights[rank],
+        [peer for peer in range(world.size) if peer != rank],
+    )
+    asked = (
+        [(False, False)] * 2 + [(False, True), (True, True)] + [(True, False)] * 2
+    )  # objects take turns
     for loads, timed in asked:
-        there, back = (torch.zeros(world.size, dtype=torch.int64) if timed else None for _ in range(2))
+        there, back = (
+            torch.zeros(world.size, dtype=torch.int64) if timed else None for _ in range(2)
+        )
         rows, got, handle, _, _ = buffer.low_latency_dispatch(
-            world.x[rank], idx, MOST, world.num_experts, counts.zero_() if loads else None, there, use_fp8=False
+            world.x[rank],
+            idx,
+            MOST,
+            world.num_experts,
+            counts.zero_() if loads else None,
+            there,
+            use_fp8=False,
         )
         work = world.by_expert(rank, rows)
-        out = buffer.low_latency_combine(work, idx, weights, handle, combine_wait_recv_cost_stats=back)[0]
+        out = buffer.low_latency_combine(
+            work, idx, weights, handle, combine_wait_recv_cost_stats=back
+        )[0]
         assert torch.equal(out.float(), world.weighted(rank))
         assert not loads or torch.equal(counts, got)
         for waits in (there, back):
@@ -169,9 +229,14 @@ def statistics(buffer: Any, world: World) -> None:
 
 
 def masks(buffer: Any, world: World, first: Any, second: Any) -> None:
-    """A rank that only one of the two objects has lost reads as left out; whoever asks to leave it out does so in both."""
+    """A rank that only one of the two objects has lost reads as left out; whoever asks to leave it
+    out does so in both.
+    """
     rank, peer = buffer.rank, (buffer.rank + 1) % world.size
-    status, alone = torch.ones(world.size, dtype=torch.int32), [int(each == peer) for each in range(world.size)]
+    status, alone = (
+        torch.ones(world.size, dtype=torch.int32),
+        [int(each == peer) for each in range(world.size)],
+    )
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * world.size
     for ep in (first, second):
@@ -201,7 +266,9 @@ def check(seed: int) -> None:
         buffer = deep_ep.Buffer(group, enable_shrink=True)
         for tokens in ("only last", "few"):
             world = World(2, tokens, 5, 2, 384, seed)
-            with torch.inference_mode(tokens == "only last"):  # what is made inside must serve outside
+            with torch.inference_mode(
+                tokens == "only last"
+            ):  # what is made inside must serve outside
                 normal(buffer, world)
                 low_latency(buffer, world)
                 refusals(buffer, world)
@@ -212,7 +279,9 @@ def check(seed: int) -> None:
 
 
 def check_grid(seed: int, nodes: int, each: int) -> None:
-    """Normal mode of internode programs: engine ``twolevel``, and hosts that are found by their names."""
+    """Normal mode of internode programs: engine ``twolevel``, and hosts that are found by their
+    names.
+    """
     hosts: dict[int, str] = {}  # by thread
 
     def body(here: SimulatedRank) -> None:
@@ -225,7 +294,9 @@ def check_grid(seed: int, nodes: int, each: int) -> None:
             for ep in (made := buffer._natives._normal.values()):
                 ep.check()
             assert {str(ep.topology) for ep in made} == {f"{nodes}x{each}"}
-            assert sum(ep.stats().across.rows_sent for ep in made) > 0 or not len(world.x[here.rank])
+            assert sum(ep.stats().across.rows_sent for ep in made) > 0 or not len(
+                world.x[here.rank]
+            )
         buffer.destroy()
 
     named = patch("tokenyard.api.this_host", lambda: hosts[get_ident()])

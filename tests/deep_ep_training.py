@@ -1,4 +1,6 @@
-"""How Megatron-core, NeMo Automodel and torchtitan (before it moved on) train with DeepEP, argument by argument."""
+"""How Megatron-core, NeMo Automodel and torchtitan (before it moved on) train with DeepEP, argument
+by argument.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ from tokenyard.testing import Ranks
 class FusedDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, idx: Tensor, probs: Tensor, num_experts: int, buffer: Any, event: Callable[[], Any]
+        ctx: Any,
+        x: Tensor,
+        idx: Tensor,
+        probs: Tensor,
+        num_experts: int,
+        buffer: Any,
+        event: Callable[[], Any],
     ) -> Any:
         later = event() is not None
         per_rank, per_node, per_expert, in_rank, previous = buffer.get_dispatch_layout(
-            idx, num_experts, previous_event=event(), async_finish=later, allocate_on_comm_stream=later
+            idx,
+            num_experts,
+            previous_event=event(),
+            async_finish=later,
+            allocate_on_comm_stream=later,
         )
         recv, recv_idx, recv_probs, counts, handle, after = buffer.dispatch(
             x,
@@ -41,7 +53,9 @@ class FusedDispatch(torch.autograd.Function):
         return recv, recv_idx, recv_probs, torch.tensor(counts), handle
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _idx: Any, grad_probs: Tensor, _counts: Any, _handle: Any) -> Any:
+    def backward(
+        ctx: Any, grad: Tensor, _idx: Any, grad_probs: Tensor, _counts: Any, _handle: Any
+    ) -> Any:
         later = ctx.event() is not None
         grad_x, grad_weights, after = ctx.buffer.combine(
             grad.contiguous(),
@@ -61,7 +75,11 @@ class FusedCombine(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, handle: Any, buffer: Any, event: Callable[[], Any]) -> Tensor:
         later = event() is not None
         out, _, after = buffer.combine(
-            x, handle=handle, async_finish=later, previous_event=event(), allocate_on_comm_stream=later
+            x,
+            handle=handle,
+            async_finish=later,
+            previous_event=event(),
+            allocate_on_comm_stream=later,
         )
         if later:
             after.current_stream_wait()
@@ -93,14 +111,24 @@ def training_buffer(ranks: Ranks, world: World, **options: Any) -> Any:
         if deep_ep.Buffer.is_sm90_compiled():
             rdma = max(config.get_rdma_buffer_size_hint(world.hidden * 2, ranks.group.size()), rdma)
     buffer = deep_ep.Buffer(ranks.group, nvl, rdma, **options)
-    assert buffer.group == ranks.group and buffer.num_nvl_bytes >= nvl and buffer.num_rdma_bytes >= rdma
+    assert (
+        buffer.group == ranks.group
+        and buffer.num_nvl_bytes >= nvl
+        and buffer.num_rdma_bytes >= rdma
+    )
     return buffer
 
 
-def training(ranks: Ranks, world: World, later: bool, explicitly_destroy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Two layers forward, then backward: output, and gradients of the sum of ``output * x`` in input and weights."""
+def training(
+    ranks: Ranks, world: World, later: bool, explicitly_destroy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two layers forward, then backward: output, and gradients of the sum of ``output * x`` in
+    input and weights.
+    """
     rank = ranks.rank
-    buffer = training_buffer(ranks, world, **({"explicitly_destroy": True} if explicitly_destroy else {}))
+    buffer = training_buffer(
+        ranks, world, **({"explicitly_destroy": True} if explicitly_destroy else {})
+    )
     deep_ep.Buffer.set_num_sms(20)
 
     def event() -> EventOverlap | None:

@@ -1,4 +1,6 @@
-"""Inputs of all ranks that every rank can compute, and what must come of them: plain loops, nothing of the library's own."""
+"""Inputs of all ranks that every rank can compute, and what must come of them: plain loops, nothing
+of the library's own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ TOKENS = {
 class World:
     """Tokens of all ranks, with distinct picks of which some are -1.
 
-    ``whole``: ``x`` holds small whole numbers and weights are quarters, so that bf16 holds every product and sum exactly.
+    ``whole``: ``x`` holds small whole numbers and weights are quarters, so that bf16 holds every
+    product and sum exactly.
     """
 
     size: int
@@ -49,7 +52,11 @@ class World:
         self.weights: list[Tensor] = []
         for rank in range(self.size):
             generator = torch.Generator(device="cpu").manual_seed(1000 * self.seed + rank)
-            count = 7 if self.tokens == "only last" and rank == self.size - 1 else TOKENS[self.tokens](rank)
+            count = (
+                7
+                if self.tokens == "only last" and rank == self.size - 1
+                else TOKENS[self.tokens](rank)
+            )
             scores = torch.rand(count, self.num_experts, generator=generator)
             idx = scores.topk(self.num_topk, dim=1).indices
             idx[torch.rand(idx.shape, generator=generator) < self.dropped] = -1
@@ -100,7 +107,10 @@ class World:
 
     def counts(self, rank: int) -> list[int]:
         """Rows of each local expert."""
-        return [int((self.local_idx(rank) == expert).sum()) for expert in range(len(self.experts_of(rank)))]
+        return [
+            int((self.local_idx(rank) == expert).sum())
+            for expert in range(len(self.experts_of(rank)))
+        ]
 
     def prefix(self, rank: int) -> list[int]:
         """Rows that ``rank`` gets from the ranks up to each."""
@@ -109,7 +119,9 @@ class World:
     def ranks_of(self, rank: int, token: int) -> list[int]:
         """Ranks that a token of ``rank`` goes to."""
         return [
-            peer for peer in range(self.size) if any(p in self.experts_of(peer) for p in self.idx[rank][token].tolist())
+            peer
+            for peer in range(self.size)
+            if any(p in self.experts_of(peer) for p in self.idx[rank][token].tolist())
         ]
 
     def in_ranks(self, rank: int) -> Tensor:
@@ -127,11 +139,15 @@ class World:
         """The sum of :meth:`work` over the ranks of each token, in float32."""
         total = torch.zeros(len(self.idx[rank]), self.hidden, device=self.device)
         for token in range(len(total)):
-            total[token] = sum(peer + 1 for peer in self.ranks_of(rank, token)) * self.x[rank][token].float()
+            total[token] = (
+                sum(peer + 1 for peer in self.ranks_of(rank, token)) * self.x[rank][token].float()
+            )
         return total
 
     def coefficients(self, idx: Tensor, weights: Tensor) -> Tensor:
-        """What a layer of experts that each scale by 1, 2 or 3 multiplies a row with, from global ids: ``[N, 1]``."""
+        """What a layer of experts that each scale by 1, 2 or 3 multiplies a row with, from global
+        ids: ``[N, 1]``.
+        """
         return torch.where(idx < 0, 0.0, weights * (idx % 3 + 1)).sum(1, keepdim=True)
 
     def layer(self, rank: int, rows: Tensor, local_idx: Tensor, weights: Tensor) -> Tensor:
@@ -141,7 +157,9 @@ class World:
 
     def layered(self, rank: int) -> Tensor:
         """The whole layer for the tokens of ``rank``, in one process."""
-        return (self.x[rank].float() * self.coefficients(self.idx[rank], self.weights[rank])).to(torch.bfloat16)
+        return (self.x[rank].float() * self.coefficients(self.idx[rank], self.weights[rank])).to(
+            torch.bfloat16
+        )
 
     def expert_rows(self, rank: int) -> list[list[tuple[int, int]]]:
         """(source rank, token) of the rows of each local expert, in order."""
@@ -156,8 +174,12 @@ class World:
         ]
 
     def by_expert(self, rank: int, blocks: Tensor) -> Tensor:
-        """What the experts of ``rank`` make of blocks ``[L, rows, H]``: no two neighbours the same, as in :meth:`layer`."""
-        factors = torch.tensor([expert % 3 + 1 for expert in self.experts_of(rank)], device=blocks.device)
+        """What the experts of ``rank`` make of blocks ``[L, rows, H]``: no two neighbours the same,
+        as in :meth:`layer`.
+        """
+        factors = torch.tensor(
+            [expert % 3 + 1 for expert in self.experts_of(rank)], device=blocks.device
+        )
         return (blocks * factors.view(-1, 1, 1)).to(blocks.dtype)
 
     def weighted(self, rank: int) -> Tensor:
@@ -166,7 +188,9 @@ class World:
 
 
 def calc_diff(got: Tensor, want: Tensor) -> float:
-    """DeepEP's measure of how far two tensors are apart: 1 - cosine of both plus one; 0 if there is nothing to compare."""
+    """DeepEP's measure of how far two tensors are apart: 1 - cosine of both plus one; 0 if there is
+    nothing to compare.
+    """
     if got.numel() == 0 == want.numel():
         return 0.0
     a, b = got.double() + 1, want.double() + 1
@@ -177,11 +201,15 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 data and a scale per 128 channels."""
     groups = x.float().view(len(x), x.shape[1] // 128, 128)
     largest = groups.abs().amax(2).clamp(1e-4)
-    return (groups * (448.0 / largest.unsqueeze(2))).to(torch.float8_e4m3fn).view(x.shape), largest / 448.0
+    return (groups * (448.0 / largest.unsqueeze(2))).to(torch.float8_e4m3fn).view(
+        x.shape
+    ), largest / 448.0
 
 
 def from_fp8(data: Tensor, scales: Tensor) -> Tensor:
     """bf16 rows, from float32 scales or packed exponents."""
     if scales.dtype == torch.int32:
         scales = (scales.contiguous().view(torch.uint8).to(torch.int32) << 23).view(torch.float32)
-    return (data.float() * scales.repeat_interleave(128, -1)[..., : data.shape[-1]]).to(torch.bfloat16)
+    return (data.float() * scales.repeat_interleave(128, -1)[..., : data.shape[-1]]).to(
+        torch.bfloat16
+    )

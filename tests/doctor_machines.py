@@ -41,7 +41,9 @@ CPU_FACTS = Facts(
 
 
 def matrix(count: int, value: Any, own: Any, **others: Any) -> list[list[Any]]:
-    """``value`` everywhere, ``own`` on the diagonal, ``others`` (``_0_3="SYS"``) at their place and its mirror."""
+    """``value`` everywhere, ``own`` on the diagonal, ``others`` (``_0_3="SYS"``) at their place and
+    its mirror.
+    """
     rows = [[own if a == b else value for b in range(count)] for a in range(count)]
     for place, other in others.items():
         a, b = map(int, place.strip("_").split("_"))
@@ -80,7 +82,10 @@ def gpu_facts(**changes: Any) -> Facts:
 
 
 NO_GPUS: dict[str, Any] = {"gpus": [], "peers": [], "links": None, "p2p": None}
-PCIE: dict[str, Any] = {"links": matrix(4, "NV18", "X", _0_1="PHB"), "pci": PciBus(gpus=4, iommu=["DMA-FQ"])}
+PCIE: dict[str, Any] = {
+    "links": matrix(4, "NV18", "X", _0_1="PHB"),
+    "pci": PciBus(gpus=4, iommu=["DMA-FQ"]),
+}
 CPU_BUILD = Torch(version="2.11.0+cpu", backends=["gloo"])
 
 

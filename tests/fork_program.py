@@ -1,4 +1,6 @@
-"""One rank of two (``python fork_program.py FILE RANK``): rank 0 forks a child that comes to its end as programs do; both go on."""
+"""One rank of two (``python fork_program.py FILE RANK``): rank 0 forks a child that comes to its
+end as programs do; both go on.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def ends(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-ep = ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, timeout=4 * LIMIT)
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2
+)
+ep = ty.ExpertParallel(
+    num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, timeout=4 * LIMIT
+)
 x, idx = torch.ones(3, 8), torch.tensor([[0, 3]] * 3)
 recv = ep.dispatch(x, idx)
 if dist.get_rank() == 0:

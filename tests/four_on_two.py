@@ -1,22 +1,27 @@
-"""Four ranks on two GPUs: times of the GPU engines where only two GPUs are to be had. For developers; no test runs it.
+"""Four ranks on two GPUs: times of the GPU engines where only two GPUs are to be had. For
+developers; no test runs it.
 
-``python tests/four_on_two.py --engine twolevel,nvlink --map A,B --sms 24,all`` (all combinations; ``--help`` has the rest)
+``python tests/four_on_two.py --engine twolevel,nvlink --map A,B --sms 24,all`` (all combinations;
+``--help`` has the rest)
 
-Ranks are threads of one process (*virtual ranks*), a stream each; those of different GPUs reach each other over NVLink by peer
-pointers, for letters and greetings too (no NVSHMEM). Maps of a 2x2 grid:
+Ranks are threads of one process (*virtual ranks*), a stream each; those of different GPUs reach
+each other over NVLink by peer pointers, for letters and greetings too (no NVSHMEM). Maps of a 2x2
+grid:
 
 - **A**: ranks of a node share a GPU, so what a node sends to another crosses NVLink;
 - **B**: ranks of a node are on different GPUs, so what goes on inside of a node crosses NVLink.
 
-Two GPUs stand for four here: changes of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a
-GPU's multiprocessors (``all`` is a share of them), memory, L2 and NVLink. ``tokenyard bench`` makes those, with a GPU per rank.
+Two GPUs stand for four here: changes of a kernel can be compared, but **these are not figures of
+four GPUs**. Two ranks share a GPU's multiprocessors (``all`` is a share of them), memory, L2 and
+NVLink. ``tokenyard bench`` makes those, with a GPU per rank.
 
-Each kind of call has an object of its own; what its cached calls return is compared with the truth, bit for bit, first. Kind
-``cast`` is a dispatch of BF16 that is cast to FP8 on the way.
-A round is 4 calls behind each other between CUDA events; GPUs sleep until the host has launched all of it, then streams wait for
-each other. Printed are median and least over rounds of the slowest rank's time divided by 4 (us), and ``net``: bytes of rows
-that the rank with fewest sends to other nodes, over the median. HOST LATE: in so many rounds a GPU woke up too early.
-A kind that fails is reported, and the next one goes on. Exit status: 0 if everything ran and was right.
+Each kind of call has an object of its own; what its cached calls return is compared with the truth,
+bit for bit, first. Kind ``cast`` is a dispatch of BF16 that is cast to FP8 on the way. A round is 4
+calls behind each other between CUDA events; GPUs sleep until the host has launched all of it, then
+streams wait for each other. Printed are median and least over rounds of the slowest rank's time
+divided by 4 (us), and ``net``: bytes of rows that the rank with fewest sends to other nodes, over
+the median. HOST LATE: in so many rounds a GPU woke up too early. A kind that fails is reported, and
+the next one goes on. Exit status: 0 if everything ran and was right.
 """
 
 from __future__ import annotations
@@ -88,7 +93,9 @@ class SplitWorld(VirtualWorld):
         most = max(devices.count(device) for device in devices)
         self.num_sms = max(1, min(multiprocessors(device) for device in devices) // most)
         self.loaded = {device: Kernels(device, self.num_sms) for device in set(devices)}
-        compiling = Lock()  # one compiles at a time: ranks of the other GPU then find machine code on disk
+        compiling = (
+            Lock()
+        )  # one compiles at a time: ranks of the other GPU then find machine code on disk
         for each in self.loaded.values():
             each._lock = compiling  # pyright: ignore[reportPrivateUsage]
 
@@ -98,7 +105,9 @@ class SplitWorld(VirtualWorld):
             gates = list(self._gates.items())
         for name, gate in gates:
             what, _, at = name.partition("/")
-            if (what == "case" and int(at) == number) or (what == "object" and int(at) // OBJECTS_PER_CASE == number):
+            if (what == "case" and int(at) == number) or (
+                what == "object" and int(at) // OBJECTS_PER_CASE == number
+            ):
                 gate.lose(rank, why)
 
 
@@ -120,7 +129,9 @@ class SplitGroup(VirtualGroup):
 
 
 def enable_peers() -> None:
-    """Both GPUs map each other's memory: torch sees to it at a first copy. RuntimeError if they cannot."""
+    """Both GPUs map each other's memory: torch sees to it at a first copy. RuntimeError if they
+    cannot.
+    """
     for here, there in ((0, 1), (1, 0)):
         if not torch.cuda.can_device_access_peer(here, there):
             raise RuntimeError(f"GPU {here} cannot reach the memory of GPU {there}")
@@ -152,13 +163,17 @@ class Case:
     def run(self) -> Any:
         if self.back:
             return self.ep.combine(self.given, self.handle, in_place=self.in_place)
-        return self.ep.dispatch(self.truth.batch.x, handle=self.handle, quantize=self.mode, in_place=self.in_place)
+        return self.ep.dispatch(
+            self.truth.batch.x, handle=self.handle, quantize=self.mode, in_place=self.in_place
+        )
 
     def check(self) -> str:
         """What is wrong, or "ok"."""
         plain = self.ep.combine(self.rows, self.handle) if self.back and self.in_place else None
         result = self.run()
-        torch.cuda.current_stream(self.truth.x.device).synchronize()  # allocating must not wait for peers yet to launch
+        torch.cuda.current_stream(
+            self.truth.x.device
+        ).synchronize()  # allocating must not wait for peers yet to launch
         try:
             if plain is not None:
                 same = torch.equal(result.view(torch.int16), plain.view(torch.int16))
@@ -172,7 +187,9 @@ class Case:
 
 @dataclass
 class Found:
-    """What a rank has seen in one case. ``times``: us of a call, per round; ``late``: rounds in which the host was too late."""
+    """What a rank has seen in one case. ``times``: us of a call, per round; ``late``: rounds in
+    which the host was too late.
+    """
 
     check: str = "not made"
     times: list[float] = field(default_factory=list[float])
@@ -187,7 +204,11 @@ class Rank:
 
     def __init__(self, group: SplitGroup, setting: Setting, picks: tuple[Tensor, Tensor]) -> None:
         self.group, self.world, self.setting, self.picks = group, group.split, setting, picks
-        self.rank, self.device, self.two_levels = group.rank(), group.device, setting.engine == "twolevel"
+        self.rank, self.device, self.two_levels = (
+            group.rank(),
+            group.device,
+            setting.engine == "twolevel",
+        )
         self.main = self.gate = self.world.gate("main")
         self.truth = self.prepare()
 
@@ -199,7 +220,9 @@ class Rank:
         """Inputs, and the truth of them on this GPU."""
         setting = self.setting
         random = torch.Generator(self.device).manual_seed(self.rank)
-        x = torch.randn(setting.tokens, HIDDEN, dtype=torch.bfloat16, device=self.device, generator=random)
+        x = torch.randn(
+            setting.tokens, HIDDEN, dtype=torch.bfloat16, device=self.device, generator=random
+        )
         idx, weights = (each.to(self.device) for each in self.picks)
         torch.cuda.synchronize(self.device)
         xs: list[Tensor] = self.main.meet(self.rank, "the inputs", LIMIT, x)
@@ -247,9 +270,16 @@ class Rank:
         setting, group = self.setting, self.group
         grid = (setting.grid.num_nodes, setting.grid.ranks_per_node) if self.two_levels else None
         return ty.ExpertParallel(
-            group, num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=setting.tokens,
-            engine=setting.engine, num_sms=setting.sms, timeout=TIMEOUT, topology=grid,
-        )  # fmt: skip
+            group,
+            num_experts=EXPERTS,
+            hidden=HIDDEN,
+            num_topk=TOPK,
+            max_tokens_per_rank=setting.tokens,
+            engine=setting.engine,
+            num_sms=setting.sms,
+            timeout=TIMEOUT,
+            topology=grid,
+        )
 
     def end(self, ep: ty.ExpertParallel | None, found: Found) -> None:
         try:
@@ -264,7 +294,9 @@ class Rank:
         return self.gate.meet(self.rank, what, TIMEOUT + 20, value)
 
     def time(self, case: Case, found: Found) -> None:
-        start, end, mark = (torch.cuda.Event(enable_timing=timing) for timing in (True, True, False))
+        start, end, mark = (
+            torch.cuda.Event(enable_timing=timing) for timing in (True, True, False)
+        )
         for event in (start, end, mark):
             event.record()
         marks = self.meet("marks", mark)
@@ -276,7 +308,9 @@ class Rank:
                 found.late += late
 
     def warm(self, case: Case) -> None:
-        """Two results at once, one call after the other: later rounds find memory in the allocator, and kernels loaded."""
+        """Two results at once, one call after the other: later rounds find memory in the allocator,
+        and kernels loaded.
+        """
         held: list[Any] = []
         for _ in range(2):
             held.append(case.run())
@@ -284,7 +318,9 @@ class Rank:
             self.meet("warm")
 
     def round(self, case: Case, start: Any, end: Any, mark: Any, marks: list[Any]) -> bool:
-        """GPUs sleep until the host has launched all; then streams meet, and what follows is timed. True: the host was late."""
+        """GPUs sleep until the host has launched all; then streams meet, and what follows is timed.
+        True: the host was late.
+        """
         stream = torch.cuda.current_stream(self.device)
         stream.synchronize()
         self.meet("round")
@@ -302,7 +338,9 @@ class Rank:
         return late
 
     def report(self, kind: str, found: list[Found]) -> str:
-        errors = [(each.secondhand, rank, each.error) for rank, each in enumerate(found) if each.error]
+        errors = [
+            (each.secondhand, rank, each.error) for rank, each in enumerate(found) if each.error
+        ]
         if errors:
             _, rank, text = min(errors)
             return f"FAILED ({len(errors)} ranks) rank {rank}: {text}"
@@ -313,13 +351,17 @@ class Rank:
         moved = min(plan.received if kind.startswith("combine") else plan.sent) * row_bytes
         wrong = sorted({each.check for each in found} - {"ok"})
         return (
-            f"{median:.1f} us min {min(times):.1f} net {moved / median / 1e3:.1f} GB/s ({moved / 1e6:.1f} MB) "
-            f"rows {wrong[0] if wrong else 'ok'}" + (f" HOST LATE in {late}/{len(times)}" if late else "")
+            f"{median:.1f} us min {min(times):.1f} net {moved / median / 1e3:.1f} GB/s "
+            f"({moved / 1e6:.1f} MB) "
+            f"rows {wrong[0] if wrong else 'ok'}"
+            + (f" HOST LATE in {late}/{len(times)}" if late else "")
         )
 
 
 def run(setting: Setting) -> int:
-    """How many kinds failed or were wrong. Like ``run_virtual_ranks``, on two GPUs; raises ThreadsFailed."""
+    """How many kinds failed or were wrong. Like ``run_virtual_ranks``, on two GPUs; raises
+    ThreadsFailed.
+    """
     world, picks = SplitWorld(setting.devices), draw_picks(setting.grid.world_size, setting.tokens)
     streams = [torch.cuda.Stream(device) for device in world.devices]
 
@@ -335,20 +377,36 @@ def run(setting: Setting) -> int:
 
 def parse_settings(arguments: Sequence[str]) -> list[Setting]:
     """Combinations that the command line asks for; lists are separated by commas."""
-    parser = argparse.ArgumentParser(description="Times of four ranks on two GPUs. --engine, --map, --sms: lists too.")
+    parser = argparse.ArgumentParser(
+        description="Times of four ranks on two GPUs. --engine, --map, --sms: lists too."
+    )
     parser.add_argument("--engine", default="twolevel", help="of twolevel,nvlink (twolevel)")
-    parser.add_argument("--grid", default="2x2", help="nodes x ranks of a node (2x2); 1x2 and 2x1 are a GPU per rank")
-    parser.add_argument("--map", default="A", help="of A,B: ranks of a node on one GPU, or on both (A)")
-    parser.add_argument("--sms", default="24", help="multiprocessors of a rank (24), or all: its whole share")
+    parser.add_argument(
+        "--grid",
+        default="2x2",
+        help="nodes x ranks of a node (2x2); 1x2 and 2x1 are a GPU per rank",
+    )
+    parser.add_argument(
+        "--map", default="A", help="of A,B: ranks of a node on one GPU, or on both (A)"
+    )
+    parser.add_argument(
+        "--sms", default="24", help="multiprocessors of a rank (24), or all: its whole share"
+    )
     parser.add_argument("--tokens", default=4096, type=int, help="of a rank (4096)")
-    parser.add_argument("--kinds", default=",".join(PLAIN_KINDS), help=f"of {','.join(KINDS)} (the first four)")
-    parser.add_argument("--rounds", default=5, type=int, help=f"that are timed, {CALLS} calls each (5)")
+    parser.add_argument(
+        "--kinds", default=",".join(PLAIN_KINDS), help=f"of {','.join(KINDS)} (the first four)"
+    )
+    parser.add_argument(
+        "--rounds", default=5, type=int, help=f"that are timed, {CALLS} calls each (5)"
+    )
     given = parser.parse_args(arguments)
     try:
         grid = Topology(*map(int, given.grid.split("x")))
         sms = [None if each == "all" else int(each) for each in given.sms.split(",")]
     except (TypeError, ValueError) as error:
-        parser.error(f"--grid ({given.grid}) must be like 2x2, --sms ({given.sms}) like 24 or all: {error}")
+        parser.error(
+            f"--grid ({given.grid}) must be like 2x2, --sms ({given.sms}) like 24 or all: {error}"
+        )
     lists = {name: getattr(given, name).split(",") for name in ("engine", "map", "kinds")}
     for (name, each), known in zip(lists.items(), (ENGINES, MAPS, KINDS), strict=True):
         if not set(each) <= set(known):
@@ -360,17 +418,26 @@ def parse_settings(arguments: Sequence[str]) -> list[Setting]:
         for engine, where, count in product(lists["engine"], lists["map"], sms)
     ]
     if any(len(set(setting.devices)) < GPUS for setting in settings):
-        parser.error(f"--map ({given.map}) puts all ranks of grid {grid} on one GPU: take the other map")
+        parser.error(
+            f"--map ({given.map}) puts all ranks of grid {grid} on one GPU: take the other map"
+        )
     return settings
 
 
 def main(settings: list[Setting]) -> int:
     """Exit status."""
-    if "expandable" in os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise RuntimeError("peers do not see expandable_segments: unset PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF")
+    if "expandable" in os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    ):
+        raise RuntimeError(
+            "peers do not see expandable_segments: unset PYTORCH_ALLOC_CONF, "
+            "PYTORCH_CUDA_ALLOC_CONF"
+        )
     virtual_environment()
     if torch.cuda.device_count() < GPUS:
-        raise RuntimeError(f"{torch.cuda.device_count()} GPU(s) seen: it takes {GPUS} that reach each other")
+        raise RuntimeError(
+            f"{torch.cuda.device_count()} GPU(s) seen: it takes {GPUS} that reach each other"
+        )
     sys.setswitchinterval(1e-4)
     enable_peers()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)

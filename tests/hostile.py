@@ -1,4 +1,6 @@
-"""What the hostile tests share: small objects that give up soon, proof that one still works, errors as values."""
+"""What the hostile tests share: small objects that give up soon, proof that one still works, errors
+as values.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def gloo(ranks: Ranks) -> Any:
     """A group on which the object itself times its peers; over NCCL the group's watchdog would."""
     if isinstance(ranks.group, MemoryGroup):
         return ranks.group
-    return ranks.group if dist.get_backend(ranks.group) == "gloo" else dist.new_group(backend="gloo")
+    return (
+        ranks.group if dist.get_backend(ranks.group) == "gloo" else dist.new_group(backend="gloo")
+    )
 
 
 def meet(ranks: Ranks) -> None:
@@ -67,7 +71,9 @@ def make_patient(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
 
 
 @cache
-def _case(world_size: int, seed: int, topology: tuple[int, int] | None) -> tuple[Case, list[Tensor]]:
+def _case(
+    world_size: int, seed: int, topology: tuple[int, int] | None
+) -> tuple[Case, list[Tensor]]:
     case = Case(world_size, seed=seed)
     assert case.topology == topology
     return case, [case.combined(rank).x for rank in range(world_size)]
@@ -110,12 +116,16 @@ def error_of(call: Callable[[], Any]) -> Exception | None:
 
 
 def complaint(error: Exception | None, kind: type[Exception] | None, words: Sequence[str]) -> str:
-    """Why ``error`` is not exactly of ``kind`` (None: no error) or does not say ``words``; empty if it is and does."""
+    """Why ``error`` is not exactly of ``kind`` (None: no error) or does not say ``words``; empty if
+    it is and does.
+    """
     missing = [word for word in words if word not in str(error)]
     right = error is None if kind is None else type(error) is kind
     if right and not missing:
         return ""
-    wanted = "no error" if kind is None else kind.__name__ + (f" that says {missing}" if missing else "")
+    wanted = (
+        "no error" if kind is None else kind.__name__ + (f" that says {missing}" if missing else "")
+    )
     return f"got {type(error).__name__}({str(error)[:300]!r}), wanted {wanted}"
 
 

@@ -1,4 +1,6 @@
-"""For test modules whose kernels are interpreted: call :func:`need_interpreter` before importing Triton."""
+"""For test modules whose kernels are interpreted: call :func:`need_interpreter` before importing
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -12,5 +14,8 @@ def need_interpreter() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("greenlet")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "kernels are compiled in this run (TRITON_INTERPRET is not 1): the simulator is tested on machines without a GPU"
+        reason = (
+            "kernels are compiled in this run (TRITON_INTERPRET is not 1): the simulator is "
+            "tested on machines without a GPU"
+        )
         pytest.skip(reason, allow_module_level=True)

@@ -1,4 +1,6 @@
-"""``ExpertParallel(engine="low_latency")`` on simulated ranks. Reached through ``nvlink_pool.py``: kernels are interpreted here."""
+"""``ExpertParallel(engine="low_latency")`` on simulated ranks. Reached through ``nvlink_pool.py``:
+kernels are interpreted here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ NUM_SMS = 2
 
 def _on_ranks(body: Callable[[Ranks, Case, int], None], case: Case, seed: int) -> None:
     def rank(here: SimulatedRank) -> None:
-        body(Ranks(here.rank, case.world_size, here.device, ENGINE, SimulatedGroup(here)), case, NUM_SMS)
+        body(
+            Ranks(here.rank, case.world_size, here.device, ENGINE, SimulatedGroup(here)),
+            case,
+            NUM_SMS,
+        )
 
     simulate(case.world_size, rank, seed=seed)
 
@@ -36,7 +42,9 @@ def hooks(seed: int) -> None:
 
 
 def capacity(seed: int) -> None:
-    _on_ranks(bodies.capacity, static(2, seed=seed, layout=MAJOR, expert_alignment=4, num_tokens=8), seed)
+    _on_ranks(
+        bodies.capacity, static(2, seed=seed, layout=MAJOR, expert_alignment=4, num_tokens=8), seed
+    )
 
 
 def by_column(world_size: int, options: dict[str, Any]) -> None:
@@ -52,13 +60,23 @@ def refusals(seed: int) -> None:
 
 
 def back_before_the_combine(seed: int) -> None:
-    """A rank that was left out in the dispatch is back: it adds nothing to the sums, says so at once, and is not left out again."""
+    """A rank that was left out in the dispatch is back: it adds nothing to the sums, says so at
+    once, and is not left out again.
+    """
 
     def body(here: SimulatedRank) -> None:
         other = 1 - here.rank
 
-        ep = ty.ExpertParallel(SimulatedGroup(here), num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3,
-                               engine=ENGINE, num_sms=NUM_SMS, timeout=5.0)  # fmt: skip
+        ep = ty.ExpertParallel(
+            SimulatedGroup(here),
+            num_experts=2,
+            hidden=8,
+            num_topk=2,
+            max_tokens_per_rank=3,
+            engine=ENGINE,
+            num_sms=NUM_SMS,
+            timeout=5.0,
+        )
         ep.mask(other)
         x, idx = torch.full((2, 8), 3.0).bfloat16(), torch.tensor([[0, 1], [other, -1]])
         recv = ep.dispatch(x, idx, layout=ty.Layout.EXPERT_PADDED, exact=False)
@@ -79,10 +97,19 @@ def no_experts(seed: int) -> None:
     """A rank without experts has rows that nobody fills: they say so."""
 
     def body(here: SimulatedRank) -> None:
-        ep = ty.ExpertParallel(SimulatedGroup(here), num_experts=1, hidden=8, num_topk=1, max_tokens_per_rank=1,
-                               engine=ENGINE, num_sms=NUM_SMS)  # fmt: skip
+        ep = ty.ExpertParallel(
+            SimulatedGroup(here),
+            num_experts=1,
+            hidden=8,
+            num_topk=1,
+            max_tokens_per_rank=1,
+            engine=ENGINE,
+            num_sms=NUM_SMS,
+        )
         idx, ones = torch.tensor([[0]]), torch.ones(1, 1)
-        recv = ep.dispatch(torch.ones(1, 8).bfloat16(), idx, ones, layout=MAJOR, exact=False, capacity=3)
+        recv = ep.dispatch(
+            torch.ones(1, 8).bfloat16(), idx, ones, layout=MAJOR, exact=False, capacity=3
+        )
         if here.rank == 1:
             assert (recv.source.tolist(), recv.row_weights.tolist()) == ([-1] * 3, [0.0] * 3)
 

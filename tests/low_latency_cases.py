@@ -1,4 +1,6 @@
-"""Scenarios for the low-latency engine: calls of one object, drawn from a seed. ``low_latency_ranks.py`` runs them."""
+"""Scenarios for the low-latency engine: calls of one object, drawn from a seed.
+``low_latency_ranks.py`` runs them.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +49,39 @@ class Scenario:
     @property
     def shape(self) -> Shape:
         """Rows take several steps, and programs several rows."""
-        most = 1 << min(self.shares, self.programs).bit_length() - 1  # no program has two shares of a token
-        return Shape(programs=self.programs, words=self.words, part=32, whole=64, pieces=self.pieces, shares=most)
+        most = (
+            1 << min(self.shares, self.programs).bit_length() - 1
+        )  # no program has two shares of a token
+        return Shape(
+            programs=self.programs,
+            words=self.words,
+            part=32,
+            whole=64,
+            pieces=self.pieces,
+            shares=most,
+        )
 
     @property
     def buffer_bytes(self) -> int:
         """Room for rows of float32."""
         tokens = 2 * self.world_size * self.max_tokens
         slot = 4 * self.hidden + 16 * self.num_topk + 512
-        return tokens * slot + 64 * tokens * (self.num_topk + 2) + 64 * self.world_size * (self.num_experts + 2)
+        return (
+            tokens * slot
+            + 64 * tokens * (self.num_topk + 2)
+            + 64 * self.world_size * (self.num_experts + 2)
+        )
 
     def config(self, rank: int, timeout: float = 5.0) -> Config:
         return Config(
-            num_experts=self.num_experts, hidden=self.hidden, num_topk=self.num_topk, max_tokens_per_rank=self.max_tokens,
-            rank=rank, world_size=self.world_size, timeout=timeout,
-        )  # fmt: skip
+            num_experts=self.num_experts,
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            max_tokens_per_rank=self.max_tokens,
+            rank=rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
 
 
 def draw(world_size: int, seed: int) -> Scenario:
@@ -70,7 +90,9 @@ def draw(world_size: int, seed: int) -> Scenario:
     few = world_size > 4
     scenario = Scenario(
         world_size=world_size,
-        num_experts=random.choice((world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)),
+        num_experts=random.choice(
+            (world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)
+        ),
         num_topk=random.choice((1, 2, 3, 4)),
         max_tokens=random.choice((1, 2, 3) if few else (2, 3, 5)),
         hidden=random.choice((8, 16, 24, 40, 132, 17)),
@@ -80,7 +102,10 @@ def draw(world_size: int, seed: int) -> Scenario:
         shares=random.choice((1, 2, 2, 4, 8)),
         rounds=(),
     )
-    rounds = [_round(scenario, random, 4 * seed + i) for i in range(1 if few else random.choice((1, 2, 3)))]
+    rounds = [
+        _round(scenario, random, 4 * seed + i)
+        for i in range(1 if few else random.choice((1, 2, 3)))
+    ]
     return replace(scenario, rounds=tuple(rounds))
 
 
@@ -112,12 +137,30 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
 
 def rehearsal(seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with other picks and weights each time."""
-    case = Case(2, num_tokens=3, num_topk=2, num_experts=4, hidden=40, layout=PADDED, exact=False, seed=16 * seed)
+    case = Case(
+        2,
+        num_tokens=3,
+        num_topk=2,
+        num_experts=4,
+        hidden=40,
+        layout=PADDED,
+        exact=False,
+        seed=16 * seed,
+    )
     names = ("uniform", "local", "one_expert", "uniform", "dropped", "uniform")
     owner = "weighted by the owner"
-    ways = (("plain",), (owner,), ("plain", "plain", "weighted"), (owner, owner), ("weighted",), ("plain",))
+    ways = (
+        ("plain",),
+        (owner,),
+        ("plain", "plain", "weighted"),
+        (owner, owner),
+        ("weighted",),
+        ("plain",),
+    )
     rounds = tuple(
         Round(replace(case, routing=name, seed=case.seed + i), each)
         for i, (name, each) in enumerate(zip(names, ways, strict=True))
     )
-    return Scenario(world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds)
+    return Scenario(
+        world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds
+    )

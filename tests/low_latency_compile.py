@@ -1,6 +1,8 @@
-"""The kernels that engine low_latency launches, compiled for sm_90, and what their machine code is made of, as JSON.
+"""The kernels that engine low_latency launches, compiled for sm_90, and what their machine code is
+made of, as JSON.
 
-A program of its own, like ``nvlink_compile.py``, which looks at the code: kernels must not be interpreted here.
+A program of its own, like ``nvlink_compile.py``, which looks at the code: kernels must not be
+interpreted here.
 """
 
 from __future__ import annotations
@@ -44,9 +46,17 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     memory = Small()
     memory.label = "refuse"
     config = Config(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=tokens, rank=0, world_size=RANKS, timeout=5.0
-    )  # fmt: skip
-    engine = LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS, tokens), None)
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        num_topk=TOP,
+        max_tokens_per_rank=tokens,
+        rank=0,
+        world_size=RANKS,
+        timeout=5.0,
+    )
+    engine = LowLatencyEngine(
+        config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS, tokens), None
+    )
     x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
     weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)
     timed = CallOptions(waits=waits)
@@ -60,10 +70,30 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     for mode in (None, *Quantize):
         run(f"{mode and mode.name}", engine.dispatch, Payload(x, None), idx, weights, major, mode)
     options = CallOptions(waits=waits, loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int64))
-    run("options", engine.dispatch, Payload(x, None), idx, weights, major, Quantize.FP8, options=options)
-    hook = run("hook send", engine.dispatch, Payload(x, None), idx.int(), None, major, Quantize.FP8, in_two=True)
+    run(
+        "options",
+        engine.dispatch,
+        Payload(x, None),
+        idx,
+        weights,
+        major,
+        Quantize.FP8,
+        options=options,
+    )
+    hook = run(
+        "hook send",
+        engine.dispatch,
+        Payload(x, None),
+        idx.int(),
+        None,
+        major,
+        Quantize.FP8,
+        in_two=True,
+    )
     _, plan, _ = run("hook receive", hook)
-    columns = CallOptions(loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int32), scales_by_column=True)
+    columns = CallOptions(
+        loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int32), scales_by_column=True
+    )
     sent = Payload(x, None), idx.int(), None, padded
     for mode in (Quantize.FP8, Quantize.FP8_UE8M0):
         run(f"{mode.name} by column", engine.dispatch, *sent, mode, options=columns)
@@ -77,7 +107,15 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
     hook = run("hook send", engine.combine, rows, plan, padded, weights=weights, in_two=True)
     run("hook receive", hook)
     lost = CallOptions(lost_weights=torch.zeros(1))
-    run("weighted by the owner, lost", engine.combine, rows, plan, major, weights=weights, options=lost)
+    run(
+        "weighted by the owner, lost",
+        engine.combine,
+        rows,
+        plan,
+        major,
+        weights=weights,
+        options=lost,
+    )
     return memory.launches, memory.num_bytes
 
 
@@ -86,13 +124,19 @@ if __name__ == "__main__":
     nvlink_compile.LAUNCHES += launches.items()
     few = record(FEW_TOKENS)[0]
     nvlink_compile.LAUNCHES += [
-        (f"{name}, few tokens", few[name]) for name in few if name.endswith((" FP8", " send", " weighted"))
+        (f"{name}, few tokens", few[name])
+        for name in few
+        if name.endswith((" FP8", " send", " weighted"))
     ]
     with planted("combine: no barrier before the flag"):
         nvlink_compile.LAUNCHES.append(("planted", record()[0]["low_combine_kernel plain"]))
     numbers = range(len(nvlink_compile.LAUNCHES))
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
         facts = dict(
-            zip((name for name, _ in nvlink_compile.LAUNCHES), pool.map(nvlink_compile.facts_of, numbers), strict=True)
+            zip(
+                (name for name, _ in nvlink_compile.LAUNCHES),
+                pool.map(nvlink_compile.facts_of, numbers),
+                strict=True,
+            )
         )
     json.dump({"bytes": num_bytes, "facts": facts}, sys.stdout)

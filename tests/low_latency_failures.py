@@ -1,4 +1,6 @@
-"""Ranks that die, are late, or are left out, on simulated ranks with engine low_latency. Reached through ``nvlink_pool.py``."""
+"""Ranks that die, are late, or are left out, on simulated ranks with engine low_latency. Reached
+through ``nvlink_pool.py``.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,27 @@ CALLS = 4
 def life(world_size: int, seed: int) -> Scenario:
     """What the object is made for; :func:`case_of` says what it does."""
     return Scenario(
-        world_size=world_size, num_experts=2 * world_size + seed % 2, num_topk=3, max_tokens=3, hidden=8, programs=world_size + 1,
+        world_size=world_size,
+        num_experts=2 * world_size + seed % 2,
+        num_topk=3,
+        max_tokens=3,
+        hidden=8,
+        programs=world_size + 1,
         rounds=(),
-    )  # fmt: skip
+    )
 
 
 def case_of(scenario: Scenario, seed: int, call: int) -> Case:
     return Case(
-        scenario.world_size, num_tokens=scenario.max_tokens, num_topk=scenario.num_topk, num_experts=scenario.num_experts,
-        hidden=scenario.hidden, layout=PADDED, exact=False, seed=CALLS * seed + call,
-    )  # fmt: skip
+        scenario.world_size,
+        num_tokens=scenario.max_tokens,
+        num_topk=scenario.num_topk,
+        num_experts=scenario.num_experts,
+        hidden=scenario.hidden,
+        layout=PADDED,
+        exact=False,
+        seed=CALLS * seed + call,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,15 +79,23 @@ def row_of(case: Case, rank: int, expert: int, source: int) -> int:
     return int((case.expected[rank].source[expert] == source).nonzero()[0, 0])
 
 
-def check_rows(recv: ty.Received, case: Case, rank: int, before: Sequence[bool], after: Sequence[bool]) -> None:
-    """All rows of ranks that were there all the time, none of ranks that were not, some of those that fell silent."""
+def check_rows(
+    recv: ty.Received, case: Case, rank: int, before: Sequence[bool], after: Sequence[bool]
+) -> None:
+    """All rows of ranks that were there all the time, none of ranks that were not, some of those
+    that fell silent.
+    """
     want = case.expected[rank]
     for expert in range(want.source.shape[0]):
         got = [source for source in recv.source[expert].tolist() if source >= 0]
         full = [source for source in want.source[expert].tolist() if source >= 0]
         assert got == [source for source in full if source in got], "rows in order, none twice"
         for source in full:
-            assert after[source >> 32] <= (source in got) <= before[source >> 32], (rank, expert, source)
+            assert after[source >> 32] <= (source in got) <= before[source >> 32], (
+                rank,
+                expert,
+                source,
+            )
         for source in got:
             here = int((recv.source[expert] == source).nonzero()[0, 0])
             there = row_of(case, rank, expert, source)
@@ -88,11 +109,15 @@ def check_rows(recv: ty.Received, case: Case, rank: int, before: Sequence[bool],
 
 def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
     """What experts make of the rows that came; NaN elsewhere."""
-    out = torch.full((*recv.source.shape, case.hidden), float("nan"), dtype=case.expert_rows[rank].dtype)
+    out = torch.full(
+        (*recv.source.shape, case.hidden), float("nan"), dtype=case.expert_rows[rank].dtype
+    )
     for expert in range(recv.source.shape[0]):
         for place, source in enumerate(recv.source[expert].tolist()):
             if source >= 0:
-                out[expert, place] = case.expert_rows[rank][expert, row_of(case, rank, expert, source)]
+                out[expert, place] = case.expert_rows[rank][
+                    expert, row_of(case, rank, expert, source)
+                ]
     return out
 
 
@@ -107,9 +132,17 @@ def sums_of(case: Case, way: str, present: tuple[int, ...]) -> list[reference.Re
 
 
 def check_sums(
-    got: Tensor, lost: Tensor | None, case: Case, way: str, rank: int, before: Sequence[bool], after: Sequence[bool]
+    got: Tensor,
+    lost: Tensor | None,
+    case: Case,
+    way: str,
+    rank: int,
+    before: Sequence[bool],
+    after: Sequence[bool],
 ) -> None:
-    """Each token's sum is that with or without the ranks that fell silent, and ``lost`` says which."""
+    """Each token's sum is that with or without the ranks that fell silent, and ``lost``
+    says which.
+    """
     sure = tuple(r for r, here in enumerate(after) if here)
     maybe = tuple(r for r, here in enumerate(before) if here)
     least, most = (sums_of(case, way, present)[rank] for present in (sure, maybe))
@@ -117,28 +150,41 @@ def check_sums(
     for token in range(got.shape[0]):
         bits, told = got[token].view(torch.int16), None if lost is None else lost[token]
         fits = [
-            torch.equal(bits, each.x[token].view(torch.int16)) and (told is None or told == each.lost_weights[token])
+            torch.equal(bits, each.x[token].view(torch.int16))
+            and (told is None or told == each.lost_weights[token])
             for each in (least, most)
         ]
         wanted = [(each.x[token], each.lost_weights[token]) for each in (least, most)]
-        assert any(fits), f"rank {rank}: token {token} is {got[token]} and lacks {told}, not one of {wanted}"
+        assert any(fits), (
+            f"rank {rank}: token {token} is {got[token]} and lacks {told}, not one of {wanted}"
+        )
 
 
-def sum_up(mine: RankRun, recv: ty.Received, case: Case, way: str, in_two: bool, lost: Tensor | None = None) -> Tensor:
+def sum_up(
+    mine: RankRun, recv: ty.Received, case: Case, way: str, in_two: bool, lost: Tensor | None = None
+) -> Tensor:
     """``lost``: to be filled."""
-    given: dict[str, Any] = {} if lost is None else {"options": CallOptions(lost_weights=lost.fill_(torch.nan))}
+    given: dict[str, Any] = (
+        {} if lost is None else {"options": CallOptions(lost_weights=lost.fill_(torch.nan))}
+    )
     if way == "weighted":
         given["weights"] = recv.handle.arrived.weights
     elif way == "weighted by the owner":
         given["weights"] = 2 * case.picks[mine.rank][1]
     rows = rows_for(recv, case, mine.rank).flatten(0, -2)
-    return mine.call(in_two, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given)[0]
+    return mine.call(
+        in_two, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given
+    )[0]
 
 
 def live(mine: RankRun, scenario: Scenario, seed: int, calls: range = range(CALLS)) -> None:
     """All calls, each checked against what this rank knows of who is there."""
     for call in calls:
-        case, way, in_two = case_of(scenario, seed, call), WAYS[(call + seed) % 3], (call + seed) % 4 == 3
+        case, way, in_two = (
+            case_of(scenario, seed, call),
+            WAYS[(call + seed) % 3],
+            (call + seed) % 4 == 3,
+        )
         before = mine.engine.active_ranks()
         recv = mine.dispatch(case, in_two)
         middle = mine.engine.active_ranks()
@@ -175,13 +221,19 @@ def play(
 
 
 STEPS = {2: 2300, 3: 3900, 4: 5200}
-"""About so many has a life without a death, by world size: a death may come at any of them, or, now and then, too late."""
+"""About so many has a life without a death, by world size: a death may come at any of them, or, now
+and then, too late.
+"""
 
 
 def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
     """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
     random = Random(seed)
-    victim, scenario, steps = random.randrange(world_size), life(world_size, seed), STEPS[world_size]
+    victim, scenario, steps = (
+        random.randrange(world_size),
+        life(world_size, seed),
+        STEPS[world_size],
+    )
     step = random.randrange(steps)
 
     def body(mine: RankRun) -> None:
@@ -193,7 +245,9 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
 
 
 def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[bool, list[float]]]:
-    """Rank 1 dies at each of some steps of a combine. Whether rank 0 marks it, and what its tokens lack."""
+    """Rank 1 dies at each of some steps of a combine. Whether rank 0 marks it, and what its tokens
+    lack.
+    """
     scenario, way = life(world_size, seed), WAYS[seed % 3]
     case = case_of(scenario, seed, 0)
     began: list[int] = []
@@ -216,7 +270,9 @@ def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[b
 
 
 def torn(seeds: int, agree: bool) -> int:
-    """The first of so many seeds in which only some channels of a token lack a rank that dies in a combine; -1: there is none."""
+    """The first of so many seeds in which only some channels of a token lack a rank that dies in a
+    combine; -1: there is none.
+    """
     with planted("" if agree else TORN.kind):
         for seed in range(seeds):
             try:
@@ -231,7 +287,9 @@ def meet(ranks: SimulatedRank, name: str) -> None:
     here = ranks.world.gathered(("meet", name))
     here[ranks.rank] = 1
     ranks.sim.happened()
-    ranks.wait_until(lambda: len(here) == ranks.world_size, 1000 * TIMEOUT, f"waits for all at {name}")
+    ranks.wait_until(
+        lambda: len(here) == ranks.world_size, 1000 * TIMEOUT, f"waits for all at {name}"
+    )
 
 
 def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
@@ -240,7 +298,9 @@ def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, range(1))
-        others = [r for r in range(world_size) if r != mine.rank and (mine.rank == victim or r == victim)]
+        others = [
+            r for r in range(world_size) if r != mine.rank and (mine.rank == victim or r == victim)
+        ]
         with mine.own:
             for rank in others:
                 mine.engine.mask(rank)
@@ -257,7 +317,9 @@ def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
 
 
 def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
-    """A rank is silent for longer than the timeout, comes too late, makes its calls alone, and joins again."""
+    """A rank is silent for longer than the timeout, comes too late, makes its calls alone, and
+    joins again.
+    """
     scenario, victim = life(world_size, seed), seed % world_size
 
     def body(mine: RankRun) -> None:
@@ -280,7 +342,9 @@ def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
 
 
 def refusal(world_size: int, seed: int) -> list[Ending | None]:
-    """A rank refuses a dispatch, then a combine: the others miss its tokens or its rows, and nobody is left out."""
+    """A rank refuses a dispatch, then a combine: the others miss its tokens or its rows, and nobody
+    is left out.
+    """
     scenario, refuser = life(world_size, seed), seed % world_size
     others = tuple(rank for rank in range(world_size) if rank != refuser)
 
@@ -300,9 +364,14 @@ def refusal(world_size: int, seed: int) -> list[Ending | None]:
                 assert mine.engine.refuse(COMBINE, False, "x is wrong")
         else:
             lost = torch.empty(recv.handle.num_tokens)
-            got, want = sum_up(mine, recv, case, way, False, lost), sums_of(case, way, others)[mine.rank]
+            got, want = (
+                sum_up(mine, recv, case, way, False, lost),
+                sums_of(case, way, others)[mine.rank],
+            )
             assert_same_bits(got, want.x, what="sums without the refuser", rank=mine.rank)
-            assert_same_bits(lost, want.lost_weights, what="what the refuser would have added", rank=mine.rank)
+            assert_same_bits(
+                lost, want.lost_weights, what="what the refuser would have added", rank=mine.rank
+            )
         live(mine, scenario, seed, range(1, 3))
         assert all(mine.engine.active_ranks())
 
@@ -315,7 +384,9 @@ def disagreement(seed: int) -> list[Ending | None]:
 
     def body(mine: RankRun) -> None:
         case = case_of(scenario, seed, 0)
-        with suppress(Mismatch):  # a rank that was left out before it told the others only sees that they are silent
+        with suppress(
+            Mismatch
+        ):  # a rank that was left out before it told the others only sees that they are silent
             mine.dispatch(replace(case, dtype=torch.float16) if mine.rank == culprit else case)
 
     return play(scenario, body, seed)[0]

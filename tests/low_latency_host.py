@@ -1,7 +1,9 @@
-"""What a call of engine low_latency does on the host once its kind is known. Reached through ``nvlink_pool.py``.
+"""What a call of engine low_latency does on the host once its kind is known. Reached through
+``nvlink_pool.py``.
 
-``python tests/low_latency_host.py`` prints the host time of native calls, and of the drop-in's, without a GPU (launches do nothing,
-tensors on the CPU): microseconds of thread time, the best of 200 rounds, so that other processes hardly count.
+``python tests/low_latency_host.py`` prints the host time of native calls, and of the drop-in's,
+without a GPU (launches do nothing, tensors on the CPU): microseconds of thread time, the best of
+200 rounds, so that other processes hardly count.
 """
 
 from __future__ import annotations
@@ -69,8 +71,14 @@ class Idle:
 
 def engine_on(memory: Any) -> LowLatencyEngine:
     config = Config(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=RANKS, timeout=5.0
-    )  # fmt: skip
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        num_topk=TOP,
+        max_tokens_per_rank=TOKENS,
+        rank=0,
+        world_size=RANKS,
+        timeout=5.0,
+    )
     return LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), Shape(programs=4), None)
 
 
@@ -81,7 +89,9 @@ def no_second_half_behind_close() -> None:
     calls = Calls(engine.config, engine, memory.device)
     x, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).long()
     when = calls.when(False, True, None, None, False)
-    recv = calls.dispatch(Payload(x, None), idx, None, Spec(layout=Layout.EXPERT_PADDED, exact=False), None, when)
+    recv = calls.dispatch(
+        Payload(x, None), idx, None, Spec(layout=Layout.EXPERT_PADDED, exact=False), None, when
+    )
     calls.close()
     bound = memory.bound
     with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
@@ -90,11 +100,20 @@ def no_second_half_behind_close() -> None:
 
 
 def few_operations() -> None:
-    """A known kind of call makes the tensors of its result (one from numpy) and nothing else, and loads no kernel."""
+    """A known kind of call makes the tensors of its result (one from numpy) and nothing else, and
+    loads no kernel.
+    """
     memory = Idle()
     engine = engine_on(memory)
-    x, idx, weights = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).long(), torch.ones(TOKENS, TOP)
-    padded, major = Spec(layout=Layout.EXPERT_PADDED, exact=False), Spec(layout=Layout.EXPERT_MAJOR, exact=False)
+    x, idx, weights = (
+        torch.ones(TOKENS, HIDDEN).bfloat16(),
+        torch.zeros(TOKENS, TOP).long(),
+        torch.ones(TOKENS, TOP),
+    )
+    padded, major = (
+        Spec(layout=Layout.EXPERT_PADDED, exact=False),
+        Spec(layout=Layout.EXPERT_MAJOR, exact=False),
+    )
 
     def dispatch(*arguments: Any, **options: Any) -> Any:
         return engine.dispatch(Payload(x, None), *arguments, **options)
@@ -117,14 +136,20 @@ def few_operations() -> None:
         seen = counted(call)
         seen.pop("_to_copy", None)  # the test's own
         assert seen.pop("new_empty_strided", 0) == (tensors == 6)
-        assert seen == ({"empty_like": tensors, "lift_fresh": 1} if tensors else {"new_empty": 1}), seen
+        assert seen == (
+            {"empty_like": tensors, "lift_fresh": 1} if tensors else {"new_empty": 1}
+        ), seen
         assert memory.bound == loaded
     assert engine.stats.calls == {"dispatch": 11, "combine": 4}
-    assert engine.stats.rows_sent == [0] * RANKS and all(wait != wait for wait in engine.stats.last_wait)
+    assert engine.stats.rows_sent == [0] * RANKS and all(
+        wait != wait for wait in engine.stats.last_wait
+    )
 
 
 def shapes_and_numbers() -> None:
-    """Results are dense whatever their sizes, of the mode that they are made in, and each has a number of its own."""
+    """Results are dense whatever their sizes, of the mode that they are made in, and each has a
+    number of its own.
+    """
     engine = engine_on(Idle())
     x, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).int()
     padded = Spec(layout=Layout.EXPERT_PADDED, exact=False)
@@ -139,7 +164,9 @@ def shapes_and_numbers() -> None:
     for inference in (True, False):
         for spec, shape in ((padded, (LOCAL, RANKS * TOKENS)), (none, (0,))):
             with torch.inference_mode(inference):
-                rows, plan, arrived = engine.dispatch(Payload(x, None), idx, None, spec, Quantize.FP8_UE8M0)
+                rows, plan, arrived = engine.dispatch(
+                    Payload(x, None), idx, None, spec, Quantize.FP8_UE8M0
+                )
             assert rows.x.shape == (*shape, HIDDEN) and rows.scales.shape == (*shape, 1)
             assert arrived.source.shape == shape and rows.scales.dtype == torch.int32
             for tensor in (*rows, *plan, *arrived):
@@ -192,9 +219,15 @@ class Alone:
 
 
 def drop_in_adds_no_operation() -> None:
-    """Of torch, beyond those of the native call; by column or not, with statistics or not, in one launch or in two."""
+    """Of torch, beyond those of the native call; by column or not, with statistics or not, in one
+    launch or in two.
+    """
     buffer: Any = deep_ep.Buffer(Alone())  # pyright: ignore[reportArgumentType]
-    x, idx, weights = torch.ones(3, HIDDEN).bfloat16(), torch.zeros(3, TOP).int(), torch.ones(3, TOP)
+    x, idx, weights = (
+        torch.ones(3, HIDDEN).bfloat16(),
+        torch.zeros(3, TOP).int(),
+        torch.ones(3, TOP),
+    )
     counts, waits = torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     statistics = ((None, None), (counts, None), (None, waits), (counts, waits))
     casts = {"use_fp8": False}, {}, {"round_scale": True}, {"round_scale": True, "use_ue8m0": True}
@@ -205,12 +238,22 @@ def drop_in_adds_no_operation() -> None:
 
 
 def _same_operations(
-    buffer: Any, x: Any, idx: Any, weights: Any, loads: Any, waits: Any, hooked: bool, cast: dict[str, bool], mode: Any
+    buffer: Any,
+    x: Any,
+    idx: Any,
+    weights: Any,
+    loads: Any,
+    waits: Any,
+    hooked: bool,
+    cast: dict[str, bool],
+    mode: Any,
 ) -> None:
     """Of a dispatch and a combine, through the layer and natively."""
 
     def sent() -> Any:
-        made = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, loads, waits, **cast, return_recv_hook=hooked)
+        made = buffer.low_latency_dispatch(
+            x, idx, TOKENS, EXPERTS, loads, waits, **cast, return_recv_hook=hooked
+        )
         return (made[4]() if hooked else None, made)[1]
 
     sent()  # two objects take turns: what both work out once
@@ -219,7 +262,12 @@ def _same_operations(
 
     def sent_natively() -> None:
         options = CallOptions(loads=loads, waits=waits, scales_by_column=mode is not None)
-        asked: Any = {"layout": Layout.EXPERT_PADDED, "exact": False, "quantize": mode, "options": options}
+        asked: Any = {
+            "layout": Layout.EXPERT_PADDED,
+            "exact": False,
+            "quantize": mode,
+            "options": options,
+        }
         ep.dispatch(x, idx, **asked, return_hook=hooked).wait()
 
     def back(**more: Any) -> None:
@@ -237,7 +285,12 @@ def _same_operations(
         if hooked:
             got.hook()
 
-    assert (seen := counted(sent)) == (native := counted(sent_natively)), (cast, hooked, seen, native)
+    assert (seen := counted(sent)) == (native := counted(sent_natively)), (
+        cast,
+        hooked,
+        seen,
+        native,
+    )
     assert counted(back) == counted(lambda: back(zero_copy=True)) == counted(back_natively), hooked
 
 
@@ -256,10 +309,17 @@ def main() -> None:
     ep: Any = ty.ExpertParallel(
         Alone(), num_experts=8, hidden=256, num_topk=8, max_tokens_per_rank=16, engine="low_latency"
     )
-    x, idx, weights = torch.ones(16, 256).bfloat16(), torch.arange(8).repeat(16, 1), torch.ones(16, 8)
+    x, idx, weights = (
+        torch.ones(16, 256).bfloat16(),
+        torch.arange(8).repeat(16, 1),
+        torch.ones(16, 8),
+    )
     asked: Any = {"layout": ty.Layout.EXPERT_PADDED, "exact": False, "quantize": ty.Quantize.FP8}
     handle, back = ep.dispatch(x, idx, **asked).handle, {"weighted": True, "topk_weights": weights}
-    rows, waits = torch.ones(8, 16, 256).bfloat16(), ty.CallOptions(waits=torch.zeros(1, dtype=torch.int64))
+    rows, waits = (
+        torch.ones(8, 16, 256).bfloat16(),
+        ty.CallOptions(waits=torch.zeros(1, dtype=torch.int64)),
+    )
     buffer: Any = deep_ep.Buffer(Alone())  # pyright: ignore[reportArgumentType]
     counts = torch.zeros(8, dtype=torch.int32)
     known = buffer.low_latency_dispatch(x, idx, 16, 8)[2]
@@ -277,11 +337,13 @@ def main() -> None:
         "combine, hook": lambda: hooked(ep.combine, rows, handle, **back),
         "drop-in dispatch": lambda: buffer.low_latency_dispatch(x, idx, 16, 8),
         "drop-in dispatch, counts": lambda: buffer.low_latency_dispatch(x, idx, 16, 8, counts),
-        "drop-in dispatch, hook": lambda: buffer.low_latency_dispatch(x, idx, 16, 8, return_recv_hook=True)[4](),
+        "drop-in dispatch, hook": lambda: buffer.low_latency_dispatch(
+            x, idx, 16, 8, return_recv_hook=True
+        )[4](),
         "drop-in combine": lambda: buffer.low_latency_combine(rows, idx, weights, known),
-        "drop-in combine, hook": lambda: buffer.low_latency_combine(rows, idx, weights, known, return_recv_hook=True)[
-            2
-        ](),
+        "drop-in combine, hook": lambda: buffer.low_latency_combine(
+            rows, idx, weights, known, return_recv_hook=True
+        )[2](),
     }
     with torch.no_grad():
         for name, call in calls.items():

@@ -13,8 +13,13 @@ _READY = 'tl.atomic_xchg(words(state) + READY, call, sem="release", scope="gpu")
 _READY_SEEN = 'tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")'
 _HALF = "    half = (call % 2).to(tl.int32)\n"
 _ONE_HALF = "    half = (call % 1).to(tl.int32)\n"
-_SEND = "    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile\n"
-_SUM = "        for w0 in range(0, H, BLOCK):\n            w = w0 + tl.arange(0, BLOCK)\n            total"
+_SEND = (
+    "    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile\n"
+)
+_SUM = (
+    "        for w0 in range(0, H, BLOCK):\n            w = w0 + tl.arange(0, BLOCK)\n           "
+    " total"
+)
 
 
 _BARRIER = "    tl.debug_barrier()\n"
@@ -22,7 +27,9 @@ _SEEN = "    return seen\n\n\n@triton.jit\ndef "
 _COUNTED = "        tl.store(epoch_of(state, pid), call)\n"
 
 
-def _plant(kind: str, file: str, *changes: tuple[str, str], times: int = 1, within: int = 10) -> Plant:
+def _plant(
+    kind: str, file: str, *changes: tuple[str, str], times: int = 1, within: int = 10
+) -> Plant:
     return Plant(kind, f"low_{file}" if file != "sync" else file, changes, times, within=within)
 
 
@@ -38,23 +45,38 @@ def _instead(kind: str, file: str, text: str, old: str, new: str, times: int = 1
 
 PLANTS = {
     # What is published
-    "dispatch: no barrier before the flag": _without("barrier", "dispatch", _BARRIER, behind="    flags ="),
-    "dispatch: flag without order": _instead("release", "dispatch", _ROW_FLAG, "release", "relaxed"),
-    "dispatch: flag for this GPU only": _instead("release", "dispatch", _ROW_FLAG, '"sys"', '"gpu"'),
+    "dispatch: no barrier before the flag": _without(
+        "barrier", "dispatch", _BARRIER, behind="    flags ="
+    ),
+    "dispatch: flag without order": _instead(
+        "release", "dispatch", _ROW_FLAG, "release", "relaxed"
+    ),
+    "dispatch: flag for this GPU only": _instead(
+        "release", "dispatch", _ROW_FLAG, '"sys"', '"gpu"'
+    ),
     "dispatch: flag before the row": _plant(
         "flag before data", "dispatch", (_ROW_FLAGS, ""), (_SEND, _ROW_FLAGS + _SEND)
     ),
-    "combine: no barrier before the flag": _without("barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAG),
+    "combine: no barrier before the flag": _without(
+        "barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAG
+    ),
     "combine: flag without order": _instead("release", "combine", _SUM_FLAG, "release", "relaxed"),
     "combine: flag for this GPU only": _instead("release", "combine", _SUM_FLAG, '"sys"', '"gpu"'),
-    "combine: flag before the sum": _plant("flag before data", "combine", (_SUM_FLAG, ""), (_SUM, _SUM_FLAG + _SUM)),
-    "table: no barrier before READY": _without("barrier", "dispatch", _BARRIER, behind="    " + _READY),
+    "combine: flag before the sum": _plant(
+        "flag before data", "combine", (_SUM_FLAG, ""), (_SUM, _SUM_FLAG + _SUM)
+    ),
+    "table: no barrier before READY": _without(
+        "barrier", "dispatch", _BARRIER, behind="    " + _READY
+    ),
     "table: READY without order": _instead("release", "dispatch", _READY, "release", "relaxed"),
     "table: READY before the table": _plant(
         "flag before data",
         "dispatch",
         (_BARRIER + "    " + _READY + "\n", ""),
-        ("    pairs = tl.where(present", _BARRIER + "    " + _READY + "\n    pairs = tl.where(present"),
+        (
+            "    pairs = tl.where(present",
+            _BARRIER + "    " + _READY + "\n    pairs = tl.where(present",
+        ),
     ),
     # What is waited for
     "plain load for an acquire": _plant(
@@ -64,18 +86,29 @@ PLANTS = {
         times=2,
     ),
     "one piece waited for": _instead(
-        "acquire", "wait", "flags = flag + tl.arange(0, PIECES)", "tl.arange(0, PIECES)", "tl.arange(0, 1)"
+        "acquire",
+        "wait",
+        "flags = flag + tl.arange(0, PIECES)",
+        "tl.arange(0, PIECES)",
+        "tl.arange(0, 1)",
     ),
     "plain loads for acquires": _plant(
         "acquire",
         "wait",
-        ('tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")', "tl.load(flags, mask=mask, other=0)"),
+        (
+            'tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")',
+            "tl.load(flags, mask=mask, other=0)",
+        ),
         times=3,
     ),
-    "READY seen without order": _instead("acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2),
+    "READY seen without order": _instead(
+        "acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2
+    ),
     "no barrier behind a flag": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_flags"),
     "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "agree"),
-    "no barrier behind READY": _without("barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("),
+    "no barrier behind READY": _without(
+        "barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("
+    ),
     # Which call it is
     "dispatch: flags of the last but one": _instead(
         "wrong epoch", "dispatch", "        want = 2 * call\n", "call", "call - 4"
@@ -90,20 +123,34 @@ PLANTS = {
         "wrong epoch", "wait", ("(least >= call) & (call_in(tags) >= call)", "(least >= call - 2)")
     ),
     "weights of the last but one": _plant(
-        "wrong epoch", "wait", ("((look(at, inside) >> 32) != sign)", "(look(at, inside) < 0)"), times=2
+        "wrong epoch",
+        "wait",
+        ("((look(at, inside) >> 32) != sign)", "(look(at, inside) < 0)"),
+        times=2,
     ),
-    "calls not counted in combine": _instead("wrong epoch", "combine", _COUNTED, "call)", "call - 1)"),
+    "calls not counted in combine": _instead(
+        "wrong epoch", "combine", _COUNTED, "call)", "call - 1)"
+    ),
     # When a slot is written again
     "dispatch: one half only": _plant("reused too early", "dispatch", (_HALF, _ONE_HALF)),
     "combine: one half only": _plant("reused too early", "combine", (_HALF, _ONE_HALF), within=40),
     "combine: peers not waited for": _plant(
-        "reused too early", "combine", ("        if pid == P - 1:\n", "        if pid == P:\n"), within=40
+        "reused too early",
+        "combine",
+        ("        if pid == P - 1:\n", "        if pid == P:\n"),
+        within=40,
     ),
     # What is sent at all
     "dispatch: last piece dropped": _instead(
-        "last token", "dispatch", "for u in range(pid, T * PIECES, P)", "T * PIECES", "T * PIECES - 1"
+        "last token",
+        "dispatch",
+        "for u in range(pid, T * PIECES, P)",
+        "T * PIECES",
+        "T * PIECES - 1",
     ),
-    "combine: last slot dropped": _instead("last token", "combine", "for u in range(pid, R * M, P)", "M", "M - 1"),
+    "combine: last slot dropped": _instead(
+        "last token", "combine", "for u in range(pid, R * M, P)", "M", "M - 1"
+    ),
 }
 """By name."""
 
@@ -117,5 +164,10 @@ TORN = Plant(
 
 
 def planted(name: str) -> AbstractContextManager[None]:
-    """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies without one."""
-    return planted_in("tokenyard.engines.low_latency_launches", (PLANTS | {TORN.kind: TORN})[name] if name else None)
+    """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies
+    without one.
+    """
+    return planted_in(
+        "tokenyard.engines.low_latency_launches",
+        (PLANTS | {TORN.kind: TORN})[name] if name else None,
+    )

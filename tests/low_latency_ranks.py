@@ -1,7 +1,7 @@
 """Runs the low-latency engine on simulated ranks, and checks every result bit for bit.
 
-Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``. ``python tests/low_latency_ranks.py 4 17`` runs
-the scenario of 4 ranks and seed 17.
+Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``. ``python
+tests/low_latency_ranks.py 4 17`` runs the scenario of 4 ranks and seed 17.
 """
 
 from __future__ import annotations
@@ -68,17 +68,23 @@ def combined(case: Case, way: str) -> list[reference.ReferenceCombined]:
 
 
 class RankRun:
-    """One rank's side of a scenario. Calls of the engine run on tensors that belong to the rank; all else is the test's."""
+    """One rank's side of a scenario. Calls of the engine run on tensors that belong to the rank;
+    all else is the test's.
+    """
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
         self.ranks, self.rank, self.own = ranks, ranks.rank, OwnTensors(ranks)
         self.config = scenario.config(ranks.rank, timeout)
         stats = Stats.zeros(ranks.rank, ranks.world_size)
         with self.own:
-            self.engine = LowLatencyEngine(self.config, ranks.memory, stats, scenario.shape, scenario.buffer_bytes)
+            self.engine = LowLatencyEngine(
+                self.config, ranks.memory, stats, scenario.shape, scenario.buffer_bytes
+            )
 
     def call(self, in_two: bool, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call the engine, in one launch or in two, then see that nothing went wrong on the device."""
+        """Call the engine, in one launch or in two, then see that nothing went wrong on
+        the device.
+        """
         self.own.adopt(args, options)
         with self.own:
             result = method(*args, **options, in_two=in_two)
@@ -92,7 +98,9 @@ class RankRun:
         """All calls of a round, checked."""
         case = known(each.case)
         by_column = self.by_column(case)
-        recv = self.dispatch(case, each.in_two, each.weighted, **({"scales_by_column": True} if by_column else {}))
+        recv = self.dispatch(
+            case, each.in_two, each.weighted, **({"scales_by_column": True} if by_column else {})
+        )
         self.check(recv, case)
         if recv.scales is not None:
             assert (recv.scales.transpose(-1, -2) if by_column else recv.scales).is_contiguous()
@@ -100,7 +108,9 @@ class RankRun:
             self.combine(recv, case, way, each.in_two)
 
     def by_column(self, case: Case) -> bool:
-        """Whether this rank asks for scales by column: half of the ranks, where there may be some."""
+        """Whether this rank asks for scales by column: half of the ranks, where there may
+        be some.
+        """
         scaled = case.quantize is not None or case.dtype in QUANTIZED
         return scaled and case.layout is PADDED and (case.seed // 2 + self.rank) % 2 == 0
 
@@ -112,26 +122,45 @@ class RankRun:
             assert (recv.source[empty] == -1).all()
             assert not recv.row_weights[empty].any()
 
-    def dispatch(self, case: Case, in_two: bool = False, weighted: bool = True, **options: Any) -> ty.Received:
+    def dispatch(
+        self, case: Case, in_two: bool = False, weighted: bool = True, **options: Any
+    ) -> ty.Received:
         idx, weights = case.picks[self.rank]
         idx = idx.int() if case.seed % 2 else idx
         payload, spec = payload_of(case, self.rank), spec_of(case)
         given = {"options": CallOptions(**options)} if options else {}
         rows, plan, arrived = self.call(
-            in_two, self.engine.dispatch, payload, idx, weights if weighted else None, spec, case.quantize, **given
+            in_two,
+            self.engine.dispatch,
+            payload,
+            idx,
+            weights if weighted else None,
+            spec,
+            case.quantize,
+            **given,
         )
         handle = Handle(
-            owner=0, spec=spec, num_tokens=len(idx), num_rows=rows.x.shape[0], has_weights=weighted, index_dtype=idx.dtype,
-            plan=plan, arrived=arrived,
-        )  # fmt: skip
+            owner=0,
+            spec=spec,
+            num_tokens=len(idx),
+            num_rows=rows.x.shape[0],
+            has_weights=weighted,
+            index_dtype=idx.dtype,
+            plan=plan,
+            arrived=arrived,
+        )
         shape = (
-            (self.config.num_local_experts, self.config.padded_rows) if case.layout is PADDED else (handle.num_rows,)
+            (self.config.num_local_experts, self.config.padded_rows)
+            if case.layout is PADDED
+            else (handle.num_rows,)
         )
         recv = ty.Received(lambda: received_fields(rows.x, rows.scales, handle, shape))
         recv.wait()
         return recv
 
-    def sums(self, recv: ty.Received, case: Case, way: str, in_two: bool = False, **options: Any) -> Tensor:
+    def sums(
+        self, recv: ty.Received, case: Case, way: str, in_two: bool = False, **options: Any
+    ) -> Tensor:
         """What combine gives this rank."""
         rows = rows_to_combine(recv, case, self.rank).flatten(0, -2)
         given: dict[str, Any] = {"options": CallOptions(**options)} if options else {}
@@ -165,7 +194,12 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
         mine.engine.close()
 
     with poisoned():
-        simulate(scenario.world_size, body, seed=seed, **{"max_steps": MOST_STEPS, "strict": True, **options})
+        simulate(
+            scenario.world_size,
+            body,
+            seed=seed,
+            **{"max_steps": MOST_STEPS, "strict": True, **options},
+        )
 
 
 def check_seed(world_size: int, seed: int) -> None:
@@ -211,7 +245,10 @@ def counts_and_waits(seed: int) -> None:
             assert (waits > before).all()
             before = waits.clone()
             check_combined(
-                mine.sums(recv, case, "plain", waits=waits), case, mine.rank, combined(case, "plain")[mine.rank].x
+                mine.sums(recv, case, "plain", waits=waits),
+                case,
+                mine.rank,
+                combined(case, "plain")[mine.rank].x,
             )
             assert (waits > before).all()
 

@@ -1,4 +1,5 @@
-"""MoE layers of megatron-core: through tokenyard's DeepEP, and through Megatron's own allgather dispatcher (the oracle).
+"""MoE layers of megatron-core: through tokenyard's DeepEP, and through Megatron's own allgather
+dispatcher (the oracle).
 
 Test bodies import this module where they run, because it imports Megatron, which takes seconds.
 """
@@ -37,7 +38,9 @@ with warnings.catch_warnings():
 
     del sys.modules["deep_ep"], sys.modules["deep_ep.utils"]
 
-assert fused_a2a.Buffer is tokenyard.deep_ep.Buffer, "Megatron was imported before, with another deep_ep or none"
+assert fused_a2a.Buffer is tokenyard.deep_ep.Buffer, (
+    "Megatron was imported before, with another deep_ep or none"
+)
 
 EXPERTS = 8
 FFN = 32
@@ -47,7 +50,9 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Router(TopKRouter):
-    """Megatron's router. Its linear layer needs TransformerEngine (a NameError in 0.16.1) and a GPU; this one does not."""
+    """Megatron's router. Its linear layer needs TransformerEngine (a NameError in 0.16.1) and a
+    GPU; this one does not.
+    """
 
     def gating(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight.float())
@@ -55,7 +60,9 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class Setting:
-    """What both layers of a comparison have in common; ``options`` go to Megatron's configuration."""
+    """What both layers of a comparison have in common; ``options`` go to Megatron's
+    configuration.
+    """
 
     dtype: torch.dtype = torch.float32
     topk: int = 2
@@ -67,7 +74,8 @@ class Setting:
         return f"{dtype}, top-{self.topk}, hidden {self.hidden}, {dict(self.options)}"
 
     def layer(self, ranks: Ranks, dispatcher: str, group: dist.ProcessGroup | None = None) -> Any:
-        """A layer with weights that depend on this setting and the rank only; the router's are the same on every rank.
+        """A layer with weights that depend on this setting and the rank only; the router's are the
+        same on every rank.
 
         Args:
             group: of all ranks, if it shall not be the one of :func:`model_parallel`.
@@ -101,14 +109,20 @@ class Setting:
         groups = get_default_pg_collection()
         if group is not None:
             groups.ep = groups.tp_ep = group
-        layer = MoELayer(TransformerConfig(**options | dict(self.options)), submodules, pg_collection=groups)
+        layer = MoELayer(
+            TransformerConfig(**options | dict(self.options)), submodules, pg_collection=groups
+        )
         with torch.no_grad():
-            layer.router.weight.copy_(torch.randn(EXPERTS, self.hidden, generator=torch.Generator().manual_seed(7)))
+            layer.router.weight.copy_(
+                torch.randn(EXPERTS, self.hidden, generator=torch.Generator().manual_seed(7))
+            )
         return layer.to(ranks.device)
 
 
 class Comparisons:
-    """Compares on this rank and goes on, so that no rank leaves the others waiting; what was wrong is told at the end."""
+    """Compares on this rank and goes on, so that no rank leaves the others waiting; what was wrong
+    is told at the end.
+    """
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -121,7 +135,9 @@ class Comparisons:
         where: str,
         loose: Mapping[str, float] | None = None,
     ) -> None:
-        """Bit for bit (0.0 and -0.0 are equal), but relative errors up to ``loose[name]`` where that is given."""
+        """Bit for bit (0.0 and -0.0 are equal), but relative errors up to ``loose[name]`` where
+        that is given.
+        """
         assert list(got) == list(want)
         for name in got:
             what = f"{where}: {name}"
@@ -135,18 +151,20 @@ class Comparisons:
 
     def tell(self) -> None:
         """Raise ``AssertionError`` if anything was wrong."""
-        assert not self.failures, f"{len(self.failures)} tensors are wrong, first:\n" + "\n".join(self.failures[:5])
+        assert not self.failures, f"{len(self.failures)} tensors are wrong, first:\n" + "\n".join(
+            self.failures[:5]
+        )
 
 
 @contextmanager
 def model_parallel(
     ranks: Ranks, expert_ranks: int | None = None, expert_tensor: int = 1
 ) -> Generator[Comparisons, None, None]:
-    """Megatron's groups for a while, without ``torch.compile`` (Megatron wraps small functions in it).
+    """Megatron's groups for a while, without ``torch.compile`` (Megatron wraps small functions in
+    it).
 
-    Args:
-        expert_ranks: ranks that share out the experts of a layer (default: all); other groups of ranks do the same beside them.
-        expert_tensor: ranks that share out each expert.
+    Args: expert_ranks: ranks that share out the experts of a layer (default: all); other groups of
+    ranks do the same beside them. expert_tensor: ranks that share out each expert.
     """
     torch.compiler.set_stance("force_eager")
     # Without this, scatter_add on a GPU sums the rows of a token in any order.
@@ -162,8 +180,11 @@ def model_parallel(
         compare.tell()
     finally:
         fused_a2a._buffer = None
-        groups = parallel_state._global_process_group_list[1:]  # the first stands for the default group
-        parallel_state.destroy_model_parallel()  # forgets most groups, which keep their threads and sockets
+        groups = parallel_state._global_process_group_list[
+            1:
+        ]  # the first stands for the default group
+        # forgets most groups, which keep their threads and sockets
+        parallel_state.destroy_model_parallel()
         for group in groups:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
@@ -190,11 +211,12 @@ def whole_layer(layer: Any, x: Tensor) -> Tensor:
 def oracle(ranks: Ranks, *, in_rank_order: bool) -> Generator[Forward, None, None]:
     """The forward of a layer whose dispatcher is "allgather"; its backward must run in here too.
 
-    That dispatcher wants as many tokens on every rank: short ranks are filled up with tokens that pick no expert.
+    That dispatcher wants as many tokens on every rank: short ranks are filled up with tokens that
+    pick no expert.
 
-    Args:
-        in_rank_order: sum over ranks in rank order in float32 and round once, as ``docs/semantics.md`` says. Otherwise as
-            the collective likes: in any order, in the dtype of the rows, which in backward rounds bfloat16 after every rank.
+    Args: in_rank_order: sum over ranks in rank order in float32 and round once, as
+        ``docs/semantics.md`` says. Otherwise as the collective likes: in any order, in the dtype of
+        the rows, which in backward rounds bfloat16 after every rank.
     """
 
     def forward(layer: Any, x: Tensor) -> Tensor:
@@ -203,15 +225,27 @@ def oracle(ranks: Ranks, *, in_rank_order: bool) -> Generator[Forward, None, Non
         short = int(longest) - len(x)
         probs, routing_map = layer.router(x)
         x = F.pad(x, (0, 0, 0, 0, 0, short))
-        probs, routing_map = (F.pad(each, (0, 0, 0, short * x.shape[1])) for each in (probs, routing_map))
-        rows, _ = layer.routed_experts_compute(*layer.dispatch(*layer.preprocess(x, probs, routing_map)))
+        probs, routing_map = (
+            F.pad(each, (0, 0, 0, short * x.shape[1])) for each in (probs, routing_map)
+        )
+        rows, _ = layer.routed_experts_compute(
+            *layer.dispatch(*layer.preprocess(x, probs, routing_map))
+        )
         return layer.postprocess(layer.combine(rows), None)[: len(x) - short]
 
     with ExitStack() as stack:
-        if ranks.device.type == "cpu":  # allgather puts its results on the current GPU, even over gloo
-            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=ranks.device))
+        if (
+            ranks.device.type == "cpu"
+        ):  # allgather puts its results on the current GPU, even over gloo
+            stack.enter_context(
+                mock.patch.object(torch.cuda, "current_device", return_value=ranks.device)
+            )
         if in_rank_order:
-            stack.enter_context(mock.patch.object(mappings, "dist_reduce_scatter_func", _reduce_scatter_in_rank_order))
+            stack.enter_context(
+                mock.patch.object(
+                    mappings, "dist_reduce_scatter_func", _reduce_scatter_in_rank_order
+                )
+            )
         yield forward
 
 
@@ -227,7 +261,9 @@ def _reduce_scatter_in_rank_order(output: Tensor, rows: Tensor, group: dist.Proc
 def gradients(layers: Sequence[Any]) -> dict[str, Tensor]:
     """Of every weight."""
     named = [
-        (f"layer {i}: {name}", weight) for i, layer in enumerate(layers) for name, weight in layer.named_parameters()
+        (f"layer {i}: {name}", weight)
+        for i, layer in enumerate(layers)
+        for name, weight in layer.named_parameters()
     ]
     missing = [name for name, weight in named if weight.grad is None]
     assert not missing, f"no gradient of {missing}"
@@ -235,7 +271,9 @@ def gradients(layers: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def run(layer: Any, x: Tensor, grad: Tensor, forward: Forward) -> dict[str, Tensor]:
-    """Output and gradients of input, router probabilities and weights, of one forward and backward."""
+    """Output and gradients of input, router probabilities and weights, of one forward and
+    backward.
+    """
     seen: list[Tensor] = []
 
     def watch(_module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
@@ -249,7 +287,11 @@ def run(layer: Any, x: Tensor, grad: Tensor, forward: Forward) -> dict[str, Tens
         y.backward(grad)
     (of_probs,) = (probs.grad for probs in seen if probs.grad is not None)
     assert x.grad is not None
-    own = {"output": y.detach(), "gradient of input": x.grad, "gradient of router probabilities": of_probs}
+    own = {
+        "output": y.detach(),
+        "gradient of input": x.grad,
+        "gradient of router probabilities": of_probs,
+    }
     return own | gradients([layer])
 
 
@@ -262,9 +304,13 @@ def run_oracle(
 
 
 def run_outstanding(
-    layers: Sequence[Any], batches: Sequence[tuple[Tensor, Tensor]], order: Sequence[int], forward: Forward
+    layers: Sequence[Any],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    order: Sequence[int],
+    forward: Forward,
 ) -> dict[str, Tensor]:
-    """As :func:`run`, of all batches through all layers before the first backward; backwards in ``order`` of batches.
+    """As :func:`run`, of all batches through all layers before the first backward; backwards in
+    ``order`` of batches.
 
     Between two layers rows are repeated to twice their width.
     """
@@ -283,8 +329,12 @@ def run_outstanding(
     return named | gradients(layers)
 
 
-def batch(ranks: Ranks, setting: Setting, tokens: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(
+    ranks: Ranks, setting: Setting, tokens: Sequence[int], seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Two sequences ``[T, 2, H]`` of this rank, and the gradient that comes back for its output."""
     generator = torch.Generator().manual_seed(1000 * seed + ranks.rank)
-    x = torch.randn(2, tokens[ranks.rank], 2, setting.hidden, generator=generator).to(ranks.device, setting.dtype)
+    x = torch.randn(2, tokens[ranks.rank], 2, setting.hidden, generator=generator).to(
+        ranks.device, setting.dtype
+    )
     return x[0].clone(), x[1].clone()

@@ -1,7 +1,8 @@
 """What ``tokenyard.memory.launch`` compiles for sm_90 and how it launches, as JSON.
 
-A program of its own: kernels must not be interpreted here. The launch goes through Triton's own launcher to a driver that
-only writes down what it was given (``python memory_compile.py DIRECTORY`` builds it there, if there is a C compiler).
+A program of its own: kernels must not be interpreted here. The launch goes through Triton's own
+launcher to a driver that only writes down what it was given (``python memory_compile.py DIRECTORY``
+builds it there, if there is a C compiler).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import torch
 import triton
 
 import memory_kernels as kernels
-from tokenyard.memory.launch import Kernels, Loaded, compile_for, gpu_target, parameters, signature_of
+from tokenyard.memory.launch import (
+    Kernels,
+    Loaded,
+    compile_for,
+    gpu_target,
+    parameters,
+    signature_of,
+)
 
 SM_90 = gpu_target(90)
 CONSTANTS: dict[str, dict[str, Any]] = {
@@ -35,19 +43,26 @@ DRIVER = """
 unsigned long long seen[16];
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
   seen[0] += 1; seen[1] = c->gridDimX; seen[2] = c->gridDimY * c->gridDimZ; seen[3] = c->blockDimX;
-  seen[4] = c->sharedMemBytes; seen[5] = (unsigned long long)c->hStream; seen[6] = (unsigned long long)f;
+  seen[4] = c->sharedMemBytes; seen[5] = (unsigned long long)c->hStream;
+  seen[6] = (unsigned long long)f;
   seen[7] = c->numAttrs; seen[14] = 1;
   for (int i = 0; i < c->numAttrs; ++i)
-    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) seen[14] = c->attrs[i].value.clusterDim.x;
-  for (int i = 0; i < 4; ++i) seen[8 + i] = *(unsigned long long *)params[i]; /* every kernel here has five */
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+      seen[14] = c->attrs[i].value.clusterDim.x;
+  /* every kernel here has five parameters */
+  for (int i = 0; i < 4; ++i) seen[8 + i] = *(unsigned long long *)params[i];
   return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = (CUcontext)1; return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext c) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *d, int i) { *d = i; return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (CUcontext)1; return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
+  *c = (CUcontext)1; return CUDA_SUCCESS;
+}
 CUresult cuGetErrorString(CUresult e, const char **s) { *s = ""; return CUDA_SUCCESS; }
-CUresult cuPointerGetAttribute(void *d, CUpointer_attribute a, CUdeviceptr p) { return CUDA_SUCCESS; }
+CUresult cuPointerGetAttribute(void *d, CUpointer_attribute a, CUdeviceptr p) {
+  return CUDA_SUCCESS;
+}
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
 """
 
@@ -74,11 +89,18 @@ def compiled_facts() -> dict[str, Any]:
             "maxnreg": re.findall(r"\.maxnreg (\d+)", ptx),
         }
     sass = compile_for(kernels.multiply_add, {"W": 256}, 4, SM_90).asm["sass"]
-    waits = {early: compile_for(kernels.follower, {"EARLY": early}, 4, SM_90).asm["ptx"] for early in (True, False)}
+    waits = {
+        early: compile_for(kernels.follower, {"EARLY": early}, 4, SM_90).asm["ptx"]
+        for early in (True, False)
+    }
     waits["old"] = compile_for(kernels.follower, {"EARLY": False}, 4, gpu_target(80)).asm["ptx"]
     facts["waits"] = [ptx.count("griddepcontrol.wait") for ptx in waits.values()]
-    facts["multiplications"] = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("FMUL", "FADD", "FFMA")}
-    facts["free"] = re.findall(r"\.maxnreg", compile_for(kernels.double, {"W": 16}, 1, SM_90).asm["ptx"])
+    facts["multiplications"] = {
+        op: len(re.findall(rf"\b{op}\b", sass)) for op in ("FMUL", "FADD", "FFMA")
+    }
+    facts["free"] = re.findall(
+        r"\.maxnreg", compile_for(kernels.double, {"W": 16}, 1, SM_90).asm["ptx"]
+    )
     facts["wrong constants"] = refusal(compile_for, kernels.double, {"V": 16}, 4, SM_90)
     facts["wrong order"] = refusal(compile_for, kernels.constant_in_front, {"W": 1}, 4, SM_90)
     return facts
@@ -100,7 +122,9 @@ class Pretended(Kernels):
 
     loads = 0
 
-    def _load(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+    def _load(
+        self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]
+    ) -> Loaded:
         from triton.backends.nvidia.driver import CudaLauncher
 
         self.loads += 1
@@ -109,7 +133,14 @@ class Pretended(Kernels):
         call = CudaLauncher(compiled.src, compiled.metadata).launch
         nothing, early = (None,) * len(constants), bool(constants.get("EARLY"))
         loaded = Loaded(
-            call, compiled.function, num_warps, compiled.metadata.shared, nothing, early, 100, (kernel, compiled)
+            call,
+            compiled.function,
+            num_warps,
+            compiled.metadata.shared,
+            nothing,
+            early,
+            100,
+            (kernel, compiled),
         )
         return loaded
 
@@ -135,7 +166,9 @@ def launched_facts(directory: Path) -> dict[str, Any]:
     facts["loads of 1 and True"] = pretended.loads - facts["loads"]
     facts["too many"] = refusal(pretended.bind, kernels.double, 101, 4, None, {"W": 1})
     heard: list[Any] = []
-    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: heard.append(metadata.get()["name"]))
+    triton.knobs.runtime.launch_enter_hook.add(
+        lambda metadata: heard.append(metadata.get()["name"])
+    )
     pretended.bind(kernels.double, 1, 4, None, {"W": 1})(*(1, 2, 3))
     facts["heard"] = heard[:]
     facts["launches"] = seen[0] - len(facts["clusters"])

@@ -42,9 +42,11 @@ def in_structs(out, pair: Pair, more, k: tl.constexpr):
 
 @triton.jit
 def everybody(peers, state, out, epoch, R: tl.constexpr, W: tl.constexpr):
-    """Program 1 tells every rank W numbers; program 0, which runs first where programs take turns, waits for all and adds.
+    """Program 1 tells every rank W numbers; program 0, which runs first where programs take turns,
+    waits for all and adds.
 
-    The sum goes to row ``epoch`` of ``out``. A region holds R counters, then numbers by (parity of the epoch, source, lane).
+    The sum goes to row ``epoch`` of ``out``. A region holds R counters, then numbers by (parity of
+    the epoch, source, lane).
     """
     me = tl.load(words(state) + RANK)
     lane = tl.arange(0, W)
@@ -53,7 +55,11 @@ def everybody(peers, state, out, epoch, R: tl.constexpr, W: tl.constexpr):
         for peer in range(R):
             theirs = words(tl.load(words(peers) + peer))
             tl.store(theirs + half + me * W + lane, 1000 * me + 10 * epoch + lane)
-            add_release(theirs + me + tl.arange(0, 1), tl.full((1,), 1, tl.int64), tl.full((1,), True, tl.int1))
+            add_release(
+                theirs + me + tl.arange(0, 1),
+                tl.full((1,), 1, tl.int64),
+                tl.full((1,), True, tl.int1),
+            )
     else:
         mine = words(tl.load(words(peers) + me))
         total = tl.zeros((W,), tl.int64)
@@ -72,7 +78,11 @@ def sums(ranks: int, epoch: int, lanes: int) -> list[int]:
 def double(out, count, first, W: tl.constexpr):
     """Twice row ``first`` into the row behind it, ``count`` numbers of it."""
     lane = tl.arange(0, W)
-    tl.store(words(out) + (first + 1) * W + lane, 2 * tl.load(words(out) + first * W + lane), mask=lane < count)
+    tl.store(
+        words(out) + (first + 1) * W + lane,
+        2 * tl.load(words(out) + first * W + lane),
+        mask=lane < count,
+    )
 
 
 @triton.jit
@@ -101,7 +111,9 @@ def count_up(counter, times, W: tl.constexpr):
 
 @triton.jit
 def fail(address, odd):
-    """Program ``odd`` writes where nothing is; -1: every program does what the interpreter cannot."""
+    """Program ``odd`` writes where nothing is; -1: every program does what the interpreter
+    cannot.
+    """
     if odd == -1:
         tl.inline_asm_elementwise("trap;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if tl.program_id(0) == odd:

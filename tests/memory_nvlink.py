@@ -1,7 +1,9 @@
-"""Engine nvlink on ranks that are processes over shared memory, as its programs are: ``python memory_nvlink.py`` prints outcomes.
+"""Engine nvlink on ranks that are processes over shared memory, as its programs are: ``python
+memory_nvlink.py`` prints outcomes.
 
-Nothing is simulated but the kernels' language: programs run at the same time, and memory is as weak as the host's is. A program of
-its own for the reasons of ``memory_ranks.py``, and with the same JSON. Tests in ``test_memory_nvlink.py``.
+Nothing is simulated but the kernels' language: programs run at the same time, and memory is as weak
+as the host's is. A program of its own for the reasons of ``memory_ranks.py``, and with the same
+JSON. Tests in ``test_memory_nvlink.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ SMALL = {"num_tokens": 6, "num_topk": 2, "num_experts": 4}
 
 
 class SharedGroup:
-    """Ranks of one object as ``ExpertParallel`` takes them (``tokenyard.memory.base.MemoryGroup``)."""
+    """Ranks of one object as ``ExpertParallel`` takes them
+    (``tokenyard.memory.base.MemoryGroup``).
+    """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -68,7 +72,9 @@ def flat_there_and_back_in_place_too(memory: SharedMemory) -> object:
         check_combined(ep.combine(rows, recv.handle), case, ranks.rank, want)
         view = ep.dispatch(case.x[ranks.rank], handle=recv.handle, in_place=True).x
         assert torch.equal(view, case.expected[ranks.rank].x)
-        check_combined(ep.combine(view.copy_(rows), recv.handle, in_place=True), case, ranks.rank, want)
+        check_combined(
+            ep.combine(view.copy_(rows), recv.handle, in_place=True), case, ranks.rank, want
+        )
         ep.check()
     return "fine"
 
@@ -76,7 +82,15 @@ def flat_there_and_back_in_place_too(memory: SharedMemory) -> object:
 def cast_rows_by_expert_of_static_shapes(memory: SharedMemory) -> object:
     """Cast in the send, merged by the plan, weighted on the way back."""
     layout, mode = ty.Layout.EXPERT_MAJOR, ty.Quantize.FP8
-    case = Case(memory.world_size, hidden=132, layout=layout, exact=False, quantize=mode, expert_alignment=2, **SMALL)
+    case = Case(
+        memory.world_size,
+        hidden=132,
+        layout=layout,
+        exact=False,
+        quantize=mode,
+        expert_alignment=2,
+        **SMALL,
+    )
     ranks = ranks_of(memory)
     with case.make(ranks, timeout=PATIENCE, buffer_bytes=1 << 16) as ep:
         check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
@@ -103,7 +117,9 @@ def a_rank_dies_before_its_combine(memory: SharedMemory) -> object:
 
 
 def results_outlive_their_object(_: SharedMemory) -> object:
-    """Rows in place are read once object, memory and garbage are gone: by whether the object was closed, what came of it."""
+    """Rows in place are read once object, memory and garbage are gone: by whether the object was
+    closed, what came of it.
+    """
     case, found = Case(1, hidden=1024, **SMALL), {}
     for end in ("dropped", "closed"):
         x, memory = rows_left_in_place(case, end == "closed")
@@ -117,7 +133,9 @@ def results_outlive_their_object(_: SharedMemory) -> object:
 
 
 def rows_left_in_place(case: Case, close: bool) -> tuple[torch.Tensor, weakref.ref[SharedMemory]]:
-    """What a dispatch of an object that goes right away has left in memory of its own, and whether that is still there."""
+    """What a dispatch of an object that goes right away has left in memory of its own, and whether
+    that is still there.
+    """
     memory = SharedMemory(dist.HashStore(), 0, 1, PATIENCE, patched_language)
     ep = case.make(ranks_of(memory), timeout=PATIENCE, buffer_bytes=1 << 18)
     x = dispatch(ranks_of(memory), ep, case, in_place=True).x

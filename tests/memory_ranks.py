@@ -1,7 +1,9 @@
-"""Ranks as forked processes over shared memory: ``python memory_ranks.py`` runs every scenario and prints outcomes as JSON.
+"""Ranks as forked processes over shared memory: ``python memory_ranks.py`` runs every scenario and
+prints outcomes as JSON.
 
-A program of its own because Triton decides at import whether kernels are interpreted. ``tests/test_memory_shared.py`` reads
-what it prints: ``{scenario: {"ranks": {rank: value or error}, "left": [names]}}``.
+A program of its own because Triton decides at import whether kernels are interpreted.
+``tests/test_memory_shared.py`` reads what it prints: ``{scenario: {"ranks": {rank: value or error},
+"left": [names]}}``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 import torch.distributed as dist
 
 from memory_calls import launch
-from memory_kernels import REGION_BYTES, count_up, double, everybody, fail, fail_beside_waiting, widths
+from memory_kernels import (
+    REGION_BYTES,
+    count_up,
+    double,
+    everybody,
+    fail,
+    fail_beside_waiting,
+    widths,
+)
 from tokenyard.kernels.sync import (
     COUNTER,
     EXPECTED,
@@ -47,11 +57,17 @@ SCENARIOS: dict[str, tuple[int, Callable[[SharedMemory], object]]] = {}
 
 def state_of(memory: SharedMemory) -> tuple[torch.Tensor, torch.Tensor]:
     state, status = memory.host_words(STATE_WORDS), memory.host_words(STATUS_WORDS)
-    state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = memory.rank, int(TIMEOUT * 1e9), status.data_ptr()
+    state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = (
+        memory.rank,
+        int(TIMEOUT * 1e9),
+        status.data_ptr(),
+    )
     return state, status
 
 
-def scenario(world_size: int) -> Callable[[Callable[[SharedMemory], object]], Callable[[SharedMemory], object]]:
+def scenario(
+    world_size: int,
+) -> Callable[[Callable[[SharedMemory], object]], Callable[[SharedMemory], object]]:
     def add(body: Callable[[SharedMemory], object]) -> Callable[[SharedMemory], object]:
         SCENARIOS[body.__name__] = world_size, body
         return body
@@ -101,7 +117,16 @@ def a_rank_dies_before_its_launch(memory: SharedMemory) -> object:
     if memory.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     launch(
-        memory, everybody, 2, region.addresses.data_ptr(), state.data_ptr(), out.data_ptr(), 1, num_warps=4, R=3, W=4
+        memory,
+        everybody,
+        2,
+        region.addresses.data_ptr(),
+        state.data_ptr(),
+        out.data_ptr(),
+        1,
+        num_warps=4,
+        R=3,
+        W=4,
     )
     memory.settle()
     found = status.tolist()
@@ -186,7 +211,9 @@ def a_program_is_killed_beside_others(memory: SharedMemory) -> object:
 
     started = running()
     try:
-        launch(memory, fail, 2, 8, -1, num_warps=4)  # on a busy machine the first may have failed by now
+        launch(
+            memory, fail, 2, 8, -1, num_warps=4
+        )  # on a busy machine the first may have failed by now
         started = running()
         memory.settle()
     except RuntimeError as error:
@@ -214,9 +241,14 @@ def tensors_outlive_the_object(memory: SharedMemory) -> object:
 
 
 def run(
-    name: str, world_size: int, body: Callable[[SharedMemory], object], port: int, timeout: float = TIMEOUT
+    name: str,
+    world_size: int,
+    body: Callable[[SharedMemory], object],
+    port: int,
+    timeout: float = TIMEOUT,
 ) -> dict[str, object]:
-    """Fork the ranks of a scenario and collect what they return or raise; a rank that was killed says so.
+    """Fork the ranks of a scenario and collect what they return or raise; a rank that was killed
+    says so.
 
     ``timeout``: seconds that ranks wait for each other to allocate.
     """

@@ -1,6 +1,8 @@
-"""Virtual ranks on one GPU: ``python memory_virtual.py`` runs every scenario and prints outcomes as JSON.
+"""Virtual ranks on one GPU: ``python memory_virtual.py`` runs every scenario and prints outcomes as
+JSON.
 
-A program of its own because CUDA must start with certain variables. ``tests/test_memory_virtual.py`` reads what it prints.
+A program of its own because CUDA must start with certain variables.
+``tests/test_memory_virtual.py`` reads what it prints.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ EPOCHS, LANES = 40, 16
 SCENARIOS: dict[str, tuple[int, Callable[[VirtualGroup], Any]]] = {}
 
 
-def scenario(*world_sizes: int) -> Callable[[Callable[[VirtualGroup], Any]], Callable[[VirtualGroup], Any]]:
+def scenario(
+    *world_sizes: int,
+) -> Callable[[Callable[[VirtualGroup], Any]], Callable[[VirtualGroup], Any]]:
     def add(body: Callable[[VirtualGroup], Any]) -> Callable[[VirtualGroup], Any]:
         for world_size in world_sizes:
             SCENARIOS[f"{body.__name__}_{world_size}"] = world_size, body
@@ -49,7 +53,9 @@ class Exchange:
 
     def launch(self, epoch: int) -> None:
         where = (self.region.addresses.data_ptr(), self.state.data_ptr(), self.out.data_ptr())
-        launch(self.memory, everybody, 2, *where, epoch, num_warps=4, R=self.memory.world_size, W=LANES)
+        launch(
+            self.memory, everybody, 2, *where, epoch, num_warps=4, R=self.memory.world_size, W=LANES
+        )
 
 
 @scenario(1, 3, 8, 16)
@@ -96,7 +102,9 @@ def a_rank_raises(group: VirtualGroup) -> Any:
 
 
 class _Gated(torch.autograd.Function):
-    """Doubles; its backward passes the gate, which it can only if all ranks' backwards run at once."""
+    """Doubles; its backward passes the gate, which it can only if all ranks' backwards run
+    at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, memory: VirtualMemory) -> Tensor:
@@ -132,9 +140,9 @@ def main() -> None:
         try:
             outcomes[name] = run_virtual_ranks(world_size, body, timeout=60.0)
         except ThreadsFailed as error:
-            outcomes[name] = {rank: f"{type(each).__name__}: {each}" for rank, each in error.errors.items()} or str(
-                error
-            )
+            outcomes[name] = {
+                rank: f"{type(each).__name__}: {each}" for rank, each in error.errors.items()
+            } or str(error)
     print(json.dumps(outcomes))
 
 

@@ -1,6 +1,8 @@
-"""Configurations whose models are explored: what must hold, what must fail just outside, and bugs that must be found.
+"""Configurations whose models are explored: what must hold, what must fail just outside, and bugs
+that must be found.
 
-``python tests/model_cases.py`` (``--large``: with what ``make soak`` adds) prints the table of ``docs/protocols.md``.
+``python tests/model_cases.py`` (``--large``: with what ``make soak`` adds) prints the table of
+``docs/protocols.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Machines = Callable[[], Iterator[Machine]]
 
 
 class Case(NamedTuple):
-    """Machines of one kind. ``mortal``: groups of ranks that may halt together. ``reduced``: see :func:`explore`."""
+    """Machines of one kind. ``mortal``: groups of ranks that may halt together. ``reduced``: see
+    :func:`explore`.
+    """
 
     machines: Machines
     mortal: tuple[tuple[int, ...], ...] = ((),)
@@ -40,13 +44,17 @@ class Case(NamedTuple):
 
 def routings(tokens: int, to: tuple[int, ...], owner: int, ranks: int) -> Iterator[Routing]:
     """Every way in which ``tokens`` of ``owner`` go to ranks of ``to``; others have none."""
-    subsets = [tuple(rank for i, rank in enumerate(to) if bits >> i & 1) for bits in range(1 << len(to))]
+    subsets = [
+        tuple(rank for i, rank in enumerate(to) if bits >> i & 1) for bits in range(1 << len(to))
+    ]
     for picked in product(subsets, repeat=tokens):
         yield tuple(picked if rank == owner else () for rank in range(ranks))
 
 
 def everywhere(ranks: int, tokens: int) -> Routing:
-    """Every rank has ``tokens``, which go to all others but, where there are several, one that changes from token to token."""
+    """Every rank has ``tokens``, which go to all others but, where there are several, one that
+    changes from token to token.
+    """
     every: list[tuple[tuple[int, ...], ...]] = []
     for me in range(ranks):
         others = [rank for rank in range(ranks) if rank != me]
@@ -84,7 +92,14 @@ def flat(call: Call, tokens: int, slots: int, bug: str = "") -> Machines:
 
 
 def flows(
-    call: Call, tokens: int, slots: int, far_slots: int, to: tuple[int, ...], bug: str = "", *, mapped: bool = False
+    call: Call,
+    tokens: int,
+    slots: int,
+    far_slots: int,
+    to: tuple[int, ...],
+    bug: str = "",
+    *,
+    mapped: bool = False,
 ) -> Machines:
     """Engine twolevel, 2x2: every routing of rank 0's tokens to ranks ``to``."""
 
@@ -133,47 +148,64 @@ CASES = {
     "nvlink, 2 ranks, 3 tokens each, 2 slots: dispatch with greeters, every order of steps": Case(
         one(lambda: Rings([Call(_TWO)], cells=2, greeters=True).machine), reduced=False
     ),
-    "nvlink, 2 ranks: dispatch, combine, both again with rows twice as large, greeters, 4 or 2 slots": Case(
-        one(lambda: Rings(_RESIZED, cells=4, greeters=True).machine)
-    ),
-    "nvlink, 3 ranks, 2 channels, 3 tokens each: dispatch and combine, chunk 2, batch 2, 3 slots": Case(
-        one(lambda: Rings(both(_THREE, chunk=2, batch=2), cells=3, channels=2).machine)
-    ),
+    "nvlink, 2 ranks: dispatch, combine, both again with rows twice as large, greeters, 4 or 2 "
+    "slots": Case(one(lambda: Rings(_RESIZED, cells=4, greeters=True).machine)),
+    "nvlink, 3 ranks, 2 channels, 3 tokens each: dispatch and combine, chunk 2, batch 2, 3 "
+    "slots": Case(one(lambda: Rings(both(_THREE, chunk=2, batch=2), cells=3, channels=2).machine)),
     "nvlink, 3 ranks: dispatch, combine, dispatch, greeters, 2 slots": Case(
         one(lambda: Rings([*both(_THREE), Call(_THREE)], cells=2, greeters=True).machine)
     ),
     "nvlink, 3 ranks: combine, every routing of 3 tokens, batch 2, 2 slots": Case(
-        lambda: (Rings([Call(some, combine=True, batch=2)], cells=2).machine for some in routings(3, (1, 2), 0, 3))
+        lambda: (
+            Rings([Call(some, combine=True, batch=2)], cells=2).machine
+            for some in routings(3, (1, 2), 0, 3)
+        )
     ),
     "nvlink, 2 ranks, one dies: dispatch, combine, dispatch, 2 slots": Case(
         one(lambda: Rings([*both(_TWO), Call(_TWO)], cells=2).machine), mortal=each(2)
     ),
     "nvlink, 3 ranks, one dies: combine, batch 2, 2 slots": Case(
-        one(lambda: Rings([Call((((1, 2),) * 3, (), ()), combine=True, batch=2)], cells=2).machine), mortal=each(3)
+        one(lambda: Rings([Call((((1, 2),) * 3, (), ()), combine=True, batch=2)], cells=2).machine),
+        mortal=each(3),
     ),
     "nvlink, 2 ranks, any program halts anywhere: dispatch, combine, 2 slots": Case(
         one(lambda: Rings(both(_TWO), cells=2).machine), mortal=((0, 1),)
     ),
-    "twolevel, 2x2: dispatch of rank 0, 3 tokens to all, 2 slots, 2 network slots, every order of steps": Case(
+    "twolevel, 2x2: dispatch of rank 0, 3 tokens to all, 2 slots, 2 network slots, every order of "
+    "steps": Case(
         one(
-            lambda: Grid([Call((((1, 2, 3),) * 3, (), (), ()))], grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine
+            lambda: (
+                Grid(
+                    [Call((((1, 2, 3),) * 3, (), (), ()))],
+                    grid=(2, 2),
+                    cells=2,
+                    far_cells=2,
+                    owners=(0,),
+                ).machine
+            )
         ),
         reduced=False,
     ),
-    "twolevel, 2x2: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
-        flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 4, 2, 3, (2, 3))
-    ),
-    "twolevel, 2x2: combine, every routing of 3 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
+    "twolevel, 2x2: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit "
+    "2, batch 2": Case(flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 4, 2, 3, (2, 3))),
+    "twolevel, 2x2: combine, every routing of 3 tokens, chunks 2 and 2, credit 2, batch 2": Case(
         flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 3, 3, 4, (1, 2, 3))
     ),
-    "twolevel, 2x2: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 slots": Case(
+    "twolevel, 2x2: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 "
+    "slots": Case(
         one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True).machine)
     ),
     "twolevel, 2x2, 2 channels: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
         one(lambda: Grid(both(_FOUR), grid=(2, 2), cells=1, far_cells=1, channels=2).machine)
     ),
     "twolevel, 2x2: dispatch and combine of all ranks, 3 tokens each, greeters, 1 slot": Case(
-        one(lambda: Grid(both(everywhere(4, 3)), grid=(2, 2), cells=1, far_cells=1, greeters=True).machine)
+        one(
+            lambda: (
+                Grid(
+                    both(everywhere(4, 3)), grid=(2, 2), cells=1, far_cells=1, greeters=True
+                ).machine
+            )
+        )
     ),
     "twolevel, 3x2: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
         one(lambda: Grid(both(everywhere(6, 2)), grid=(3, 2), cells=1, far_cells=1).machine)
@@ -185,33 +217,66 @@ CASES = {
         one(
             lambda: (
                 Grid(
-                    [Call(everywhere(9, 2), combine=True)], grid=(3, 3), cells=1, far_cells=1, owners=(0, 4, 8)
+                    [Call(everywhere(9, 2), combine=True)],
+                    grid=(3, 3),
+                    cells=1,
+                    far_cells=1,
+                    owners=(0, 4, 8),
                 ).machine
             )
         )
     ),
-    "twolevel, 2x2 mapped: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
+    "twolevel, 2x2 mapped: dispatch, every routing of 4 tokens across, chunk 2, network chunk 2, "
+    "credit 2, batch 2": Case(
         flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 4, 2, 3, (2, 3), mapped=True)
     ),
-    "twolevel, 2x2 mapped: combine, every routing of 3 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
-        flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 3, 3, 4, (1, 2, 3), mapped=True)
+    "twolevel, 2x2 mapped: combine, every routing of 3 tokens, chunk 2, network chunk 2, credit 2, "
+    "batch 2": Case(
+        flows(
+            Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2),
+            3,
+            3,
+            4,
+            (1, 2, 3),
+            mapped=True,
+        )
     ),
-    "twolevel, 2x2 mapped: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 slots": Case(
-        one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True, mapped=True).machine)
+    "twolevel, 2x2 mapped: dispatch and combine of all ranks, rows twice as large, greeters, 1 and "
+    "2 slots": Case(
+        one(
+            lambda: (
+                Grid(
+                    _RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True, mapped=True
+                ).machine
+            )
+        )
     ),
     "twolevel, 2x2 mapped, one dies: dispatch and combine of rank 0, 3 tokens, 2 slots": Case(
-        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,), mapped=True).machine),
+        one(
+            lambda: (
+                Grid(
+                    both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,), mapped=True
+                ).machine
+            )
+        ),
         mortal=each(4),
     ),
     "twolevel, 2x2, one dies: dispatch and combine of rank 0, 3 tokens, 2 slots": Case(
-        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine), mortal=each(4)
+        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine),
+        mortal=each(4),
     ),
     "twolevel, 2x2, any program halts anywhere: dispatch of rank 0, 3 tokens, 2 slots": Case(
         one(lambda: Grid([Call(_ALONE)], grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine),
         mortal=((0, 1, 2, 3),),
     ),
     "twolevel, 2x2, any program halts anywhere: combine for rank 0, 3 tokens, 2 slots": Case(
-        one(lambda: Grid([Call(_ALONE, combine=True)], grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine),
+        one(
+            lambda: (
+                Grid(
+                    [Call(_ALONE, combine=True)], grid=(2, 2), cells=2, far_cells=2, owners=(0,)
+                ).machine
+            )
+        ),
         mortal=((0, 1, 2, 3),),
     ),
 }
@@ -221,20 +286,21 @@ CASES = {
 LARGE = {
     "nvlink, 3 ranks: combine, every routing of 5 tokens, chunk 2, batch 2, 3 slots": Case(
         lambda: (
-            Rings([Call(some, combine=True, chunk=2, batch=2)], cells=3).machine for some in routings(5, (1, 2), 0, 3)
+            Rings([Call(some, combine=True, chunk=2, batch=2)], cells=3).machine
+            for some in routings(5, (1, 2), 0, 3)
         )
     ),
-    "twolevel, 2x2: combine, every routing of 4 tokens, chunk 2, network chunk 2, credit 2, batch 2": Case(
+    "twolevel, 2x2: combine, every routing of 4 tokens, chunks 2 and 2, credit 2, batch 2": Case(
         flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 4, 3, 4, (1, 2, 3))
     ),
-    "twolevel, 2x2: dispatch, every routing of 6 tokens across, chunk 2, network chunk 2, credit 2, batch 2": Case(
-        flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 6, 2, 3, (2, 3))
-    ),
+    "twolevel, 2x2: dispatch, every routing of 6 tokens across, chunk 2, network chunk 2, credit "
+    "2, batch 2": Case(flows(Call((), chunk=2, far_chunk=2, credit=2, batch=2), 6, 2, 3, (2, 3))),
     "twolevel, 2x2: dispatch and combine of all ranks, 3 tokens each, 2 slots": Case(
         one(lambda: Grid(both(everywhere(4, 3)), grid=(2, 2), cells=2, far_cells=2).machine)
     ),
     "twolevel, 2x2: dispatch and combine of rank 0, 3 tokens, 2 slots, every order of steps": Case(
-        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine), reduced=False
+        one(lambda: Grid(both(_ALONE), grid=(2, 2), cells=2, far_cells=2, owners=(0,)).machine),
+        reduced=False,
     ),
 }
 """What ``make soak`` explores besides."""
@@ -248,7 +314,9 @@ BELOW = [
     Call(_NO, combine=True, far_chunk=2, batch=2),
     Call(_NO, combine=True, far_chunk=2, credit=2, batch=2),
 ]
-"""Sizes whose network ring must not be one slot smaller. (Where chunks and credits fit into each other, it may.)"""
+"""Sizes whose network ring must not be one slot smaller. (Where chunks and credits fit into each
+other, it may.)
+"""
 
 
 def _print_table() -> None:

@@ -1,30 +1,33 @@
 """Explores everything that a small model can do, and tells the shortest way to a failure.
 
-Failures: a store into an unread row; a read of anything but its row; processes that wait for each other in a circle; rows
-that nobody read at the end. Every run ends: a process has finitely many steps and never goes back, so the states are a
-graph without circles.
+Failures: a store into an unread row; a read of anything but its row; processes that wait for each
+other in a circle; rows that nobody read at the end. Every run ends: a process has finitely many
+steps and never goes back, so the states are a graph without circles.
 
-**Reduction.** In each state it is enough to follow the steps of a *persistent* set of processes (Godefroid, "Partial-order
-methods for the verification of concurrent systems", 1996): one such that whatever the others do while the set stands
-still, it neither enables, disables nor changes a step of the set. Then every final state of the full graph is a final
-state of the reduced one. :meth:`Search._persistent` closes a set under two rules:
+**Reduction.** In each state it is enough to follow the steps of a *persistent* set of processes
+(Godefroid, "Partial-order methods for the verification of concurrent systems", 1996): one such that
+whatever the others do while the set stands still, it neither enables, disables nor changes a step
+of the set. Then every final state of the full graph is a final state of the reduced one.
+:meth:`Search._persistent` closes a set under two rules:
 
-* Of a process of the set that can go on: everybody who may ever access a cell that its step accesses, or look at a counter
-  that its step adds to, or add to a counter that its step looks at. (Waits need no rule: counters grow, so a wait that is
-  over stays over; and adds commute.)
-* Of a process of the set that must wait for a counter: so many of those who may yet add to it that the others cannot bring
-  it there. So it does not wake while the set stands still.
+* Of a process of the set that can go on: everybody who may ever access a cell that its step
+  accesses, or look at a counter that its step adds to, or add to a counter that its step looks at.
+  (Waits need no rule: counters grow, so a wait that is over stays over; and adds commute.)
+* Of a process of the set that must wait for a counter: so many of those who may yet add to it that
+  the others cannot bring it there. So it does not wake while the set stands still.
 
-Failures of steps are not lost either: think of a failing step as leaving a mark in its cell that stays for good, while its
-process goes on. No run is endless, so a marked state leads to a marked final state, which the reduced graph holds; on a way
-to it the mark is set, and that is where the search reports it.
+Failures of steps are not lost either: think of a failing step as leaving a mark in its cell that
+stays for good, while its process goes on. No run is endless, so a marked state leads to a marked
+final state, which the reduced graph holds; on a way to it the mark is set, and that is where the
+search reports it.
 
-**Halting.** Processes of ``mortal`` ranks may halt before any of their steps, each for itself: that is more than a rank
-that dies can do. It is also what a rank can do that gives up early, as a wait that has timed out lets its process touch
-nothing more. To halt while waiting has no other effect than to halt on waking, so it is a second choice wherever a step is
-possible, and the reduction holds. When nobody can go on, whoever has not ended must wait, in the end, for one that halted:
-its wait times out and names the rank of those who would have added to its counter. That must be one other rank, and one that has
-not ended either: it is dead, or will itself name somebody.
+**Halting.** Processes of ``mortal`` ranks may halt before any of their steps, each for itself: that
+is more than a rank that dies can do. It is also what a rank can do that gives up early, as a wait
+that has timed out lets its process touch nothing more. To halt while waiting has no other effect
+than to halt on waking, so it is a second choice wherever a step is possible, and the reduction
+holds. When nobody can go on, whoever has not ended must wait, in the end, for one that halted: its
+wait times out and names the rank of those who would have added to its counter. That must be one
+other rank, and one that has not ended either: it is dead, or will itself name somebody.
 """
 
 from __future__ import annotations
@@ -54,15 +57,16 @@ class Outcome:
         if not self.failure:
             return f"{self.states} states, {self.finals} final: no failure"
         steps = (f"  {i:3}. {line}" for i, line in enumerate(self.trace, 1))
-        return "\n".join([f"{self.failure}, after {len(self.trace)} steps ({self.states} states):", *steps])
+        return "\n".join(
+            [f"{self.failure}, after {len(self.trace)} steps ({self.states} states):", *steps]
+        )
 
 
 def explore(machine: Machine, *, mortal: Iterable[int] = (), reduced: bool = True) -> Outcome:
     """Everything that ``machine`` can do, breadth first, up to the first failure.
 
-    Args:
-        mortal: ranks whose processes may halt.
-        reduced: False: every order of steps that do not touch each other, so that no trace is shorter.
+    Args: mortal: ranks whose processes may halt. reduced: False: every order of steps that do not
+    touch each other, so that no trace is shorter.
 
     Raises:
         AssertionError: more than :data:`MOST_STATES` states.
@@ -71,7 +75,9 @@ def explore(machine: Machine, *, mortal: Iterable[int] = (), reduced: bool = Tru
 
 
 class _Masks(NamedTuple):
-    """Bits of what a step touches (``now``), of what that meets in others (``meets``), and of all steps from there on."""
+    """Bits of what a step touches (``now``), of what that meets in others (``meets``), and of all
+    steps from there on.
+    """
 
     now: int
     meets: int
@@ -85,9 +91,13 @@ class _Masks(NamedTuple):
 
 
 class Search:
-    """States of a machine: a byte for where each process is, then for each counter, then for each cell."""
+    """States of a machine: a byte for where each process is, then for each counter, then for each
+    cell.
+    """
 
-    def __init__(self, machine: Machine, mortal: frozenset[int] = frozenset(), reduced: bool = False) -> None:
+    def __init__(
+        self, machine: Machine, mortal: frozenset[int] = frozenset(), reduced: bool = False
+    ) -> None:
         self._machine, self._reduced = machine, reduced
         self.reached: dict[bytes, tuple[bytes, int]] = {}
         """All states, each with one that it follows and whose step led there."""
@@ -96,14 +106,23 @@ class Search:
         self._cells = self._counters + len(machine.counters)
         self._mortal = [process.rank in mortal for process in self._processes]
         for process in self._processes:
-            assert len(process.steps) < HALTED, f"{process.name} has too many steps: {len(process.steps)}"
+            assert len(process.steps) < HALTED, (
+                f"{process.name} has too many steps: {len(process.steps)}"
+            )
         self._masks = [self._masks_of(process.steps) for process in self._processes]
-        futures = [masks[process.start] for masks, process in zip(self._masks, self._processes, strict=True)]
-        self._adders = [[p for p in self._everybody() if c in futures[p].adds] for c in range(len(machine.counters))]
+        futures = [
+            masks[process.start]
+            for masks, process in zip(self._masks, self._processes, strict=True)
+        ]
+        self._adders = [
+            [p for p in self._everybody() if c in futures[p].adds]
+            for c in range(len(machine.counters))
+        ]
         """For each counter: processes that ever add to it."""
         self._last_adds = [_last_add(process.steps) for process in self._processes]
         self._neighbours = [
-            [q for q in self._everybody() if q != p and self._may_meet(p, q)] for p in self._everybody()
+            [q for q in self._everybody() if q != p and self._may_meet(p, q)]
+            for p in self._everybody()
         ]
 
     @property
@@ -166,7 +185,10 @@ class Search:
         after = bytearray(state)
         seen = 0
         if step.look is not None:
-            seen = min(state[self._counters + step.look.counter], step.look.at_most) - step.look.at_least
+            seen = (
+                min(state[self._counters + step.look.counter], step.look.at_most)
+                - step.look.at_least
+            )
         acts, after[p] = step.branches[seen]
         for act in acts:
             if isinstance(act, Release):
@@ -179,14 +201,16 @@ class Search:
                 if after[at] != act.row:
                     return (
                         state,
-                        f"{self._processes[p].name} wants row {act.row} of {name} and finds {_content(after[at])}",
+                        f"{self._processes[p].name} wants row {act.row} of {name} and finds "
+                        f"{_content(after[at])}",
                     )
                 after[at] = 0
             else:
                 if after[at]:
                     return (
                         state,
-                        f"{self._processes[p].name} overwrites {_content(after[at])} of {name}, which nobody has read",
+                        f"{self._processes[p].name} overwrites {_content(after[at])} of {name}, "
+                        f"which nobody has read",
                     )
                 after[at] = act.row + PENDING
         return bytes(after), ""
@@ -197,13 +221,21 @@ class Search:
         left = [p for p in self._everybody() if state[p] != END]
         if not left:
             unread = [i for i in range(len(self._machine.cells)) if state[self._cells + i]]
-            names = (f"{_content(state[self._cells + i])} of {self._machine.cells[i]}" for i in unread)
+            names = (
+                f"{_content(state[self._cells + i])} of {self._machine.cells[i]}" for i in unread
+            )
             return "all have ended, and nobody has read " + ", ".join(names) if unread else ""
-        innocent = [p for p in left if state[p] != HALTED and not self._waits_for_a_halted(state, p, set())]
+        innocent = [
+            p for p in left if state[p] != HALTED and not self._waits_for_a_halted(state, p, set())
+        ]
         if innocent:
             return "nobody can go on: " + "; ".join(self._waiting(state, p) for p in innocent)
         nameless = [p for p in left if state[p] != HALTED and not self._names_one(state, p)]
-        return "waits name the wrong rank: " + "; ".join(self._waiting(state, p) for p in nameless) if nameless else ""
+        return (
+            "waits name the wrong rank: " + "; ".join(self._waiting(state, p) for p in nameless)
+            if nameless
+            else ""
+        )
 
     def _waits_for_a_halted(self, state: bytes, p: int, passed: set[int]) -> bool:
         """Whether what ``p`` waits for hangs on a process that halted."""
@@ -216,14 +248,22 @@ class Search:
         )
 
     def _names_one(self, state: bytes, p: int) -> bool:
-        """Whether ``p``, if a living kernel waits there, names one other rank, which has not ended either."""
+        """Whether ``p``, if a living kernel waits there, names one other rank, which has not ended
+        either.
+        """
         lack, process = self.lacks(state, p), self._processes[p]
         assert lack is not None
         step = process.steps[state[p]]
-        if process.wire or self._mortal[p] or any(wait.stream and wait.counter == lack[0] for wait in step.waits):
+        if (
+            process.wire
+            or self._mortal[p]
+            or any(wait.stream and wait.counter == lack[0] for wait in step.waits)
+        ):
             return True
         ranks = {self._processes[q].rank for q in self._adders[lack[0]]}
-        there = [q for q in self._everybody() if self._processes[q].rank in ranks and state[q] != END]
+        there = [
+            q for q in self._everybody() if self._processes[q].rank in ranks and state[q] != END
+        ]
         return len(ranks) == 1 and process.rank not in ranks and bool(there)
 
     def _waiting(self, state: bytes, p: int) -> str:
@@ -231,7 +271,10 @@ class Search:
         assert lack is not None
         counter, want = lack
         seen = state[self._counters + counter]
-        return f"{self._processes[p].name} waits for {self._machine.counters[counter]} >= {want}, which is {seen}"
+        return (
+            f"{self._processes[p].name} waits for {self._machine.counters[counter]} >= {want}, "
+            f"which is {seen}"
+        )
 
     # Reduction
 
@@ -296,7 +339,11 @@ class Search:
                     waiting.append(p)
                     continue
                 meets = self._masks[p][state[p]].meets
-                met = [q for q in self._neighbours[p] if meets & self._masks[q][state[q] % HALTED].future]
+                met = [
+                    q
+                    for q in self._neighbours[p]
+                    if meets & self._masks[q][state[q] % HALTED].future
+                ]
                 new += [q for q in met if q in able and q not in found]
                 doubtful |= {q for q in met if q not in able}
             elif waiting:
@@ -308,17 +355,25 @@ class Search:
         return found
 
     def _without(self, state: bytes, found: set[int]) -> tuple[list[int], set[int]]:
-        """How far others may bring each counter while ``found`` stands still, and who never wakes then.
+        """How far others may bring each counter while ``found`` stands still, and who never wakes
+        then.
 
-        Whoever wakes is taken to do all that it ever may, but for the last step, which waits for all that the process waits for.
+        Whoever wakes is taken to do all that it ever may, but for the last step, which waits for
+        all that the process waits for.
         """
         reach = list(state[self._counters : self._cells])
         asleep = [q for q in self._everybody() if state[q] not in (END, HALTED) and q not in found]
         at_work: list[int] = []
         while True:
             masks = {q: self._masks[q][state[q]] for q in (*asleep, *at_work)}
-            awake = [q for q in asleep if all(reach[counter] >= want for counter, want in masks[q].first)]
-            done = [q for q in at_work if all(reach[counter] >= want for counter, want in masks[q].waits.items())]
+            awake = [
+                q for q in asleep if all(reach[counter] >= want for counter, want in masks[q].first)
+            ]
+            done = [
+                q
+                for q in at_work
+                if all(reach[counter] >= want for counter, want in masks[q].waits.items())
+            ]
             if not awake and not done:
                 return reach, set(asleep)
             for q in awake:
@@ -336,8 +391,12 @@ class Search:
         lack, more = self.lacks(state, p), list[int]()
         assert lack is not None
         counter, want = lack
-        adders = [q for q in self._adders[counter] if state[q] not in (END, HALTED) and q not in found]
-        reach = state[self._counters + counter] + sum(self._masks[q][state[q]].adds.get(counter, 0) for q in adders)
+        adders = [
+            q for q in self._adders[counter] if state[q] not in (END, HALTED) and q not in found
+        ]
+        reach = state[self._counters + counter] + sum(
+            self._masks[q][state[q]].adds.get(counter, 0) for q in adders
+        )
         while reach >= want and self._without(state, found.union(more))[0][counter] >= want:
             more.append(adders.pop(0))
         return more
@@ -350,7 +409,11 @@ class Search:
             before, p = came[state]
             if not before:
                 return reversed(lines)
-            lines.append(f"{self._processes[p].name} halts" if state[p] == HALTED else self._step_told(before, p))
+            lines.append(
+                f"{self._processes[p].name} halts"
+                if state[p] == HALTED
+                else self._step_told(before, p)
+            )
             state = before
 
     def _step_told(self, state: bytes, p: int) -> str:
@@ -369,7 +432,8 @@ class Search:
             else:
                 verb = "reads" if isinstance(act, Read) else "stores"
                 words.append(
-                    f"{verb} row {act.row} {'of' if verb == 'reads' else 'into'} {self._machine.cells[act.cell]}"
+                    f"{verb} row {act.row} {'of' if verb == 'reads' else 'into'} "
+                    f"{self._machine.cells[act.cell]}"
                 )
         return f"{self._processes[p].name}: {', '.join(words)}"
 

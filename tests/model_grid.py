@@ -1,4 +1,6 @@
-"""All ranks of an object of engine twolevel, put together from the roles of ``model_twolevel.py``."""
+"""All ranks of an object of engine twolevel, put together from the roles of
+``model_twolevel.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from functools import partial
 from itertools import product
 
 from model_rings import Bug, Call, Flow, Kernels, Post, greet, post, receive, share
-from model_twolevel import Far, chunks, combine_far, forward, reduce_both, send_far, send_near, wire, wire_of_tags
+from model_twolevel import (
+    Far,
+    chunks,
+    combine_far,
+    forward,
+    reduce_both,
+    send_far,
+    send_near,
+    wire,
+    wire_of_tags,
+)
 
 
 class Grid:
@@ -24,10 +36,24 @@ class Grid:
     """
 
     def __init__(
-        self, calls: Sequence[Call], *, grid: tuple[int, int], cells: int, far_cells: int, channels: int = 1,
-        greeters: bool = False, owners: Sequence[int] = (), mapped: bool = False, bug: str = "",
-    ) -> None:  # fmt: skip
-        self._nodes, self._locals, self._channels, self._bug = range(grid[0]), range(grid[1]), range(channels), Bug(bug)
+        self,
+        calls: Sequence[Call],
+        *,
+        grid: tuple[int, int],
+        cells: int,
+        far_cells: int,
+        channels: int = 1,
+        greeters: bool = False,
+        owners: Sequence[int] = (),
+        mapped: bool = False,
+        bug: str = "",
+    ) -> None:
+        self._nodes, self._locals, self._channels, self._bug = (
+            range(grid[0]),
+            range(grid[1]),
+            range(channels),
+            Bug(bug),
+        )
         ranks, self._mapped = range(grid[0] * grid[1]), mapped
         self._kernels = Kernels(len(ranks))
         inner, far = (
@@ -35,7 +61,8 @@ class Grid:
             product(ranks, self._nodes, self._channels),
         )
         self._inner = {
-            (x, m, w, c): self._kernels.ring(f"({m}, {w}, {c}) inside rank {x}", cells) for x, m, w, c in inner
+            (x, m, w, c): self._kernels.ring(f"({m}, {w}, {c}) inside rank {x}", cells)
+            for x, m, w, c in inner
         }
         self._far = {
             (x, m, c): (
@@ -51,7 +78,9 @@ class Grid:
         for number, call in enumerate(calls):
             for owner, c in product(owners or ranks, self._channels):
                 (self._combine if call.combine else self._dispatch)(number, call, owner, c)
-            self._begun = [begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)]
+            self._begun = [
+                begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)
+            ]
         if greeters:
             self._greeters(len(calls), ranks)
         self.machine = self._kernels.built()
@@ -60,16 +89,24 @@ class Grid:
         return node * len(self._locals) + local
 
     def _rows(self, call: Call, owner: int, c: int, to: Sequence[int] = ()) -> list[int]:
-        """Rows of tokens of ``owner`` in channel ``c``, those for any of the ranks ``to``; in token order."""
+        """Rows of tokens of ``owner`` in channel ``c``, those for any of the ranks ``to``; in token
+        order.
+        """
         tokens = call.routing[owner]
         mine = share(len(tokens), len(self._channels), c)
-        return [1 + self._begun[owner] + t for t in mine if not to or set(to).intersection(tokens[t])]
+        return [
+            1 + self._begun[owner] + t for t in mine if not to or set(to).intersection(tokens[t])
+        ]
 
     def _near(self, call: Call, owner: int, c: int, at: tuple[int, int, int], to: int) -> Flow:
-        """Rows of ``owner`` for rank ``to``, or back from it, through the inner ring ``at`` (rank, node, local rank)."""
+        """Rows of ``owner`` for rank ``to``, or back from it, through the inner ring ``at`` (rank,
+        node, local rank).
+        """
         return self._kernels.flow(self._inner[(*at, c)], self._rows(call, owner, c, [to]))
 
-    def _far_flow(self, number: int, call: Call, at: tuple[int, int, int], rows: Sequence[int]) -> Far:
+    def _far_flow(
+        self, number: int, call: Call, at: tuple[int, int, int], rows: Sequence[int]
+    ) -> Far:
         """Rows through the network ring ``at`` (rank, node, channel), and what carries them."""
         ring, staging, posted = self._far[at]
         flow = self._kernels.flow(ring, rows)
@@ -80,7 +117,9 @@ class Grid:
         self._puts[at] += puts
         writer = self._rank(at[1], at[0] % len(self._locals))
         for only in range(puts) if self._bug("no fence") else (None,):
-            name = f"call {number} wire to {at[0]}, channel {at[2]}" + ("" if only is None else f", put {only}")
+            name = f"call {number} wire to {at[0]}, channel {at[2]}" + (
+                "" if only is None else f", put {only}"
+            )
             self._kernels.wire(writer, name, partial(wire, far, call, self._bug, only))
         return far
 
@@ -91,18 +130,38 @@ class Grid:
             if n == m and q != w:
                 to = self._rank(n, q)
                 flow = self._near(call, owner, c, (to, m, w), to)
-                add(owner, name=f"sender to {to}, {name}", program=partial(send_near, flow, call, bug))
-                add(to, name=f"receiver of {owner}, {name}", program=partial(receive, flow, call, bug))
+                add(
+                    owner,
+                    name=f"sender to {to}, {name}",
+                    program=partial(send_near, flow, call, bug),
+                )
+                add(
+                    to,
+                    name=f"receiver of {owner}, {name}",
+                    program=partial(receive, flow, call, bug),
+                )
         for n in self._nodes:
             if n != m:
                 via, to = self._rank(n, w), [self._rank(n, q) for q in self._locals]
                 far = self._far_flow(number, call, (via, m, c), self._rows(call, owner, c, to))
                 others = [x for x in to if x != via]
                 near = [self._near(call, owner, c, (x, m, w), x) for x in others]
-                add(owner, name=f"network sender to {via}, {name}", program=partial(send_far, far, call, bug))
-                add(via, name=f"forwarder of {owner}, {name}", program=partial(forward, far, near, call, bug))
+                add(
+                    owner,
+                    name=f"network sender to {via}, {name}",
+                    program=partial(send_far, far, call, bug),
+                )
+                add(
+                    via,
+                    name=f"forwarder of {owner}, {name}",
+                    program=partial(forward, far, near, call, bug),
+                )
                 for x, flow in zip(others, near, strict=True):
-                    add(x, name=f"receiver of {owner}, {name}", program=partial(receive, flow, call, bug))
+                    add(
+                        x,
+                        name=f"receiver of {owner}, {name}",
+                        program=partial(receive, flow, call, bug),
+                    )
 
     def _combine(self, number: int, call: Call, owner: int, c: int) -> None:
         m, v = divmod(owner, len(self._locals))
@@ -111,7 +170,11 @@ class Grid:
         back: list[Far] = []
         for n in self._nodes:
             at = self._rank(n, v)
-            flows = [self._near(call, owner, c, (at, m, w), self._rank(n, w)) for w in self._locals if w != v]
+            flows = [
+                self._near(call, owner, c, (at, m, w), self._rank(n, w))
+                for w in self._locals
+                if w != v
+            ]
             for w, flow in zip((w for w in self._locals if w != v), flows, strict=True):
                 program = partial(send_near, flow, call, bug)
                 add(self._rank(n, w), name=f"sender for {owner} to {at}, {name}", program=program)
@@ -120,7 +183,11 @@ class Grid:
                 continue
             rows = self._rows(call, owner, c, [self._rank(n, w) for w in self._locals])
             far = self._far_flow(number, call, (owner, n, c), rows)
-            add(at, name=f"combiner for {owner}, {name}", program=partial(combine_far, far, flows, call, bug))
+            add(
+                at,
+                name=f"combiner for {owner}, {name}",
+                program=partial(combine_far, far, flows, call, bug),
+            )
             back.append(far)
         program = partial(reduce_both, beside, back, self._rows(call, owner, c), call, bug)
         add(owner, name=f"reducer, {name}", program=program)
@@ -135,8 +202,14 @@ class Grid:
             sent = arrived = post(machine, f"of {a} to {b}")
             if a // len(self._locals) != b // len(self._locals):
                 sent = post(machine, f"of {a} to be put to {b}")
-                self._kernels.wire(a, f"wire of tags to {b}", partial(wire_of_tags, calls, sent, arrived, self._bug))
+                self._kernels.wire(
+                    a,
+                    f"wire of tags to {b}",
+                    partial(wire_of_tags, calls, sent, arrived, self._bug),
+                )
             to[a].append(sent)
             of[b].append(arrived)
         for call, rank in product(range(calls), ranks):
-            self._kernels.add(rank, call, "greeter", partial(greet, call, to[rank], of[rank], self._bug))
+            self._kernels.add(
+                rank, call, "greeter", partial(greet, call, to[rank], of[rank], self._bug)
+            )

@@ -1,16 +1,19 @@
 """Small models of protocols: processes on ranks that share counters and cells of memory.
 
-A process is a generator of operations, written like the kernel that it stands for. It may depend on nothing but its arguments
-and what its ``Look`` operations return, so it is compiled once into steps: a step waits, then acts, all at once.
+A process is a generator of operations, written like the kernel that it stands for. It may depend on
+nothing but its arguments and what its ``Look`` operations return, so it is compiled once into
+steps: a step waits, then acts, all at once.
 
-What is put together into one step, and why no failure is lost by that. Counters only grow, so a wait that is over stays over, and
-passing it changes nothing: it belongs to what follows. Reads, then stores, that follow each other without a wait are one step: a
-store fails if its cell holds an unread row, and cells that are unread later are unread now, as only this process writes them; a
-read fails if its row is not published, and what breaks a published row before it is read is a store, which fails itself. A release
-is a step of its own, so everybody can come between data and counter.
+What is put together into one step, and why no failure is lost by that. Counters only grow, so a
+wait that is over stays over, and passing it changes nothing: it belongs to what follows. Reads,
+then stores, that follow each other without a wait are one step: a store fails if its cell holds an
+unread row, and cells that are unread later are unread now, as only this process writes them; a read
+fails if its row is not published, and what breaks a published row before it is read is a store,
+which fails itself. A release is a step of its own, so everybody can come between data and counter.
 
-A cell is free, or holds a row that is stored but not published, or published and unread. Reading a row frees its cell. A store
-destroys at once what the cell held, yet its row can be read only after the process's next release: as weak memory may have it.
+A cell is free, or holds a row that is stored but not published, or published and unread. Reading a
+row frees its cell. A store destroys at once what the cell held, yet its row can be read only after
+the process's next release: as weak memory may have it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ END = 0
 
 
 class Wait(NamedTuple):
-    """Go on once the counter is at least ``at_least``. ``stream``: the order of kernels on a rank, which never times out."""
+    """Go on once the counter is at least ``at_least``. ``stream``: the order of kernels on a rank,
+    which never times out.
+    """
 
     counter: int
     at_least: int
@@ -33,7 +38,9 @@ class Wait(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Wait until the counter is at least ``at_least``; the process gets its value, at most ``at_most``."""
+    """Wait until the counter is at least ``at_least``; the process gets its value, at most
+    ``at_most``.
+    """
 
     counter: int
     at_least: int
@@ -55,9 +62,11 @@ class Store(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Publish all that the process has stored, and add to the counter. (``publishes`` is filled in.)
+    """Publish all that the process has stored, and add to the counter. (``publishes`` is filled
+    in.)
 
-    ``owed``: of a process that is a task: its worker does it at the end of the round (``model_turns.py``).
+    ``owed``: of a process that is a task: its worker does it at the end of the round
+    (``model_turns.py``).
     """
 
     counter: int
@@ -78,7 +87,9 @@ class Branch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """``waits``, in this order, then ``look``; one branch for each value that it may return, from ``at_least`` on."""
+    """``waits``, in this order, then ``look``; one branch for each value that it may return, from
+    ``at_least`` on.
+    """
 
     waits: tuple[Wait, ...]
     look: Look | None
@@ -86,16 +97,21 @@ class Step(NamedTuple):
 
 
 class Process:
-    """One process. ``steps[0]`` is nobody's: who is there has ended. ``wire``: carries puts, and waits for nobody else's sake."""
+    """One process. ``steps[0]`` is nobody's: who is there has ended. ``wire``: carries puts, and
+    waits for nobody else's sake.
+    """
 
-    def __init__(self, rank: int, name: str, program: Callable[[], Ops], *, wire: bool = False) -> None:
+    def __init__(
+        self, rank: int, name: str, program: Callable[[], Ops], *, wire: bool = False
+    ) -> None:
         self.rank, self.name, self.wire = rank, name, wire
         self.steps: list[Step] = [Step((), None, ())]
         self._numbers: dict[Step, int] = {}
         self.start = self._compiled(program, ()).after
 
     def _compiled(self, program: Callable[[], Ops], seen: tuple[int, ...]) -> Branch:
-        """What the process does after its looks returned ``seen``: what it need not wait for, and the step behind that.
+        """What the process does after its looks returned ``seen``: what it need not wait for, and
+        the step behind that.
 
         Every sequence of looks is followed to its end; equal steps with equal futures become one.
         """
@@ -106,7 +122,11 @@ class Process:
         else:
             waits = groups.pop()[0] if groups and not groups[-1][1] else ()
             values = range(look.at_least, look.at_most + 1)
-            after = self._number(Step(waits, look, tuple(self._compiled(program, (*seen, value)) for value in values)))
+            after = self._number(
+                Step(
+                    waits, look, tuple(self._compiled(program, (*seen, value)) for value in values)
+                )
+            )
         first = groups.pop(0)[1] if seen and groups and not groups[0][0] else ()
         for waits, acts in reversed(groups):
             after = self._number(Step(waits, None, (Branch(acts, after),)))
@@ -164,7 +184,8 @@ def _groups(ops: Iterable[Wait | Act]) -> list[tuple[tuple[Wait, ...], tuple[Act
 class Machine:
     """Counters, cells and processes of all ranks, with their names.
 
-    A counter that shall wait for nothing (``at_least <= 0``) needs no operation: :meth:`wait` leaves it out.
+    A counter that shall wait for nothing (``at_least <= 0``) needs no operation: :meth:`wait`
+    leaves it out.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,4 +1,6 @@
-"""Bugs of the models, each with machines that show it and words of the failure that it must end in."""
+"""Bugs of the models, each with machines that show it and words of the failure that it
+must end in.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ STUCK, OVERWRITTEN, NOT_THERE, UNREAD = "nobody can go on", "overwrites", "finds
 
 
 class Plant(NamedTuple):
-    """``machines(bug)``: with the bug, or "" without. ``failure``: words of what is found, if ranks ``mortal`` may halt."""
+    """``machines(bug)``: with the bug, or "" without. ``failure``: words of what is found, if ranks
+    ``mortal`` may halt.
+    """
 
     machines: Callable[[str], Machines]
     failure: str
@@ -38,7 +42,13 @@ def _greeting(bug: str) -> Machines:
 
 
 def _far_greeting(bug: str) -> Machines:
-    return one(lambda: Grid([Call(((), ()))] * 3, grid=(2, 1), cells=1, far_cells=1, greeters=True, bug=bug).machine)
+    return one(
+        lambda: (
+            Grid(
+                [Call(((), ()))] * 3, grid=(2, 1), cells=1, far_cells=1, greeters=True, bug=bug
+            ).machine
+        )
+    )
 
 
 def _resized(bug: str) -> Machines:
@@ -58,7 +68,9 @@ def _twice_across(call: Call, tokens: int, far_cells: int) -> Callable[[str], Ma
     def machines(bug: str) -> Iterator[Machine]:
         for some in routings(tokens, (2,), 0, 4):
             calls = [call._replace(routing=some)] * 2
-            yield Grid(calls, grid=(2, 2), cells=4, far_cells=far_cells, owners=(0,), bug=bug).machine
+            yield Grid(
+                calls, grid=(2, 2), cells=4, far_cells=far_cells, owners=(0,), bug=bug
+            ).machine
 
     return lambda bug: lambda: machines(bug)
 
@@ -92,7 +104,9 @@ PLANTS = {
     "last credits kept ": Plant(_twice_across(_BACK, 3, 4), STUCK),
     "tails at the end only": Plant(partial(flows, _FAR, 3, 2, 4, (2, 3)), STUCK),
     "one destination after the other": Plant(partial(flows, _FAR, 4, 2, 3, (2, 3)), STUCK),
-    "inner credits with the put": Plant(partial(flows, _BACK._replace(far_chunk=4), 5, 3, 8, (2, 3)), STUCK),
+    "inner credits with the put": Plant(
+        partial(flows, _BACK._replace(far_chunk=4), 5, 3, 8, (2, 3)), STUCK
+    ),
     "waits for all rows at once ": Plant(partial(flows, _BACK, 5, 3, 4, (2,)), STUCK),
     "last chunk dropped ": Plant(partial(flows, _FAR, 3, 2, 3, (2,)), STUCK),
     "one half only ": Plant(_far_greeting, OVERWRITTEN),
@@ -100,7 +114,9 @@ PLANTS = {
 """By name; a blank behind it: another machine for the same bug."""
 
 
-def first_failure(machines: Machines, mortal: tuple[int, ...] = ()) -> tuple[Machine, Outcome] | None:
+def first_failure(
+    machines: Machines, mortal: tuple[int, ...] = ()
+) -> tuple[Machine, Outcome] | None:
     """The first machine that fails, and how."""
     for machine in machines():
         found = explore(machine, mortal=mortal)

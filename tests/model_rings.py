@@ -1,7 +1,7 @@
 """The rings of engine nvlink as a small model: its dispatch, combine and greeters (``kernels/``).
 
-A row is a number: its token among all tokens of its rank and of all calls. What senders wait for stands here as the kernels'
-own source text (``model_source.py``).
+A row is a number: its token among all tokens of its rank and of all calls. What senders wait for
+stands here as the kernels' own source text (``model_source.py``).
 """
 
 from __future__ import annotations
@@ -80,12 +80,16 @@ def share(tokens: int, channels: int, c: int) -> range:
 
 
 class Kernels:
-    """Rings of an object, and programs of kernels: a rank's kernel of a call begins when all programs of that before have ended."""
+    """Rings of an object, and programs of kernels: a rank's kernel of a call begins when all
+    programs of that before have ended.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.machine = Machine(ranks)
         self._sent: dict[Ring, int] = {}
-        self._ended = [self.machine.counter(f"programs of rank {rank} that ended") for rank in range(ranks)]
+        self._ended = [
+            self.machine.counter(f"programs of rank {rank} that ended") for rank in range(ranks)
+        ]
         self._programs: list[tuple[int, int, str, Callable[[], Ops]]] = []
 
     def ring(self, name: str, cells: int) -> Ring:
@@ -113,7 +117,9 @@ class Kernels:
         """The machine with all of them."""
         for rank, call, name, program in self._programs:
             before = sum(other[0] == rank and other[1] < call for other in self._programs)
-            self.machine.add(rank, f"rank {rank} call {call} {name}", self._in_turn(rank, before, program))
+            self.machine.add(
+                rank, f"rank {rank} call {call} {name}", self._in_turn(rank, before, program)
+            )
         return self.machine
 
     def _in_turn(self, rank: int, before: int, program: Callable[[], Ops]) -> Callable[[], Ops]:
@@ -133,7 +139,17 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
     base = 0 if bug("rows sent not counted") else base
     for i0 in range(0, len(rows) - bug("last chunk dropped"), call.chunk):
         n = min(call.chunk, len(rows) - i0)
-        want = room(base=base, sent=base, i0=i0, i=i0, lo=0, begin=0, n=n, count=n, slots=ring.slots(call.row))
+        want = room(
+            base=base,
+            sent=base,
+            i0=i0,
+            i=i0,
+            lo=0,
+            begin=0,
+            n=n,
+            count=n,
+            slots=ring.slots(call.row),
+        )
         if not bug("goes on without room"):
             yield from wait(ring.head, want - bug("one slot too many"))
         if bug("tail before data"):
@@ -144,7 +160,9 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
 
 
 def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
-    """A receiver: takes what is there, at most a chunk at once. (Credits are owed in engine twolevel only.)"""
+    """A receiver: takes what is there, at most a chunk at once. (Credits are owed in engine
+    twolevel only.)
+    """
     ring, base, rows = flow
     taken = 0
     while taken < len(rows):
@@ -159,14 +177,17 @@ def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
 
 
 def reduce(flows: Sequence[Flow], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
-    """A reducer: takes its tokens in order, ``batch`` at once, whatever rings their rows come through."""
+    """A reducer: takes its tokens in order, ``batch`` at once, whatever rings their rows come
+    through.
+    """
     taken = freed = [0] * len(flows)
     batch = max(1, len(tokens)) if bug("waits for all rows at once") else call.batch
     tokens = tokens[::-1] if bug("tokens in another order") else tokens
     for number, t0 in enumerate(range(0, len(tokens), batch)):
         step = set(tokens[t0 : t0 + batch])
         upto = [
-            max([taken[d], *(i + 1 for i, row in enumerate(flow.rows) if row in step)]) for d, flow in enumerate(flows)
+            max([taken[d], *(i + 1 for i, row in enumerate(flow.rows) if row in step)])
+            for d, flow in enumerate(flows)
         ]
         for flow, end in zip(flows, upto, strict=True):
             yield from wait(flow.ring.tail, flow.base + end - bug("last row not awaited"))
@@ -234,9 +255,19 @@ class Rings:
     """
 
     def __init__(
-        self, calls: Sequence[Call], *, cells: int, channels: int = 1, greeters: bool = False, bug: str = ""
+        self,
+        calls: Sequence[Call],
+        *,
+        cells: int,
+        channels: int = 1,
+        greeters: bool = False,
+        bug: str = "",
     ) -> None:
-        self._ranks, self._channels, self._bug = range(len(calls[0].routing)), range(channels), Bug(bug)
+        self._ranks, self._channels, self._bug = (
+            range(len(calls[0].routing)),
+            range(channels),
+            Bug(bug),
+        )
         self._kernels = Kernels(len(self._ranks))
         self._rings = {
             (a, b, c): self._kernels.ring(f"({a} to {b}, channel {c})", cells)
@@ -248,13 +279,17 @@ class Rings:
         self._begun = [0 for _ in self._ranks]
         for number, call in enumerate(calls):
             self._data_call(number, call)
-            self._begun = [begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)]
+            self._begun = [
+                begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)
+            ]
         if greeters:
             self._greeters(len(calls))
         self.machine = self._kernels.built()
 
     def _tokens(self, call: Call, source: int, c: int, to: int | None = None) -> list[int]:
-        """Rows of tokens of ``source`` in channel ``c``, those that go ``to`` a rank and back; in token order."""
+        """Rows of tokens of ``source`` in channel ``c``, those that go ``to`` a rank and back; in
+        token order.
+        """
         tokens = call.routing[source]
         mine = share(len(tokens), len(self._channels), c)
         return [1 + self._begun[source] + t for t in mine if to is None or to in tokens[t]]
@@ -271,7 +306,12 @@ class Rings:
                     ]
                     for rank, flow in zip(others, flows, strict=True):
                         name = f"sender to {owner}, channel {c}"
-                        self._kernels.add(rank, number, name, partial(send, flow, call, ROOM_IN_COMBINE, self._bug))
+                        self._kernels.add(
+                            rank,
+                            number,
+                            name,
+                            partial(send, flow, call, ROOM_IN_COMBINE, self._bug),
+                        )
                     program = partial(reduce, flows, self._tokens(call, owner, c), call, self._bug)
                     self._kernels.add(owner, number, f"reducer, channel {c}", program)
                 else:
@@ -280,11 +320,19 @@ class Rings:
                         program = partial(send, flow, call, ROOM_IN_DISPATCH, self._bug)
                         self._kernels.add(owner, number, f"sender to {rank}, channel {c}", program)
                         program = partial(receive, flow, call, self._bug)
-                        self._kernels.add(rank, number, f"receiver from {owner}, channel {c}", program)
+                        self._kernels.add(
+                            rank, number, f"receiver from {owner}, channel {c}", program
+                        )
 
     def _greeters(self, calls: int) -> None:
-        machine, pairs = self._kernels.machine, [(a, b) for a in self._ranks for b in self._ranks if a != b]
+        machine, pairs = (
+            self._kernels.machine,
+            [(a, b) for a in self._ranks for b in self._ranks if a != b],
+        )
         posts = {(a, b): post(machine, f"of {a} to {b}") for a, b in pairs}
         for call, rank in product(range(calls), self._ranks):
-            to, of = [posts[a, b] for a, b in pairs if a == rank], [posts[a, b] for a, b in pairs if b == rank]
+            to, of = (
+                [posts[a, b] for a, b in pairs if a == rank],
+                [posts[a, b] for a, b in pairs if b == rank],
+            )
             self._kernels.add(rank, call, "greeter", partial(greet, call, to, of, self._bug))

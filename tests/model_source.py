@@ -1,4 +1,6 @@
-"""What the models take from the source of the kernels, and the order of operations there, as text to compare with."""
+"""What the models take from the source of the kernels, and the order of operations there, as text
+to compare with.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class _Named(ast.NodeTransformer):
     """Puts :data:`NAMES` for constants."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return ast.Name(NAMES[ast.unparse(node)], ast.Load()) if ast.unparse(node) in NAMES else node
+        return (
+            ast.Name(NAMES[ast.unparse(node)], ast.Load()) if ast.unparse(node) in NAMES else node
+        )
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Name(NAMES.get(node.id, node.id), ast.Load())
@@ -37,7 +41,9 @@ class Expression:
         self._code = compile(ast.Expression(node), self.text, "eval")
 
     def __call__(self, **values: int) -> int:
-        return int(eval(self._code, {"__builtins__": {}, "tl": _TL}, values))  # text of our own kernels
+        return int(
+            eval(self._code, {"__builtins__": {}, "tl": _TL}, values)
+        )  # text of our own kernels
 
 
 def _where(condition: bool, one: int, other: int) -> int:
@@ -50,11 +56,15 @@ _TL: Any = SimpleNamespace(maximum=max, where=_where)
 def function(file: str, name: str) -> ast.FunctionDef:
     """A function of ``kernels/<file>.py``."""
     tree = ast.parse((KERNELS / f"{file}.py").read_text())
-    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+    )
 
 
 def assigned(file: str, name: str, variable: str, using: str) -> Expression:
-    """The one expression that the function assigns to ``variable`` and that uses the name ``using``."""
+    """The one expression that the function assigns to ``variable`` and that uses the name
+    ``using``.
+    """
     assignments = [
         ast.fix_missing_locations(_Named().visit(node.value))
         for node in ast.walk(function(file, name))
@@ -65,12 +75,15 @@ def assigned(file: str, name: str, variable: str, using: str) -> Expression:
         for value in assignments
         if any(isinstance(part, ast.Name) and part.id == using for part in ast.walk(value))
     ]
-    assert len(found) == 1, f"{file}.py: {name} assigns {variable} {len(found)} times with {using}, not once"
+    assert len(found) == 1, (
+        f"{file}.py: {name} assigns {variable} {len(found)} times with {using}, not once"
+    )
     return Expression(found[0])
 
 
 def outline(file: str, name: str, verbs: tuple[str, ...]) -> list[str]:
-    """Loops, conditions and calls of ``verbs`` in a function, in the order of its text, indented by loops and conditions.
+    """Loops, conditions and calls of ``verbs`` in a function, in the order of its text, indented by
+    loops and conditions.
 
     Loops and conditions without such a call in them are left out.
     """
@@ -87,7 +100,10 @@ def _outlined(body: list[ast.stmt], verbs: tuple[str, ...], indent: str) -> Iter
                 if inside:
                     yield from (indent + title, *inside)
             continue
-        for call in sorted((part for part in ast.walk(node) if isinstance(part, ast.Call)), key=lambda c: c.col_offset):
+        for call in sorted(
+            (part for part in ast.walk(node) if isinstance(part, ast.Call)),
+            key=lambda c: c.col_offset,
+        ):
             verb = ast.unparse(call.func)
             if verb in verbs:
                 shown = ast.unparse(call.args[SHOWN.get(verb, 0)]) if call.args else ""

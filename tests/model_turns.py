@@ -1,11 +1,14 @@
-"""Workers that serve several processes of a rank by turns, as ``kernels/two_turns.py`` does, explored to the end.
+"""Workers that serve several processes of a rank by turns, as ``kernels/two_turns.py`` does,
+explored to the end.
 
-Why models have a process for each task instead, and lose nothing by it, is said in ``model_twolevel.py``. Here it is tried:
-whatever workers do is compared with what their processes do.
+Why models have a process for each task instead, and lose nothing by it, is said in
+``model_twolevel.py``. Here it is tried: whatever workers do is compared with what their processes
+do.
 
-What a turn did is shown at the end of the round (``publish``): a task that comes to a release that it *owes* ends its turn there,
-and its worker does all such releases, one by one, when it has been at all its tasks. A kernel that ends does so behind its last
-round: here its worker just goes on to the end of the round, which is the same.
+What a turn did is shown at the end of the round (``publish``): a task that comes to a release that
+it *owes* ends its turn there, and its worker does all such releases, one by one, when it has been
+at all its tasks. A kernel that ends does so behind its last round: here its worker just goes on to
+the end of the round, which is the same.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from model_explorer import Search
 from model_machine import END, Machine, Release
 
 Turns = tuple[tuple[int, bool], ...]
-"""Of each worker: whose turn it is among its tasks, behind which the round ends, and whether that has begun."""
+"""Of each worker: whose turn it is among its tasks, behind which the round ends, and whether that
+has begun.
+"""
 State = tuple[bytes, Turns]
 """Of the machine, and of its workers."""
 
 WAITS, FORGETS, ENDS, TWICE = (
-    "waits in its turn", "the round's end forgets what is owed", "the kernel ends without publishing", "published twice",
+    "waits in its turn", "the round's end forgets what is owed", "the kernel ends without "
+                                                                 "publishing", "published twice",
 )  # fmt: skip
 """What may be wrong with workers."""
 
@@ -38,9 +44,8 @@ class Found(NamedTuple):
 class Workers:
     """Explores a machine whose processes are dealt to workers; a wire has one of its own.
 
-    Args:
-        per_rank: workers of each rank. Each begins its rounds at another task, but publishes behind its last one.
-        bug: what is wrong with them; "": nothing.
+    Args: per_rank: workers of each rank. Each begins its rounds at another task, but publishes
+    behind its last one. bug: what is wrong with them; "": nothing.
     """
 
     def __init__(self, machine: Machine, per_rank: int, bug: str = "") -> None:
@@ -48,7 +53,11 @@ class Workers:
         tasks: dict[tuple[int, int], list[int]] = {}
         for number, process in enumerate(machine.processes):
             mine = [key for key in tasks if key[0] == process.rank]
-            key = (~number, 0) if process.wire else (process.rank, sum(len(tasks[each]) for each in mine) % per_rank)
+            key = (
+                (~number, 0)
+                if process.wire
+                else (process.rank, sum(len(tasks[each]) for each in mine) % per_rank)
+            )
             tasks.setdefault(key, []).append(number)
         self._tasks = list(tasks.values())
         self._begin = [worker % len(mine) for worker, mine in enumerate(self._tasks)]
@@ -73,7 +82,9 @@ class Workers:
         return Found(frozenset(at for at, _ in came))
 
     def _moves(self, state: State) -> Iterator[tuple[State, str]]:
-        """What each worker may do next: a step of its turn, or give the turn to the next task; or a release at the round's end."""
+        """What each worker may do next: a step of its turn, or give the turn to the next task; or a
+        release at the round's end.
+        """
         at, turns = state
         for worker, (turn, begun) in enumerate(turns):
             if turn == len(self._tasks[worker]):
@@ -93,15 +104,23 @@ class Workers:
             release = self._owed(at, task)
             if release is None:
                 continue
-            after, failure = (self._passed(at, task), "") if self._bug == FORGETS else self._steps.stepped(at, task)
+            after, failure = (
+                (self._passed(at, task), "")
+                if self._bug == FORGETS
+                else self._steps.stepped(at, task)
+            )
             if self._bug == TWICE:
                 counter = len(self._machine.processes) + release.counter
-                after = after[:counter] + bytes([after[counter] + release.amount]) + after[counter + 1 :]
+                after = (
+                    after[:counter]
+                    + bytes([after[counter] + release.amount])
+                    + after[counter + 1 :]
+                )
             yield self._settled((after, turns), worker), failure
 
     def _settled(self, state: State, worker: int) -> State:
-        """What a worker does by itself, whatever others do, it does at once: end a turn, pass over tasks that have ended or owe,
-        and begin the next round when it owes nothing."""
+        """What a worker does by itself, whatever others do, it does at once: end a turn, pass over
+        tasks that have ended or owe, and begin the next round when it owes nothing."""
         tasks = self._tasks[worker]
         for _ in range(2 * len(tasks) + 2):
             at, turns = state
@@ -111,7 +130,11 @@ class Workers:
             else:
                 step = self._machine.processes[tasks[turn]].steps[at[tasks[turn]]]
                 waits = bool(step.waits) or step.look is not None
-                over = at[tasks[turn]] == END or self._owed(at, tasks[turn]) is not None or (begun and waits)
+                over = (
+                    at[tasks[turn]] == END
+                    or self._owed(at, tasks[turn]) is not None
+                    or (begun and waits)
+                )
             if not over:
                 break
             state = self._next(state, worker)
@@ -122,7 +145,11 @@ class Workers:
         at, turns = state
         tasks = self._tasks[worker]
         turn = (turns[worker][0] + 1) % (len(tasks) + 1)
-        if self._bug == ENDS and turn == self._begin[worker] and all(self._is_over(at, task) for task in tasks):
+        if (
+            self._bug == ENDS
+            and turn == self._begin[worker]
+            and all(self._is_over(at, task) for task in tasks)
+        ):
             for task in tasks:
                 while self._owed(at, task) is not None:
                     at = self._passed(at, task)
@@ -144,12 +171,20 @@ class Workers:
         while self._owed(at, task) is not None:
             at = self._passed(at, task)
         step = self._machine.processes[task].steps[at[task]]
-        return at[task] == END or (not step.waits and step.look is None and step.branches[0].after == END)
+        return at[task] == END or (
+            not step.waits and step.look is None and step.branches[0].after == END
+        )
 
     def _stuck(self, state: State) -> bool:
-        """Whether somebody has not ended, and nobody can go on; workers that wait: in the turns that they are in."""
+        """Whether somebody has not ended, and nobody can go on; workers that wait: in the turns
+        that they are in.
+        """
         at, _ = state
-        left = [number for number, place in enumerate(at[: len(self._machine.processes)]) if place != END]
+        left = [
+            number
+            for number, place in enumerate(at[: len(self._machine.processes)])
+            if place != END
+        ]
         if self._bug == WAITS:
             return bool(left) and all(after == state for after, _ in self._moves(state))
         return bool(left) and not any(self._steps.able(at, number) for number in left)

@@ -1,20 +1,24 @@
-"""The tasks of engine twolevel as a small model (``docs/twolevel.md``, ``kernels/two_dispatch.py``, ``two_combine.py``).
+"""The tasks of engine twolevel as a small model (``docs/twolevel.md``, ``kernels/two_dispatch.py``,
+``two_combine.py``).
 
-Each task is a process here, though a program of a kernel serves many of them by turns (``kernels/two_turns.py``). That loses no
-failure. A turn does steps of its task that nothing holds up, or none, so whatever workers do, these processes can do too, in the
-same order: no state is left out. And a worker goes round until none of its tasks can go on; that hangs on counters alone. So where
-workers are stuck, all these processes are, and if no order of their steps ends there, neither does a worker's. ``model_turns.py``
-explores workers as they are besides.
+Each task is a process here, though a program of a kernel serves many of them by turns
+(``kernels/two_turns.py``). That loses no failure. A turn does steps of its task that nothing holds
+up, or none, so whatever workers do, these processes can do too, in the same order: no state is left
+out. And a worker goes round until none of its tasks can go on; that hangs on counters alone. So
+where workers are stuck, all these processes are, and if no order of their steps ends there, neither
+does a worker's. ``model_turns.py`` explores workers as they are besides.
 
-What a turn has done, the worker shows at the end of its round (``owed``). That is what a process does, too, that takes its time
-between its stores and its release: no task has another turn before.
+What a turn has done, the worker shows at the end of its round (``owed``). That is what a process
+does, too, that takes its time between its stores and its release: no task has another turn before.
 
-A turn of a forwarder, combiner or reducer may take several batches, and shows them all together; here each batch is a turn. It
-makes no difference: batches behind the first wait for nothing that the turn has not seen, and who sees more sooner is held up less.
+A turn of a forwarder, combiner or reducer may take several batches, and shows them all together;
+here each batch is a turn. It makes no difference: batches behind the first wait for nothing that
+the turn has not seen, and who sees more sooner is held up less.
 
-A put is a number on ``posted``. A *wire* per network ring takes it from there, later: it copies rows from staging, then adds
-to the tail. So puts of one ring arrive in order (a fence stands before each), and those of different rings in any order.
-Where nodes map each other's memory, a writer stores straight into the network ring, and adds to its tail itself.
+A put is a number on ``posted``. A *wire* per network ring takes it from there, later: it copies
+rows from staging, then adds to the tail. So puts of one ring arrive in order (a fence stands before
+each), and those of different rings in any order. Where nodes map each other's memory, a writer
+stores straight into the network ring, and adds to its tail itself.
 """
 
 from __future__ import annotations
@@ -37,10 +41,9 @@ from model_source import (
 class Far(NamedTuple):
     """What goes through a network ring in a call.
 
-    Attributes:
-        flow: at the reader.
-        staging: at the writer: the source of puts. Its counters are those of ``flow``; it is ``flow`` if the ring is mapped.
-        posted: puts, in total; ``before`` of them in earlier calls.
+    Attributes: flow: at the reader. staging: at the writer: the source of puts. Its counters are
+    those of ``flow``; it is ``flow`` if the ring is mapped. posted: puts, in total; ``before`` of
+    them in earlier calls.
     """
 
     flow: Flow
@@ -55,7 +58,9 @@ class Far(NamedTuple):
 
     def shown(self, count: int) -> Release:
         """Rows that are stored become the reader's, now or later."""
-        return Release(self.flow.ring.tail, count, owed=True) if self.mapped else Release(self.posted)
+        return (
+            Release(self.flow.ring.tail, count, owed=True) if self.mapped else Release(self.posted)
+        )
 
 
 def chunks(rows: Sequence[int], size: int, bug: Bug) -> list[range]:
@@ -68,7 +73,9 @@ def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
     """A sender inside a node."""
     ring, base, rows = flow
     for chunk in chunks(rows, call.chunk, bug):
-        want = ROOM_INSIDE[call.combine](base=base, i=chunk.start, n=len(chunk), slots=ring.slots(call.row))
+        want = ROOM_INSIDE[call.combine](
+            base=base, i=chunk.start, n=len(chunk), slots=ring.slots(call.row)
+        )
         yield from wait(ring.head, want - bug("one slot too many"))
         yield from store(flow, chunk, call.row)
         yield Release(ring.tail, len(chunk), owed=True)
@@ -105,7 +112,9 @@ def wire(far: Far, call: Call, bug: Bug, only: int | None = None) -> Ops:
 
 
 def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
-    """A forwarder: ``near`` is what goes on to other local ranks; rows for its own it takes to their places."""
+    """A forwarder: ``near`` is what goes on to other local ranks; rows for its own it takes to
+    their places.
+    """
     if bug("one destination after the other"):
         yield from forward_in_turn(far, near, call, bug)
         return
@@ -116,7 +125,10 @@ def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
         batch = range(done, seen - base)
         if bug("network credit before read"):
             yield Release(ring.head, len(batch))
-        after = [at + sum(rows[i] in flow.rows for i in batch) for at, flow in zip(put, near, strict=True)]
+        after = [
+            at + sum(rows[i] in flow.rows for i in batch)
+            for at, flow in zip(put, near, strict=True)
+        ]
         yield from forward_rows(far.flow, near, batch, (put, after), call, bug)
         put, done = after, batch.stop
         left = total - done
@@ -130,11 +142,20 @@ def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
 
 
 def forward_rows(
-    far: Flow, near: Sequence[Flow], batch: range, put: tuple[list[int], list[int]], call: Call, bug: Bug
+    far: Flow,
+    near: Sequence[Flow],
+    batch: range,
+    put: tuple[list[int], list[int]],
+    call: Call,
+    bug: Bug,
 ) -> Ops:
-    """A batch of rows, read once and stored to all local ranks that need them: rows ``put[0]`` up to ``put[1]`` of their rings."""
+    """A batch of rows, read once and stored to all local ranks that need them: rows ``put[0]`` up
+    to ``put[1]`` of their rings.
+    """
     for flow, counts, upto in zip(near, *put, strict=True):
-        want = ROOM_AT_FORWARDER(sent=flow.base, counts=counts, more=upto - counts, slots=flow.ring.slots(call.row))
+        want = ROOM_AT_FORWARDER(
+            sent=flow.base, counts=counts, more=upto - counts, slots=flow.ring.slots(call.row)
+        )
         yield from wait(flow.ring.head, want - bug("one slot too many"))
     yield from read(far, batch, call.row)
     for flow, counts, upto in zip(near, *put, strict=True):
@@ -142,7 +163,9 @@ def forward_rows(
 
 
 def forward_in_turn(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
-    """A forwarder as it must not be: all rows for one local rank, then all for the next; so it can take no row before the last."""
+    """A forwarder as it must not be: all rows for one local rank, then all for the next; so it can
+    take no row before the last.
+    """
     ring, base, rows = far.flow
     for flow in near:
         for i in range(len(flow.rows)):
@@ -155,8 +178,12 @@ def forward_in_turn(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops
     yield from add_all([ring.head], [0], [len(rows)])
 
 
-def add_all(counters: Sequence[int], before: Sequence[int], after: Sequence[int], *, owed: bool = False) -> Ops:
-    """Publish, and bring counters from ``before`` to ``after``: in any order, as nobody looks at two of them."""
+def add_all(
+    counters: Sequence[int], before: Sequence[int], after: Sequence[int], *, owed: bool = False
+) -> Ops:
+    """Publish, and bring counters from ``before`` to ``after``: in any order, as nobody looks at
+    two of them.
+    """
     for counter, low, high in zip(counters, before, after, strict=True):
         if high > low:
             yield Release(counter, high - low, owed=owed)
@@ -200,10 +227,13 @@ def combine_far(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
             taken = ends
 
 
-def reduce_both(near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int], call: Call, bug: Bug) -> Ops:
+def reduce_both(
+    near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int], call: Call, bug: Bug
+) -> Ops:
     """A reducer: ``near``: partial sums of my node's other ranks; ``back``: sums of other nodes.
 
-    Without inner rings it is that of ``kernels/two_pull.py``, which owes its credits where the network rings are mapped.
+    Without inner rings it is that of ``kernels/two_pull.py``, which owes its credits where the
+    network rings are mapped.
     """
     inner = bool(near)
     if all(each.mapped for each in back):  # one ring is as the other
@@ -215,12 +245,17 @@ def reduce_both(near: Sequence[Flow], back: Sequence[Far], tokens: Sequence[int]
     for t0 in range(0, len(tokens), batch):
         ends = upto(flows, taken, tokens[t0 : t0 + batch])
         if bug("network credit before read"):
-            yield from add_all([flow.ring.head for flow in far], taken[len(near) :], ends[len(near) :])
+            yield from add_all(
+                [flow.ring.head for flow in far], taken[len(near) :], ends[len(near) :]
+            )
         yield from take(flows, taken, ends, call)
-        yield from add_all([flow.ring.head for flow in near], taken[: len(near)], ends[: len(near)], owed=not inner)
+        yield from add_all(
+            [flow.ring.head for flow in near], taken[: len(near)], ends[: len(near)], owed=not inner
+        )
         if not bug("network credit before read"):
             owed = [
-                more + high - low for more, low, high in zip(owed, taken[len(near) :], ends[len(near) :], strict=True)
+                more + high - low
+                for more, low, high in zip(owed, taken[len(near) :], ends[len(near) :], strict=True)
             ]
         taken = ends
         last = t0 + batch >= len(tokens) and not bug("last credits kept")

@@ -1,4 +1,6 @@
-"""A small MoE layer in plain torch, dense on one process, and the same over a dispatch: what gradients are compared with."""
+"""A small MoE layer in plain torch, dense on one process, and the same over a dispatch: what
+gradients are compared with.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def dense(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, experts: Tensor) ->
     out = torch.zeros_like(x)
     for e in range(len(experts)):
         share = (topk_weights * (topk_idx == e)).sum(1, keepdim=True)
-        out = out + share * torch.where((topk_idx == e).any(1, keepdim=True), expert(x, experts[e]), 0.0)
+        out = out + share * torch.where(
+            (topk_idx == e).any(1, keepdim=True), expert(x, experts[e]), 0.0
+        )
     return out
 
 
@@ -37,7 +41,9 @@ def grouped(recv: ty.Received, experts: Tensor) -> Tensor:
     """Rows of the expert layouts through their expert; weights are left to combine."""
     counts = recv.tokens_per_expert.tolist()
     if recv.x.dim() == 3:
-        parts = [pad_to(expert(recv.x[e, :n], experts[e]), recv.x.shape[1]) for e, n in enumerate(counts)]
+        parts = [
+            pad_to(expert(recv.x[e, :n], experts[e]), recv.x.shape[1]) for e, n in enumerate(counts)
+        ]
         return torch.stack(parts) if parts else recv.x
     starts = recv.expert_offsets.tolist()
     parts = [expert(recv.x[starts[e] : starts[e + 1]], experts[e]) for e in range(len(counts))]
@@ -48,7 +54,14 @@ def pad_to(rows: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, length - rows.shape[0]))
 
 
-def run(ep: ty.ExpertParallel, x: Tensor, idx: Tensor, weights: Tensor, experts: Tensor, **options: object) -> Tensor:
+def run(
+    ep: ty.ExpertParallel,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    **options: object,
+) -> Tensor:
     """The layer over ``ep``; ``experts`` are those of this rank."""
     recv = ep.dispatch(x, idx, weights, **options)
     if recv.topk_idx is not None:

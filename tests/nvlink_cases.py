@@ -1,4 +1,6 @@
-"""Scenarios for the nvlink engine: a few calls of one object each, drawn from a seed. ``nvlink_ranks.py`` runs them."""
+"""Scenarios for the nvlink engine: a few calls of one object each, drawn from a seed.
+``nvlink_ranks.py`` runs them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ WAYS = {
 }
 """What may follow a dispatch."""
 IN_PLACE = ("in place", "in place, two biases", "in place, doubled")
-"""Besides, after one with FLAT rows: combines in place; of rows times two, so that those of two calls in a row differ."""
+"""Besides, after one with FLAT rows: combines in place; of rows times two, so that those of two
+calls in a row differ.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides those it needs.
+    """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides
+    those it needs.
 
-    ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other through the simulated network;
-    ``mapped``: by it go letters and greetings only, as nodes map each other's memory too. ``workers``: programs of a channel there.
+    ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
+    through the simulated network; ``mapped``: by it go letters and greetings only, as nodes map
+    each other's memory too. ``workers``: programs of a channel there.
     """
 
     world_size: int
@@ -70,7 +76,11 @@ class Scenario:
         cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
         if self.ranks_per_node is None:
             gather = replace(part, stages=self.chunk)  # of whole rows, or of pieces
-            programs = {"writers": self.channels, "pushers": self.channels, "gatherers": 2 - self.slots % 2}
+            programs = {
+                "writers": self.channels,
+                "pushers": self.channels,
+                "gatherers": 2 - self.slots % 2,
+            }
             return Shape(channels=self.channels, push=part, gather=gather, **programs, **cuts)
         more = {"workers": self.workers, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
         return Tuning(channels=self.channels, pull=part, forward=part, **more, **cuts)
@@ -78,7 +88,11 @@ class Scenario:
     @cached_property
     def buffer_bytes(self) -> int:
         """Rings that hold few rows of the largest form and wrap around again and again."""
-        slot = max(largest_slot(case, self.num_topk) for each in self.rounds for case in (each.case, each.cached))
+        slot = max(
+            largest_slot(case, self.num_topk)
+            for each in self.rounds
+            for case in (each.case, each.cached)
+        )
         ring = (2 * self.chunk + self.slots) * slot
         inner = self.world_size * self.channels * (-(-ring // 256) * 256)
         if self.ranks_per_node is None:
@@ -106,7 +120,11 @@ def payload_of(case: Case, rank: int) -> Payload:
     """What ``rank`` brings; every third seed in tensors with gaps."""
     x = case.x[rank]
     payload = Payload(x.data, x.scales) if isinstance(x, ty.Quantized) else Payload(x, None)
-    return payload if case.seed % 3 else Payload(*(None if part is None else _with_gaps(part) for part in payload))
+    return (
+        payload
+        if case.seed % 3
+        else Payload(*(None if part is None else _with_gaps(part) for part in payload))
+    )
 
 
 def _with_gaps(rows: torch.Tensor) -> torch.Tensor:
@@ -121,9 +139,13 @@ def spec_of(case: Case) -> Spec:
 
 def largest_slot(case: Case, num_topk: int) -> int:
     """Bytes of the largest row that any call of a round moves."""
-    there = form_of(payload_of(case, 0), case.quantize, meta_words(num_topk, experts=True, weighted=True))
+    there = form_of(
+        payload_of(case, 0), case.quantize, meta_words(num_topk, experts=True, weighted=True)
+    )
     back = form_of(
-        Payload(torch.empty(0, case.hidden, dtype=case.expert_rows[0].dtype), None), None, -(-num_topk // 4) * 4
+        Payload(torch.empty(0, case.hidden, dtype=case.expert_rows[0].dtype), None),
+        None,
+        -(-num_topk // 4) * 4,
     )
     return max(there.slot_bytes, back.slot_bytes)
 
@@ -135,13 +157,17 @@ def draw(world_size: int, seed: int) -> Scenario:
     """The scenario of a seed."""
     random = Random(seed)
     few = world_size > 4
-    experts = random.choice((world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3))
+    experts = random.choice(
+        (world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)
+    )
     scenario = Scenario(
         world_size=world_size,
         num_experts=experts,
         num_topk=random.choice((1, 2, 3, 4)),
         max_tokens=random.choice((2, 3) if few else (3, 5, 9)),
-        channels=1 if few else random.choice({2: (1, 2, 2, 3), 3: (1, 2), 4: (1, 1, 2)}[world_size]),
+        channels=1
+        if few
+        else random.choice({2: (1, 2, 2, 3), 3: (1, 2), 4: (1, 1, 2)}[world_size]),
         chunk=random.choice((1, 1, 2)),
         rows=random.choice((1, 1, 2)),
         slots=random.choice((0, 0, 1, 3)),
@@ -151,11 +177,15 @@ def draw(world_size: int, seed: int) -> Scenario:
     if few or random.random() < 0.5:
         return replace(scenario, rounds=(first,))
     second = _draw_round(scenario, random, seed, few)
-    return replace(scenario, rounds=(first, _like(first, second) if random.random() < 0.5 else second))
+    return replace(
+        scenario, rounds=(first, _like(first, second) if random.random() < 0.5 else second)
+    )
 
 
 def _like(first: Round, second: Round) -> Round:
-    """``second`` with the payload and layout of ``first``: a rank with as many tokens as before guesses how many rows come."""
+    """``second`` with the payload and layout of ``first``: a rank with as many tokens as before
+    guesses how many rows come.
+    """
     case, other = first.case, second.case
     tokens = case.num_tokens if not case.exact or case.layout is PADDED else other.num_tokens
     case = replace(case, routing=other.routing, num_tokens=tokens, seed=other.seed + 1)
@@ -182,7 +212,11 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
     ways = tuple(random.sample(WAYS[layout], 1 if few else random.choice((1, 1, 1, 2))))
     in_place = layout is FLAT and random.random() < 0.4
     return Round(
-        case, ways, cached, in_place, (random.randrange(scenario.world_size),) if random.random() < 0.1 else ()
+        case,
+        ways,
+        cached,
+        in_place,
+        (random.randrange(scenario.world_size),) if random.random() < 0.1 else (),
     )
 
 
@@ -193,8 +227,13 @@ def draw_in_place(world_size: int, seed: int) -> Scenario:
 
 
 def _in_place(each: Round, random: Random) -> Round:
-    case, cached = (replace(one, layout=FLAT, expert_alignment=1) for one in (each.case, each.cached))
-    ways = (random.choice(IN_PLACE), *random.sample((*IN_PLACE, "plain", "cached", "raw"), random.choice((0, 1, 2))))
+    case, cached = (
+        replace(one, layout=FLAT, expert_alignment=1) for one in (each.case, each.cached)
+    )
+    ways = (
+        random.choice(IN_PLACE),
+        *random.sample((*IN_PLACE, "plain", "cached", "raw"), random.choice((0, 1, 2))),
+    )
     return Round(case, ways, cached, random.random() < 0.6, each.refusers)
 
 
@@ -210,10 +249,11 @@ def _draw_payload(random: Random, other_than: int = 0) -> dict[str, Any]:
 def rehearsal(part: str, seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with rows of other sizes each time.
 
-    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh and cached into views.
-    ``pushes``: in place, again and again, also when some programs have nothing to do.
-    ``greetings``: calls of one token. ``plans``: refusals, so that plan follows plan. ``guesses``: more rows than guessed.
-    ``lines``: rows so long that their slots are whole lines, and longer than they.
+    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh
+    and cached into views. ``pushes``: in place, again and again, also when some programs have
+    nothing to do. ``greetings``: calls of one token. ``plans``: refusals, so that plan follows
+    plan. ``guesses``: more rows than guessed. ``lines``: rows so long that their slots are whole
+    lines, and longer than they.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -224,16 +264,35 @@ def rehearsal(part: str, seed: int) -> Scenario:
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
-        "views": (Round(base, ("cached", "plain"), cached, in_place=True), Round(base, (), cached, in_place=True)),
+        "views": (
+            Round(base, ("cached", "plain"), cached, in_place=True),
+            Round(base, (), cached, in_place=True),
+        ),
         "pushes": (
-            Round(base, ("in place", "in place, doubled", "cached", "in place, two biases"), cached, in_place=True),
+            Round(
+                base,
+                ("in place", "in place, doubled", "cached", "in place, two biases"),
+                cached,
+                in_place=True,
+            ),
             Round(tiny, ("in place", "in place, doubled"), tiny),
-            Round(replace(base, seed=3 * seed + 2), ("plain", "in place", "in place, doubled", "in place"), cached),
+            Round(
+                replace(base, seed=3 * seed + 2),
+                ("plain", "in place", "in place, doubled", "in place"),
+                cached,
+            ),
         ),
         "greetings": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
-        "plans": (Round(tiny, (), tiny, refusers=(0, 0, 0)), Round(tiny, (), tiny, refusers=(1, 1, 1))),
-        "lines": (Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),),
-        "guesses": tuple(Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")),
+        "plans": (
+            Round(tiny, (), tiny, refusers=(0, 0, 0)),
+            Round(tiny, (), tiny, refusers=(1, 1, 1)),
+        ),
+        "lines": (
+            Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),
+        ),
+        "guesses": tuple(
+            Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")
+        ),
     }
     return Scenario(
         world_size=2,

@@ -1,8 +1,10 @@
-"""The kernels that engine nvlink launches, compiled for sm_90, and what their machine code is made of, as JSON.
+"""The kernels that engine nvlink launches, compiled for sm_90, and what their machine code is made
+of, as JSON.
 
-A program of its own: kernels must not be interpreted here. The engine itself says which kernels with which constants: it runs on
-memory that writes down what is launched and launches nothing. ``python nvlink_compile.py all`` compiles every variant (some
-minutes), without ``all`` those of :data:`MAIN`.
+A program of its own: kernels must not be interpreted here. The engine itself says which kernels
+with which constants: it runs on memory that writes down what is launched and launches nothing.
+``python nvlink_compile.py all`` compiles every variant (some minutes), without ``all`` those of
+:data:`MAIN`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
 from tokenyard.memory.base import Region
-from tokenyard.memory.launch import Processor, compile_for, gpu_target, parameters, resident_programs
+from tokenyard.memory.launch import (
+    Processor,
+    compile_for,
+    gpu_target,
+    parameters,
+    resident_programs,
+)
 from tokenyard.quant import quantize
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -73,7 +81,9 @@ class Recorder:
         self._kept: list[Tensor] = []
 
     def allocate(self, num_bytes: int) -> Region:
-        return Region(torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64))
+        return Region(
+            torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64)
+        )
 
     def host_words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64)
@@ -82,7 +92,13 @@ class Recorder:
         return nullcontext()
 
     def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
     ) -> Callable[..., None]:
         launch = {
             "kernel": kernel,
@@ -138,12 +154,16 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
     for layout in Layout:
         for exact in (True,) if few else (True, False):
             spec = Spec(
-                layout=layout, exact=exact, expert_alignment=128 if layout is Layout.EXPERT_MAJOR and not few else 1
+                layout=layout,
+                exact=exact,
+                expert_alignment=128 if layout is Layout.EXPERT_MAJOR and not few else 1,
             )
             name = f"{layout.name} {'exact' if exact else 'static'}"
             for payload, what, mode in (
-                (plain, "bf16", None), (fp8, "fp8", None), *((plain, mode.name, mode) for mode in modes),
-            ):  # fmt: skip
+                (plain, "bf16", None),
+                (fp8, "fp8", None),
+                *((plain, mode.name, mode) for mode in modes),
+            ):
                 label(name, "fresh", what)
                 _, plan, _ = engine.dispatch(payload, idx, weights, spec, mode)
                 label(name, "cached", what)
@@ -186,7 +206,9 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
 
 
 def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
-    """Launches with 132, 24 and 8 multiprocessors; and a dispatch with a bug, to see that it shows."""
+    """Launches with 132, 24 and 8 multiprocessors; and a dispatch with a bug, to see that
+    it shows.
+    """
     for num_sms in (SMS, 24, 8):
         for name, launch in record(num_sms, few=num_sms != SMS).items():
             if everything or any(re.search(pattern, f"{name} @{num_sms}") for pattern in MAIN):
@@ -199,18 +221,29 @@ def facts_of(number: int) -> dict[str, Any]:
     """Compile the launch of this number and look at its code."""
     _, launch = LAUNCHES[number]
     compiled = compile_for(
-        launch["kernel"], launch["constants"], launch["warps"], gpu_target(90), launch["max_registers"]
+        launch["kernel"],
+        launch["constants"],
+        launch["warps"],
+        gpu_target(90),
+        launch["max_registers"],
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            [TOOLS / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1])
     fit = resident_programs(HOPPER, launch["warps"], registers, compiled.metadata.shared)
     sizes = {"registers": registers, "shared": compiled.metadata.shared, "fit": fit}
-    return sizes | {"grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
+    return (
+        sizes | {"grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
+    )
 
 
 def code_facts(ptx: str, sass: str) -> dict[str, Any]:
@@ -220,7 +253,8 @@ def code_facts(ptx: str, sass: str) -> dict[str, Any]:
         "copies 128": len(re.findall(r"\bLDGSTS\.E[.\w]*\.128", sass)),
         "loads 128": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
         "stores 128": len(re.findall(r"\bSTG\.E[.\w]*\.128", sass)),
-        # without .cg, which passes by the first-level cache, and .cs, whose lines the second-level one gives up first
+        # without .cg, which passes by the first-level cache, and .cs, whose lines the second-level
+        # one gives up first
         "cached loads": len(re.findall(r"\bld\.global\.v4", ptx)),
         "kept stores": len(re.findall(r"\bst\.global\.v4", ptx)),
         "acquires": len(re.findall(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire", ptx)),
@@ -234,7 +268,9 @@ def code_facts(ptx: str, sass: str) -> dict[str, Any]:
 
 
 def unfenced(ptx: str) -> int:
-    """Releases to the whole system that follow a store without a barrier of the program in between, as the text goes."""
+    """Releases to the whole system that follow a store without a barrier of the program in between,
+    as the text goes.
+    """
     count, barrier = 0, True
     for line in ptx.splitlines():
         if "bar.sync" in line:
@@ -252,7 +288,8 @@ if __name__ == "__main__":
     LAUNCHES += variants("all" in sys.argv)
     # the largest take longest
     order = sorted(
-        range(len(LAUNCHES)), key=lambda at: "combine" not in LAUNCHES[at][0] and "plan" not in LAUNCHES[at][0]
+        range(len(LAUNCHES)),
+        key=lambda at: "combine" not in LAUNCHES[at][0] and "plan" not in LAUNCHES[at][0],
     )
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
         found = dict(zip(order, pool.map(facts_of, order), strict=True))

@@ -1,7 +1,8 @@
-"""Failures of engine nvlink on simulated ranks: deaths at any step, ranks in different calls, refusals, lies.
+"""Failures of engine nvlink on simulated ranks: deaths at any step, ranks in different calls,
+refusals, lies.
 
-Reached through ``nvlink_pool.py``, as kernels are interpreted here. Every function returns how each rank ended, by rank: the
-exception's type and text, or "" and "" if all its calls were fine.
+Reached through ``nvlink_pool.py``, as kernels are interpreted here. Every function returns how each
+rank ended, by rank: the exception's type and text, or "" and "" if all its calls were fine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import Any
 import torch
 
 from cases import Case
-from nvlink_cases import CULPRIT, FINE, FLAT, MAJOR, TIMEOUT, Ending, Round, Scenario, payload_of, spec_of
+from nvlink_cases import (
+    CULPRIT,
+    FINE,
+    FLAT,
+    MAJOR,
+    TIMEOUT,
+    Ending,
+    Round,
+    Scenario,
+    payload_of,
+    spec_of,
+)
 from nvlink_plants import planted
 from nvlink_ranks import MOST_STEPS, RankRun
 from tokenyard.errors import PeerTimeout
@@ -28,8 +40,12 @@ from tokenyard.types import Quantize
 Body = Callable[[RankRun], None]
 
 
-def play(scenario: Scenario, body: Body, seed: int, **options: Any) -> tuple[list[Ending | None], int]:
-    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it took."""
+def play(
+    scenario: Scenario, body: Body, seed: int, **options: Any
+) -> tuple[list[Ending | None], int]:
+    """Run ``body`` on every rank and close. How each ended (None: it died), and the steps that it
+    took.
+    """
     steps: list[int] = []
 
     def guarded(ranks: SimulatedRank) -> Ending:
@@ -67,7 +83,10 @@ def life(world_size: int, part: int) -> Scenario:
     cached = replace(flat, dtype=torch.float32)
     rounds = [
         (Round(flat, ("cached", "plain"), cached), Round(replace(flat, seed=1), (), cached)),
-        (Round(major, ("weighted",), replace(major, hidden=8)), Round(flat, ("in place",), cached, in_place=True)),
+        (
+            Round(major, ("weighted",), replace(major, hidden=8)),
+            Round(flat, ("in place",), cached, in_place=True),
+        ),
     ]
     return Scenario(
         world_size=world_size,
@@ -83,14 +102,20 @@ def life(world_size: int, part: int) -> Scenario:
 
 
 def hurried(seed: int) -> list[bool]:
-    """A plan whose waits hardly have time. Whether each rank's call returned; if so, the plan is complete."""
+    """A plan whose waits hardly have time. Whether each rank's call returned; if so, the plan is
+    complete.
+    """
     case = Case(2, num_tokens=4, num_topk=2, num_experts=4, hidden=8, layout=MAJOR)
     scenario = replace(life(2, 1), rounds=(Round(case, (), case),))
 
     def body(ranks: SimulatedRank) -> bool:
         mine = RankRun(ranks, scenario, TIMEOUT)
         mine.engine._ground.state[TIMEOUT_NS.value] = 60 + 137 * (seed % 16)
-        payload, (idx, weights), spec = payload_of(case, mine.rank), case.picks[mine.rank], spec_of(case)
+        payload, (idx, weights), spec = (
+            payload_of(case, mine.rank),
+            case.picks[mine.rank],
+            spec_of(case),
+        )
         mine.own.adopt((payload, idx, weights, spec, None), {})
         try:
             with mine.own:
@@ -134,18 +159,27 @@ QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
 """Behind a dispatch and a cached one in place; fresh ones are static."""
 
 
-def queued(scenario: Scenario, absent_from: int, seed: int, closes: bool = False) -> list[Ending | None]:
-    """The culprit does not come to the call of this number, or ``closes`` its object then; the others have queued calls before and
-    behind it, as on a GPU."""
+def queued(
+    scenario: Scenario, absent_from: int, seed: int, closes: bool = False
+) -> list[Ending | None]:
+    """The culprit does not come to the call of this number, or ``closes`` its object then; the
+    others have queued calls before and behind it, as on a GPU."""
     case = scenario.rounds[0].case
 
     def body(mine: RankRun) -> None:
         recv, engine, memory = mine.dispatch(case), mine.engine, mine.engine._memory
         mine.redispatch(case, recv, in_place=True)  # the ranks meet once more, for memory
-        plan, spec, payload, settle = recv.handle.plan, recv.handle.spec, payload_of(case, mine.rank), memory.settle
+        plan, spec, payload, settle = (
+            recv.handle.plan,
+            recv.handle.spec,
+            payload_of(case, mine.rank),
+            memory.settle,
+        )
         rows = torch.zeros_like(recv.x)
         mine.own.adopt(payload, rows, case.picks[mine.rank])
-        memory.settle = mine.own.sweep = lambda: None  # the allocator of a GPU's stream keeps what calls let go
+        memory.settle = mine.own.sweep = lambda: (
+            None
+        )  # the allocator of a GPU's stream keeps what calls let go
         with mine.own:
             for number, op in enumerate(QUEUE, 2):
                 if mine.rank == CULPRIT and number == absent_from:
@@ -157,7 +191,9 @@ def queued(scenario: Scenario, absent_from: int, seed: int, closes: bool = False
                 elif op == CACHED:
                     engine.redispatch(payload, plan, spec)
                 else:
-                    engine.dispatch(payload, *case.picks[mine.rank], replace(spec, exact=False), None)
+                    engine.dispatch(
+                        payload, *case.picks[mine.rank], replace(spec, exact=False), None
+                    )
             settle()
             engine.check()
 
@@ -170,14 +206,24 @@ def queued(scenario: Scenario, absent_from: int, seed: int, closes: bool = False
 def disagreement(name: str, seed: int) -> list[Ending | None]:
     """The culprit makes another call than the others."""
     where, _, what = name.partition(": ")
-    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=24, seed=seed, exact="static" not in where)
+    case = Case(
+        3,
+        num_tokens=4,
+        num_topk=2,
+        num_experts=6,
+        hidden=24,
+        seed=seed,
+        exact="static" not in where,
+    )
     changes: dict[str, Any] = {
         "hidden": {"hidden": 40},
         "dtype": {"dtype": torch.float16},
         "cast": {"quantize": Quantize.FP8},
         "layout": {"layout": MAJOR},
     }
-    other = replace(case, **changes.get(what, {"exact": not case.exact} if "among static" in where else {}))
+    other = replace(
+        case, **changes.get(what, {"exact": not case.exact} if "among static" in where else {})
+    )
     next_case = replace(case, seed=seed + 1)
     wide = replace(case, hidden=40)
     scenario = replace(life(3, 0), rounds=(Round(case, (), wide),))
@@ -195,7 +241,9 @@ def disagreement(name: str, seed: int) -> list[Ending | None]:
             second = mine.dispatch(next_case)
             recv = second if culprit else recv
         if where == "cached":
-            mine.redispatch(other if culprit else case, recv, in_place=culprit and what == "in place")
+            mine.redispatch(
+                other if culprit else case, recv, in_place=culprit and what == "in place"
+            )
         elif where == "combine among cached dispatches" and not culprit:
             mine.redispatch(case, recv)
         else:
@@ -245,7 +293,9 @@ def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
 
 
 def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
-    """The culprit announces one row more than it has; with static shapes, rows of more tokens than there may be."""
+    """The culprit announces one row more than it has; with static shapes, rows of more tokens than
+    there may be.
+    """
     case = Case(3, num_tokens=4, num_topk=3, num_experts=3, hidden=8, seed=seed, exact=exact)
     scenario = replace(life(3, 0), num_experts=3, num_topk=3, rounds=(Round(case, (), case),))
     more = replace(case, num_tokens=7, seed=1)
@@ -255,15 +305,26 @@ def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
             mine.dispatch(case)
             return
         everywhere = torch.arange(3).expand(6, 3).contiguous()
-        mine.call(mine.engine.dispatch, payload_of(more, CULPRIT), everywhere, torch.ones(6, 3), spec_of(case), None)
+        mine.call(
+            mine.engine.dispatch,
+            payload_of(more, CULPRIT),
+            everywhere,
+            torch.ones(6, 3),
+            spec_of(case),
+            None,
+        )
 
     with planted("a row too many" if exact else ""):
         return play(scenario, body, seed)[0]
 
 
 def bad_index(exact: bool, seed: int) -> list[Ending | None]:
-    """The culprit picks an expert that is not there; all make the call again afterwards, which must work."""
-    case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed, exact=exact, layout=FLAT)
+    """The culprit picks an expert that is not there; all make the call again afterwards, which must
+    work.
+    """
+    case = Case(
+        3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed, exact=exact, layout=FLAT
+    )
     scenario = replace(life(3, 0), rounds=(Round(case, ("plain",), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
@@ -273,7 +334,9 @@ def bad_index(exact: bool, seed: int) -> list[Ending | None]:
             idx[1, 0] = 6
         wrong: Exception | None = None
         try:
-            mine.call(mine.engine.dispatch, payload_of(case, mine.rank), idx, weights, spec_of(case), None)
+            mine.call(
+                mine.engine.dispatch, payload_of(case, mine.rank), idx, weights, spec_of(case), None
+            )
         except (ValueError, RuntimeError) as error:
             wrong = error
         live(mine, scenario)

@@ -1,8 +1,9 @@
-"""Host time of eager calls on engine nvlink: ``python tests/nvlink_host.py [TOKENS]`` (default: 64; needs a GPU).
+"""Host time of eager calls on engine nvlink: ``python tests/nvlink_host.py [TOKENS]`` (default: 64;
+needs a GPU).
 
 One rank, 7168 channels, top-8 of 256 experts. Prints microseconds of each kind of call, the median
-and the least of 200; every 20 calls the device may catch up. Rounds of all kinds take turns, so that
-a busy machine slows all of them alike.
+and the least of 200; every 20 calls the device may catch up. Rounds of all kinds take turns, so
+that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations

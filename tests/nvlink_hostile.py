@@ -24,7 +24,9 @@ REFUSED: dict[str, tuple[str, Bad]] = {
 
 
 def refused(name: str, seed: int) -> None:
-    """One rank refuses a cached dispatch or a combine, which return before anybody has heard of it: all learn by ``check()``."""
+    """One rank refuses a cached dispatch or a combine, which return before anybody has heard of it:
+    all learn by ``check()``.
+    """
     run_in_simulator(_refused, "nvlink", {"name": name}, 2, seed)
 
 
@@ -35,17 +37,28 @@ def _refused(ranks: Ranks, name: str) -> None:
         recv = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
         good = {"x": recv.x if op == "combine" else inputs.x, "handle": recv.handle}
         changed = bad.change(SimpleNamespace(x=inputs.x, flat=recv, inputs=inputs)) if wrong else {}
-        error = error_of(lambda: (ep.combine if op == "combine" else ep.dispatch)(**{**good, **changed}))
-        assert not (why := complaint(error, bad.kind if wrong else None, bad.words if wrong else ())), why
-        says = f"this rank refused {op} #1" if wrong else f"rank {CULPRIT} refused its side of {op} #1"
-        for call in (ep.check, lambda: ep.dispatch(inputs.x, inputs.topk_idx)):  # the object is finished
+        error = error_of(
+            lambda: (ep.combine if op == "combine" else ep.dispatch)(**{**good, **changed})
+        )
+        assert not (
+            why := complaint(error, bad.kind if wrong else None, bad.words if wrong else ())
+        ), why
+        says = (
+            f"this rank refused {op} #1" if wrong else f"rank {CULPRIT} refused its side of {op} #1"
+        )
+        for call in (
+            ep.check,
+            lambda: ep.dispatch(inputs.x, inputs.topk_idx),
+        ):  # the object is finished
             check(error_of(call), ty.PeerError, says)
     with make_patient(ranks) as ep:
         assert_works(ranks, ep)
 
 
 def rings_too_small(exact: bool, seed: int) -> None:
-    """Rings that hold no row are refused behind the launch of the plan, whose programs write to tables that must live so long."""
+    """Rings that hold no row are refused behind the launch of the plan, whose programs write to
+    tables that must live so long.
+    """
     run_in_simulator(_rings_too_small, "nvlink", {"exact": exact}, 2, seed)
 
 
@@ -53,7 +66,12 @@ def _rings_too_small(ranks: Ranks, exact: bool) -> None:
     inputs = Inputs.of(ranks)
     with make_patient(ranks, buffer_bytes=1) as ep:
         for _ in range(2):
-            error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, exact=exact))
+            error = error_of(
+                lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, exact=exact)
+            )
             check(
-                error, ValueError, "buffer_bytes (1) holds 0 rows", "make ExpertParallel with buffer_bytes of at least"
+                error,
+                ValueError,
+                "buffer_bytes (1) holds 0 rows",
+                "make ExpertParallel with buffer_bytes of at least",
             )

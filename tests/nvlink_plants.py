@@ -25,7 +25,8 @@ PLANTS = {
         "sync",
         (
             (
-                '    tl.debug_barrier()\n    tl.atomic_add(counter, count, mask=mask, sem="release"',
+                "    tl.debug_barrier()\n    tl.atomic_add(counter, count, mask=mask, "
+                'sem="release"',
                 '    tl.atomic_add(counter, count, mask=mask, sem="release"',
             ),
         ),
@@ -33,17 +34,32 @@ PLANTS = {
     "release without order": Plant(
         "release",
         "sync",
-        (('count, mask=mask, sem="release", scope="sys")', 'count, mask=mask, sem="relaxed", scope="sys")'),),
+        (
+            (
+                'count, mask=mask, sem="release", scope="sys")',
+                'count, mask=mask, sem="relaxed", scope="sys")',
+            ),
+        ),
     ),
     "release for this GPU only": Plant(
         "release",
         "sync",
-        (('count, mask=mask, sem="release", scope="sys")', 'count, mask=mask, sem="release", scope="gpu")'),),
+        (
+            (
+                'count, mask=mask, sem="release", scope="sys")',
+                'count, mask=mask, sem="release", scope="gpu")',
+            ),
+        ),
     ),
     "plain load for an acquire": Plant(
         "acquire",
         "sync",
-        (('    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")', "    return tl.load(counter)"),),
+        (
+            (
+                '    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")',
+                "    return tl.load(counter)",
+            ),
+        ),
     ),
     "plain loads for acquires": Plant(
         "acquire",
@@ -60,7 +76,8 @@ PLANTS = {
         "plan",
         (
             (
-                "    tl.debug_barrier()  # several threads load one place of a small tile: all of them before one stores it\n",
+                "    tl.debug_barrier()  # several threads load one place of a small tile: all of "
+                "them before one stores it\n",
                 "",
             ),
         ),
@@ -70,7 +87,8 @@ PLANTS = {
         "sync",
         (
             (
-                "                give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n    tl.debug_barrier()\n",
+                "                give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n    "
+                "tl.debug_barrier()\n",
                 "                give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n",
             ),
         ),
@@ -89,7 +107,9 @@ PLANTS = {
     "dispatch: flag before data": Plant(
         "flag before data",
         "dispatch",
-        _moved("            add_release(tail, count.to(tl.int64), None)", "            send_chunk("),
+        _moved(
+            "            add_release(tail, count.to(tl.int64), None)", "            send_chunk("
+        ),
     ),
     "dispatch: flag before what rides along": Plant(
         "flag before data",
@@ -117,7 +137,10 @@ PLANTS = {
                 'begin, count, first, k: tl.constexpr):\n    """Place',
                 'begin, count, first, head, k: tl.constexpr):\n    """Place',
             ),
-            ("source, ring, taken, count, first, k)", "source, ring, taken, count, first, head, k)"),
+            (
+                "source, ring, taken, count, first, k)",
+                "source, ring, taken, count, first, head, k)",
+            ),
             *_moved(
                 "            add_release(head, count.to(tl.int64), None)",
                 "    if not k.placing.by_expert and (row.scale_words or k.placing.fresh):\n",
@@ -127,7 +150,9 @@ PLANTS = {
     "dispatch: credit before read": Plant(
         "credit before read",
         "dispatch",
-        _moved("            add_release(head, count.to(tl.int64), None)", "            receive_chunk("),
+        _moved(
+            "            add_release(head, count.to(tl.int64), None)", "            receive_chunk("
+        ),
     ),
     "dispatch: one slot too many": Plant(
         "credit before read",
@@ -135,27 +160,36 @@ PLANTS = {
         (("+ count - k.ring.slots\n", "+ count - k.ring.slots - 1\n"),),
     ),
     "dispatch: last chunk dropped": Plant(
-        "last chunk", "dispatch", (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),)
+        "last chunk",
+        "dispatch",
+        (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),),
     ),
     "dispatch: ring not drained": Plant(
         "reused too early",
         "dispatch",
         (
             (
-                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # the ring is drained\n",
+                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # "
+                "the ring is drained\n",
                 "    ok = True\n",
             ),
         ),
         within=30,
         hint=1,
     ),
-    "dispatch: rows sent not counted": Plant("wrong epoch", "dispatch", (("sent + end - begin)", "sent)"),)),
-    "dispatch: rows taken not counted": Plant("wrong epoch", "dispatch", (("base + total)", "base)"),)),
+    "dispatch: rows sent not counted": Plant(
+        "wrong epoch", "dispatch", (("sent + end - begin)", "sent)"),)
+    ),
+    "dispatch: rows taken not counted": Plant(
+        "wrong epoch", "dispatch", (("base + total)", "base)"),)
+    ),
     # combine.py
     "combine: flag before data": Plant(
         "flag before data",
         "combine",
-        _moved("            add_release(tail, n.to(tl.int64), None)", "            send_sums_chunk(\n"),
+        _moved(
+            "            add_release(tail, n.to(tl.int64), None)", "            send_sums_chunk(\n"
+        ),
     ),
     "combine: credit before read": Plant(
         "credit before read",
@@ -175,7 +209,9 @@ PLANTS = {
         (("want = base + (i0 - lo) + n - Q\n", "want = base + (i0 - lo) + n - Q - 1\n"),),
     ),
     "combine: last chunk dropped": Plant(
-        "last chunk", "combine", (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),)
+        "last chunk",
+        "combine",
+        (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),),
     ),
     "combine: last row not awaited": Plant(
         "last chunk",
@@ -187,7 +223,8 @@ PLANTS = {
         "combine",
         (
             (
-                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want\n    for i0",
+                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= "
+                "want\n    for i0",
                 "    ok = True\n    for i0",
             ),
         ),
@@ -197,7 +234,12 @@ PLANTS = {
     "combine: rows taken not counted": Plant(
         "wrong epoch",
         "combine",
-        (("tl.store(taken_from(state, r, c, R, C), bases + taken,", "tl.store(taken_from(state, r, c, R, C), bases,"),),
+        (
+            (
+                "tl.store(taken_from(state, r, c, R, C), bases + taken,",
+                "tl.store(taken_from(state, r, c, R, C), bases,",
+            ),
+        ),
     ),
     # greet.py
     "greeting: one half only": Plant(
@@ -254,8 +296,10 @@ PLANTS = {
         "plan",
         (
             (
-                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, TICKETS) >= (call + 1) * C:",
-                "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) >= call * C:",
+                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, "
+                "TICKETS) >= (call + 1) * C:",
+                "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) "
+                ">= call * C:",
             ),
         ),
         hint=2,
@@ -316,7 +360,10 @@ PLANTS = {
         part="views",
     ),
     "direct: writers of the last call": Plant(
-        "wrong epoch", "direct", (("(calls + 1) * k.writers + (r * 0)", "calls * k.writers + (r * 0)"),), part="views"
+        "wrong epoch",
+        "direct",
+        (("(calls + 1) * k.writers + (r * 0)", "calls * k.writers + (r * 0)"),),
+        part="views",
     ),
     # push.py
     "push: landings not waited for": Plant(
@@ -328,29 +375,51 @@ PLANTS = {
     "push: flag before data": Plant(
         "flag before data",
         "push",
-        _moved("            raise_release(landed_of(base, me, k, CHUNKS), call)", "            _copy(as_words("),
+        _moved(
+            "            raise_release(landed_of(base, me, k, CHUNKS), call)",
+            "            _copy(as_words(",
+        ),
         part="pushes",
     ),
     "push: rows not waited for": Plant(
         "flag before data",
         "push",
-        (("        if ok:\n            ok = _landed(", "        if T < 0:\n            ok = _landed("),),
+        (
+            (
+                "        if ok:\n            ok = _landed(",
+                "        if T < 0:\n            ok = _landed(",
+            ),
+        ),
         part="pushes",
     ),
     "push: no barrier before the flag": Plant(
         "barrier",
         "sync",
-        (("    tl.debug_barrier()\n    tl.atomic_max(counter, value", "    tl.atomic_max(counter, value"),),
+        (
+            (
+                "    tl.debug_barrier()\n    tl.atomic_max(counter, value",
+                "    tl.atomic_max(counter, value",
+            ),
+        ),
         part="pushes",
     ),
     "push: flag without order": Plant(
-        "release", "sync", (('counter, value, sem="release"', 'counter, value, sem="relaxed"'),), part="pushes"
+        "release",
+        "sync",
+        (('counter, value, sem="release"', 'counter, value, sem="relaxed"'),),
+        part="pushes",
     ),
     "push: flag of the last call": Plant(
-        "wrong epoch", "push", (("    want = call + chunk * 0", "    want = call - 1 + chunk * 0"),), part="pushes"
+        "wrong epoch",
+        "push",
+        (("    want = call + chunk * 0", "    want = call - 1 + chunk * 0"),),
+        part="pushes",
     ),
     "push: flag of any call": Plant(
-        "wrong epoch", "push", (("    want = call + chunk * 0", "    want = 1 + chunk * 0"),), part="pushes"
+        "wrong epoch",
+        "push",
+        (("    want = call + chunk * 0", "    want = 1 + chunk * 0"),),
+        part="pushes",
     ),
     "push: flag of another chunk": Plant(
         "wrong row",
@@ -366,32 +435,60 @@ PLANTS = {
     "push: first chunk waited for only": Plant(
         "wrong row",
         "push",
-        (("tl.reshape(chunk <= high[:, None],", "tl.reshape((chunk == low[:, None]) & (chunk <= high[:, None]),"),),
+        (
+            (
+                "tl.reshape(chunk <= high[:, None],",
+                "tl.reshape((chunk == low[:, None]) & (chunk <= high[:, None]),",
+            ),
+        ),
         part="pushes",
     ),
     "push: last chunk dropped": Plant(
         "last chunk",
         "push",
-        (("chunks = (tl.max(counts) + CHUNK - 1) // CHUNK", "chunks = (tl.max(counts) - 1) // CHUNK"),),
+        (
+            (
+                "chunks = (tl.max(counts) + CHUNK - 1) // CHUNK",
+                "chunks = (tl.max(counts) - 1) // CHUNK",
+            ),
+        ),
         part="pushes",
     ),
     "push: last piece dropped": Plant(
-        "last chunk", "push", (("in range(first, pieces, Q)", "in range(first, pieces - 1, Q)"),), part="pushes"
+        "last chunk",
+        "push",
+        (("in range(first, pieces, Q)", "in range(first, pieces - 1, Q)"),),
+        part="pushes",
     ),
     "push: places of the last piece": Plant(
-        "wrong row", "push", (("_places(plan, (i + Q) // PARTS", "_places(plan, i // PARTS"),), part="pushes"
+        "wrong row",
+        "push",
+        (("_places(plan, (i + Q) // PARTS", "_places(plan, i // PARTS"),),
+        part="pushes",
     ),
     "push: rows behind one's own": Plant(
         "wrong row",
         "plan",
-        (("(d < me)[None, :] & (d[None, :] != s[:, None])", "(d < me)[None, :] & (s >= 0)[:, None]"),),
+        (
+            (
+                "(d < me)[None, :] & (d[None, :] != s[:, None])",
+                "(d < me)[None, :] & (s >= 0)[:, None]",
+            ),
+        ),
         part="pushes",
     ),
     "push: the first to leave counts the call": Plant(
-        "wrong epoch", "push", (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == 0"),), part="pushes", within=30
+        "wrong epoch",
+        "push",
+        (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == 0"),),
+        part="pushes",
+        within=30,
     ),
     "push: call not counted": Plant(
-        "wrong epoch", "push", (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == PROGRAMS"),), part="pushes"
+        "wrong epoch",
+        "push",
+        (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == PROGRAMS"),),
+        part="pushes",
     ),
 }
 """By name."""

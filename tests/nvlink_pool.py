@@ -1,4 +1,6 @@
-"""Runs functions of test modules in processes whose kernels are interpreted, whatever Triton does in this one."""
+"""Runs functions of test modules in processes whose kernels are interpreted, whatever Triton does
+in this one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 
 without_devices = pytest.mark.skipif(
-    os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu", reason="needs no device: make test runs it"
+    os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu",
+    reason="needs no device: make test runs it",
 )
 SOAK = max(1, int(os.environ.get("TOKENYARD_SOAK_SEEDS", "1")))
 """``make soak`` runs so many times as many seeds."""
@@ -58,5 +61,7 @@ def run_all(function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     failed = [(each, text) for each, (_, text, _) in zip(arguments, done, strict=True) if text]
     if failed:
         which = ", ".join(str(each) for each, _ in failed[:20])
-        raise AssertionError(f"{len(failed)} of {len(done)} calls of {function} failed: {which}\n{failed[0][1]}")
+        raise AssertionError(
+            f"{len(failed)} of {len(done)} calls of {function} failed: {which}\n{failed[0][1]}"
+        )
     return [result for result, _, _ in done]

@@ -1,7 +1,7 @@
 """Runs scenarios of ``nvlink_cases.py`` on simulated ranks, and checks every result bit for bit.
 
-Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``. ``python tests/nvlink_ranks.py 4 17`` runs
-the scenario of 4 ranks and seed 17.
+Kernels are interpreted here, so tests reach this module through ``nvlink_pool.py``. ``python
+tests/nvlink_ranks.py 4 17`` runs the scenario of 4 ranks and seed 17.
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ def known(case: Case) -> Case:
 
 
 @lru_cache(maxsize=64)
-def combined(case: Case, way: str, ranks_per_node: int | None = None) -> list[reference.ReferenceCombined]:
-    """What the oracle combines, one way of :data:`nvlink_cases.WAYS` or :data:`nvlink_cases.IN_PLACE`."""
+def combined(
+    case: Case, way: str, ranks_per_node: int | None = None
+) -> list[reference.ReferenceCombined]:
+    """What the oracle combines, one way of :data:`nvlink_cases.WAYS` or
+    :data:`nvlink_cases.IN_PLACE`.
+    """
     expected: dict[str, Any] = {"ranks_per_node": ranks_per_node}
     if way.endswith(("bias", "biases")):
         terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
@@ -102,7 +106,9 @@ def reduced_of(case: Case) -> list[Tensor]:
 
 
 class RankRun:
-    """One rank's side of a scenario. Calls of the engine run on tensors that belong to the rank; all else is the test's."""
+    """One rank's side of a scenario. Calls of the engine run on tensors that belong to the rank;
+    all else is the test's.
+    """
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
         self.rank, self.own = ranks.rank, OwnTensors(ranks)
@@ -136,17 +142,23 @@ class RankRun:
         self._check_greetings()
 
     def _check_greetings(self) -> None:
-        """The host knows how often this rank has said hello: by it, messages name the call in which a kernel gave up."""
+        """The host knows how often this rank has said hello: by it, messages name the call in which
+        a kernel gave up.
+        """
         assert self.engine._watch._hellos == int(self.engine._ground.state[EPOCH.value])
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]
         payload, spec = payload_of(case, self.rank), spec_of(case)
-        found = self.call(self.engine.dispatch, payload, idx, weights, spec, case.quantize, in_place=in_place)
+        found = self.call(
+            self.engine.dispatch, payload, idx, weights, spec, case.quantize, in_place=in_place
+        )
         return self._received(case, *found)
 
     def _guess_closely(self, recv: ty.Received) -> None:
-        """Let the next call of this kind guess just as many rows as came: small batches would never exceed the usual guess."""
+        """Let the next call of this kind guess just as many rows as came: small batches would never
+        exceed the usual guess.
+        """
         for kind in self.engine._kinds.values():
             tokens, room = kind.room
             kind.room = (tokens, min(room, recv.x.shape[0]))
@@ -154,7 +166,9 @@ class RankRun:
     def redispatch(self, case: Case, recv: ty.Received, in_place: bool = False) -> ty.Received:
         plan, arrived = recv.handle.plan, recv.handle.arrived
         payload, spec = payload_of(case, self.rank), spec_of(case)
-        rows = self.call(self.engine.redispatch, payload, plan, spec, mode=case.quantize, in_place=in_place)
+        rows = self.call(
+            self.engine.redispatch, payload, plan, spec, mode=case.quantize, in_place=in_place
+        )
         return self._received(case, rows, plan, arrived)
 
     def _received(self, case: Case, rows: Payload, plan: Plan, arrived: Arrived) -> ty.Received:
@@ -169,12 +183,18 @@ class RankRun:
             arrived=arrived,
         )
         config = self.config
-        shape = (config.num_local_experts, config.padded_rows) if case.layout is PADDED else (handle.num_rows,)
+        shape = (
+            (config.num_local_experts, config.padded_rows)
+            if case.layout is PADDED
+            else (handle.num_rows,)
+        )
         recv = ty.Received(lambda: received_fields(rows.x, rows.scales, handle, shape))
         recv.wait()
         return recv
 
-    def combine(self, rows: Tensor, recv: ty.Received, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, rows: Tensor, recv: ty.Received, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         return self.call(self.engine.combine, rows, recv.handle.plan, recv.handle.spec, **options)
 
     def refuse(self, case: Case, refuser: int) -> None:
@@ -182,7 +202,9 @@ class RankRun:
         if self.rank == refuser:
             assert self.call(self.engine.refuse, DISPATCH, True, "x is wrong")
             return
-        with pytest.raises(PeerError, match=f"rank {refuser} refused its side of this call: x is wrong"):
+        with pytest.raises(
+            PeerError, match=f"rank {refuser} refused its side of this call: x is wrong"
+        ):
             self.dispatch(known(replace(case, layout=FLAT, exact=True, expert_alignment=1)))
 
     def follow(self, recv: ty.Received, each: Round, way: str) -> None:
@@ -192,7 +214,9 @@ class RankRun:
             again = self.redispatch(known(each.cached), recv, each.in_place)
             check_received(again, known(each.cached), rank)
             unused = (again.source < 0).flatten()
-            assert each.in_place or not again.x.flatten(0, -2)[unused].float().any(), "rows without a source are zeros"
+            assert each.in_place or not again.x.flatten(0, -2)[unused].float().any(), (
+                "rows without a source are zeros"
+            )
         elif way == "raw":
             self._raw(recv, case)
         else:
@@ -227,7 +251,9 @@ class RankRun:
             check_combined(weights, case, self.rank, want.topk_weights, "reduced weights")
 
     def _rows_in_place(self, recv: ty.Received, case: Case, rows: Tensor) -> Tensor:
-        """``rows`` elsewhere, in the view of the dispatch (if it is one), or where the engine says: by seed and rank."""
+        """``rows`` elsewhere, in the view of the dispatch (if it is one), or where the engine says:
+        by seed and rank.
+        """
         if case.seed % 3 == 2 and recv.x.dtype == rows.dtype:
             return recv.x.copy_(rows)
         if case.seed % 3 == 1 and case.seed % 2:  # the call itself makes room
@@ -248,13 +274,17 @@ class RankRun:
         plan, spec = recv.handle.plan, spec_of(case)
         flat = known(replace(case, layout=FLAT, expert_alignment=1, quantize=None))
         want, rows = flat.expected[self.rank].x, flat.expert_rows[self.rank]
-        there = self.call(self.engine.redispatch, payload_of(case, self.rank), plan, spec, raw=True).x
+        there = self.call(
+            self.engine.redispatch, payload_of(case, self.rank), plan, spec, raw=True
+        ).x
         assert_same_bits(there[: len(want)], want, what="raw rows", rank=self.rank)
         assert not there[len(want) :].float().any(), "rows without a source are zeros"
         back = torch.full((there.shape[0], case.hidden), float("nan"), dtype=rows.dtype)
         back[: len(rows)] = rows
         got, _ = self.call(self.engine.combine, back, plan, spec, raw=True)
-        check_combined(got, case, self.rank, combined(flat, "plain", self.per_node)[self.rank].x, "raw")
+        check_combined(
+            got, case, self.rank, combined(flat, "plain", self.per_node)[self.rank].x, "raw"
+        )
 
 
 def run(scenario: Scenario, seed: int, **options: Any) -> None:
@@ -267,7 +297,12 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
         mine.engine.close()
 
     with poisoned():
-        simulate(scenario.world_size, body, seed=seed, **{"max_steps": MOST_STEPS, "strict": True, **options})
+        simulate(
+            scenario.world_size,
+            body,
+            seed=seed,
+            **{"max_steps": MOST_STEPS, "strict": True, **options},
+        )
 
 
 def check_seed(world_size: int, seed: int) -> None:
@@ -281,7 +316,9 @@ def check_in_place(world_size: int, seed: int) -> None:
 
 
 def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
-    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``nvlink_plants.py``), and how; -1 if all pass."""
+    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``nvlink_plants.py``),
+    and how; -1 if all pass.
+    """
     part, fits = PLANTS[plant].part, False
     try:
         with planted(plant):
@@ -312,7 +349,9 @@ def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
 
     def body(ranks: SimulatedRank) -> None:
         engine = RankRun(ranks, scenario).engine
-        form = form_of(payload_of(case, 0), None, meta_words(case.num_topk, experts=False, weighted=True))
+        form = form_of(
+            payload_of(case, 0), None, meta_words(case.num_topk, experts=False, weighted=True)
+        )
         slots.append(engine._ground.slots(form))
 
     simulate(scenario.world_size, body, seed=seed)
@@ -322,9 +361,13 @@ def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
     return max(int(part.sum()) for part in rows.split(share)), slots[0]
 
 
-def shared_body(module: str, name: str, arguments: dict[str, Any], world_size: int, seed: int) -> None:
+def shared_body(
+    module: str, name: str, arguments: dict[str, Any], world_size: int, seed: int
+) -> None:
     """A test body of ``module``, which GPUs or other engines run too."""
-    run_in_simulator(getattr(getattr(import_module(module), name), BODY), "nvlink", arguments, world_size, seed)
+    run_in_simulator(
+        getattr(getattr(import_module(module), name), BODY), "nvlink", arguments, world_size, seed
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Bugs planted in kernels, made from the text of the real ones.
 
-A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it says, so a plant that no
-longer fits fails by itself. The changed file and copies of the others become a package of their own, which an engine launches
-from instead. Most of what a plant costs are seeds that do not find it, so each has a hint: a seed to begin with.
+A plant replaces lines of one kernel file. The text that it replaces must stand there as often as it
+says, so a plant that no longer fits fails by itself. The changed file and copies of the others
+become a package of their own, which an engine launches from instead. Most of what a plant costs are
+seeds that do not find it, so each has a hint: a seed to begin with.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Plant(NamedTuple):
     within: int = 10
     """Seeds in which it must be found."""
     hint: int = 0
-    """One of them, tried first: the seed that found it when this was written. Only time depends on it."""
+    """One of them, tried first: the seed that found it when this was written. Only time depends on
+    it.
+    """
 
     def seeds(self) -> list[int]:
         """All seeds in which it must be found, the likeliest first."""
@@ -49,20 +52,28 @@ def changed(plant: Plant) -> str:
     text = (KERNELS / f"{plant.file}.py").read_text()
     for old, new in plant.changes:
         count = text.count(old)
-        assert count == plant.times, f"{plant.file}.py holds {count} times, not {plant.times}:\n{old}"
+        assert count == plant.times, (
+            f"{plant.file}.py holds {count} times, not {plant.times}:\n{old}"
+        )
         text = text.replace(old, new)
     return text
 
 
 @contextmanager
 def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
-    """Inside, the engine whose launches are made in module ``launches`` launches kernels with a bug; None: copies without one."""
+    """Inside, the engine whose launches are made in module ``launches`` launches kernels with a
+    bug; None: copies without one.
+    """
     package = f"planted_{abs(hash((launches, plant)))}"
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory, package)
         home.mkdir()
         for path in KERNELS.glob("*.py"):
-            text = changed(plant) if plant is not None and path.stem == plant.file else path.read_text()
+            text = (
+                changed(plant)
+                if plant is not None and path.stem == plant.file
+                else path.read_text()
+            )
             (home / path.name).write_text(text.replace(PACKAGE, package))
         sys.path.insert(0, directory)
         try:
@@ -76,12 +87,20 @@ def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
 
 @contextmanager
 def _launched_from(launches: Any, package: str) -> Iterator[None]:
-    """The kernels, and functions that bind kernels, in the names of module ``launches`` are those of ``package``."""
-    real = {name: value for name, value in vars(launches).items() if _home(value).startswith(f"{PACKAGE}.")}
+    """The kernels, and functions that bind kernels, in the names of module ``launches`` are those
+    of ``package``.
+    """
+    real = {
+        name: value
+        for name, value in vars(launches).items()
+        if _home(value).startswith(f"{PACKAGE}.")
+    }
     assert len(real) >= 3
     try:
         for name, value in real.items():
-            setattr(launches, name, getattr(import_module(_home(value).replace(PACKAGE, package)), name))
+            setattr(
+                launches, name, getattr(import_module(_home(value).replace(PACKAGE, package)), name)
+            )
         yield
     finally:
         for name, value in real.items():

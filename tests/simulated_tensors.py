@@ -1,6 +1,7 @@
 """Tensors as memory of a simulated rank: programs may touch those that are alive, and no others.
 
-Without it a program that writes where nothing is, or into a tensor that is gone, corrupts the test's own process.
+Without it a program that writes where nothing is, or into a tensor that is gone, corrupts the
+test's own process.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from tokenyard.testing.simulator import SimulatedRank
 
 
 class OwnTensors(TorchDispatchMode):
-    """Inside, every tensor that torch makes belongs to the rank until nobody holds it. Use it with ``strict=True``.
+    """Inside, every tensor that torch makes belongs to the rank until nobody holds it. Use it with
+    ``strict=True``.
 
-    Memory is kept until the end, so that a program that comes too late is reported and does no harm.
+    Memory is kept until the end, so that a program that comes too late is reported and does no
+    harm.
     """
 
     def __init__(self, ranks: SimulatedRank) -> None:
@@ -34,7 +37,9 @@ class OwnTensors(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.sweep()
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and self._add(tensor, f"{func.overloadpacket.__name__} {list(tensor.shape)}"):
+            if isinstance(tensor, Tensor) and self._add(
+                tensor, f"{func.overloadpacket.__name__} {list(tensor.shape)}"
+            ):
                 storage = tensor.untyped_storage()
                 self._alive[storage.data_ptr()] = storage
         return out
@@ -56,7 +61,11 @@ class OwnTensors(TorchDispatchMode):
 
     def sweep(self) -> None:
         """Tensors that nobody holds any more are gone."""
-        gone = [low for low, storage in self._alive.items() if torch._C._storage_Use_Count(storage._cdata) == 1]
+        gone = [
+            low
+            for low, storage in self._alive.items()
+            if torch._C._storage_Use_Count(storage._cdata) == 1
+        ]
         for low in gone:
             self._kept.append(self._alive.pop(low))
             self._sim.addresses.close(low)

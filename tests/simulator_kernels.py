@@ -1,5 +1,7 @@
 # ruff: noqa: N803 (constants of kernels are written in capitals)
-"""Small communication kernels that are right, each with a number of ways to be wrong (``BUG``), and what runs them simulated."""
+"""Small communication kernels that are right, each with a number of ways to be wrong (``BUG``), and
+what runs them simulated.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ F32 = tl.constexpr(tl.pointer_type(tl.float32))
 @triton.jit
 def wait_for(counter, want, state, BUG: tl.constexpr):
     """As ``wait_at_least``, or wrong."""
-    if BUG == "plain load" or BUG == "volatile load" or BUG == "relaxed" or BUG == "no barrier after acquire":
+    if (
+        BUG == "plain load"
+        or BUG == "volatile load"
+        or BUG == "relaxed"
+        or BUG == "no barrier after acquire"
+    ):
         seen = tl.full((), -1, tl.int64)
         deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
         live = True
@@ -65,11 +72,25 @@ def signal(counter, count, BUG: tl.constexpr):
 
 
 @triton.jit
-def ring_kernel(mine, peer_after, peer_before, state, src, dst, n, base, SLOTS: tl.constexpr, H: tl.constexpr,
-                CHUNK: tl.constexpr, BUG: tl.constexpr):  # fmt: skip
-    """Program 0 sends n rows to the rank after this one through a ring of slots there, program 1 receives n rows.
+def ring_kernel(
+    mine,
+    peer_after,
+    peer_before,
+    state,
+    src,
+    dst,
+    n,
+    base,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BUG: tl.constexpr,
+):
+    """Program 0 sends n rows to the rank after this one through a ring of slots there, program 1
+    receives n rows.
 
-    ``base`` rows went before this call. A region is: tail (written by the rank before), head (by the rank after), slots.
+    ``base`` rows went before this call. A region is: tail (written by the rank before), head (by
+    the rank after), slots.
     """
     o = tl.arange(0, H)
     done = tl.zeros((), tl.int64)
@@ -108,12 +129,22 @@ def ring_kernel(mine, peer_after, peer_before, state, src, dst, n, base, SLOTS: 
 
 @triton.jit
 def halves_kernel(
-    peers, state, src, dst, rank, call, R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, BUG: tl.constexpr
+    peers,
+    state,
+    src,
+    dst,
+    rank,
+    call,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    H: tl.constexpr,
+    BUG: tl.constexpr,
 ):
-    """Exchange a row with every peer, through halves of a region that alternate from call to call; one program per peer.
+    """Exchange a row with every peer, through halves of a region that alternate from call to call;
+    one program per peer.
 
-    Nobody enters call n + 2 before all have ended n, because its rows of n + 1 come from kernels behind those of n.
-    A region is: a counter per peer, then rows [2, R, H].
+    Nobody enters call n + 2 before all have ended n, because its rows of n + 1 come from kernels
+    behind those of n. A region is: a counter per peer, then rows [2, R, H].
     """
     peer = tl.program_id(0)
     o = tl.arange(0, H)
@@ -128,17 +159,25 @@ def halves_kernel(
         signal(words(there) + rank, 1, BUG)
     want = call if BUG == "wrong epoch" else call + 1
     if wait_for(words(here) + peer, want, state, BUG) >= want:
-        tl.store(dst.to(F32) + peer * H + o, tl.load((here + HEADER * R).to(F32) + (half * R + peer) * H + o))
+        tl.store(
+            dst.to(F32) + peer * H + o,
+            tl.load((here + HEADER * R).to(F32) + (half * R + peer) * H + o),
+        )
 
 
 @triton.jit
 def flags_kernel(peers, state, src, dst, rank, R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr):
-    """One program stores a row to every peer, tells all of them by one vector of atomics, and waits for all one after the other."""
+    """One program stores a row to every peer, tells all of them by one vector of atomics, and waits
+    for all one after the other.
+    """
     o, r = tl.arange(0, H), tl.arange(0, RP)
     bases = tl.load(words(peers) + r, mask=r < R, other=0)
     rows = (bases + HEADER * R).to(F32) + rank * H
-    tl.store(rows[:, None] + o[None, :], tl.load(src.to(F32) + r[:, None] * H + o[None, :], mask=(r < R)[:, None]),
-             mask=(r < R)[:, None])  # fmt: skip
+    tl.store(
+        rows[:, None] + o[None, :],
+        tl.load(src.to(F32) + r[:, None] * H + o[None, :], mask=(r < R)[:, None]),
+        mask=(r < R)[:, None],
+    )
     add_release(words(bases) + rank, tl.full((RP,), 1, tl.int64), r < R)
     here = tl.load(words(peers) + rank)
     for i in range(R):
@@ -162,21 +201,41 @@ class Place:
 
 def payload(rank: int, call: int, *shape: int) -> torch.Tensor:
     """Rows that differ everywhere."""
-    return torch.arange(1, 1 + torch.Size(shape).numel()).float().view(*shape) + 1000 * rank + 100_000 * call
+    return (
+        torch.arange(1, 1 + torch.Size(shape).numel()).float().view(*shape)
+        + 1000 * rank
+        + 100_000 * call
+    )
 
 
 def ring_body(
-    ranks: SimulatedRank, bug: str = "", calls: int = 2, n: int = 5, slots: int = 2, chunk: int = 2, hidden: int = 16
+    ranks: SimulatedRank,
+    bug: str = "",
+    calls: int = 2,
+    n: int = 5,
+    slots: int = 2,
+    chunk: int = 2,
+    hidden: int = 16,
 ) -> Any:
     """Rows round a ring of ranks, in ``calls`` launches. Raises if rows are wrong."""
     place = Place(ranks, 64 + 4 * slots * hidden, {"tail": 0, "head": 1})
     after, before = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
-    launch = ranks.memory.bind(ring_kernel, 2, num_warps=4, SLOTS=slots, H=hidden, CHUNK=chunk, BUG=bug)
+    launch = ranks.memory.bind(
+        ring_kernel, 2, num_warps=4, SLOTS=slots, H=hidden, CHUNK=chunk, BUG=bug
+    )
     kept = []
     for call in range(calls):
         src, dst = payload(ranks.rank, call, n, hidden), torch.full((n, hidden), -1.0)
-        launch(place.bases[ranks.rank], place.bases[after], place.bases[before], place.state.data_ptr(), src.data_ptr(),
-               dst.data_ptr(), n, call * n)  # fmt: skip
+        launch(
+            place.bases[ranks.rank],
+            place.bases[after],
+            place.bases[before],
+            place.state.data_ptr(),
+            src.data_ptr(),
+            dst.data_ptr(),
+            n,
+            call * n,
+        )
         kept.append((src, dst))
     ranks.memory.settle()
     for call, (_, dst) in enumerate(kept):
@@ -187,7 +246,9 @@ def ring_body(
 def halves_body(ranks: SimulatedRank, bug: str = "", calls: int = 4, hidden: int = 16) -> None:
     """``calls`` exchanges between all ranks. Raises if rows are wrong."""
     size = ranks.world_size
-    place = Place(ranks, 64 * size + 8 * size * hidden, {f"arrived[{peer}]": peer for peer in range(size)})
+    place = Place(
+        ranks, 64 * size + 8 * size * hidden, {f"arrived[{peer}]": peer for peer in range(size)}
+    )
     launch = ranks.memory.bind(
         halves_kernel, size, num_warps=4, R=size, RP=triton.next_power_of_2(size), H=hidden, BUG=bug
     )
@@ -195,7 +256,12 @@ def halves_body(ranks: SimulatedRank, bug: str = "", calls: int = 4, hidden: int
     for call in range(calls):
         src, dst = payload(ranks.rank, call, size, hidden), torch.full((size, hidden), -1.0)
         launch(
-            place.region.addresses.data_ptr(), place.state.data_ptr(), src.data_ptr(), dst.data_ptr(), ranks.rank, call
+            place.region.addresses.data_ptr(),
+            place.state.data_ptr(),
+            src.data_ptr(),
+            dst.data_ptr(),
+            ranks.rank,
+            call,
         )
         kept.append((src, dst))
     ranks.memory.settle()
@@ -207,10 +273,20 @@ def halves_body(ranks: SimulatedRank, bug: str = "", calls: int = 4, hidden: int
 def flags_body(ranks: SimulatedRank, hidden: int = 8) -> None:
     """One exchange by a program per rank. Raises if rows are wrong."""
     size = ranks.world_size
-    place = Place(ranks, 64 * size + 4 * size * hidden, {f"arrived[{peer}]": peer for peer in range(size)})
+    place = Place(
+        ranks, 64 * size + 4 * size * hidden, {f"arrived[{peer}]": peer for peer in range(size)}
+    )
     src, dst = payload(ranks.rank, 0, size, hidden), torch.full((size, hidden), -1.0)
-    launch = ranks.memory.bind(flags_kernel, 1, num_warps=4, R=size, RP=triton.next_power_of_2(size), H=hidden)
-    launch(place.region.addresses.data_ptr(), place.state.data_ptr(), src.data_ptr(), dst.data_ptr(), ranks.rank)
+    launch = ranks.memory.bind(
+        flags_kernel, 1, num_warps=4, R=size, RP=triton.next_power_of_2(size), H=hidden
+    )
+    launch(
+        place.region.addresses.data_ptr(),
+        place.state.data_ptr(),
+        src.data_ptr(),
+        dst.data_ptr(),
+        ranks.rank,
+    )
     ranks.memory.settle()
     want = torch.stack([payload(peer, 0, size, hidden)[ranks.rank] for peer in range(size)])
     assert torch.equal(dst, want)

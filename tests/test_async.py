@@ -1,4 +1,6 @@
-"""Calls that return before they are done: results, order, gradients, hooks and the limit on how many may be open."""
+"""Calls that return before they are done: results, order, gradients, hooks and the limit on how
+many may be open.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_results_are_those_of_a_waiting_call(
 
 @distributed_test(world_size=3, engine=ENGINES)
 def test_two_batches_overlap(ranks: Ranks) -> None:
-    """Two dispatches in flight, then a combine of each and a waiting call between: all in program order on every rank."""
+    """Two dispatches in flight, then a combine of each and a waiting call between: all in program
+    order on every rank.
+    """
     cases = [Case(ranks.world_size, seed=seed, num_tokens=20) for seed in range(2)]
     third = Case(ranks.world_size, seed=9, num_tokens=20, routing="zipf")
     with cases[0].make(ranks) as ep:
@@ -49,7 +53,9 @@ def test_two_batches_overlap(ranks: Ranks) -> None:
             combined = []
             for recv, case in zip(received, cases, strict=True):
                 check_received(recv, case, ranks.rank)
-                combined.append(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, async_op=True))
+                combined.append(
+                    ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, async_op=True)
+                )
             for later, case in reversed(list(zip(combined, cases, strict=True))):
                 want = case.combined(ranks.rank)
                 check_combined(later.x, case, ranks.rank, want.x)
@@ -83,14 +89,18 @@ def test_after_is_waited_for(ranks: Ranks) -> None:
         assert waited == [True]
         dispatch(ranks, ep, case, after=Before())
         assert waited == [True, True]
-        chained = ep.dispatch(case.x[ranks.rank].to(ranks.device), handle=recv.handle, async_op=True, after=recv)
+        chained = ep.dispatch(
+            case.x[ranks.rank].to(ranks.device), handle=recv.handle, async_op=True, after=recv
+        )
         assert torch.equal(chained.x, recv.x)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @distributed_test(world_size=2, engine=ENGINES)
 def test_what_is_cast_or_sent_ahead_comes_after_too(ranks: Ranks, later: bool) -> None:
-    """Weights that are there only when ``after`` has been waited for: in another dtype, and those of a combine."""
+    """Weights that are there only when ``after`` has been waited for: in another dtype, and those
+    of a combine.
+    """
     case = Case(ranks.world_size, layout=ty.Layout.EXPERT_MAJOR)
     idx, weights = (t.to(ranks.device) for t in case.picks[ranks.rank])
     x = case.x[ranks.rank].to(ranks.device)
@@ -112,24 +122,38 @@ def test_what_is_cast_or_sent_ahead_comes_after_too(ranks: Ranks, later: bool) -
         for dtype in (torch.bfloat16, torch.float32):
             blank = torch.zeros_like(half, dtype=dtype)
             got = ep.combine(
-                want.x, want.handle, weighted=True, topk_weights=blank, async_op=later, after=Filled(blank)
+                want.x,
+                want.handle,
+                weighted=True,
+                topk_weights=blank,
+                async_op=later,
+                after=Filled(blank),
             )
             assert torch.equal(got.x if isinstance(got, ty.Combined) else got, sums)
         flat = ep.dispatch(x, idx, weights)
         reduced = ep.combine(flat.x, flat.handle, reduce_weights=flat.topk_weights)
         half, blank = flat.topk_weights, torch.zeros_like(flat.topk_weights)
-        got = ep.combine(flat.x, flat.handle, reduce_weights=blank, async_op=later, after=Filled(blank))
+        got = ep.combine(
+            flat.x, flat.handle, reduce_weights=blank, async_op=later, after=Filled(blank)
+        )
         assert torch.equal(got.topk_weights, reduced.topk_weights)
         padded = ep.dispatch(x, idx, weights, layout=ty.Layout.EXPERT_PADDED)
         sums = ep.combine(padded.x, padded.handle)
-        half, blank = padded.x, torch.zeros_like(padded.x).transpose(0, 1).contiguous().transpose(0, 1)
+        half, blank = (
+            padded.x,
+            torch.zeros_like(padded.x).transpose(0, 1).contiguous().transpose(0, 1),
+        )
         got = ep.combine(blank, padded.handle, async_op=later, after=Filled(blank))
         assert torch.equal(got.x if isinstance(got, ty.Combined) else got, sums)
 
 
 def test_to_come_after_a_result_does_not_take_it() -> None:
-    """A result that another call waits for is still to be read: this object made both, a thread of its own runs them."""
-    with ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu") as ep:
+    """A result that another call waits for is still to be read: this object made both, a thread of
+    its own runs them.
+    """
+    with ty.ExpertParallel(
+        num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu"
+    ) as ep:
         x, idx = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
         first = ep.dispatch(x, idx, async_op=True)
         assert first.work() is not first
@@ -209,7 +233,9 @@ def test_one_too_many_raises_and_harms_nothing(ranks: Ranks) -> None:
     case = Case(ranks.world_size)
     with case.make(ranks) as ep:
         open_calls = [dispatch(ranks, ep, case, async_op=True) for _ in range(MAX_OUTSTANDING)]
-        with pytest.raises(RuntimeError, match=rf"{MAX_OUTSTANDING} asynchronous calls are outstanding"):
+        with pytest.raises(
+            RuntimeError, match=rf"{MAX_OUTSTANDING} asynchronous calls are outstanding"
+        ):
             dispatch(ranks, ep, case, async_op=True)
         for recv in open_calls:
             check_received(recv, case, ranks.rank)

@@ -1,7 +1,8 @@
 """Every argument wrong in every way: on all ranks, and on one rank while the others call correctly.
 
-Whoever is wrong gets a ``ValueError`` that names argument, value and remedy, the others a ``PeerError`` that names the rank
-and says why; nobody waits for the timeout, and the object works on.
+Whoever is wrong gets a ``ValueError`` that names argument, value and remedy, the others a
+``PeerError`` that names the rank and says why; nobody waits for the timeout, and the object works
+on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import BIG, CASE, SIZES, Inputs, anyone, assert_works, check, complaint, error_of, make, meet
+from hostile import (
+    BIG,
+    CASE,
+    SIZES,
+    Inputs,
+    anyone,
+    assert_works,
+    check,
+    complaint,
+    error_of,
+    make,
+    meet,
+)
 from tokenyard.testing import Ranks, distributed_test
 
 WORLD_SIZES = (1, 2, 4)
@@ -56,7 +69,10 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("x must be|Tensor|NoneType", lambda i: {"x": None}),
         bad("x has shape [40]|2 dim|[T, H] = [T, 40]", lambda i: {"x": i.x[0]}),
         bad("x has shape [1, 5, 40]|2 dim|[T, H] = [T, 40]", lambda i: {"x": i.x.unsqueeze(0)}),
-        bad("x has 39 channels|shape [5, 39]|hidden=40|[T, H] = [T, 40]|make one", lambda i: {"x": i.x[:, :39]}),
+        bad(
+            "x has 39 channels|shape [5, 39]|hidden=40|[T, H] = [T, 40]|make one",
+            lambda i: {"x": i.x[:, :39]},
+        ),
         bad("x is float64|bfloat16", lambda i: {"x": i.x.double()}),
         bad("x is complex64|bfloat16", lambda i: {"x": i.x.to(torch.complex64)}),
         bad("x is int8|Quantized", lambda i: {"x": i.x.to(torch.int8)}),
@@ -73,19 +89,39 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("x.data is bfloat16|int8", lambda i: {"x": quantized(i.x, data=i.x)}),
         bad("x.data has 39|hidden=40", lambda i: {"x": quantized(i.x[:, :39])}),
         bad("x.scales must be", lambda i: {"x": quantized(i.x, scales=1.0)}),
-        bad("x.scales is float64|float32", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1).double())}),
-        bad("x.data has shape [40]|[T, H] = [T, 40]", lambda i: {"x": quantized(i.x, data=i.x[0].to(torch.int8))}),
-        bad("x.scales has shape [5]|2 dim|[T, S] = [5, S]", lambda i: {"x": quantized(i.x, scales=torch.ones(T))}),
-        bad("x.scales has shape [4, 1]|[T, S] = [5, S]", lambda i: {"x": quantized(i.x, scales=torch.ones(4, 1))}),
+        bad(
+            "x.scales is float64|float32",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1).double())},
+        ),
+        bad(
+            "x.data has shape [40]|[T, H] = [T, 40]",
+            lambda i: {"x": quantized(i.x, data=i.x[0].to(torch.int8))},
+        ),
+        bad(
+            "x.scales has shape [5]|2 dim|[T, S] = [5, S]",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(T))},
+        ),
+        bad(
+            "x.scales has shape [4, 1]|[T, S] = [5, S]",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(4, 1))},
+        ),
         bad("x.scales has shape [5, 0]", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 0))}),
-        bad("x.scales is on meta", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1, device=META))}),
+        bad(
+            "x.scales is on meta",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1, device=META))},
+        ),
     ],
     "topk_idx": [
         bad("topk_idx is missing|[T, K] = [5, 3]|handle=", lambda i: {"topk_idx": None}),
         bad("topk_idx must be|Tensor|list", lambda i: {"topk_idx": i.topk_idx.tolist()}),
-        bad("topk_idx has shape [5]|2 dim|[T, K] = [5, 3]", lambda i: {"topk_idx": i.topk_idx[:, 0]}),
+        bad(
+            "topk_idx has shape [5]|2 dim|[T, K] = [5, 3]", lambda i: {"topk_idx": i.topk_idx[:, 0]}
+        ),
         bad("topk_idx has shape [5, 2]|[T, K] = [5, 3]", lambda i: {"topk_idx": i.topk_idx[:, :2]}),
-        bad("topk_idx has shape [6, 3]|[5, 3]", lambda i: {"topk_idx": i.topk_idx[[0, 0, 1, 2, 3, 4]]}),
+        bad(
+            "topk_idx has shape [6, 3]|[5, 3]",
+            lambda i: {"topk_idx": i.topk_idx[[0, 0, 1, 2, 3, 4]]},
+        ),
         bad("topk_idx is float32|int64", lambda i: {"topk_idx": i.topk_idx.float()}),
         bad("topk_idx is bool|int64", lambda i: {"topk_idx": i.topk_idx.bool()}),
         bad("topk_idx is int16|int32", lambda i: {"topk_idx": i.topk_idx.short()}),
@@ -94,20 +130,38 @@ DISPATCH: dict[str, list[Bad]] = {
             'topk_idx[2, 1] is 8, but there are 8 experts (use -1 for "no expert")',
             lambda i: {"topk_idx": picks_with(i, E)},
         ),
-        bad("topk_idx[2, 1] is -2|8 experts", lambda i: {"topk_idx": picks_with(i, -2), "exact": False}),
-        bad("topk_idx[2, 1] is 4611686018427387904", lambda i: {"topk_idx": picks_with(i, 2**62), "layout": MAJOR}),
-        bad("topk_idx[2, 1] is -9223372036854775808", lambda i: {"topk_idx": picks_with(i, -(2**63))}),
+        bad(
+            "topk_idx[2, 1] is -2|8 experts",
+            lambda i: {"topk_idx": picks_with(i, -2), "exact": False},
+        ),
+        bad(
+            "topk_idx[2, 1] is 4611686018427387904",
+            lambda i: {"topk_idx": picks_with(i, 2**62), "layout": MAJOR},
+        ),
+        bad(
+            "topk_idx[2, 1] is -9223372036854775808",
+            lambda i: {"topk_idx": picks_with(i, -(2**63))},
+        ),
         bad(
             "topk_idx[2, 1] is -2147483648",
             lambda i: {"topk_idx": picks_with(i, -(2**31), torch.int32), "layout": PADDED},
         ),
         bad("topk_idx[2, 1] is 8", lambda i: {"topk_idx": picks_with(i, E), "async_op": True}),
-        bad("topk_idx[2, 1] is 8", lambda i: {"topk_idx": picks_with(i, E), "x": i.x.float().requires_grad_()}),
+        bad(
+            "topk_idx[2, 1] is 8",
+            lambda i: {"topk_idx": picks_with(i, E), "x": i.x.float().requires_grad_()},
+        ),
     ],
     "topk_weights": [
         bad("topk_weights must be|Tensor|float", lambda i: {"topk_weights": 1.0}),
-        bad("topk_weights has shape [5]|2 dim|[T, K] = [5, 3]", lambda i: {"topk_weights": i.topk_weights[:, 0]}),
-        bad("topk_weights has shape [5, 2]|[T, K] = [5, 3]", lambda i: {"topk_weights": i.topk_weights[:, :2]}),
+        bad(
+            "topk_weights has shape [5]|2 dim|[T, K] = [5, 3]",
+            lambda i: {"topk_weights": i.topk_weights[:, 0]},
+        ),
+        bad(
+            "topk_weights has shape [5, 2]|[T, K] = [5, 3]",
+            lambda i: {"topk_weights": i.topk_weights[:, :2]},
+        ),
         bad("topk_weights has shape [4, 3]|[5, 3]", lambda i: {"topk_weights": i.topk_weights[:4]}),
         bad("topk_weights is int64|float32", lambda i: {"topk_weights": i.topk_idx}),
         bad("topk_weights is float64|float32", lambda i: {"topk_weights": i.topk_weights.double()}),
@@ -121,33 +175,53 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("expert_alignment (True)|whole", lambda i: {"layout": MAJOR, "expert_alignment": True}),
         bad("capacity (True)|whole", lambda i: {"capacity": True, "layout": MAJOR, "exact": False}),
         bad("expert_alignment (0)|at least 1", lambda i: {"layout": MAJOR, "expert_alignment": 0}),
-        bad("expert_alignment (-8)|at least 1", lambda i: {"layout": MAJOR, "expert_alignment": -8}),
+        bad(
+            "expert_alignment (-8)|at least 1", lambda i: {"layout": MAJOR, "expert_alignment": -8}
+        ),
         bad("expert_alignment (2.0)|whole", lambda i: {"layout": MAJOR, "expert_alignment": 2.0}),
         bad("expert_alignment (None)|whole", lambda i: {"layout": MAJOR, "expert_alignment": None}),
         bad(f"expert_alignment|{BIG}", lambda i: {"layout": MAJOR, "expert_alignment": BIG}),
-        bad("expert_alignment (2147483647)|int32|smaller", lambda i: {"layout": MAJOR, "expert_alignment": 2**31 - 1}),
+        bad(
+            "expert_alignment (2147483647)|int32|smaller",
+            lambda i: {"layout": MAJOR, "expert_alignment": 2**31 - 1},
+        ),
         bad("expert_alignment=16|EXPERT_MAJOR|FLAT", lambda i: {"expert_alignment": 16}),
         bad("capacity=9|exact=False|EXPERT_MAJOR", lambda i: {"capacity": 9}),
         bad("capacity=9|exact=False|EXPERT_MAJOR", lambda i: {"capacity": 9, "layout": MAJOR}),
-        bad("capacity=9|exact=False|EXPERT_MAJOR", lambda i: {"capacity": 9, "layout": PADDED, "exact": False}),
+        bad(
+            "capacity=9|exact=False|EXPERT_MAJOR",
+            lambda i: {"capacity": 9, "layout": PADDED, "exact": False},
+        ),
         bad("capacity (-1)|whole", lambda i: {"capacity": -1, "layout": MAJOR, "exact": False}),
         bad("capacity (2.5)|whole", lambda i: {"capacity": 2.5, "layout": MAJOR, "exact": False}),
         bad(f"capacity|{BIG}", lambda i: {"capacity": BIG, "layout": MAJOR, "exact": False}),
-        bad("engine 'collective'|in_place|nvlink", lambda i: {"in_place": True}, kind=ty.NotSupported),
+        bad(
+            "engine 'collective'|in_place|nvlink",
+            lambda i: {"in_place": True},
+            kind=ty.NotSupported,
+        ),
         bad("after|wait()", lambda i: {"after": 7, "async_op": True}),
     ],
     "too many tokens": [
         bad(
-            f"{M + 1} tokens|max_tokens_per_rank={M}|larger|split|exact=True", lambda i: {**too_many(i), "exact": False}
+            f"{M + 1} tokens|max_tokens_per_rank={M}|larger|split|exact=True",
+            lambda i: {**too_many(i), "exact": False},
         ),
-        bad(f"{M + 1} tokens|max_tokens_per_rank={M}|FLAT", lambda i: {**too_many(i), "layout": PADDED}),
+        bad(
+            f"{M + 1} tokens|max_tokens_per_rank={M}|FLAT",
+            lambda i: {**too_many(i), "layout": PADDED},
+        ),
     ],
 }
 
 
 def too_many(inputs: Inputs) -> dict[str, Any]:
     rows = torch.zeros(M + 1, dtype=torch.int64, device=inputs.x.device)
-    return {"x": inputs.x[rows], "topk_idx": inputs.topk_idx[rows], "topk_weights": inputs.topk_weights[rows]}
+    return {
+        "x": inputs.x[rows],
+        "topk_idx": inputs.topk_idx[rows],
+        "topk_weights": inputs.topk_weights[rows],
+    }
 
 
 @dataclass(frozen=True)
@@ -219,19 +293,32 @@ COMBINE: dict[str, list[Bad]] = {
         bad("weighted=True|FLAT", lambda o: {"weighted": True}),
         bad("weighted ('no')|True or False", lambda o: {"weighted": "no"}),
         bad("weighted=True only", lambda o: {**of_major(o), "topk_weights": o.inputs.topk_weights}),
-        bad("weighted=True needs weights", lambda o: {"x": o.bare.x, "handle": o.bare.handle, "weighted": True}),
-        bad("topk_weights must be", lambda o: {**of_major(o), "weighted": True, "topk_weights": 1.0}),
-        bad("topk_weights has shape [4, 3]|[T, K] = [5, 3]", lambda o: weigh(o, o.inputs.topk_weights[:4])),
+        bad(
+            "weighted=True needs weights",
+            lambda o: {"x": o.bare.x, "handle": o.bare.handle, "weighted": True},
+        ),
+        bad(
+            "topk_weights must be", lambda o: {**of_major(o), "weighted": True, "topk_weights": 1.0}
+        ),
+        bad(
+            "topk_weights has shape [4, 3]|[T, K] = [5, 3]",
+            lambda o: weigh(o, o.inputs.topk_weights[:4]),
+        ),
         bad("topk_weights is int64", lambda o: weigh(o, o.inputs.topk_idx)),
         bad("topk_weights is on meta", lambda o: weigh(o, o.inputs.topk_weights.to(META))),
-        bad("reduce_weights|FLAT|EXPERT_MAJOR", lambda o: {**of_major(o), "reduce_weights": o.flat.topk_weights}),
+        bad(
+            "reduce_weights|FLAT|EXPERT_MAJOR",
+            lambda o: {**of_major(o), "reduce_weights": o.flat.topk_weights},
+        ),
         bad("reduce_weights must be", lambda o: {"reduce_weights": True}),
         bad(
             "reduce_weights has shape|2]|[N, K] = [|, 3]|recv.topk_weights",
             lambda o: {"reduce_weights": o.flat.topk_weights[:, :2]},
         ),
         bad("reduce_weights is int64", lambda o: {"reduce_weights": o.flat.topk_idx}),
-        bad("reduce_weights is on meta", lambda o: {"reduce_weights": o.flat.topk_weights.to(META)}),
+        bad(
+            "reduce_weights is on meta", lambda o: {"reduce_weights": o.flat.topk_weights.to(META)}
+        ),
     ],
     "bias and out": [
         bad("bias must be", lambda o: {"bias": 1.0}),
@@ -248,7 +335,11 @@ COMBINE: dict[str, list[Bad]] = {
         bad("out is on meta", lambda o: {"out": o.x.to(META)}),
         bad("out=|no_grad", lambda o: {"out": o.x.clone().requires_grad_()}),
         bad("out|memory", lambda o: {"out": o.x[:1].clone().expand(T, H)}),
-        bad("engine 'collective'|in_place|nvlink", lambda o: {"in_place": True}, kind=ty.NotSupported),
+        bad(
+            "engine 'collective'|in_place|nvlink",
+            lambda o: {"in_place": True},
+            kind=ty.NotSupported,
+        ),
         bad("after|wait()", lambda o: {"after": 7, "async_op": True}),
     ],
 }
@@ -263,7 +354,9 @@ Prepare = Callable[[ty.ExpertParallel], tuple[Any, Callable[..., Any], dict[str,
 
 
 def run(ranks: Ranks, cases: list[Bad], prepare: Prepare) -> None:
-    """Try every case on all ranks, then on the last one alone, on one object as long as it lives; raise all complaints."""
+    """Try every case on all ranks, then on the last one alone, on one object as long as it lives;
+    raise all complaints.
+    """
     complaints: list[str] = []
     ep = make(ranks)
     prepared = prepare(ep)
@@ -271,7 +364,8 @@ def run(ranks: Ranks, cases: list[Bad], prepare: Prepare) -> None:
         for alone in (False, True)[: ranks.world_size]:
             if why := trial(ranks, ep, case, alone, *prepared):
                 complaints.append(
-                    f"case {at} ({'|'.join(case.words)}) on {'one rank' if alone else 'all ranks'}: {why}"
+                    f"case {at} ({'|'.join(case.words)}) on "
+                    f"{'one rank' if alone else 'all ranks'}: {why}"
                 )
                 ep.close()
                 ep = make(ranks)
@@ -281,13 +375,23 @@ def run(ranks: Ranks, cases: list[Bad], prepare: Prepare) -> None:
 
 
 def trial(
-    ranks: Ranks, ep: ty.ExpertParallel, case: Bad, alone: bool, given: Any, method: Any, good: dict[str, Any]
+    ranks: Ranks,
+    ep: ty.ExpertParallel,
+    case: Bad,
+    alone: bool,
+    given: Any,
+    method: Any,
+    good: dict[str, Any],
 ) -> str:
-    """What is wrong with how one bad call ends, the same verdict (if not the same words) on all ranks."""
+    """What is wrong with how one bad call ends, the same verdict (if not the same words) on all
+    ranks.
+    """
     culprit = ranks.world_size - 1
     wrong = not alone or ranks.rank == culprit
     arguments = {**good, **case.change(given)} if wrong else good
-    kind, words = (case.kind, case.words) if wrong else (ty.PeerError, (f"rank {culprit}", *case.words))
+    kind, words = (
+        (case.kind, case.words) if wrong else (ty.PeerError, (f"rank {culprit}", *case.words))
+    )
     why = complaint(error_of(lambda: method(**arguments)), kind, words)
     if anyone(ranks, bool(why)):
         return why or "other ranks complain"
@@ -343,7 +447,11 @@ def test_combine(ranks: Ranks, argument: str) -> None:
 
 CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "sizes": [
-        *((f"{name} ({value!r})|at least 1", {name: value}) for name in SIZES for value in (0, -1, None)),
+        *(
+            (f"{name} ({value!r})|at least 1", {name: value})
+            for name in SIZES
+            for value in (0, -1, None)
+        ),
         ("num_experts (2.5)|whole", {"num_experts": 2.5}),
         ("num_experts ('8')|whole", {"num_experts": "8"}),
         ("num_experts (True)|whole", {"num_experts": True}),
@@ -354,8 +462,14 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("num_topk (4097)|at most 4096", {"num_topk": 4097}),
     ],
     "timeout": [
-        *((f"timeout ({value!r})|seconds", {"timeout": value}) for value in (0, -1.0, None, "30", True)),
-        *((f"timeout ({value})|seconds", {"timeout": float(value)}) for value in ("nan", "inf", "1e+300", "1e+20")),
+        *(
+            (f"timeout ({value!r})|seconds", {"timeout": value})
+            for value in (0, -1.0, None, "30", True)
+        ),
+        *(
+            (f"timeout ({value})|seconds", {"timeout": float(value)})
+            for value in ("nan", "inf", "1e+300", "1e+20")
+        ),
     ],
     "engine": [
         ("engine ('nvlinc')|'auto'|'collective'", {"engine": "nvlinc"}),
@@ -368,7 +482,10 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("device|meta", {"device": "meta"}),
         ("device|cuda:77", {"device": "cuda:77"}),
         (f"device ('{FIRST_MISSING}')|sees", {"device": FIRST_MISSING}),
-        (f"device (device(type='cuda', index={FIRST_MISSING[5:]}))|sees", {"device": torch.device(FIRST_MISSING)}),
+        (
+            f"device (device(type='cuda', index={FIRST_MISSING[5:]}))|sees",
+            {"device": torch.device(FIRST_MISSING)},
+        ),
     ],
 }
 

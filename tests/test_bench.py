@@ -37,8 +37,30 @@ from tokenyard.cli.timing import peak_extra_bytes, slowest_rank, summarise, time
 from tokenyard.testing import Ranks, distributed_test, routing
 
 CPU = torch.device("cpu")
-JOB = Job(tokens=5, hidden=256, topk=2, experts=6, skew="uniform", dtype="bf16", layout="flat", quantize="none")
-TINY = ["--tokens", "6", "--hidden", "24", "--topk", "2", "--experts", "5", "--iterations", "4", "--warmup", "1"]
+JOB = Job(
+    tokens=5,
+    hidden=256,
+    topk=2,
+    experts=6,
+    skew="uniform",
+    dtype="bf16",
+    layout="flat",
+    quantize="none",
+)
+TINY = [
+    "--tokens",
+    "6",
+    "--hidden",
+    "24",
+    "--topk",
+    "2",
+    "--experts",
+    "5",
+    "--iterations",
+    "4",
+    "--warmup",
+    "1",
+]
 PNG = b"\x89PNG\r\n\x1a\n"
 MIB = 1 << 20
 
@@ -124,7 +146,9 @@ def test_row_bytes(dtype: str, hidden: int, quantize: str, there: int, back: int
 
 
 def test_what_a_row_says() -> None:
-    row = Row(job=JOB, name="a", phase=DISPATCH, wall_us=[4.0, 2.0, 3.0], wire_bytes=6000.0, floor_us=0.75)
+    row = Row(
+        job=JOB, name="a", phase=DISPATCH, wall_us=[4.0, 2.0, 3.0], wire_bytes=6000.0, floor_us=0.75
+    )
     assert (row.wire_gbs, row.percent_of_floor) == (2.0, 25.0)
     on_gpu = replace(row, device_us=[1.5, 1.5, 9.0])
     assert (on_gpu.wire_gbs, on_gpu.percent_of_floor) == (4.0, 50.0)
@@ -137,11 +161,15 @@ def test_verdicts_divide_by_the_composite_baselines() -> None:
     rows = [
         Row(job=JOB, name="tokenyard x", phase=DISPATCH, wall_us=[30.0], peak_per_moved=1.25),
         Row(job=JOB, name="index_select + a2a + copy", phase=DISPATCH, wall_us=[20.0]),
-        Row(job=JOB, name="index_select + a2a + copy (staging kept)", phase=DISPATCH, wall_us=[25.0]),
+        Row(
+            job=JOB, name="index_select + a2a + copy (staging kept)", phase=DISPATCH, wall_us=[25.0]
+        ),
     ]
     fresh, kept, memory = verdicts(rows)
     assert fresh == "tokenyard x, dispatch: 1.50x the time of index_select + a2a + copy"
-    assert kept == "tokenyard x, dispatch: 1.20x the time of index_select + a2a + copy (staging kept)"
+    assert (
+        kept == "tokenyard x, dispatch: 1.20x the time of index_select + a2a + copy (staging kept)"
+    )
     assert memory == "tokenyard x, dispatch: peak memory 1.25x bytes sent + received"
 
 
@@ -159,7 +187,11 @@ def test_recorded_routing_is_repeatable_and_skewed() -> None:
 
 def test_inputs_differ_from_each_other_and_between_ranks() -> None:
     for skew in ("uniform", "zipf", "recorded"):
-        sent = [each for number in range(NUM_INPUTS) for each in all_sent(replace(JOB, skew=skew), 2, number, seed=0)]
+        sent = [
+            each
+            for number in range(NUM_INPUTS)
+            for each in all_sent(replace(JOB, skew=skew), 2, number, seed=0)
+        ]
         assert len({each.x.float().numpy().tobytes() for each in sent}) == 2 * NUM_INPUTS
         assert all((each.x != 0).float().mean() > 0.9 for each in sent)
         assert len({str(each.topk_idx.tolist()) for each in sent}) == 2 * NUM_INPUTS
@@ -168,7 +200,12 @@ def test_inputs_differ_from_each_other_and_between_ranks() -> None:
 def test_sweep_is_every_combination() -> None:
     lists: dict[str, Any] = {name: [getattr(JOB, name)] for name in JOB.__dataclass_fields__}
     jobs = sweep(**lists | {"tokens": [1, 2], "skew": ["zipf", "uniform"]})
-    assert [(job.tokens, job.skew) for job in jobs] == [(1, "zipf"), (1, "uniform"), (2, "zipf"), (2, "uniform")]
+    assert [(job.tokens, job.skew) for job in jobs] == [
+        (1, "zipf"),
+        (1, "uniform"),
+        (2, "zipf"),
+        (2, "uniform"),
+    ]
 
 
 # Protocol
@@ -176,7 +213,11 @@ def test_sweep_is_every_combination() -> None:
 
 @distributed_test(world_size=2)
 def test_slowest_rank_counts_entry_by_entry(ranks: Ranks) -> None:
-    mine = torch.tensor([[1.0, 5.0], [2.0, 2.0]]) if ranks.rank else torch.tensor([[3.0, 4.0], [1.0, 2.5]])
+    mine = (
+        torch.tensor([[1.0, 5.0], [2.0, 2.0]])
+        if ranks.rank
+        else torch.tensor([[3.0, 4.0], [1.0, 2.5]])
+    )
     assert slowest_rank(mine, ranks.device).tolist() == [[3.0, 5.0], [2.0, 2.5]]
 
 
@@ -191,7 +232,9 @@ def test_rounds_are_interleaved_and_inputs_rotate(ranks: Ranks) -> None:
 
         return call
 
-    series = time_interleaved([case(n) for n in "abc"], iterations=6, warmup=2, num_inputs=3, device=ranks.device)
+    series = time_interleaved(
+        [case(n) for n in "abc"], iterations=6, warmup=2, num_inputs=3, device=ranks.device
+    )
     rounds = [calls[at : at + 3] for at in range(0, len(calls), 3)]
     assert [sorted(name for name, _ in each) for each in rounds] == [["a", "b", "c"]] * 8
     assert [{number for _, number in each} for each in rounds[2:]] == [{0}, {1}, {2}] * 2
@@ -245,7 +288,9 @@ def test_wrong_bit_prints_no_time_and_fails(
     monkeypatch.setattr(bench_run, "engine_cases", one_wrong)
     result = run("--skew", "uniform", "--layout", layout, "--json", str(tmp_path / "out.json"))
     assert result.exit_code == 1
-    assert f"NO TIME for {phase} by tokenyard collective: wrong on rank 0 (input 1)" in result.output
+    assert (
+        f"NO TIME for {phase} by tokenyard collective: wrong on rank 0 (input 1)" in result.output
+    )
     assert "1 of" in result.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     for row in rows:
@@ -262,12 +307,18 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = bench_run.baseline_cases
 
     def with_one_more(*arguments: Any) -> list[Case]:
-        return [Case("doomed", COMBINE, refuses, lambda *_: None, [Traffic([0], [0])]), *honest(*arguments)]
+        return [
+            Case("doomed", COMBINE, refuses, lambda *_: None, [Traffic([0], [0])]),
+            *honest(*arguments),
+        ]
 
     monkeypatch.setattr(bench_run, "baseline_cases", with_one_more)
     result = run("--skew", "zipf")
     assert result.exit_code == 1
-    assert "NO TIME for combine by doomed: wrong on rank 0 (input 0): this cannot be done" in result.output
+    assert (
+        "NO TIME for combine by doomed: wrong on rank 0 (input 0): this cannot be done"
+        in result.output
+    )
 
 
 # From end to end
@@ -293,9 +344,14 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
         assert row["peak_bytes"] > 0
     for job in jobs:
         sent = [
-            once_per_rank([s.topk_idx for s in all_sent(job, 2, n, seed=5)], 5, 48).busiest for n in range(NUM_INPUTS)
+            once_per_rank([s.topk_idx for s in all_sent(job, 2, n, seed=5)], 5, 48).busiest
+            for n in range(NUM_INPUTS)
         ]
-        ours = [r for r in content["rows"] if r["job"]["skew"] == job.skew and r["name"] == "tokenyard collective"]
+        ours = [
+            r
+            for r in content["rows"]
+            if r["job"]["skew"] == job.skew and r["name"] == "tokenyard collective"
+        ]
         assert [row["wire_bytes"] for row in ours] == [sum(sent) / NUM_INPUTS] * 3
         assert ours[0]["floor_us"] == pytest.approx(sum(sent) / NUM_INPUTS / 2000)
     assert picture.read_bytes().startswith(PNG)
@@ -306,7 +362,10 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
     [
         (["--skew", "zipf,wild"], "'wild' is unknown; use one of uniform, zipf, recorded"),
         (["--tokens", "4,0"], "--tokens '0' must be a whole number of at least 1"),
-        (["--hidden", "2147483648"], "--hidden '2147483648' must be a whole number of at least 1 (at most 2147483647)"),
+        (
+            ["--hidden", "2147483648"],
+            "--hidden '2147483648' must be a whole number of at least 1 (at most 2147483647)",
+        ),
         (["--topk", "9"], "--topk 9 must be at most --experts 5"),
         (["--engine", "warp"], "--engine 'warp' is unknown"),
     ],
@@ -323,10 +382,15 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
         (["--json", "no/such/x.json"], "Invalid value for --json: no/such is not a directory"),
         (["--plot", "no/such/x.png"], "Invalid value for --plot: no/such is not a directory"),
         (["--plot", "x.gif"], "Invalid value for --plot: 'x.gif' must end in .png"),
-        (["--device", "cuda"], "Invalid value for --device: torch sees no CUDA device here; use cpu"),
+        (
+            ["--device", "cuda"],
+            "Invalid value for --device: torch sees no CUDA device here; use cpu",
+        ),
     ],
 )
-def test_nothing_is_measured_in_vain(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_in_vain(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench_command, "run_plan", pytest.fail)
     result = run(*arguments)
@@ -359,9 +423,19 @@ def test_help_says_what_goes_with_suites() -> None:
 
 def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:
     rows = [
-        Row(job=replace(JOB, tokens=tokens), name=name, phase=phase, wall_us=[tokens * 1.0, tokens * 2.0], floor_us=0.5)
+        Row(
+            job=replace(JOB, tokens=tokens),
+            name=name,
+            phase=phase,
+            wall_us=[tokens * 1.0, tokens * 2.0],
+            floor_us=0.5,
+        )
         for tokens in (64, 128, 256)
-        for name, phase in (("tokenyard x", DISPATCH), ("all_to_all_single", DISPATCH), ("all_to_all_single", COMBINE))
+        for name, phase in (
+            ("tokenyard x", DISPATCH),
+            ("all_to_all_single", DISPATCH),
+            ("all_to_all_single", COMBINE),
+        )
     ]
     draw([*rows, Row(job=JOB, name="broken", phase=COMBINE, error="wrong")], tmp_path / "lines.png")
     draw([], tmp_path / "nothing.png")

@@ -1,4 +1,6 @@
-"""The record of decoding: its truth is the oracle's, and its page says what lost, what failed and what met the bar."""
+"""The record of decoding: its truth is the oracle's, and its page says what lost, what failed and
+what met the bar.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,38 @@ from tokenyard.cli.bench_decode import COMBINE, DISPATCH, NCCL, PAIR, PARTS, Dec
 from tokenyard.cli.bench_decode_report import decode_markdown
 
 SUITE = replace(Decode(), tokens=(8, 128))
-FACTS: dict[str, Any] = {"devices": ["NVIDIA H200"] * 4, "versions": {"torch": "2"}, "date": "2026-11-21", "commit": "abc",
-                         "command": "tokenyard bench"}  # fmt: skip
+FACTS: dict[str, Any] = {
+    "devices": ["NVIDIA H200"] * 4,
+    "versions": {"torch": "2"},
+    "date": "2026-11-21",
+    "commit": "abc",
+    "command": "tokenyard bench",
+}
 
 
 def test_truth_about_weighted_sums_is_the_oracles() -> None:
     case = Case(
-        4, num_tokens=9, num_topk=4, num_experts=8, hidden=256, layout=ty.Layout.EXPERT_MAJOR, quantize=ty.Quantize.FP8
+        4,
+        num_tokens=9,
+        num_topk=4,
+        num_experts=8,
+        hidden=256,
+        layout=ty.Layout.EXPERT_MAJOR,
+        quantize=ty.Quantize.FP8,
     )
     tokens = case.tokens_of(3)  # as many as the shortest rank has, on each
     x = [rows[:tokens] for rows in case.x if isinstance(rows, torch.Tensor)]
     picks = [(idx[:tokens], weights[:tokens]) for idx, weights in case.picks]
     there = reference.dispatch(
-        x, [idx for idx, _ in picks], [weights for _, weights in picks], num_experts=8, layout=case.layout, expert_alignment=1,
-        max_tokens_per_rank=9, quantize=case.quantize,
-    )  # fmt: skip
+        x,
+        [idx for idx, _ in picks],
+        [weights for _, weights in picks],
+        num_experts=8,
+        layout=case.layout,
+        expert_alignment=1,
+        max_tokens_per_rank=9,
+        quantize=case.quantize,
+    )
     want = reference.combine([rows.x.bfloat16() for rows in there], there, weighted=True)
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
     for rank in range(4):
@@ -43,9 +62,15 @@ def test_truth_about_weighted_sums_is_the_oracles() -> None:
 
 def lines(pair_us: float) -> list[Timed]:
     def line(who: str, what: str, tokens: int, us: float) -> Timed:
-        return Timed(tokens=tokens, who=who, what=what, times=[us, us + 1, us + 2], symmetric_bytes=7_400_000)
+        return Timed(
+            tokens=tokens, who=who, what=what, times=[us, us + 1, us + 2], symmetric_bytes=7_400_000
+        )
 
-    ours = [line("low_latency", what, tokens, pair_us) for what in (PAIR, DISPATCH, COMBINE) for tokens in SUITE.tokens]
+    ours = [
+        line("low_latency", what, tokens, pair_us)
+        for what in (PAIR, DISPATCH, COMBINE)
+        for tokens in SUITE.tokens
+    ]
     return [
         *ours,
         *(line("low_latency", part, 128, 3) for part in PARTS),
@@ -63,7 +88,9 @@ def test_the_page_says_what_was_met_and_lost() -> None:
     worse = decode_markdown(lines(50.0), SUITE, FACTS)
     assert "- 128 tokens: 51.0 us loses to all-gather FP8, reduce-scatter BF16, 45.0 us" in worse
     assert "missed." in worse
-    assert "on 4 ranks" not in decode_markdown(lines(30.0), SUITE, {**FACTS, "devices": ["NVIDIA H200"] * 2})
+    assert "on 4 ranks" not in decode_markdown(
+        lines(30.0), SUITE, {**FACTS, "devices": ["NVIDIA H200"] * 2}
+    )
 
 
 def test_what_was_wrong_has_no_time() -> None:

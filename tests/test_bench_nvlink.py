@@ -1,4 +1,6 @@
-"""``tokenyard bench --suite nvlink``: its quick truth against the oracle, its sections, its record; over engine ``collective``."""
+"""``tokenyard bench --suite nvlink``: its quick truth against the oracle, its sections, its record;
+over engine ``collective``.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,25 @@ from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
 
 TINY = Suite(
-    engine="collective", tokens=12, hidden=256, topk=2, experts=6, sms=(8, 24), curve=(4, 30), buffer_bytes=4096,
-    iterations=2, warmup=1, link_gbs=2.0,
-)  # fmt: skip
-FACTS = {"date": "2026-01-02", "command": "c", "commit": None, "versions": {"torch": "2"}, "devices": ["x"]}
+    engine="collective",
+    tokens=12,
+    hidden=256,
+    topk=2,
+    experts=6,
+    sms=(8, 24),
+    curve=(4, 30),
+    buffer_bytes=4096,
+    iterations=2,
+    warmup=1,
+    link_gbs=2.0,
+)
+FACTS = {
+    "date": "2026-01-02",
+    "command": "c",
+    "commit": None,
+    "versions": {"torch": "2"},
+    "devices": ["x"],
+}
 
 app = typer.Typer()
 app.command()(bench.bench)
@@ -58,7 +75,10 @@ class Everybody:
         self.idx, self.weights = [idx for idx, _ in picks], [weights for _, weights in picks]
         self.experts = experts
         stacked = torch.stack(self.idx), torch.stack(self.weights)
-        self.truths = [Truth(Batch(self.x[rank], *stacked, rank, experts), torch.cat(self.x)) for rank in range(ranks)]
+        self.truths = [
+            Truth(Batch(self.x[rank], *stacked, rank, experts), torch.cat(self.x))
+            for rank in range(ranks)
+        ]
 
     def oracle(self, layout: ty.Layout, mode: ty.Quantize | None) -> list[reference.ReferenceRows]:
         return reference.dispatch(
@@ -69,14 +89,18 @@ class Everybody:
 def as_received(rows: reference.ReferenceRows, layout: ty.Layout) -> Any:
     """A copy of the oracle's rows that looks like the library's."""
     names = ("x", "scales", "source", "topk_idx", "topk_weights", "tokens_per_expert")
-    copies = {name: value if (value := getattr(rows, name)) is None else value.clone() for name in names}
+    copies = {
+        name: value if (value := getattr(rows, name)) is None else value.clone() for name in names
+    }
     return SimpleNamespace(**copies, handle=SimpleNamespace(layout=layout))
 
 
 @pytest.mark.parametrize("skew", ["uniform", "zipf", "dropped"])
 @pytest.mark.parametrize("mode", [None, ty.Quantize.FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("layout", [ty.Layout.FLAT, ty.Layout.EXPERT_MAJOR], ids=["flat", "major"])
-def test_truth_about_rows_is_the_oracles(skew: str, mode: ty.Quantize | None, layout: ty.Layout) -> None:
+def test_truth_about_rows_is_the_oracles(
+    skew: str, mode: ty.Quantize | None, layout: ty.Layout
+) -> None:
     everybody = Everybody(skew)
     for truth, rows in zip(everybody.truths, everybody.oracle(layout, mode), strict=True):
         truth.check_rows(as_received(rows, layout))
@@ -119,7 +143,12 @@ def test_truth_about_sums_is_the_oracles(skew: str) -> None:
 def test_head_start_is_for_gpus(ranks: Ranks) -> None:
     calls: list[int] = []
     (series,) = time_interleaved(
-        [calls.append], iterations=4, warmup=1, num_inputs=3, device=ranks.device, head_start_us=100.0
+        [calls.append],
+        iterations=4,
+        warmup=1,
+        num_inputs=3,
+        device=ranks.device,
+        head_start_us=100.0,
     )
     each = 2 if ranks.device.type == "cuda" else 1
     assert calls == [turn % 3 for turn in range(-1, 4) for _ in range(each)]
@@ -147,7 +176,18 @@ def test_gpus_wait_and_meet_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     clock = timing._Clock(torch.device("cpu"), lambda: done.append("barrier"))
     clock.cuda = True
     assert clock.time_queued(done.append, 7, 50.0) == 250.0
-    assert done == ["idle", "meet", "idle", 100_000, "meet", "barrier", "record", 7, "record", "idle"]
+    assert done == [
+        "idle",
+        "meet",
+        "idle",
+        100_000,
+        "meet",
+        "barrier",
+        "record",
+        7,
+        "record",
+        "idle",
+    ]
 
 
 def test_overfull_means_so_many_times_more_bytes_than_the_rings_hold() -> None:
@@ -163,7 +203,9 @@ def test_overfull_means_so_many_times_more_bytes_than_the_rings_hold() -> None:
 
 
 class Pretended:
-    """An object of engine ``collective`` that calls itself ``nvlink``, and writes down how it was asked."""
+    """An object of engine ``collective`` that calls itself ``nvlink``, and writes down how it was
+    asked.
+    """
 
     engine, rank = "nvlink", 0
 
@@ -193,7 +235,9 @@ class Pretended:
         return self.ep.empty_for_combine(handle)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, flip: str = "") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, flip: str = ""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(calls, options of objects made) of the suite from now on."""
     calls: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
@@ -221,20 +265,37 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.error for line in lines] == [""] * len(lines)
     main = {line.kind: line for line in lines if line.section == MAIN and line.ours}
     assert list(main) == [*KINDS, BACK, BACK_IN_PLACE]
-    assert [main[kind].bar_us for kind in (PLAIN, BACK, BACK_IN_PLACE, FRESH)] == [500, 490, 475, None]
+    assert [main[kind].bar_us for kind in (PLAIN, BACK, BACK_IN_PLACE, FRESH)] == [
+        500,
+        490,
+        475,
+        None,
+    ]
     assert {line.symmetric_bytes for line in main.values()} == {1234}
     assert len([line for line in lines if line.section == MAIN and not line.ours]) == 6
-    assert {(call["in_place"], call["fp8"]) for call in calls} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert {(call["in_place"], call["fp8"]) for call in calls} == {
+        (a, b) for a in (True, False) for b in (True, False)
+    }
     assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
     over = [(line.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
     assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, BACK_IN_PLACE, None)]
-    assert over[4:] == [(24, VIEW, 490), (24, PLAIN, None), (24, BACK, None), (24, BACK_IN_PLACE, None)]
+    assert over[4:] == [
+        (24, VIEW, 490),
+        (24, PLAIN, None),
+        (24, BACK, None),
+        (24, BACK_IN_PLACE, None),
+    ]
     assert [options["num_sms"] for options in made][-4:] == [8, 8, 24, 24]
     assert {options["engine"] for options in made} == {"nvlink"}
-    assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [4, 30]
+    assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [
+        4,
+        30,
+    ]
     rings = [line.rings for line in lines if line.section == BOUNDED]
     assert rings == [4096] * 2 + [TINY.roomy_bytes(1)] * 2
-    assert [len(line.wall_us) for line in lines if line.section == MAIN] == [4] * len(main) + [4] * 6
+    assert [len(line.wall_us) for line in lines if line.section == MAIN] == [4] * len(main) + [
+        4
+    ] * 6
     assert {len(line.wall_us) for line in lines if line.section == BOUNDED} == {2}
 
 
@@ -242,7 +303,9 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     ("flip", "wrong"),
     [("in place", {VIEW, "view8"}), ("combine", {BACK}), ("combine in place", {BACK_IN_PLACE})],
 )
-def test_wrong_bits_get_no_time(flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bits_get_no_time(
+    flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, flip)
     lines = run_alone(replace(TINY, sections=(MAIN,)))
     for line in lines:
@@ -255,7 +318,16 @@ def test_wrong_bits_get_no_time(flip: str, wrong: set[str], monkeypatch: pytest.
 
 def test_object_that_cannot_be_made_leaves_the_baselines() -> None:
     lines = run_alone(replace(TINY, engine="nvlink"))
-    assert [line.section for line in lines if line.error] == [MAIN, "zipf", TOKENS, TOKENS, BOUNDED, BOUNDED, SMS, SMS]
+    assert [line.section for line in lines if line.error] == [
+        MAIN,
+        "zipf",
+        TOKENS,
+        TOKENS,
+        BOUNDED,
+        BOUNDED,
+        SMS,
+        SMS,
+    ]
     assert all("engine 'nvlink' cannot work here" in line.error for line in lines if line.error)
     assert all(not line.ours for line in lines if not line.error)
 
@@ -266,7 +338,16 @@ def test_object_that_cannot_be_made_leaves_the_baselines() -> None:
 def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "SUITE", TINY)
     result = run(
-        "--device", "cpu", "--engine", "collective", "--ranks", "2", "--iterations", "2", "--out", str(tmp_path)
+        "--device",
+        "cpu",
+        "--engine",
+        "collective",
+        "--ranks",
+        "2",
+        "--iterations",
+        "2",
+        "--out",
+        str(tmp_path),
     )
     assert result.exit_code == 0, result.output
     (text,), (content,), (picture,) = (
@@ -274,7 +355,12 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     )
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert f"![]({picture.name})" in text.read_text()
-    for heading in ("## 12 tokens per rank", "## Over SMs, 12", "## Over tokens per rank", "## Bounded memory, "):
+    for heading in (
+        "## 12 tokens per rank",
+        "## Over SMs, 12",
+        "## Over tokens per rank",
+        "## Bounded memory, ",
+    ):
         assert heading in text.read_text()
     sms, _, _ = text.read_text().partition("## Over SMs, 12")[2].partition("\n## ")
     assert "- *all_to_all_single BF16*: **" in sms and "FP8" not in sms
@@ -290,10 +376,16 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "4", "--json", "x", "--device", "cpu"], "--suite nvlink has no use for --tokens, --json"),
+        (
+            ["--tokens", "4", "--json", "x", "--device", "cpu"],
+            "--suite nvlink has no use for --tokens, --json",
+        ),
         (["--engine", "nvlink", "--engine", "auto"], "--suite measures one --engine at a time"),
         (["--engine", "warp"], "--engine 'warp' is unknown"),
-        (["--device", "cpu"], "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices"),
+        (
+            ["--device", "cpu"],
+            "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",
+        ),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str) -> None:
@@ -305,20 +397,34 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
 def line(section: str, name: str, device: float, phase: str = CACHED, **options: Any) -> Line:
     job = TINY.job(options.pop("tokens", 12))
     times = {"wall_us": [device + 10], "device_us": [device]}
-    return Line(section=section, job=job, name=name, phase=phase, wire_bytes=5120.0, **times, **options)
+    return Line(
+        section=section, job=job, name=name, phase=phase, wire_bytes=5120.0, **times, **options
+    )
 
 
 def test_record_says_what_was_missed() -> None:
     lines = [
         line(MAIN, "fresh", 61.0, DISPATCH, ours=True, kind=FRESH),
-        line(MAIN, "cached", 20.0, ours=True, kind=PLAIN, bar_us=20.0, floor_us=10.0, symmetric_bytes=300_000_000),
+        line(
+            MAIN,
+            "cached",
+            20.0,
+            ours=True,
+            kind=PLAIN,
+            bar_us=20.0,
+            floor_us=10.0,
+            symmetric_bytes=300_000_000,
+        ),
         line(MAIN, "sum", 31.0, COMBINE, ours=True, kind=BACK, bar_us=30.0),
         line(SMS, "view", 30.0, ours=True, sms=8, bar_us=29.0),
         line(BOUNDED, "cached", 25.0, ours=True, kind=PLAIN, rings=1024),
         line(BOUNDED, "cached", 20.0, ours=True, kind=PLAIN, rings=9999),
     ]
     text = markdown(lines, TINY, FACTS)
-    assert "| cached | **20.0** (20.0, 20.0) | **30.0** (30.0, 30.0) | 0 | 50 | 20 (met) | - | 300 |" in text
+    assert (
+        "| cached | **20.0** (20.0, 20.0) | **30.0** (30.0, 30.0) | 0 | 50 | 20 (met) | - | 300 |"
+        in text
+    )
     assert "A new routing adds 41.0 us on the GPU's clock, 41.0 us end to end (bar 45)" in text
     assert "Bars missed: sum 31 (30)." in text
     assert "Bars missed: view 30 (29)." in text
@@ -335,12 +441,20 @@ def test_curves_show_the_floor_and_collectives_beside_it() -> None:
         line(SMS, "cached", 40.0, ours=True, sms=8),
         line(TOKENS, "cached", 50.0, ours=True, tokens=4, floor_us=40.0),
         line(TOKENS, "cached", 60.0, ours=True, tokens=30),
-        replace(line(TOKENS, "swap", 0.0, tokens=30, floor_us=9.0), wall_us=[], device_us=None, error="lost"),
+        replace(
+            line(TOKENS, "swap", 0.0, tokens=30, floor_us=9.0),
+            wall_us=[],
+            device_us=None,
+            error="lost",
+        ),
     ]
     text = markdown(lines, TINY, FACTS)
     assert "## Over SMs, 12 tokens per rank (kernel us, wire GB/s, % of floor)" in text
     assert "| 8 | **30.0** (30.0, 30.0), 0, 80 % | **40.0** (40.0, 40.0), 0, - |" in text
-    assert "from the first table:\n\n- *swap*: **25.0** (25.0, 25.0), 0, 40 %\n\n## Over tokens" in text
+    assert (
+        "from the first table:\n\n- *swap*: **25.0** (25.0, 25.0), 0, 40 %\n\n## Over tokens"
+        in text
+    )
     assert "Kernel, median us (% of floor)" in text
     assert "| cached | 50.0 (80 %) | 60.0 |" in text
     assert "| cached | 60.0 (67 %) | 70.0 |" in text

@@ -1,4 +1,6 @@
-"""What ``tokenyard bench`` makes of times and bytes: each figure of its own rank, its own phase, in its own column and unit."""
+"""What ``tokenyard bench`` makes of times and bytes: each figure of its own rank, its own phase, in
+its own column and unit.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,71 @@ from typer.testing import CliRunner
 
 from tokenyard.cli import app, bench, bench_baselines, bench_run, timing
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baseline_cases
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Case, engine_cases, expect, expert_parallel
-from tokenyard.cli.bench_inputs import NUM_INPUTS, Job, Traffic, all_sent, floor_us, traffic_back, traffic_there
+from tokenyard.cli.bench_cases import (
+    CACHED,
+    COMBINE,
+    DISPATCH,
+    Case,
+    engine_cases,
+    expect,
+    expert_parallel,
+)
+from tokenyard.cli.bench_inputs import (
+    NUM_INPUTS,
+    Job,
+    Traffic,
+    all_sent,
+    floor_us,
+    traffic_back,
+    traffic_there,
+)
 from tokenyard.cli.bench_report import Row, print_report
 from tokenyard.cli.bench_run import Plan
 from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
 from tokenyard.testing import Ranks, distributed_test
 
 CPU = torch.device("cpu")
-JOB = Job(tokens=9, hidden=256, topk=2, experts=6, skew="uniform", dtype="bf16", layout="flat", quantize="fp8")
+JOB = Job(
+    tokens=9,
+    hidden=256,
+    topk=2,
+    experts=6,
+    skew="uniform",
+    dtype="bf16",
+    layout="flat",
+    quantize="fp8",
+)
 PLAN = Plan([JOB], ["collective"], iterations=7, warmup=2, link_gbs=4.0, seed=9)
 MIB = 1 << 20
 
 
 def case(phase: str, **changes: Any) -> Case:
-    traffic = [Traffic([100, 0], [0, 900]), Traffic([300, 0], [0, 100])]  # 600 on average in the busiest direction
-    known: dict[str, Any] = {"run": lambda _: None, "check": lambda *_: None, "traffic": traffic, **changes}
+    traffic = [
+        Traffic([100, 0], [0, 900]),
+        Traffic([300, 0], [0, 100]),
+    ]  # 600 on average in the busiest direction
+    known: dict[str, Any] = {
+        "run": lambda _: None,
+        "check": lambda *_: None,
+        "traffic": traffic,
+        **changes,
+    }
     return Case(name="x", phase=phase, **known)
 
 
 def test_a_row_is_of_the_worst_rank_and_of_its_own_traffic() -> None:
-    least = [Traffic([10, 3], [10, 37]), Traffic([70, 20], [0, 0])]  # 55 on average; the first moves 20 and 40
+    least = [
+        Traffic([10, 3], [10, 37]),
+        Traffic([70, 20], [0, 0]),
+    ]  # 55 on average; the first moves 20 and 40
     row = bench_run._row(case(DISPATCH), JOB, [80, 100], Series([5.0], None), least, 2.0)
     assert (row.peak_bytes, row.peak_per_moved) == (100, 4.0)
     assert (row.wire_bytes, row.floor_us) == (600.0, pytest.approx(53.5 / 2e3))
     turned = bench_run._row(case(DISPATCH), JOB, [100, 80], Series([5.0], None), least, None)
     assert (turned.peak_bytes, turned.peak_per_moved, turned.floor_us) == (100, 5.0, None)
-    nothing = bench_run._row(case(DISPATCH), JOB, [1, 2], Series([5.0], None), [Traffic([0, 5], [0, 0])], None)
+    nothing = bench_run._row(
+        case(DISPATCH), JOB, [1, 2], Series([5.0], None), [Traffic([0, 5], [0, 0])], None
+    )
     assert nothing.peak_per_moved is None
 
 
@@ -49,8 +89,12 @@ def test_what_comes_in_may_be_busiest() -> None:
     assert Traffic([1, 2], [7, 3]).busiest == Traffic([7, 3], [1, 2]).busiest == 7
 
 
-def test_measuring_uses_the_plan_and_memory_of_unused_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each phase has the floor of its own rows (FP8 there, BF16 back), each peak what is kept between calls."""
+def test_measuring_uses_the_plan_and_memory_of_unused_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each phase has the floor of its own rows (FP8 there, BF16 back), each peak what is kept
+    between calls.
+    """
     inputs = [all_sent(JOB, 2, number, 0) for number in range(NUM_INPUTS)]
     timed: list[dict[str, Any]] = []
 
@@ -83,7 +127,9 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(monkeypatch: pytes
 def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int, int]] = []
     monkeypatch.setattr(bench_run.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(bench_run, "all_sent", lambda _, size, number, seed: made.append((size, number, seed)) or [])
+    monkeypatch.setattr(
+        bench_run, "all_sent", lambda _, size, number, seed: made.append((size, number, seed)) or []
+    )
     monkeypatch.setattr(bench_run, "baseline_cases", lambda *_: [])
     monkeypatch.setattr(bench_run, "measure", lambda cases, job, inputs, *_: [])
     assert bench_run.run_job(JOB, replace(PLAN, engines=[]), CPU) == []
@@ -108,14 +154,20 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
         dispatch, cached, combine = engine_cases(JOB, inputs, ranks.device, ep, lambda: ep)
         assert (dispatch.traffic, cached.traffic, combine.traffic) == (there, there, back)
         assert {each.symmetric_bytes for each in (dispatch, cached, combine)} == {0}
-        assert [each.kept_bytes() for each in (dispatch, cached, combine)] == [0, ep.buffer_bytes, ep.buffer_bytes]
+        assert [each.kept_bytes() for each in (dispatch, cached, combine)] == [
+            0,
+            ep.buffer_bytes,
+            ep.buffer_bytes,
+        ]
         expected = expect(JOB, inputs[0], ranks.rank)
         received = dispatch.run(0)
         dispatch.check(received, expected)
         received.topk_weights[0, 0] += 1
         with pytest.raises(AssertionError, match="topk_weights: 1 of"):
             dispatch.check(received, expected)
-        found = {(each.name, each.phase): each for each in baseline_cases(JOB, inputs, ranks.device)}
+        found = {
+            (each.name, each.phase): each for each in baseline_cases(JOB, inputs, ranks.device)
+        }
     everything = JOB.tokens * JOB.row_bytes
     assert found["all-gather", DISPATCH].traffic[0] == Traffic([everything] * 2, [everything] * 2)
     assert found["two trips", COMBINE].traffic[0].busiest == 2 * JOB.tokens * JOB.combined_row_bytes
@@ -134,14 +186,25 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
 def printed(rows: list[Row], iterations: int = 20) -> list[list[str]]:
     out = io.StringIO()
     print_report(rows, Console(file=out, width=200), iterations)
-    return [line.translate({ord(bar): " " for bar in "│┃"}).split() for line in out.getvalue().splitlines()]
+    return [
+        line.translate({ord(bar): " " for bar in "│┃"}).split()
+        for line in out.getvalue().splitlines()
+    ]
 
 
 def test_columns_hold_what_their_heads_say() -> None:
     ours = Row(
-        job=JOB, name="ours", phase=COMBINE, wall_us=[9.0, 8.0, 30.0], device_us=[4.0, 6.0, 5.0], wire_bytes=1000.0,
-        floor_us=2.0, sms=24, symmetric_bytes=3 * MIB, peak_bytes=7 * MIB,
-    )  # fmt: skip
+        job=JOB,
+        name="ours",
+        phase=COMBINE,
+        wall_us=[9.0, 8.0, 30.0],
+        device_us=[4.0, 6.0, 5.0],
+        wire_bytes=1000.0,
+        floor_us=2.0,
+        sms=24,
+        symmetric_bytes=3 * MIB,
+        peak_bytes=7 * MIB,
+    )
     rows = [
         Row(job=JOB, name=PLAIN_EXCHANGE, phase=DISPATCH, wall_us=[50.0], device_us=[40.0]),
         ours,
@@ -155,7 +218,21 @@ def test_columns_hold_what_their_heads_say() -> None:
 
 def test_few_iterations_are_said_to_be_few() -> None:
     row = Row(job=JOB, name="ours", phase=COMBINE, wall_us=[1.0])
-    said = [["Only", "19", "iterations:", "a", "figure", "worth", "quoting", "has", "at", "least", "20."]]
+    said = [
+        [
+            "Only",
+            "19",
+            "iterations:",
+            "a",
+            "figure",
+            "worth",
+            "quoting",
+            "has",
+            "at",
+            "least",
+            "20.",
+        ]
+    ]
     assert printed([row], 19)[-1:] == said and said[0] not in printed([row], 20)
 
 
@@ -185,7 +262,9 @@ def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert numbers == [1, 2, 0, 1, 2, 0]
 
 
-def test_a_call_is_timed_from_the_meeting_to_its_complete_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_timed_from_the_meeting_to_its_complete_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[Any] = []
     seconds = iter([10.0, 10.5])
 
@@ -240,8 +319,13 @@ def run(*arguments: str) -> None:
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("arguments", "rate"),
-    [([], None), (["--device", "cuda"], 370.0), (["--link-gbs", "3"], 3.0), (["--device", "cuda", "--link-gbs", "3"], 3.0)],
-)  # fmt: skip
+    [
+        ([], None),
+        (["--device", "cuda"], 370.0),
+        (["--link-gbs", "3"], 3.0),
+        (["--device", "cuda", "--link-gbs", "3"], 3.0),
+    ],
+)
 def test_the_link_rate_is_known_for_gpus_only(
     arguments: list[str], rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +339,8 @@ def test_the_link_rate_is_known_for_gpus_only(
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
-    ("suite", "runner"), [("nvlink", "_run_suite"), ("low_latency", "_run_decode"), ("twolevel", "_run_twolevel")]
+    ("suite", "runner"),
+    [("nvlink", "_run_suite"), ("low_latency", "_run_decode"), ("twolevel", "_run_twolevel")],
 )
 def test_suites_get_their_options(suite: str, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []

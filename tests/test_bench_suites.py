@@ -1,4 +1,6 @@
-"""What the record suites of ``tokenyard bench`` make of times and bytes, without GPUs: stand-ins give known ones."""
+"""What the record suites of ``tokenyard bench`` make of times and bytes, without GPUs: stand-ins
+give known ones.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,14 @@ def batch(tokens: int = 12, ranks: int = 2, experts: int = 8, hidden: int = 256)
 
 def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
     probe = Probe(
-        job=Suite().job(4), name="gather", phase="dispatch", run=int, check=lambda *_: None,
-        traffic=[Traffic([100, 0], [0, 900]), Traffic([300, 0], [0, 100])], least=[Traffic([10, 3], [3, 40])],
-    )  # fmt: skip
+        job=Suite().job(4),
+        name="gather",
+        phase="dispatch",
+        run=int,
+        check=lambda *_: None,
+        traffic=[Traffic([100, 0], [0, 900]), Traffic([300, 0], [0, 100])],
+        least=[Traffic([10, 3], [3, 40])],
+    )
     line = _line(MAIN, probe, 2.0, "", Series([5.0], [4.0]))
     assert (line.wire_bytes, line.floor_us) == (600.0, 0.02)
     assert (line.wall_us, line.device_us, line.ours) == ([5.0], [4.0], False)
@@ -80,13 +87,17 @@ def test_a_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
-    monkeypatch.setattr(bench_decode, "_cuda", SimpleNamespace(CUDAGraph=lambda: SimpleNamespace(replay="replay")))
+    monkeypatch.setattr(
+        bench_decode, "_cuda", SimpleNamespace(CUDAGraph=lambda: SimpleNamespace(replay="replay"))
+    )
     monkeypatch.setattr(bench_decode, "_elapsed", lambda run: {"replay": 120.0}[run])
     assert bench_decode._graph(Decode(calls=12), calls.append)() == 10.0
     assert calls == [0, 1, 2, *range(12)]
 
 
-def test_rounds_that_warm_up_do_not_count_and_the_slowest_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_warm_up_do_not_count_and_the_slowest_rank_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     turns = {"a": iter(range(100)), "b": iter(range(100, 200))}
     lines = [Timed(tokens=1, who=who, what="x") for who in turns]
     monkeypatch.setattr(bench_decode, "on_ranks", lambda *_: [0])
@@ -96,7 +107,9 @@ def test_rounds_that_warm_up_do_not_count_and_the_slowest_rank_does(monkeypatch:
     assert [line.times for line in lines] == [[4.0, 6.0, 8.0], [204.0, 206.0, 208.0]]
 
 
-def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     moved: list[tuple[int, int]] = []
     suite, sent = Decode(hidden=7168), batch(hidden=7168)
 
@@ -106,7 +119,9 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(monkeypatch: p
 
     monkeypatch.setattr(bench_decode.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(bench_decode, "reduce_scatter_for", reduce_scatter_for)
-    monkeypatch.setattr(bench_decode, "all_gather", lambda out, mine: moved.append((out.nbytes, mine.nbytes)))
+    monkeypatch.setattr(
+        bench_decode, "all_gather", lambda out, mine: moved.append((out.nbytes, mine.nbytes))
+    )
     bench_decode._nccl([sent])(0)
     row_bytes = suite.job(12).row_bytes
     assert row_bytes == 7168 + 4 * 56
@@ -118,7 +133,13 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(monkeypatch: p
 
 def test_the_rate_is_of_the_rank_with_fewest_rows() -> None:
     line = Crossing(
-        engine="twolevel", what="", tokens=1, num_sms=1, times=[2.0, 3.0, 1.0], rows=[50.0, 20.0], row_bytes=100
+        engine="twolevel",
+        what="",
+        tokens=1,
+        num_sms=1,
+        times=[2.0, 3.0, 1.0],
+        rows=[50.0, 20.0],
+        row_bytes=100,
     )
     assert (line.payload_bytes, line.network_gbs) == (2000.0, 1.0)
     assert replace(line, rows=[], planned=[30.0, 40.0]).payload_bytes == 3000.0
@@ -138,7 +159,9 @@ def suite_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench_twolevel._Run(suite=TwoLevel(calls=4), engine="twolevel", device=CPU, kept=None)
 
 
-def test_memory_is_that_of_the_rank_with_most(suite_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_rank_with_most(
+    suite_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted = SimpleNamespace(rows=[4, 8], put_bytes=[40, 80], num_inputs=2)
     line = Crossing(engine="twolevel", what="", tokens=1, num_sms=1)
     held = Object(70, "NVSHMEM between nodes")
@@ -156,11 +179,17 @@ def test_memory_is_that_of_the_rank_with_most(suite_run: Any, monkeypatch: pytes
     assert suite_run._other_bytes(SimpleNamespace(probe=probe)) == 3 * (1000 - 100)
 
 
-def test_times_are_of_one_call_each_on_its_own_clock(suite_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_of_one_call_each_on_its_own_clock(
+    suite_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert suite_run._per_call([8.0, 4.0]) == [2.0, 1.0]
     said: list[Crossing] = []
     counted = SimpleNamespace(
-        probe=SimpleNamespace(name="x", ep=None), planned=[1.0, 2.0], row_bytes=5, tree=1, num_inputs=1
+        probe=SimpleNamespace(name="x", ep=None),
+        planned=[1.0, 2.0],
+        row_bytes=5,
+        tree=1,
+        num_inputs=1,
     )
     monkeypatch.setattr(bench_twolevel, "Counted", lambda *_: counted)
     monkeypatch.setattr(bench_twolevel._Run, "_check", lambda self, counted, batches, errors: [""])
@@ -180,4 +209,7 @@ def test_rings_are_overfull_both_ways() -> None:
     suite, sent = TwoLevel(topology=(2, 1), experts=8, hidden=256, overfull=2), batch(tokens=5)
     far = torch.tensor([[[4, 5]] * 5, [[0, 1]] * 3 + [[4, 5]] * 2])
     assert small_rings(suite, [replace(sent, topk_idx=far)]) == 3 * 512 // 2
-    assert small_rings(suite, [replace(sent, topk_idx=far), replace(sent, topk_idx=far.flip(1))]) == 3 * 512 // 2
+    assert (
+        small_rings(suite, [replace(sent, topk_idx=far), replace(sent, topk_idx=far.flip(1))])
+        == 3 * 512 // 2
+    )

@@ -1,4 +1,6 @@
-"""``tokenyard bench --suite twolevel``: rows beside the picks, sums beside the oracle, lines that fail alone, and its page."""
+"""``tokenyard bench --suite twolevel``: rows beside the picks, sums beside the oracle, lines that
+fail alone, and its page.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from tokenyard.cli import app, bench, bench_twolevel_report
 from tokenyard.cli import bench_twolevel as network
 from tokenyard.cli.bench_batches import Batch, share
 from tokenyard.cli.bench_nvlink_cases import BACK_IN_PLACE_NAME, COMBINE_NAME, KINDS, PLAIN, VIEW
-from tokenyard.cli.bench_twolevel import ALL_KINDS, BAR_SMS, FIRST, NCCL, REST, Crossing, TwoLevel, run_twolevel
+from tokenyard.cli.bench_twolevel import (
+    ALL_KINDS,
+    BAR_SMS,
+    FIRST,
+    NCCL,
+    REST,
+    Crossing,
+    TwoLevel,
+    run_twolevel,
+)
 from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
 from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
 from tokenyard.layout import expert_bounds, host_ints
@@ -30,13 +41,31 @@ from tokenyard.testing import Ranks, distributed_test, payload, routing
 from tokenyard.topology import Topology
 
 TINY = TwoLevel(
-    topology=(2, 1), tokens=6, hidden=256, experts=8, topk=3, curve=(6,), sms=(BAR_SMS,), overfull=4, calls=2, iterations=1,
+    topology=(2, 1),
+    tokens=6,
+    hidden=256,
+    experts=8,
+    topk=3,
+    curve=(6,),
+    sms=(BAR_SMS,),
+    overfull=4,
+    calls=2,
+    iterations=1,
     warmup=1,
-)  # fmt: skip
-FACTS: dict[str, Any] = {"devices": ["NVIDIA H200"] * 4, "versions": {"torch": "2", "nvshmem": "3.4"}, "date": "2026-11-22",
-                         "commit": "abc", "command": "tokenyard bench"}  # fmt: skip
+)
+FACTS: dict[str, Any] = {
+    "devices": ["NVIDIA H200"] * 4,
+    "versions": {"torch": "2", "nvshmem": "3.4"},
+    "date": "2026-11-22",
+    "commit": "abc",
+    "command": "tokenyard bench",
+}
 DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[VIEW].name
-NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [COMBINE_NAME, DISPATCH_IN_PLACE, BACK_IN_PLACE_NAME]
+NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [
+    COMBINE_NAME,
+    DISPATCH_IN_PLACE,
+    BACK_IN_PLACE_NAME,
+]
 VIEW_BYTES = 1000
 
 
@@ -76,7 +105,11 @@ def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
     want = reference.combine(rows, received, ranks_per_node=tree)
     other = reference.combine(rows, received, ranks_per_node=None if per_node == 2 else 2)
     truths = [
-        GridTruth(Batch(x[rank], torch.stack(idx), torch.stack(weights), rank, experts), torch.cat(x), per_node)
+        GridTruth(
+            Batch(x[rank], torch.stack(idx), torch.stack(weights), rank, experts),
+            torch.cat(x),
+            per_node,
+        )
         for rank in range(size)
     ]
     for truth, each in zip(truths, want, strict=True):
@@ -86,7 +119,9 @@ def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
 
 @without_devices
 def test_the_engines_own_count_is_the_plans() -> None:
-    """Engine twolevel, simulated: results of all kinds of calls are right, and so many rows have crossed."""
+    """Engine twolevel, simulated: results of all kinds of calls are right, and so many rows have
+    crossed.
+    """
     for ranks in run_all("twolevel_bench.check", [(2, 2), (2, 1)]):
         for counted, planned in ranks:
             assert counted == planned
@@ -98,7 +133,9 @@ def test_the_engines_own_count_is_the_plans() -> None:
 
 
 class Pretended:
-    """An object of engine ``collective`` that calls itself another, and spoils what ``spoil`` says, on rank 1."""
+    """An object of engine ``collective`` that calls itself another, and spoils what ``spoil`` says,
+    on rank 1.
+    """
 
     why = "twolevel: NVSHMEM between nodes of 2 GPUs"
 
@@ -137,7 +174,10 @@ class Pretended:
     def combine(self, *args: Any, in_place: bool = False) -> torch.Tensor:
         self.calls += 1
         y = self.ep.combine(*args)
-        right = {"later bits": 8, "in place": 7 if in_place else 99}  # when checked first, but not when checked again
+        right = {
+            "later bits": 8,
+            "in place": 7 if in_place else 99,
+        }  # when checked first, but not when checked again
         return y + (self.calls > right.get(self.spoil, 99))
 
 
@@ -180,9 +220,13 @@ def test_lines(ranks: Ranks) -> None:
         for line in lines[:6]:
             assert line.rows == line.planned
             assert len(line.rows) == 2
-            assert line.put_bytes == pytest.approx([rows * (-(-line.row_bytes // 16) * 16) for rows in line.rows])
+            assert line.put_bytes == pytest.approx(
+                [rows * (-(-line.row_bytes // 16) * 16) for rows in line.rows]
+            )
             assert (line.nvshmem, line.tokens, line.num_sms) == (True, 6, BAR_SMS)
-        assert [line.symmetric_bytes for line in lines[:6]] == [[4321] * 2] * 4 + [[4321, 4321 + VIEW_BYTES]] * 2
+        assert [line.symmetric_bytes for line in lines[:6]] == [[4321] * 2] * 4 + [
+            [4321, 4321 + VIEW_BYTES]
+        ] * 2
         assert [line.row_bytes for line in lines[:6]] == [512, 264, 264, 512, 512, 512]
         assert refused.error.startswith("wrong on rank 0, 1 (input 0)")
         assert "holds nothing" in refused.error
@@ -211,7 +255,9 @@ def test_lines(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_lines_in_place(ranks: Ranks) -> None:
-    """They have objects of their own, for their tokens. What is wrong with them takes the time from no other line."""
+    """They have objects of their own, for their tokens. What is wrong with them takes the time from
+    no other line.
+    """
     made: list[int] = []
     with pretend("in place", made), mock.patch.object(network, "peak_extra_bytes", quick_peak):
         lines = run_twolevel(ranks.device, replace(TINY, curve=(4, 6)), "twolevel")
@@ -229,7 +275,9 @@ def test_lines_in_place(ranks: Ranks) -> None:
 def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run came to before it died is kept, and the other engine is measured none the less."""
 
-    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, _: Any, *, device: str) -> Any:
+    def spawn(
+        fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, _: Any, *, device: str
+    ) -> Any:
         assert (fn, ranks, suite, device) == (run_twolevel, 2, TINY, "cuda")
         found = [line(engine, DISPATCH, 500.0), line(engine, COMBINE_NAME, 500.0)]
         if engine == "nvlink":
@@ -248,16 +296,33 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 # The record
 
 
-def line(engine: str, what: str, us: float, tokens: int = 4096, sms: int | None = BAR_SMS, **options: Any) -> Crossing:
+def line(
+    engine: str, what: str, us: float, tokens: int = 4096, sms: int | None = BAR_SMS, **options: Any
+) -> Crossing:
     """58.7 MB to other nodes in ``us`` for 4096 tokens."""
     rows = [float(tokens)] * 4
-    known: dict[str, Any] = {"planned": rows, "rows": [] if engine == NCCL else rows, "row_bytes": 14336, **options}
+    known: dict[str, Any] = {
+        "planned": rows,
+        "rows": [] if engine == NCCL else rows,
+        "row_bytes": 14336,
+        **options,
+    }
     if engine != NCCL:
-        known = {"nvshmem": engine == "twolevel", "symmetric_bytes": [9_000_000, 9_000_000], **known}
+        known = {
+            "nvshmem": engine == "twolevel",
+            "symmetric_bytes": [9_000_000, 9_000_000],
+            **known,
+        }
         known.setdefault("put_bytes", [14336 * 1.5 * tokens] * 4)
     times = [] if "error" in options else [us, us + 1, us + 2]
     return Crossing(
-        engine=engine, what=what, tokens=tokens, num_sms=sms, times=times, wall=[2 * us for us in times], **known
+        engine=engine,
+        what=what,
+        tokens=tokens,
+        num_sms=sms,
+        times=times,
+        wall=[2 * us for us in times],
+        **known,
     )
 
 
@@ -269,7 +334,9 @@ def lines(there_us: float, back_us: float) -> list[Crossing]:
         line("twolevel", BACK_IN_PLACE_NAME, 600.0),
         line("twolevel", DISPATCH, 2 * there_us, tokens=8192),
         line("twolevel", DISPATCH, 200.0, sms=None),
-        line("twolevel", DISPATCH, 4 * there_us, tokens=8192, rings=3_670_016, other_bytes=2_000_000),
+        line(
+            "twolevel", DISPATCH, 4 * there_us, tokens=8192, rings=3_670_016, other_bytes=2_000_000
+        ),
         line("nvlink", DISPATCH, 300.0),
         line(NCCL, "all_to_all_single BF16", 310.0, sms=None),
     ]
@@ -284,12 +351,13 @@ def test_the_page_says_what_was_counted_and_reached() -> None:
     assert "on 4x NVIDIA H200 as 2x2" in text
     assert "torch 2, nvshmem 3.4" in text
     first = (
-        "| `twolevel`: dispatch BF16 | 24 | 4096 | **500.0** (499.0, 501.0) | **1,000.0** (998.0, 1,002.0) | 117.4 |"
+        "| `twolevel`: dispatch BF16 | 24 | 4096 | **500.0** (499.0, 501.0) | **1,000.0** "
+        "(998.0, 1,002.0) | 117.4 |"
     )
     assert f"{first} reached | 16,384.0 | 16,384.0 | 50.00 | yes | 9.0 |" in text
     assert (
-        "| `twolevel`: dispatch BF16 | all | 4096 | **201.0** (200.0, 202.0) | **402.0** (400.0, 404.0) | 292.1 | - |"
-        in text
+        "| `twolevel`: dispatch BF16 | all | 4096 | **201.0** (200.0, 202.0) | **402.0** (400.0, "
+        "404.0) | 292.1 | - |" in text
     )
     assert "| 195.1 | - | 16,384.0 | 16,384.0 | 50.00 | no | 9.0 |" in text
     assert "| *all_to_all_single BF16* | - | 4096 |" in text
@@ -297,19 +365,26 @@ def test_the_page_says_what_was_counted_and_reached() -> None:
     assert "| 50.00 | yes | 244.0 |" in text
     assert "4096 tokens per rank.\n" in text
     fresh = (
-        "- in fresh tensors, 24 SMs: **reached** (dispatch BF16 117.4 GB/s reached; combine BF16 100.2 GB/s reached)"
+        "- in fresh tensors, 24 SMs: **reached** (dispatch BF16 117.4 GB/s reached; combine BF16 "
+        "100.2 GB/s reached)"
     )
     assert fresh in text
-    there, back = "dispatch BF16, in place 117.4 GB/s reached", "combine BF16, in place 97.7 GB/s missed"
+    there, back = (
+        "dispatch BF16, in place 117.4 GB/s reached",
+        "combine BF16, in place 97.7 GB/s missed",
+    )
     assert f"- in place, 24 SMs: **missed** ({there}; {back})" in text
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 100.2 GB/s: reached" in text
-    assert "| 3.670 | 32.00 | 9.000 | 9.000 | 2.000 | **1,997.0** (1,996.0, 1,998.0) | 58.8 | 0.50 |" in text
+    assert (
+        "| 3.670 | 32.00 | 9.000 | 9.000 | 2.000 | **1,997.0** (1,996.0, 1,998.0) | 58.8 | 0.50 |"
+        in text
+    )
     assert "No time" not in text
     missed = page(lines(499.0, 590.0), topology=(4, 1))
     assert "4096 tokens per rank. The project's bar is for 2x2; this is 4x1." in missed
     assert (
-        "- in fresh tensors, 24 SMs: **missed** (dispatch BF16 117.4 GB/s reached; combine BF16 99.4 GB/s missed)"
-        in missed
+        "- in fresh tensors, 24 SMs: **missed** (dispatch BF16 117.4 GB/s reached; combine BF16 "
+        "99.4 GB/s missed)" in missed
     )
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: 99.4 GB/s: missed" in missed
 
@@ -318,21 +393,32 @@ def test_what_was_wrong_has_no_time() -> None:
     wrong = line("twolevel", COMBINE_NAME, 0.0, rows=[4095.0] * 4, error="rank 0 has put 4095 rows")
     none = Crossing(engine="twolevel", what=FIRST, tokens=4096, num_sms=8, error="too small")
     text = page([*lines(499.0, 585.0)[:1], wrong, none])
-    assert "| `twolevel`: combine BF16 | 24 | 4096 | **no time** | **no time** | - | - | 16,380.0 | 16,384.0 |" in text
+    assert (
+        "| `twolevel`: combine BF16 | 24 | 4096 | **no time** | **no time** | - | - | 16,380.0 | "
+        "16,384.0 |" in text
+    )
     assert "- twolevel: combine BF16, 24 SMs, 4096 tokens: rank 0 has put 4095 rows" in text
     assert "- twolevel: first calls, 8 SMs, 4096 tokens: too small" in text
     assert (
-        "- in fresh tensors, 24 SMs: **not measured** (dispatch BF16 117.4 GB/s reached; combine BF16 not measured)"
-        in text
+        "- in fresh tensors, 24 SMs: **not measured** (dispatch BF16 117.4 GB/s reached; combine "
+        "BF16 not measured)" in text
     )
     assert (
-        "- in place, 24 SMs: **not measured** (dispatch BF16, in place not measured; combine BF16, in place not" in text
+        "- in place, 24 SMs: **not measured** (dispatch BF16, in place not measured; combine BF16, "
+        "in place not" in text
     )
 
 
 def test_only_the_engine_with_few_multiprocessors_is_judged() -> None:
     found = lines(499.0, 585.0)
-    assert [judged(each, TwoLevel()) for each in found] == ["reached"] * 3 + ["missed", "reached", "", "missed", "", ""]
+    assert [judged(each, TwoLevel()) for each in found] == ["reached"] * 3 + [
+        "missed",
+        "reached",
+        "",
+        "missed",
+        "",
+        "",
+    ]
 
 
 # The command
@@ -366,13 +452,22 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
     result = run("--suite", "twolevel", "--iterations", "7", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "# Engine `twolevel` on 4x NVIDIA H200 as 2x2" in result.output
-    (text,), (content,) = (list(tmp_path.glob(f"twolevel-4xh200-*.{kind}")) for kind in ("md", "json"))
+    (text,), (content,) = (
+        list(tmp_path.glob(f"twolevel-4xh200-*.{kind}")) for kind in ("md", "json")
+    )
     assert text.read_text() in result.output
     found = json.loads(content.read_text())
-    assert (found["suite"]["topology"], found["suite"]["iterations"], found["suite"]["seed"]) == ([2, 2], 7, 0)
+    assert (found["suite"]["topology"], found["suite"]["iterations"], found["suite"]["seed"]) == (
+        [2, 2],
+        7,
+        0,
+    )
     assert [row["bar"] for row in found["rows"]][:2] == ["reached", "reached"]
     assert found["rows"][0]["rows"] == found["rows"][0]["planned"]
-    for arguments, grid in ((["--ranks", "2"], (2, 1)), (["--ranks", "6", "--topology", "3x2"], (3, 2))):
+    for arguments, grid in (
+        (["--ranks", "2"], (2, 1)),
+        (["--ranks", "6", "--topology", "3x2"], (3, 2)),
+    ):
         assert run("--suite", "twolevel", *arguments, "--out", str(tmp_path)).exit_code == 0
         assert asked[-1] == TwoLevel(topology=grid)
 
@@ -380,17 +475,29 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "twolevel", "--topology", "2x3"], "--topology '2x3' must be NODESxRANKS, of two nodes at least, for all 4"),
+        (
+            ["--suite", "twolevel", "--topology", "2x3"],
+            "--topology '2x3' must be NODESxRANKS, of two nodes at least, for all 4",
+        ),
         (["--suite", "twolevel", "--topology", "1x4"], "'1x4' must be NODESxRANKS, of two nodes"),
         (["--suite", "twolevel", "--topology", "two"], "'two' must be NODESxRANKS"),
         (["--suite", "twolevel", "--ranks", "3"], "--topology '2x1' must be"),
-        (["--suite", "twolevel", "--engine", "nvlink", "--tokens", "3"], "--suite twolevel has no use for --tokens, --engine"),
-        (["--suite", "twolevel", "--link-gbs", "3", "--device", "cpu"], "has no use for --device, --link-gbs"),
-        (["--suite", "low_latency", "--link-gbs", "3"], "--suite low_latency has no use for --link-gbs"),
+        (
+            ["--suite", "twolevel", "--engine", "nvlink", "--tokens", "3"],
+            "--suite twolevel has no use for --tokens, --engine",
+        ),
+        (
+            ["--suite", "twolevel", "--link-gbs", "3", "--device", "cpu"],
+            "has no use for --device, --link-gbs",
+        ),
+        (
+            ["--suite", "low_latency", "--link-gbs", "3"],
+            "--suite low_latency has no use for --link-gbs",
+        ),
         (["--suite", "nvlink", "--topology", "2x2"], "--topology goes with --suite twolevel"),
         (["--topology", "2x2"], "--topology goes with --suite twolevel"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_named(asked: list[TwoLevel], arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2

@@ -12,7 +12,9 @@ from tokenyard.engines.blame import Blame
 
 
 class Gone(dist.HashStore):
-    """A store whose process ends while it is in use; counts the questions that it does not answer."""
+    """A store whose process ends while it is in use; counts the questions that it does not
+    answer.
+    """
 
     def __init__(self) -> None:
         super().__init__()

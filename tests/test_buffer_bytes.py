@@ -1,4 +1,6 @@
-"""What engines make of their buffer: as much memory as was planned, and sizes in errors that are enough the first time."""
+"""What engines make of their buffer: as much memory as was planned, and sizes in errors that are
+enough the first time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tokenyard.planner.workload import DTYPES, Workload
 
 
 def ground_of(work: Workload, engine: str) -> tuple[Any, int]:
-    """What the engine makes, as ``engines/select.py`` does, and the bytes of symmetric memory that it asks for."""
+    """What the engine makes, as ``engines/select.py`` does, and the bytes of symmetric memory that
+    it asks for.
+    """
     asked: list[int] = []
 
     def allocate(num_bytes: int) -> Region:
@@ -41,12 +45,20 @@ def ground_of(work: Workload, engine: str) -> tuple[Any, int]:
         tensors=nullcontext,
     )
     config = Config(
-        num_experts=work.experts, hidden=work.hidden, num_topk=work.topk, max_tokens_per_rank=work.tokens,
-        rank=0, world_size=work.ranks, timeout=1.0, topology=work.grid,
-    )  # fmt: skip
+        num_experts=work.experts,
+        hidden=work.hidden,
+        num_topk=work.topk,
+        max_tokens_per_rank=work.tokens,
+        rank=0,
+        world_size=work.ranks,
+        timeout=1.0,
+        topology=work.grid,
+    )
     all_sms = work.sms == work.most_sms
     if engine == "nvlink":
-        ground = Ground(config, memory, shape_for(work.sms, work.ranks, all_sms=all_sms), work.buffer_bytes)
+        ground = Ground(
+            config, memory, shape_for(work.sms, work.ranks, all_sms=all_sms), work.buffer_bytes
+        )
     else:
         channels = most_channels(work.grid, 2 * work.hidden, work.buffer_bytes)
         tuning = tuning_for(work.sms, work.grid, all_sms=all_sms, channels=channels)
@@ -61,16 +73,23 @@ def layer(nodes: int, gpus: int, **sizes: Any) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus"), [(1, 1), (1, 2), (1, 3), (1, 8), (2, 1), (2, 2), (3, 2), (4, 8), (5, 7), (16, 8), (128, 8)]
+    ("nodes", "gpus"),
+    [(1, 1), (1, 2), (1, 3), (1, 8), (2, 1), (2, 2), (3, 2), (4, 8), (5, 7), (16, 8), (128, 8)],
 )
 def test_planned_memory_is_what_engines_allocate(nodes: int, gpus: int) -> None:
     """To the byte, with headers and letters that grow with ranks and experts."""
     engine = "nvlink" if nodes == 1 else "twolevel"
-    for work in (layer(nodes, gpus), layer(nodes, gpus, experts=1400), layer(nodes, gpus, sms=24, hidden=1024)):
+    for work in (
+        layer(nodes, gpus),
+        layer(nodes, gpus, experts=1400),
+        layer(nodes, gpus, sms=24, hidden=1024),
+    ):
         assert sizes_of(engine, work).symmetric_bytes == ground_of(work, engine)[1]
 
 
-GRIDS = st.sampled_from([(1, 1), (1, 2), (1, 8), (2, 1), (5, 1), (2, 2), (3, 2), (2, 8), (4, 8), (16, 8)])
+GRIDS = st.sampled_from(
+    [(1, 1), (1, 2), (1, 8), (2, 1), (5, 1), (2, 2), (3, 2), (2, 8), (4, 8), (16, 8)]
+)
 BUFFERS = st.one_of(st.integers(1, 1 << 27), st.sampled_from([1, 1000, 10**5, 10**6, 10**7]))
 HIDDEN = st.one_of(st.integers(1, 300), st.sampled_from([1024, 7168, 16384]))
 MORE = st.integers(0, 1 << 30)
@@ -84,12 +103,23 @@ def suggested(refusal: ValueError) -> int:
 
 
 @given(
-    st.one_of(GRIDS, st.sampled_from([(128, 8), (1000, 8), (100_000, 8)])), BUFFERS, HIDDEN, st.integers(1, 128),
-    st.sampled_from([16, 24, 132]), st.sampled_from(DTYPES), MORE,
-)  # fmt: skip
+    st.one_of(GRIDS, st.sampled_from([(128, 8), (1000, 8), (100_000, 8)])),
+    BUFFERS,
+    HIDDEN,
+    st.integers(1, 128),
+    st.sampled_from([16, 24, 132]),
+    st.sampled_from(DTYPES),
+    MORE,
+)
 @settings(max_examples=1500, deadline=None, derandomize=True)
 def test_what_a_plan_suggests_is_enough(
-    grid: tuple[int, int], buffer_bytes: int, hidden: int, topk: int, sms: int, dtype: Any, more: int
+    grid: tuple[int, int],
+    buffer_bytes: int,
+    hidden: int,
+    topk: int,
+    sms: int,
+    dtype: Any,
+    more: int,
 ) -> None:
     """Or any larger size, for rows of either dtype."""
     work = layer(*grid, hidden=hidden, topk=topk, sms=sms, buffer_bytes=buffer_bytes)
@@ -103,12 +133,25 @@ def test_what_a_plan_suggests_is_enough(
 
 
 @given(
-    GRIDS, BUFFERS, HIDDEN, st.integers(0, 512), st.sampled_from([1, 2, 4]), st.sampled_from([16, 24, 132]),
-    st.booleans(), MORE,
-)  # fmt: skip
+    GRIDS,
+    BUFFERS,
+    HIDDEN,
+    st.integers(0, 512),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([16, 24, 132]),
+    st.booleans(),
+    MORE,
+)
 @settings(max_examples=600, deadline=None, derandomize=True)
 def test_what_engines_suggest_is_enough(
-    grid: tuple[int, int], buffer_bytes: int, hidden: int, meta: int, item: int, sms: int, near_first: bool, more: int
+    grid: tuple[int, int],
+    buffer_bytes: int,
+    hidden: int,
+    meta: int,
+    item: int,
+    sms: int,
+    near_first: bool,
+    more: int,
 ) -> None:
     """Or any larger size, for rings inside nodes and between them, whichever of them refused."""
     work = layer(*grid, hidden=hidden, sms=sms, buffer_bytes=buffer_bytes)

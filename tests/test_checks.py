@@ -1,4 +1,6 @@
-"""Limits of what a caller may pass, at the limit and one beyond it; the errors' words are ``test_bad_input.py``'s."""
+"""Limits of what a caller may pass, at the limit and one beyond it; the errors' words are
+``test_bad_input.py``'s.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ INPUTS = (
 
 
 def config(**changes: Any) -> Config:
-    sizes = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": M, "rank": 0, "world_size": 2}
+    sizes = {
+        "num_experts": 4,
+        "hidden": 8,
+        "num_topk": 2,
+        "max_tokens_per_rank": M,
+        "rank": 0,
+        "world_size": 2,
+    }
     return Config(**{**sizes, "timeout": 1.0, **changes})
 
 
@@ -57,7 +66,9 @@ def tokens(count: int, layout: ty.Layout, exact: bool) -> Callable[[], object]:
 
 def blocks(alignment: int, engine: str, experts: int = 4) -> Callable[[], object]:
     payload, known = Payload(torch.zeros(3, 8), None), config(num_experts=experts)
-    return lambda: check_result(payload, None, spec(MAJOR, True, alignment), known, engine, MOST_BYTES)
+    return lambda: check_result(
+        payload, None, spec(MAJOR, True, alignment), known, engine, MOST_BYTES
+    )
 
 
 def in_view(count: int, engine: str = "nvlink", layout: ty.Layout = FLAT) -> Callable[[], object]:
@@ -107,7 +118,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "blocks too large": (blocks(LARGEST // 2 + 1, "collective"), "int32"),
     "blocks of kernels too large": (blocks(LARGEST // 2 - 2 * M + 1, "nvlink"), "int32"),
     "blocks too large for the rank with most": (blocks(LARGEST // 3 + 1, "collective", 5), "int32"),
-    "blocks too large for many experts": (blocks(LARGEST // 2**15 - 2 * M + 1, "nvlink", 2**16), "int32"),
+    "blocks too large for many experts": (
+        blocks(LARGEST // 2**15 - 2 * M + 1, "nvlink", 2**16),
+        "int32",
+    ),
     "padding beyond any use": (blocks(MOST_ALIGNMENT + 1, "collective"), "at most 65536"),
     "too many tokens in place": (in_view(M + 1), "room for max_tokens_per_rank=4"),
     "blocks in place": (in_view(1, "nvlink", MAJOR), "only Layout.FLAT in place"),
@@ -132,7 +146,9 @@ def test_what_is_one_too_many(what: str) -> None:
 
 def test_rows_that_fit_in_place() -> None:
     """R * M of them: more come only from a rank that has more tokens than M."""
-    with ty.ExpertParallel(num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3, device="cpu"
+    ) as ep:
         two, three = (ep.dispatch(*(t[:rows] for t in INPUTS)).handle for rows in (2, 3))
     three = replace(three, num_tokens=1)  # the others are a peer's
     alone = config(max_tokens_per_rank=2, world_size=1)
@@ -140,19 +156,25 @@ def test_rows_that_fit_in_place() -> None:
     with pytest.raises(ValueError, match="3 rows came, but in_place=True has room for 2"):
         checks.check_combine_in_place("nvlink", three, None, (), torch.float32, alone, MOST_BYTES)
     with pytest.raises(ty.NotSupported, match="reduces no weights in place"):
-        checks.check_combine_in_place("nvlink", two, torch.zeros(2, 2), (), torch.float32, alone, MOST_BYTES)
+        checks.check_combine_in_place(
+            "nvlink", two, torch.zeros(2, 2), (), torch.float32, alone, MOST_BYTES
+        )
 
 
 def test_weights_of_any_float_are_float32() -> None:
     """Those of a dispatch and those of a combine; ids are taken as they are."""
     x, idx, weights = INPUTS
-    with ty.ExpertParallel(num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=2, hidden=8, num_topk=2, max_tokens_per_rank=3, device="cpu"
+    ) as ep:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             short = weights.to(dtype)
             recv = ep.dispatch(x, idx.int(), short, layout=MAJOR)
             assert recv.row_weights.dtype == torch.float32
             want = ep.combine(recv.x, recv.handle, weighted=True)
             bare = ep.dispatch(x, idx, layout=MAJOR)
-            assert torch.equal(ep.combine(bare.x, bare.handle, weighted=True, topk_weights=short), want)
+            assert torch.equal(
+                ep.combine(bare.x, bare.handle, weighted=True, topk_weights=short), want
+            )
             assert torch.equal(want[1], short[1, :1].float().expand(8))
             assert torch.equal(want[2], short[2].float().sum().expand(8))  # merged in float32

@@ -1,4 +1,6 @@
-"""``torch.compile`` sees dispatch and combine as operators: no graph break, same bits, gradients included."""
+"""``torch.compile`` sees dispatch and combine as operators: no graph break, same bits, gradients
+included.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def per_row(recv: ty.Received) -> Tensor:
 @distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
 def test_compiled_layer_has_the_same_bits(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
     cases = [
-        Case(ranks.world_size, num_tokens=n, dtype=torch.float32, layout=layout, exact=exact) for n in (24, 17, 5, 0)
+        Case(ranks.world_size, num_tokens=n, dtype=torch.float32, layout=layout, exact=exact)
+        for n in (24, 17, 5, 0)
     ]
     torch._dynamo.reset()  # other tests of this process have compiled the same function
     with cases[0].make(ranks) as ep:
@@ -59,23 +62,30 @@ def test_breaks_between_the_calls_are_fine(ranks: Ranks) -> None:
     layer = Layer(case, ranks)
     with case.make(ranks) as ep:
         run = torch.compile(moe.run, backend="aot_eager")
-        check_grads(layer, run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=case.layout))
+        check_grads(
+            layer, run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=case.layout)
+        )
 
 
 @pytest.mark.portable
 @distributed_test(world_size=1, engine=ENGINES)
 def test_operators_are_registered_soundly(ranks: Ranks) -> None:
-    """``torch.library.opcheck``: schemas, fake kernels (shapes, dtypes) and autograd agree with the real ones.
+    """``torch.library.opcheck``: schemas, fake kernels (shapes, dtypes) and autograd agree with the
+    real ones.
 
-    Its dynamic graph test is left out: it returns every output of an operator from one graph, and the partitioner has no answer
-    to sizes that only the data decides. The test above compiles with symbolic sizes.
+    Its dynamic graph test is left out: it returns every output of an operator from one graph, and
+    the partitioner has no answer to sizes that only the data decides. The test above compiles with
+    symbolic sizes.
     """
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     for layout in ty.Layout:
         for exact in (True, False):
             specified = not exact and layout is not ty.Layout.EXPERT_PADDED
-            # it compares every bit of two runs; plans of engines with kernels have the number of their call
-            static = ("test_aot_dispatch_static",) if specified and ranks.engine == "collective" else ()
+            # it compares every bit of two runs; plans of engines with kernels have the number of
+            # their call
+            static = (
+                ("test_aot_dispatch_static",) if specified and ranks.engine == "collective" else ()
+            )
             check = partial(torch.library.opcheck, test_utils=(*utilities, *static))
             case = Case(1, dtype=torch.float32, layout=layout, exact=exact)
             leaves = Layer(case, ranks)
@@ -84,12 +94,20 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                 spec = [layout.value, int(exact), 1, -1]
                 arguments = (leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
                 check(torch.ops.tokenyard.dispatch.default, arguments)
-                handle = ep.dispatch(leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact).handle
+                handle = ep.dispatch(
+                    leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact
+                ).handle
                 plan = [each.detach() for each in handle.plan]
                 arguments = (leaves.x, None, plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.redispatch.default, arguments)
-                rows = torch.randn(handle.num_rows, case.hidden, device=ranks.device, requires_grad=True)
-                weights = torch.rand(handle.num_rows, device=ranks.device) if layout is not ty.Layout.FLAT else None
+                rows = torch.randn(
+                    handle.num_rows, case.hidden, device=ranks.device, requires_grad=True
+                )
+                weights = (
+                    torch.rand(handle.num_rows, device=ranks.device)
+                    if layout is not ty.Layout.FLAT
+                    else None
+                )
                 arguments = (rows, weights, None, [], plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)
 
@@ -138,8 +156,12 @@ def test_cached_dispatches_keep_their_cast(ranks: Ranks) -> None:
             outcomes.append((rows.detach(), leaf.grad))
         ones = [torch.ones(each.x.shape, dtype=torch.bfloat16) for each in cast.expected]
         for rows, grad in outcomes:
-            assert_same_bits(rows.cpu(), reference.dequantize(want.x, want.scales), what="rows", rank=ranks.rank)
-            assert_same_bits(grad.cpu(), case.combined(ranks.rank, ones).x, what="gradient", rank=ranks.rank)
+            assert_same_bits(
+                rows.cpu(), reference.dequantize(want.x, want.scales), what="rows", rank=ranks.rank
+            )
+            assert_same_bits(
+                grad.cpu(), case.combined(ranks.rank, ones).x, what="gradient", rank=ranks.rank
+            )
 
 
 @distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
@@ -154,7 +176,9 @@ def test_selective_checkpointing_sees_operators(ranks: Ranks) -> None:
             return moe.run(ep, x, layer.idx, weights, experts)
 
         kept = partial(create_selective_checkpoint_contexts, keep)
-        y = checkpoint(body, layer.x, layer.weights, layer.experts, use_reentrant=False, context_fn=kept)
+        y = checkpoint(
+            body, layer.x, layer.weights, layer.experts, use_reentrant=False, context_fn=kept
+        )
         check_grads(layer, y)
         assert ep.stats().calls["dispatch"] == 1
 
@@ -168,7 +192,10 @@ def test_compiled_calls_do_not_drop_tangents(ranks: Ranks) -> None:
         handle = dispatch(ranks, ep, case).handle
         compiled = torch.compile(lambda x: ep.dispatch(x, handle=handle).x, backend="aot_eager")
         if ranks.rank == 0:
-            with fwd.dual_level(), pytest.raises(ty.NotSupported, match=r"tangents.*torch\.compile"):
+            with (
+                fwd.dual_level(),
+                pytest.raises(ty.NotSupported, match=r"tangents.*torch\.compile"),
+            ):
                 compiled(fwd.make_dual(x, x))
         else:
             with pytest.raises(ty.PeerError, match=r"rank 0 refused.*tangents"):

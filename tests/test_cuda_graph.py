@@ -16,7 +16,9 @@ from tokenyard.testing.modules import BODY
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get(DEVICE_VARIABLE) != "cuda", reason="needs a GPU per rank: make test-gpu"),
+    pytest.mark.skipif(
+        os.environ.get(DEVICE_VARIABLE) != "cuda", reason="needs a GPU per rank: make test-gpu"
+    ),
 ]
 WORLD_SIZES = tuple(size for size in (1, 2, 4) if size <= max(torch.cuda.device_count(), 1))
 REPLAYS = 25
@@ -61,7 +63,10 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout) ->
 
 @distributed_test(world_size=WORLD_SIZES, engine="nvlink")
 def test_replays_leave_rows_in_place_and_read_them_there(ranks: Ranks) -> None:
-    cases = [Case(ranks.world_size, routing=name, num_tokens=16, exact=False) for name in ("uniform", "zipf", "local")]
+    cases = [
+        Case(ranks.world_size, routing=name, num_tokens=16, exact=False)
+        for name in ("uniform", "zipf", "local")
+    ]
     with cases[0].make(ranks) as ep:
         x = cases[0].x[ranks.rank].to(ranks.device)
         idx, weights = (t.to(ranks.device) for t in cases[0].picks[ranks.rank])

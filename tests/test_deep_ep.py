@@ -1,4 +1,6 @@
-"""``tokenyard.deep_ep`` in normal mode: what DeepEP documents, at any number of ranks, against plain loops."""
+"""``tokenyard.deep_ep`` in normal mode: what DeepEP documents, at any number of ranks, against
+plain loops.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tokenyard.testing import Ranks, distributed_test
 @pytest.mark.portable
 @distributed_test(world_size=(1, 2, 3, 4))
 def test_round_trip(ranks: Ranks) -> None:
-    """Fresh dispatch, cached dispatch, combine; uneven and empty ranks; experts that do not divide by ranks; one buffer."""
+    """Fresh dispatch, cached dispatch, combine; uneven and empty ranks; experts that do not divide
+    by ranks; one buffer.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group, int(1e9))
     for tokens in TOKENS:
         for num_experts in (12, 13):
@@ -35,13 +39,23 @@ def test_round_trip(ranks: Ranks) -> None:
             assert event.event is None
             assert torch.equal(recv_x, world.take(rank, world.x))
             assert idx.dtype == torch.int64 and torch.equal(idx, world.local_idx(rank))
-            assert weights.dtype == torch.float32 and torch.equal(weights, world.local_weights(rank))
+            assert weights.dtype == torch.float32 and torch.equal(
+                weights, world.local_weights(rank)
+            )
             assert counts == world.counts(rank)
             again = buffer.dispatch(world.x[rank], handle)
-            assert torch.equal(again[0], recv_x) and again[1:5] == (None,) * 4 and again[5].event is None
-            out, out_weights, event = buffer.combine(world.work(rank, recv_x), handle, topk_weights=weights)
+            assert (
+                torch.equal(again[0], recv_x)
+                and again[1:5] == (None,) * 4
+                and again[5].event is None
+            )
+            out, out_weights, event = buffer.combine(
+                world.work(rank, recv_x), handle, topk_weights=weights
+            )
             assert torch.equal(out.float(), world.combined(rank)) and out.dtype == torch.bfloat16
-            assert torch.equal(out_weights, torch.where(world.idx[rank] < 0, 0.0, world.weights[rank]))
+            assert torch.equal(
+                out_weights, torch.where(world.idx[rank] < 0, 0.0, world.weights[rank])
+            )
             assert buffer.combine(recv_x, handle)[1] is None and event.event is None
     buffer.destroy()
 
@@ -55,7 +69,11 @@ def test_layout(ranks: Ranks) -> None:
             per_rank, per_node, per_expert, in_ranks, event = buffer.get_dispatch_layout(
                 idx, world.num_experts, buffer.capture(), True, True
             )
-            assert torch.equal(in_ranks, world.in_ranks(ranks.rank)) and per_node is None and event.event is not None
+            assert (
+                torch.equal(in_ranks, world.in_ranks(ranks.rank))
+                and per_node is None
+                and event.event is not None
+            )
             assert torch.equal(per_rank, in_ranks.sum(0).int()) and per_rank.dtype == torch.int32
             assert per_expert.tolist() == [int((idx == e).sum()) for e in range(world.num_experts)]
 
@@ -66,7 +84,9 @@ def test_fp8_pairs(ranks: Ranks) -> None:
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     world = World.of(ranks, hidden=512, whole=False)
     pairs = [to_fp8(x) for x in world.x]
-    assert all(len(torch.unique(scales, dim=0)) == len(scales) for _, scales in pairs)  # whole numbers would have one
+    assert all(
+        len(torch.unique(scales, dim=0)) == len(scales) for _, scales in pairs
+    )  # whole numbers would have one
     data = world.take(rank, [pair[0].view(torch.uint8) for pair in pairs]).view(torch.float8_e4m3fn)
     for dtype in (torch.float32, torch.int32):
         all_scales = [pair[1].view(dtype) for pair in pairs]
@@ -78,12 +98,16 @@ def test_fp8_pairs(ranks: Ranks) -> None:
             assert torch.equal(recv[0].view(torch.uint8), data.view(torch.uint8))
             assert torch.equal(recv[1], world.take(rank, all_scales))
             again = buffer.dispatch(x=(pairs[rank][0], strided), handle=handle)[0]
-            assert torch.equal(again[0].view(torch.uint8), data.view(torch.uint8)) and torch.equal(again[1], recv[1])
+            assert torch.equal(again[0].view(torch.uint8), data.view(torch.uint8)) and torch.equal(
+                again[1], recv[1]
+            )
 
 
 @distributed_test(world_size=(2, 3))
 def test_worst_case_rows(ranks: Ranks) -> None:
-    """``num_worst_tokens`` gives the same rows, bit for bit, then ids of -1; also where it does not divide by the ranks."""
+    """``num_worst_tokens`` gives the same rows, bit for bit, then ids of -1; also where it does not
+    divide by the ranks.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     for tokens in TOKENS:
         world = World.of(ranks, tokens)
@@ -91,10 +115,14 @@ def test_worst_case_rows(ranks: Ranks) -> None:
         exact, idx, weights, _, handle, _ = fresh(buffer, world)
         num_rows = len(exact)
         for worst in (most * ranks.world_size, most * ranks.world_size + 1):
-            recv_x, recv_idx, recv_weights, counts, static, _ = fresh(buffer, world, num_worst_tokens=worst)
+            recv_x, recv_idx, recv_weights, counts, static, _ = fresh(
+                buffer, world, num_worst_tokens=worst
+            )
             assert len(recv_x) == len(recv_idx) == len(recv_weights) == worst and counts == []
             assert torch.equal(recv_x[:num_rows], exact) and torch.equal(recv_idx[:num_rows], idx)
-            assert torch.equal(recv_weights[:num_rows], weights) and bool((recv_idx[num_rows:] == -1).all())
+            assert torch.equal(recv_weights[:num_rows], weights) and bool(
+                (recv_idx[num_rows:] == -1).all()
+            )
             assert static[0][:, rank].tolist() == world.prefix(rank) and len(static[3]) == worst
             assert static[0][:, rank - 1].tolist() == [-1] * ranks.world_size
             rows = torch.full_like(recv_x, float("nan"))
@@ -108,7 +136,9 @@ def test_worst_case_rows(ranks: Ranks) -> None:
 
 @distributed_test(world_size=(2, 4))
 def test_without_top_k(ranks: Ranks) -> None:
-    """Layout tensors alone: the same rows and counts, no ids; the handle serves cached dispatches and combine."""
+    """Layout tensors alone: the same rows and counts, no ids; the handle serves cached dispatches
+    and combine.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     for tokens, num_experts in product(
         TOKENS, (13, 16)
@@ -116,12 +146,19 @@ def test_without_top_k(ranks: Ranks) -> None:
         world = World.of(ranks, tokens, num_experts)
         recv_x, _, weights, counts, handle, _ = fresh(buffer, world, topk_weights=None)
         assert weights is None
-        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(
+            world.idx[rank], world.num_experts
+        )
         bare = buffer.dispatch(
-            world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert, expert_alignment=4
+            world.x[rank],
+            is_token_in_rank=in_ranks,
+            num_tokens_per_expert=per_expert,
+            expert_alignment=4,
         )
         assert torch.equal(bare[0], recv_x) and bare[1] is None and bare[2] is None
-        assert bare[3] == [-(-count // 4) * 4 for count in world.counts(rank)] and counts == world.counts(rank)
+        assert bare[3] == [
+            -(-count // 4) * 4 for count in world.counts(rank)
+        ] and counts == world.counts(rank)
         assert torch.equal(bare[4][0], handle[0]) and bare[4][4] is in_ranks
         assert torch.equal(buffer.dispatch(world.x[rank], handle=bare[4])[0], recv_x)
         assert torch.equal(buffer.combine(recv_x, bare[4])[0], buffer.combine(recv_x, handle)[0])
@@ -170,14 +207,23 @@ def test_handle_tuple(ranks: Ranks) -> None:
         assert torch.equal(in_ranks, world.in_ranks(rank))
         assert channels.tolist() == [[int(count)] * 4 for count in in_ranks.sum(0)]
         sent = [
-            world.prefix(rank)[peer] - (world.prefix(rank)[peer - 1] if peer else 0) for peer in range(ranks.world_size)
+            world.prefix(rank)[peer] - (world.prefix(rank)[peer - 1] if peer else 0)
+            for peer in range(ranks.world_size)
         ]
         assert recv_channels.tolist() == [[0, count, count, count] for count in sent]
         for peer in range(ranks.world_size):
             going = head[in_ranks[:, peer], peer]
-            assert going.tolist() == list(range(len(going))) and bool((head[~in_ranks[:, peer], peer] == -1).all())
-        assert all(item.dtype == torch.int32 for item in (matrix, channels, recv_channels, source, head))
-        assert handle[0] is matrix and handle[-6] is matrix and handle[1:3] == (channels, recv_channels)
+            assert going.tolist() == list(range(len(going))) and bool(
+                (head[~in_ranks[:, peer], peer] == -1).all()
+            )
+        assert all(
+            item.dtype == torch.int32 for item in (matrix, channels, recv_channels, source, head)
+        )
+        assert (
+            handle[0] is matrix
+            and handle[-6] is matrix
+            and handle[1:3] == (channels, recv_channels)
+        )
         assert handle == handle and {handle: 1}[handle] == 1
         with pytest.raises(IndexError):
             handle[6]
@@ -191,9 +237,16 @@ def test_more_than_eight_ranks() -> None:
         per_rank, per_node, _, got = layout.layout(world.idx[rank], 18, 9)
         assert torch.equal(got, in_ranks) and per_rank.tolist() == in_ranks.sum(0).tolist()
         assert per_node is not None and per_node.dtype == torch.int32
-        assert per_node.tolist() == [int(in_ranks[:, :8].any(1).sum()), int(in_ranks[:, 8:].any(1).sum())]
+        assert per_node.tolist() == [
+            int(in_ranks[:, :8].any(1).sum()),
+            int(in_ranks[:, 8:].any(1).sum()),
+        ]
         runtime = Runtime(rank, 9, Streams())
-        assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank(), runtime.get_root_rdma_rank(True)) == (
+        assert (
+            runtime.get_num_rdma_ranks(),
+            runtime.get_rdma_rank(),
+            runtime.get_root_rdma_rank(True),
+        ) == (
             2,
             rank // 8,
             rank % 8,
@@ -203,22 +256,31 @@ def test_more_than_eight_ranks() -> None:
 
 @distributed_test(world_size=2)
 def test_internode_handle_tuple(ranks: Ranks) -> None:
-    """Ten items, made here from a dispatch between two ranks; what only forwarding ranks have is None."""
+    """Ten items, made here from a dispatch between two ranks; what only forwarding ranks have is
+    None.
+    """
     world, rank = World.of(ranks), ranks.rank
     in_ranks, known = world.in_ranks(rank), fresh(deep_ep.Buffer(ranks.group), world)[4]
     handle = InternodeHandle.of(known.ep, known.native, in_ranks, None, 8)
     assert len(handle) == len(list(handle)) == 10 and handle[0] is in_ranks
-    assert handle[-4].tolist() == world.prefix(rank) and handle[-3].tolist() == [list(row) for row in world.rows[rank]]
+    assert handle[-4].tolist() == world.prefix(rank) and handle[-3].tolist() == [
+        list(row) for row in world.rows[rank]
+    ]
     assert handle[1].tolist() == [[int(in_ranks.any(1).sum())] * 4]
     assert handle[2].tolist() == [[int(count)] * 4 for count in in_ranks.sum(0)]
-    assert handle[5][:, 1].tolist() == [world.prefix(rank)[0], world.prefix(rank)[1] - world.prefix(rank)[0]]
+    assert handle[5][:, 1].tolist() == [
+        world.prefix(rank)[0],
+        world.prefix(rank)[1] - world.prefix(rank)[0],
+    ]
     assert handle[8][in_ranks.any(1), 0].tolist() == list(range(int(in_ranks.any(1).sum())))
     assert [handle[at] for at in (3, 4, 9)] == [None] * 3
 
 
 @distributed_test(world_size=(2, 4))
 def test_close_to_exact_arithmetic(ranks: Ranks) -> None:
-    """DeepEP's own measure and bounds, on random numbers; the same call twice gives the same bits."""
+    """DeepEP's own measure and bounds, on random numbers; the same call twice gives the
+    same bits.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     world = World.of(ranks, "even", 32, 8, 1024, whole=False, dropped=0.0)
     times = world.in_ranks(rank).sum(1, keepdim=True)
@@ -255,7 +317,9 @@ def test_dtypes_bias_and_alignment(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_no_operation_of_torch_but_those_of_native_calls(ranks: Ranks) -> None:
-    """Fresh and cached dispatch, pairs too, combine with weights or without; static shapes are cut into views, nothing else."""
+    """Fresh and cached dispatch, pairs too, combine with weights or without; static shapes are cut
+    into views, nothing else.
+    """
     buffer, world = deep_ep.Buffer(ranks.group), World.of(ranks)
     x, idx, weights = (each[ranks.rank] for each in (world.x, world.idx, world.weights))
     per_expert = buffer.get_dispatch_layout(idx, world.num_experts)[2]
@@ -266,7 +330,10 @@ def test_no_operation_of_torch_but_those_of_native_calls(ranks: Ranks) -> None:
     ep, plan = handle.ep, handle.native
     calls = [
         (lambda: buffer.dispatch(x, **known), lambda: ep.dispatch(x, idx, weights)),
-        (lambda: buffer.dispatch(pair, **known), lambda: ep.dispatch(ty.Quantized(*pair), idx, weights)),
+        (
+            lambda: buffer.dispatch(pair, **known),
+            lambda: ep.dispatch(ty.Quantized(*pair), idx, weights),
+        ),
         (
             lambda: buffer.dispatch(x, **known, num_worst_tokens=worst),
             lambda: static.ep.dispatch(x, idx, weights, exact=False),
@@ -291,7 +358,9 @@ def test_no_operation_of_torch_but_those_of_native_calls(ranks: Ranks) -> None:
 @pytest.mark.portable
 @distributed_test(world_size=2)
 def test_events(ranks: Ranks) -> None:
-    """An event if and only if the call is asynchronous; any event may come before; nothing needs CUDA."""
+    """An event if and only if the call is asynchronous; any event may come before; nothing needs
+    CUDA.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     world = World.of(ranks)
     before = [
@@ -302,7 +371,11 @@ def test_events(ranks: Ranks) -> None:
     ]
     for previous in before:
         for later in (False, True):
-            options = {"previous_event": previous, "async_finish": later, "allocate_on_comm_stream": later}
+            options = {
+                "previous_event": previous,
+                "async_finish": later,
+                "allocate_on_comm_stream": later,
+            }
             *result, handle, event = fresh(buffer, world, **options)
             events = [event, buffer.dispatch(world.x[rank], handle=handle, **options)[5]]
             out, _, event = buffer.combine(world.work(rank, result[0]), handle, **options)
@@ -323,7 +396,9 @@ def test_events(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_autograd_stays_out(ranks: Ranks) -> None:
-    """As in DeepEP results carry no gradients, whatever the mode; calls inside and outside of inference mode mix."""
+    """As in DeepEP results carry no gradients, whatever the mode; calls inside and outside of
+    inference mode mix.
+    """
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     world = World.of(ranks)
     x = world.x[rank].clone().requires_grad_()
@@ -333,13 +408,17 @@ def test_autograd_stays_out(ranks: Ranks) -> None:
     assert torch.is_grad_enabled() and not recv_x.requires_grad
     with torch.inference_mode():
         inside = fresh(buffer, world, num_worst_tokens=64)[0]
-    assert torch.equal(fresh(buffer, world, num_worst_tokens=64)[0][: len(recv_x)], inside[: len(recv_x)])
+    assert torch.equal(
+        fresh(buffer, world, num_worst_tokens=64)[0][: len(recv_x)], inside[: len(recv_x)]
+    )
     assert not buffer.combine(recv_x.requires_grad_(), handle)[0].requires_grad
 
 
 @distributed_test(world_size=2)
 def test_other_default_device_and_dtype(ranks: Ranks) -> None:
-    """DeepEP's own programs set both; ``meta`` shows every tensor that was made without saying where."""
+    """DeepEP's own programs set both; ``meta`` shows every tensor that was made without saying
+    where.
+    """
     rank, world, here = ranks.rank, World.of(ranks), ranks.device
     want = world.take(rank, world.x), world.local_idx(rank), world.combined(rank)
     torch.set_default_dtype(torch.bfloat16)
@@ -351,15 +430,27 @@ def test_other_default_device_and_dtype(ranks: Ranks) -> None:
         assert torch.equal(buffer.combine(recv_x * (rank + 1), handle)[0].float(), want[2])
         assert all(item.device == here for item in handle)
         worst = fresh(buffer, world, num_worst_tokens=40)
-        assert torch.equal(worst[0][: len(recv_x)], recv_x) and all(item.device == here for item in worst[4])
-        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
-        bare = buffer.dispatch(world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert)
+        assert torch.equal(worst[0][: len(recv_x)], recv_x) and all(
+            item.device == here for item in worst[4]
+        )
+        _, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(
+            world.idx[rank], world.num_experts
+        )
+        bare = buffer.dispatch(
+            world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert
+        )
         assert torch.equal(bare[0], recv_x)
-        rows, counts, padded, _, _ = buffer.low_latency_dispatch(world.x[rank], world.idx[rank], 16, 12)
+        rows, counts, padded, _, _ = buffer.low_latency_dispatch(
+            world.x[rank], world.idx[rank], 16, 12
+        )
         assert rows[1].device == padded[0].device == padded[1].device == here
         stats = torch.zeros(2, dtype=torch.int64, device=here)
         out, _, _ = buffer.low_latency_combine(
-            from_fp8(*rows), world.idx[rank], world.weights[rank], padded, combine_wait_recv_cost_stats=stats
+            from_fp8(*rows),
+            world.idx[rank],
+            world.weights[rank],
+            padded,
+            combine_wait_recv_cost_stats=stats,
         )
         assert out.device == here == counts.device
     finally:

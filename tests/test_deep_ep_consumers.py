@@ -1,4 +1,6 @@
-"""The exact calls of the frameworks that use DeepEP, replayed: their layers give what one process computes."""
+"""The exact calls of the frameworks that use DeepEP, replayed: their layers give what one process
+computes.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ import torch
 from deep_ep_world import TOKENS, World
 from tokenyard.testing import Ranks, distributed_test
 
-INFERENCE = ("vllm_high_throughput", "vllm_low_latency", "sglang_normal", "sglang_low_latency", "lmdeploy")
+INFERENCE = (
+    "vllm_high_throughput",
+    "vllm_low_latency",
+    "sglang_normal",
+    "sglang_low_latency",
+    "lmdeploy",
+)
 
 
 @pytest.mark.parametrize("consumer", INFERENCE)
 @distributed_test(world_size=(2, 3, 4))
 def test_inference(ranks: Ranks, consumer: str) -> None:
-    """Asynchronous (or hooks) and not, FP8 and not, even, uneven and empty ranks; bits equal where casts are exact."""
+    """Asynchronous (or hooks) and not, FP8 and not, even, uneven and empty ranks; bits equal where
+    casts are exact.
+    """
     import deep_ep_consumers
 
     layer = getattr(deep_ep_consumers, consumer)
@@ -26,7 +36,10 @@ def test_inference(ranks: Ranks, consumer: str) -> None:
             got = layer(ranks, world, other, fp8)
         want = world.layered(ranks.rank)
         assert got.dtype == torch.bfloat16 and got.shape == want.shape
-        if fp8 and consumer in ("vllm_high_throughput", "sglang_normal"):  # scales are not powers of two
+        if fp8 and consumer in (
+            "vllm_high_throughput",
+            "sglang_normal",
+        ):  # scales are not powers of two
             assert torch.allclose(got.float(), want.float(), rtol=2**-4, atol=0.1)
         else:
             assert torch.equal(got, want), (tokens, other, fp8)
@@ -34,7 +47,9 @@ def test_inference(ranks: Ranks, consumer: str) -> None:
 
 @distributed_test(world_size=(2, 4))
 def test_training(ranks: Ranks) -> None:
-    """Megatron-core (always asynchronous), NeMo Automodel (destroys) and torchtitan: output and gradients."""
+    """Megatron-core (always asynchronous), NeMo Automodel (destroys) and torchtitan: output and
+    gradients.
+    """
     import deep_ep_training
 
     for tokens, later, destroys in product(TOKENS, (False, True), (False, True)):

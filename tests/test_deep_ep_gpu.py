@@ -1,4 +1,6 @@
-"""``tokenyard.deep_ep`` where only GPUs can show it: a rank that is killed, memory that streams share. See ``make test-gpu``."""
+"""``tokenyard.deep_ep`` where only GPUs can show it: a rank that is killed, memory that streams
+share. See ``make test-gpu``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from tokenyard.testing.decorators import DEVICE_VARIABLE
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        os.environ.get(DEVICE_VARIABLE) != "cuda", reason="needs GPUs, a process for each: make test-gpu"
+        os.environ.get(DEVICE_VARIABLE) != "cuda",
+        reason="needs GPUs, a process for each: make test-gpu",
     ),
 ]
 TIMEOUT = 2.0
@@ -31,7 +34,9 @@ MOST = 28
 
 @distributed_test(world_size=2, engine="low_latency", may_die=(1,))
 def test_without_masks_the_call_after_a_death_raises(ranks: Ranks) -> None:
-    """The call that waited in vain completes on the device; the next one says who was silent, and so does every later one."""
+    """The call that waited in vain completes on the device; the next one says who was silent, and
+    so does every later one.
+    """
     skip_without_gpus(ranks)
     world = World.of(ranks, "even", hidden=512)
     x, idx, weights = world.x[ranks.rank], world.idx[ranks.rank], world.weights[ranks.rank]
@@ -39,7 +44,9 @@ def test_without_masks_the_call_after_a_death_raises(ranks: Ranks) -> None:
         patch.setenv(TIMEOUT_VARIABLE, str(TIMEOUT))
         buffer = deep_ep.Buffer(ranks.group, 0, 1 << 20, True)
         for _ in range(4):
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, world.num_experts, use_fp8=False)
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(
+                x, idx, MOST, world.num_experts, use_fp8=False
+            )
             assert handle.ep.engine == "low_latency"
             work = world.by_expert(ranks.rank, rows)
             out, _, _ = buffer.low_latency_combine(work, idx, weights, handle)
@@ -53,7 +60,9 @@ def test_without_masks_the_call_after_a_death_raises(ranks: Ranks) -> None:
     torch.cuda.synchronize()
     assert time.monotonic() - start < 10 * TIMEOUT
     for hooked in (False, True):
-        with pytest.raises(ty.PeerTimeout, match=r"rank 1 was silent for 2.0 s .*enable_shrink=True") as raised:
+        with pytest.raises(
+            ty.PeerTimeout, match=r"rank 1 was silent for 2.0 s .*enable_shrink=True"
+        ) as raised:
             buffer.low_latency_dispatch(x, idx, MOST, world.num_experts, return_recv_hook=hooked)
         assert raised.value.rank == 1
     buffer.destroy()
@@ -61,7 +70,9 @@ def test_without_masks_the_call_after_a_death_raises(ranks: Ranks) -> None:
 
 @distributed_test(world_size=(1, 2))
 def test_items_of_a_handle_that_is_gone(ranks: Ranks) -> None:
-    """An item is read late, on a stream that sleeps; by then its handle is gone and the next call has taken memory."""
+    """An item is read late, on a stream that sleeps; by then its handle is gone and the next call
+    has taken memory.
+    """
     buffer = deep_ep.Buffer(ranks.group)
     worlds = [World.of(ranks, "even", seed=seed) for seed in range(4)]
     early = buffer.capture()

@@ -1,4 +1,6 @@
-"""DeepEP's layout: by torch, and by the kernel (interpreted here, compiled with ``make test-gpu``), against plain loops."""
+"""DeepEP's layout: by torch, and by the kernel (interpreted here, compiled with ``make test-gpu``),
+against plain loops.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,20 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 HERE = "cuda" if DEVICE == "cuda" else "cpu"
 
 CASES = [
-    (3, 2, 4, 2), (0, 2, 4, 2), (40, 1, 5, 3), (37, 3, 13, 4), (130, 8, 64, 8), (9, 5, 3, 2), (70, 9, 30, 6), (33, 24, 96, 5),
-    (5, 64, 64, 1), (6, 2, 4, 0),
-]  # fmt: skip
-"""Tokens, ranks, experts, picks: uneven experts, ranks without any, more ranks than a node has, no tokens, no picks."""
+    (3, 2, 4, 2),
+    (0, 2, 4, 2),
+    (40, 1, 5, 3),
+    (37, 3, 13, 4),
+    (130, 8, 64, 8),
+    (9, 5, 3, 2),
+    (70, 9, 30, 6),
+    (33, 24, 96, 5),
+    (5, 64, 64, 1),
+    (6, 2, 4, 0),
+]
+"""Tokens, ranks, experts, picks: uneven experts, ranks without any, more ranks than a node has, no
+tokens, no picks.
+"""
 
 
 def picks(tokens: int, experts: int, top: int) -> Tensor:
@@ -31,7 +43,9 @@ def picks(tokens: int, experts: int, top: int) -> Tensor:
     return torch.randint(-1 - experts // 5, experts, (tokens, top), generator=random).clamp(min=-1)
 
 
-def by_loops(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def by_loops(
+    topk_idx: Tensor, num_experts: int, num_ranks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens per rank, per node of 8, per expert, and of each token."""
     share, extra = divmod(num_experts, num_ranks)
     owners = [rank for rank in range(num_ranks) for _ in range(share + (rank < extra))]
@@ -55,8 +69,12 @@ def by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int) -> layout.Layo
     from tokenyard.testing import interpreter  # repairs Triton's
 
     assert interpreter.is_interpreting()
-    constants = layout.constants(num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype == torch.int64)
-    return layout.fill(topk_idx, num_experts, num_ranks, lambda *args: layout_kernel[(3,)](*args, **constants))
+    constants = layout.constants(
+        num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype == torch.int64
+    )
+    return layout.fill(
+        topk_idx, num_experts, num_ranks, lambda *args: layout_kernel[(3,)](*args, **constants)
+    )
 
 
 def check(got: layout.Layout, topk_idx: Tensor, num_experts: int, num_ranks: int) -> None:
@@ -65,7 +83,11 @@ def check(got: layout.Layout, topk_idx: Tensor, num_experts: int, num_ranks: int
     assert (got[1] is None) == (num_ranks <= 8)
     for mine, right in zip(got, want, strict=True):
         if mine is not None:
-            assert torch.equal(mine.cpu(), right) and mine.dtype == right.dtype and mine.is_contiguous()
+            assert (
+                torch.equal(mine.cpu(), right)
+                and mine.dtype == right.dtype
+                and mine.is_contiguous()
+            )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -82,14 +104,18 @@ def test_both_ways(case: tuple[int, int, int, int]) -> None:
 
 def test_example() -> None:
     """What the kernel's docstring says."""
-    per_rank, _, per_expert, in_ranks = by_kernel(torch.tensor([[0, 3], [1, 1], [2, -1]], device=HERE), 4, 2)
+    per_rank, _, per_expert, in_ranks = by_kernel(
+        torch.tensor([[0, 3], [1, 1], [2, -1]], device=HERE), 4, 2
+    )
     assert in_ranks.int().tolist() == [[1, 1], [1, 0], [0, 1]]
     assert per_rank.tolist() == [2, 2] and per_expert.tolist() == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize("way", [layout.by_torch, by_kernel], ids=["torch", "kernel"])
 def test_ids_out_of_range_are_nobodys(way: Any) -> None:
-    """Both ways alike, as documented; a dispatch with them refuses them. No table is written outside of its bounds."""
+    """Both ways alike, as documented; a dispatch with them refuses them. No table is written
+    outside of its bounds.
+    """
     wrong = torch.tensor([[4, -2, 1], [1 << 32, 1 - (1 << 32), -1]], device=HERE)
     per_rank, _, per_expert, in_ranks = way(wrong, 4, 2)
     assert (per_rank.tolist(), per_expert.tolist()) == ([1, 0], [0, 1, 0, 0])

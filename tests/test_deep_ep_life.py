@@ -1,4 +1,6 @@
-"""``tokenyard.deep_ep.Buffer`` from making to destroying, what it refuses, and what frameworks read of it."""
+"""``tokenyard.deep_ep.Buffer`` from making to destroying, what it refuses, and what frameworks read
+of it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,22 @@ from tokenyard.testing import Ranks, distributed_test
 
 @distributed_test(world_size=2)
 def test_life(ranks: Ranks) -> None:
-    """Several buffers and handles at once, out of order; destroyed twice, collected, or asked after the end."""
+    """Several buffers and handles at once, out of order; destroyed twice, collected, or asked after
+    the end.
+    """
     rank = ranks.rank
-    first, second = deep_ep.Buffer(ranks.group, explicitly_destroy=True), deep_ep.Buffer(gloo(ranks))
+    first, second = (
+        deep_ep.Buffer(ranks.group, explicitly_destroy=True),
+        deep_ep.Buffer(gloo(ranks)),
+    )
     worlds = [World.of(ranks, seed=seed, hidden=128 * (1 + seed)) for seed in range(3)]
-    made = [(buffer, world, *fresh(buffer, world)) for world in worlds for buffer in (first, second)]
+    made = [
+        (buffer, world, *fresh(buffer, world)) for world in worlds for buffer in (first, second)
+    ]
     for buffer, world, recv_x, _, _, _, handle, _ in reversed(made):
-        assert torch.equal(buffer.combine(world.work(rank, recv_x), handle)[0].float(), world.combined(rank))
+        assert torch.equal(
+            buffer.combine(world.work(rank, recv_x), handle)[0].float(), world.combined(rank)
+        )
     first.destroy()
     first.destroy()
     assert first.runtime is None and first.group is ranks.group
@@ -36,14 +47,18 @@ def test_life(ranks: Ranks) -> None:
     rows, handle = made[0][2], made[0][6]
     for buffer in (first, second):
         error = error_of(lambda buffer=buffer: buffer.combine(rows, handle))
-        assert isinstance(error, RuntimeError) and "Buffer" in str(error) and "destroyed" in str(error)
+        assert (
+            isinstance(error, RuntimeError) and "Buffer" in str(error) and "destroyed" in str(error)
+        )
     rows, handle, gone = made[1][2], made[1][6], weakref.ref(second)
     made.clear()
     del second, buffer, error  # its traceback has the buffer
     gc.collect()
     assert gone() is None
     third = deep_ep.Buffer(gloo(ranks))
-    assert torch.equal(third.combine(worlds[0].work(rank, rows), handle)[0].float(), worlds[0].combined(rank))
+    assert torch.equal(
+        third.combine(worlds[0].work(rank, rows), handle)[0].float(), worlds[0].combined(rank)
+    )
     native = weakref.ref(handle.ep)
     handle = third = None
     gc.collect()
@@ -53,8 +68,12 @@ def test_life(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("known", [(), (12,), (12, 18)], ids=str)
 @distributed_test(world_size=3)
-def test_ranks_that_disagree_on_sizes_learn_it_at_once(ranks: Ranks, known: tuple[int, ...]) -> None:
-    """Whoever has an object of its size already, and whoever makes one; every object, old and new, is good afterwards."""
+def test_ranks_that_disagree_on_sizes_learn_it_at_once(
+    ranks: Ranks, known: tuple[int, ...]
+) -> None:
+    """Whoever has an object of its size already, and whoever makes one; every object, old and new,
+    is good afterwards.
+    """
     os.environ["TOKENYARD_DEEP_EP_TIMEOUT"] = "1000"
     worlds = {experts: World.of(ranks, num_experts=experts) for experts in (12, 18, 24, 30)}
     try:
@@ -69,7 +88,9 @@ def test_ranks_that_disagree_on_sizes_learn_it_at_once(ranks: Ranks, known: tupl
                 assert torch.equal(fresh(buffer, worlds[experts])[0], rows)
         if known:
             recv_x, _, _, _, handle, _ = fresh(buffer, worlds[12])
-            error = error_of(lambda: buffer.combine(recv_x, handle) if ranks.rank else fresh(buffer, worlds[30]))
+            error = error_of(
+                lambda: buffer.combine(recv_x, handle) if ranks.rank else fresh(buffer, worlds[30])
+            )
             assert type(error) is ty.Mismatch, repr(error)
             buffer.combine(recv_x, handle)
         for experts in (24, 12, 18):
@@ -98,7 +119,9 @@ def test_refusals(ranks: Ranks) -> None:
         (lambda: buffer.combine(recv_x, None), ValueError, "handle must be"),
         (lambda: fresh(buffer, world, num_worst_tokens=2), ValueError, "num_worst_tokens (2)"),
         (
-            lambda: buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(12), num_worst_tokens=99),
+            lambda: buffer.dispatch(
+                x, num_tokens_per_expert=idx.new_zeros(12), num_worst_tokens=99
+            ),
             ValueError,
             "topk_idx",
         ),
@@ -118,16 +141,31 @@ def test_refusals(ranks: Ranks) -> None:
 @distributed_test(world_size=1)
 def test_facts(ranks: Ranks) -> None:
     """Attributes, static methods and hints that frameworks read."""
-    buffer = deep_ep.Buffer(ranks.group, 256, 512, True, 12, allow_mnnvl=True, use_fabric=True, num_nvl_peers=8)
+    buffer = deep_ep.Buffer(
+        ranks.group, 256, 512, True, 12, allow_mnnvl=True, use_fabric=True, num_nvl_peers=8
+    )
     assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, ranks.group)
-    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (256, 512, True)
-    assert not buffer.explicitly_destroy and not buffer.enable_shrink and weakref.ref(buffer)() is buffer
+    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.low_latency_mode) == (
+        256,
+        512,
+        True,
+    )
+    assert (
+        not buffer.explicitly_destroy
+        and not buffer.enable_shrink
+        and weakref.ref(buffer)() is buffer
+    )
     assert deep_ep.Buffer.num_sms == 20 and deep_ep.Buffer.is_sm90_compiled() is True
     deep_ep.Buffer.set_num_sms(24)
     try:
         for n in (1, 2, 3, 8, 12, 160, 200):
-            for config in (deep_ep.Buffer.get_dispatch_config(n), deep_ep.Buffer.get_combine_config(n)):
-                assert config.num_sms == 24 and config.get_nvl_buffer_size_hint(2 * 7168, n) % 128 == 0
+            for config in (
+                deep_ep.Buffer.get_dispatch_config(n),
+                deep_ep.Buffer.get_combine_config(n),
+            ):
+                assert (
+                    config.num_sms == 24 and config.get_nvl_buffer_size_hint(2 * 7168, n) % 128 == 0
+                )
                 assert config.get_rdma_buffer_size_hint(2 * 7168, n) == 0
         for n, there, back in ((2, 24, 10), (4, 6, 9), (8, 6, 4), (16, 6, 4)):
             assert deep_ep.Buffer.get_dispatch_config(n) == deep_ep.Config(24, there, 256, 6, 128)
@@ -148,10 +186,16 @@ def test_facts(ranks: Ranks) -> None:
     view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), 2)
     view.fill_(3)
     assert buffer.get_local_buffer_tensor(torch.bfloat16)[:35].tolist() == [0] * 2 + [3] * 32 + [0]
-    assert buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).fill_(5).numel() == 512
+    assert (
+        buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).fill_(5).numel()
+        == 512
+    )
     assert buffer.get_local_buffer_tensor(torch.bfloat16).max() == 3  # the other memory
     runtime: Any = buffer.runtime
-    assert runtime.is_available() and (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (1, 0)
+    assert runtime.is_available() and (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (
+        1,
+        0,
+    )
     assert runtime.get_root_rdma_rank(True) == runtime.get_root_rdma_rank(False) == 0
     assert deep_ep.topk_idx_t == torch.int64 and isinstance(deep_ep.__version__, str)
     assert not hasattr(deep_ep, "ElasticBuffer") and not hasattr(deep_ep, "HybridEPBuffer")

@@ -1,4 +1,6 @@
-"""``tokenyard.deep_ep`` in low-latency mode: static blocks per expert, casts, hooks, masks, statistics."""
+"""``tokenyard.deep_ep`` in low-latency mode: static blocks per expert, casts, hooks, masks,
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def check_blocks(world: World, rank: int, rows: Tensor, counts: Tensor, handle: 
         assert int(counts[expert]) == len(want)
         if want:
             assert torch.equal(
-                rows[expert, : len(want)], torch.stack([world.x[source][token] for source, token in want])
+                rows[expert, : len(want)],
+                torch.stack([world.x[source][token] for source, token in want]),
             )
         assert source_info[expert, : len(want)].tolist() == [token for _, token in want]
         for peer in range(world.size):
@@ -56,7 +59,9 @@ def test_round_trip(ranks: Ranks) -> None:
         for number, cast in enumerate(CASTS):
             exact = not cast["use_fp8"] or cast.get("round_scale", False)
             way = [{}, {"async_finish": True}, {"return_recv_hook": True}][number % 3]
-            rows, counts, handle, event, hook = buffer.low_latency_dispatch(world.x[rank], idx, MOST, 13, **cast, **way)
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+                world.x[rank], idx, MOST, 13, **cast, **way
+            )
             assert (event.event is not None) == ("async_finish" in way) and (hook is not None) == (
                 "return_recv_hook" in way
             )
@@ -71,13 +76,25 @@ def test_round_trip(ranks: Ranks) -> None:
                 packed = cast.get("use_ue8m0", False)
                 assert scales.dtype == (torch.int32 if packed else torch.float32)
                 columns = 1 if packed else 4
-                assert scales.shape == (*blocks, columns) and scales.stride()[:2] == (columns * blocks[1], 1)
+                assert scales.shape == (*blocks, columns) and scales.stride()[:2] == (
+                    columns * blocks[1],
+                    1,
+                )
                 assert scales.stride(2) == (1 if packed else blocks[1])
-                assert not cast.get("round_scale") or packed or bool((scales[0, : counts[0]].log2() % 1 == 0).all())
+                assert (
+                    not cast.get("round_scale")
+                    or packed
+                    or bool((scales[0, : counts[0]].log2() % 1 == 0).all())
+                )
             if exact:
                 check_blocks(world, rank, plain(rows), counts, handle)
-            out, work = torch.full_like(world.x[rank], float("nan")), world.by_expert(rank, plain(rows))
-            combined, event, hook = buffer.low_latency_combine(work, idx, weights, handle, out=out, **way)
+            out, work = (
+                torch.full_like(world.x[rank], float("nan")),
+                world.by_expert(rank, plain(rows)),
+            )
+            combined, event, hook = buffer.low_latency_combine(
+                work, idx, weights, handle, out=out, **way
+            )
             assert combined is out and (hook is None) == ("return_recv_hook" not in way)
             assert (event.event is not None) == ("async_finish" in way)
             if hook is not None:
@@ -106,7 +123,9 @@ def test_close_to_exact_arithmetic(ranks: Ranks) -> None:
         assert view.shape == work.shape and view.dtype == torch.bfloat16
         assert buffer.get_next_low_latency_combine_buffer(handle) is view
         view[:, :, :] = work
-        copied, _, _ = buffer.low_latency_combine(torch.zeros_like(work), idx, weights, handle, zero_copy=True)
+        copied, _, _ = buffer.low_latency_combine(
+            torch.zeros_like(work), idx, weights, handle, zero_copy=True
+        )
         assert torch.equal(copied, out)
 
 
@@ -123,7 +142,9 @@ def test_statistics(ranks: Ranks) -> None:
         rows, got, handle, _, _ = buffer.low_latency_dispatch(
             world.x[rank], idx, MOST, 12, counts, waits, use_fp8=False
         )
-        assert torch.equal(counts, before + got) and got.tolist() == [len(e) for e in world.expert_rows(rank)]
+        assert torch.equal(counts, before + got) and got.tolist() == [
+            len(e) for e in world.expert_rows(rank)
+        ]
         mine, others = (waits, waits[:0]) if waits.dim() == 1 else (waits[rank], waits[1 - rank])
         once = mine.clone()
         assert (once[1 - rank] > 0 or ranks.device.type != "cpu") and not others.any()
@@ -132,23 +153,37 @@ def test_statistics(ranks: Ranks) -> None:
         buffer.low_latency_combine(rows, idx, weights, handle, combine_wait_recv_cost_stats=waits)
         assert bool((mine >= once).all()) and not others.any()
     wrong = [
-        ({"cumulative_local_expert_recv_stats": counts.long()}, "cumulative_local_expert_recv_stats"),
         (
-            {"dispatch_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=ranks.device)},
+            {"cumulative_local_expert_recv_stats": counts.long()},
+            "cumulative_local_expert_recv_stats",
+        ),
+        (
+            {
+                "dispatch_wait_recv_cost_stats": torch.zeros(
+                    3, dtype=torch.int64, device=ranks.device
+                )
+            },
             "dispatch_wait_recv_cost_stats",
         ),
     ]
     for arguments, words in wrong:
         error = error_of(
-            lambda arguments=arguments: buffer.low_latency_dispatch(world.x[rank], idx, MOST, 12, **arguments)
+            lambda arguments=arguments: buffer.low_latency_dispatch(
+                world.x[rank], idx, MOST, 12, **arguments
+            )
         )
         assert isinstance(error, ValueError) and words in str(error)
 
 
 @distributed_test(world_size=2)
 def test_masks(ranks: Ranks) -> None:
-    """Without a rank to leave out masks read as zeros; engine ``collective`` cannot leave one out and says so."""
-    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group, 0, 4096, low_latency_mode=True, enable_shrink=True)
+    """Without a rank to leave out masks read as zeros; engine ``collective`` cannot leave one out
+    and says so.
+    """
+    rank, buffer = (
+        ranks.rank,
+        deep_ep.Buffer(ranks.group, 0, 4096, low_latency_mode=True, enable_shrink=True),
+    )
     world = World.of(ranks)
     status = torch.ones(2, dtype=torch.int32, device=ranks.device)
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +192,11 @@ def test_masks(ranks: Ranks) -> None:
             status.fill_(1)
             buffer.low_latency_query_mask_buffer(status)
             assert status.tolist() == [0, 0]
-            assert not buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_().any()
+            assert (
+                not buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True)
+                .zero_()
+                .any()
+            )
             buffer.low_latency_clean_mask_buffer()
             buffer.low_latency_update_mask_buffer(1 - rank)
             buffer.low_latency_update_mask_buffer(1 - rank, mask=False)
@@ -175,18 +214,36 @@ def test_refusals(ranks: Ranks) -> None:
     x, idx, weights = world.x[rank], world.idx[rank], world.weights[rank]
     rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 12, use_fp8=False)
     wrong: list[tuple[Any, type[Exception], str]] = [
-        (lambda: buffer.low_latency_dispatch(x, idx, 2, 12), ValueError, "num_max_dispatch_tokens_per_rank is 2"),
-        (lambda: buffer.low_latency_dispatch(x, idx, MOST, 12, use_nvfp4=True), ty.NotSupported, "use_nvfp4"),
+        (
+            lambda: buffer.low_latency_dispatch(x, idx, 2, 12),
+            ValueError,
+            "num_max_dispatch_tokens_per_rank is 2",
+        ),
+        (
+            lambda: buffer.low_latency_dispatch(x, idx, MOST, 12, use_nvfp4=True),
+            ty.NotSupported,
+            "use_nvfp4",
+        ),
         (lambda: buffer.low_latency_dispatch(x, idx, MOST, 12, colour=1), TypeError, "colour"),
-        (lambda: buffer.low_latency_combine(rows, idx, weights, handle, overlap=True), ty.NotSupported, "overlap"),
+        (
+            lambda: buffer.low_latency_combine(rows, idx, weights, handle, overlap=True),
+            ty.NotSupported,
+            "overlap",
+        ),
         (
             lambda: buffer.low_latency_combine(rows, idx, weights, handle, zero_copy=True),
             ValueError,
             "next_low_latency",
         ),
-        (lambda: buffer.low_latency_combine(rows, idx, weights, tuple(handle)), ValueError, "handle must be"),
         (
-            lambda: buffer.low_latency_dispatch(x, idx, MOST, 12, async_finish=True, return_recv_hook=True),
+            lambda: buffer.low_latency_combine(rows, idx, weights, tuple(handle)),
+            ValueError,
+            "handle must be",
+        ),
+        (
+            lambda: buffer.low_latency_dispatch(
+                x, idx, MOST, 12, async_finish=True, return_recv_hook=True
+            ),
             ValueError,
             "exclude each other",
         ),
@@ -194,8 +251,12 @@ def test_refusals(ranks: Ranks) -> None:
     for call, kind, words in wrong:
         error = error_of(call)
         assert isinstance(error, kind) and words in str(error), (words, error)
-    again = buffer.low_latency_dispatch(x, idx, MOST, 12, use_fp8=False, use_nvfp4=False, x_global_scale=None)
+    again = buffer.low_latency_dispatch(
+        x, idx, MOST, 12, use_fp8=False, use_nvfp4=False, x_global_scale=None
+    )
     check_blocks(world, rank, again[0], again[1], again[2])
     work = world.by_expert(rank, rows)
-    out = buffer.low_latency_combine(work, idx, weights, handle, overlap=False, packed_recv_count=None, num_sms=3)[0]
+    out = buffer.low_latency_combine(
+        work, idx, weights, handle, overlap=False, packed_recv_count=None, num_sms=3
+    )[0]
     assert torch.equal(out.float(), world.weighted(rank))

@@ -1,4 +1,6 @@
-"""What profilers show: DeepEP's own test programs look for ``::dispatch`` and ``::combine`` in tables and traces of kernels."""
+"""What profilers show: DeepEP's own test programs look for ``::dispatch`` and ``::combine`` in
+tables and traces of kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def found() -> dict[str, Any]:
     script = str(Path(__file__).with_name("deep_ep_names.py"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=240, check=False, env=environment
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +68,9 @@ def test_every_launch_of_a_low_latency_call_has_one_name(found: dict[str, Any]) 
     for word in ("dispatch", "combine"):
         labels = [label for label in found["parts"] if label.startswith(f"low_{word}_kernel")]
         assert {"send", "receive"} <= {label.split()[-1] for label in labels}
-        assert {shown(found["parts"][label]) for label in labels} == {f"tokenyard::low_latency::{word}()"}
+        assert {shown(found["parts"][label]) for label in labels} == {
+            f"tokenyard::low_latency::{word}()"
+        }
 
 
 def test_compiled_code_has_the_name(found: dict[str, Any]) -> None:

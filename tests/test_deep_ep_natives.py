@@ -1,4 +1,6 @@
-"""Which native objects a buffer makes, with what, when it uses which again, and when it lets go: told by stand-ins."""
+"""Which native objects a buffer makes, with what, when it uses which again, and when it lets go:
+told by stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 CPU = torch.device("cpu")
 MIB = 1 << 20
 SIZES = (128, 12, 3, 28, CPU)
-OTHERS = [(256, 12, 3, 28, CPU), (128, 13, 3, 28, CPU), (128, 12, 4, 28, CPU), (128, 12, 3, 29, CPU)]
+OTHERS = [
+    (256, 12, 3, 28, CPU),
+    (128, 13, 3, 28, CPU),
+    (128, 12, 4, 28, CPU),
+    (128, 12, 3, 29, CPU),
+]
 
 
 class Native:
@@ -48,7 +55,10 @@ class Native:
             refuse=self.refuse,
         )
         most = options.get("max_tokens_per_rank")
-        self.config, self.device = SimpleNamespace(timeout=options["timeout"], max_tokens_per_rank=most), None
+        self.config, self.device = (
+            SimpleNamespace(timeout=options["timeout"], max_tokens_per_rank=most),
+            None,
+        )
         self.active_mask = torch.ones(2, dtype=torch.int32)
         self.masked: list[tuple[int, bool]] = []
         self.made.append(self)
@@ -69,7 +79,9 @@ class Native:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def make(num_nvl_bytes: int = 0, masks: bool = False, unsupported: tuple[str, ...] = ()) -> natives.Natives:
+    def make(
+        num_nvl_bytes: int = 0, masks: bool = False, unsupported: tuple[str, ...] = ()
+    ) -> natives.Natives:
         Native.made, Native.asked, Native.unsupported = [], [], unsupported
         group: Any = SimpleNamespace()
         return natives.Natives(group, 0, 2, num_nvl_bytes, masks)
@@ -81,11 +93,19 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_what_they_are_made_with(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes by their names; rings within bounds in normal mode, none of their own in the other; variables."""
+    """Sizes by their names; rings within bounds in normal mode, none of their own in the other;
+    variables.
+    """
     for given, rings in ((0, None), (1, 32 * MIB), (64 * MIB, 64 * MIB), (1 << 40, 128 * MIB)):
         known = make(given)
         normal, low, count = known.normal(SIZES), known.low_latency(SIZES), known.counting(4, CPU)
-        same = {"hidden": 128, "num_experts": 12, "num_topk": 3, "max_tokens_per_rank": 28, "device": CPU}
+        same = {
+            "hidden": 128,
+            "num_experts": 12,
+            "num_topk": 3,
+            "max_tokens_per_rank": 28,
+            "device": CPU,
+        }
         more = {"timeout": 100.0, "spare_sms": BESIDE_COLLECTIVES}
         assert normal.options == {**same, **more, "engine": "auto", "buffer_bytes": rings}
         assert low.options == {**same, **more, "engine": "low_latency", "buffer_bytes": None}
@@ -118,7 +138,9 @@ def test_each_size_has_its_own(make: Callable[..., Any]) -> None:
 
 
 def test_turns_of_two(make: Callable[..., Any]) -> None:
-    """Engine low_latency has two objects that take turns; others have one; without it "auto" serves, unless it was asked for."""
+    """Engine low_latency has two objects that take turns; others have one; without it "auto"
+    serves, unless it was asked for.
+    """
     known = make()
     turns = [known.low_latency(SIZES) for _ in range(5)]
     assert turns[0] is turns[2] is turns[4] and turns[1] is turns[3] is not turns[0]
@@ -138,7 +160,9 @@ def test_an_engine_that_was_asked_for_is_not_replaced(
 
 
 def test_silence_is_told_without_masks_only(make: Callable[..., Any]) -> None:
-    """By the dispatch after the call, whichever of the two objects found it, and by every later one."""
+    """By the dispatch after the call, whichever of the two objects found it, and by every later
+    one.
+    """
     for which in (0, 1):
         for masks in (False, True):
             known = make(masks=masks)
@@ -148,7 +172,9 @@ def test_silence_is_told_without_masks_only(make: Callable[..., Any]) -> None:
                 if masks:
                     assert known.low_latency(SIZES) in objects
                     continue
-                with pytest.raises(ty.PeerTimeout, match=r"rank 1 was silent for 100.0 s.*enable_shrink=True") as told:
+                with pytest.raises(
+                    ty.PeerTimeout, match=r"rank 1 was silent for 100.0 s.*enable_shrink=True"
+                ) as told:
                     known.low_latency(SIZES)
                 assert told.value.rank == 1
 
@@ -167,7 +193,9 @@ def test_the_end(make: Callable[..., Any]) -> None:
 
 
 def test_whom_a_refusal_tells(make: Callable[..., Any]) -> None:
-    """The object of these sizes; if some are not known, of those that agree with most of the others the last. In turn."""
+    """The object of these sizes; if some are not known, of those that agree with most of the others
+    the last. In turn.
+    """
     known = make()
     assert known.whom_normal(SIZES) is None and known.whom_normal((None,) * 5) is None
     assert known.whom_low_latency(SIZES) is None and known.whom_of(None, known.last_normal) is None
@@ -187,7 +215,10 @@ def test_whom_a_refusal_tells(make: Callable[..., Any]) -> None:
 def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
     """The call that the others are in, and whether it waits for counts."""
     known, error = make(), ValueError("no")
-    exact, static = known.normal((64, 12, 3, normal.MAX_TOKENS, CPU)), known.normal((64, 12, 3, 20, CPU))
+    exact, static = (
+        known.normal((64, 12, 3, normal.MAX_TOKENS, CPU)),
+        known.normal((64, 12, 3, 20, CPU)),
+    )
     bare = known.normal((64, 2, 2, normal.MAX_TOKENS, CPU))
     x, idx, experts = torch.zeros(4, 64), torch.zeros(4, 3), torch.zeros(12)
     cases: list[tuple[Any, Any, Any, bool]] = [
@@ -205,7 +236,11 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
         assert ep.told == [(DISPATCH, waits)]
         ep.told.clear()
     known.last_normal = static
-    assert normal.refused(known, error, x, object(), routing) is normal.refused_combine(known, error, None) is error
+    assert (
+        normal.refused(known, error, x, object(), routing)
+        is normal.refused_combine(known, error, None)
+        is error
+    )
     assert static.told == [(CACHED, True), (COMBINE, True)]
 
 
@@ -223,11 +258,14 @@ def test_who_is_let_go_is_closed(make: Callable[..., Any]) -> None:
 
 
 def test_masks_of_several_objects() -> None:
-    """A rank is left out if any of them leaves it out; only those that can are asked; asking for it goes to all."""
+    """A rank is left out if any of them leaves it out; only those that can are asked; asking for it
+    goes to all.
+    """
     Native.made, Native.asked = [], []
     options = {"timeout": 1.0}
     first, second, other = (
-        Native(None, engine=engine, **options) for engine in ("low_latency", "low_latency", "nvlink")
+        Native(None, engine=engine, **options)
+        for engine in ("low_latency", "low_latency", "nvlink")
     )
     objects: Any = [first, second, other]
     other.active_mask.zero_()
@@ -248,7 +286,9 @@ def test_masks_of_several_objects() -> None:
 
 
 def test_the_size_hint_grows_with_what_needs_memory() -> None:
-    """128 MiB, or both objects of engine low_latency: two halves, a slot for each token of each rank, in each."""
+    """128 MiB, or both objects of engine low_latency: two halves, a slot for each token of each
+    rank, in each.
+    """
     assert size_hint(1, 128, 2, 4) == 128 * MIB
     slots = 2 * 2 * 8 * 1024 * (2 * 7168)  # objects, halves, ranks, tokens, bytes of a row
     assert slots < size_hint(1024, 7168, 8, 256) < 1.05 * slots

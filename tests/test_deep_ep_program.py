@@ -1,4 +1,6 @@
-"""Programs that import ``deep_ep`` by that name: run without installing anything, or with the small distribution in ``compat``."""
+"""Programs that import ``deep_ep`` by that name: run without installing anything, or with the small
+distribution in ``compat``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ COMPAT = TESTS.parent / "compat" / "deep_ep"
 def python(*arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
 
 
 def test_run_a_program_with_ranks_of_its_own(tmp_path: Path) -> None:
@@ -42,9 +46,11 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_import_is_quiet() -> None:
     """Neither CUDA, Triton, a process group, a thread, the environment nor a word."""
     code = (
-        "import os, sys, threading, torch; before = set(threading.enumerate()), dict(os.environ); import tokenyard.deep_ep;"
+        "import os, sys, threading, torch; before = set(threading.enumerate()), dict(os.environ); "
+        "import tokenyard.deep_ep;"
         "assert 'triton' not in sys.modules and not torch.cuda.is_initialized();"
-        "assert not torch.distributed.is_initialized() and before == (set(threading.enumerate()), dict(os.environ))"
+        "assert not torch.distributed.is_initialized() and before == (set(threading.enumerate()), "
+        "dict(os.environ))"
     )
     done = python("-c", code, path=[SOURCES])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -65,7 +71,9 @@ def imported(site: Path, *path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_installed_name(site: Path) -> None:
     done = imported(site)
-    assert done.stdout.strip() == str(site / "tokenyard_deep_ep" / "deep_ep" / "__init__.py"), done.stderr
+    assert done.stdout.strip() == str(site / "tokenyard_deep_ep" / "deep_ep" / "__init__.py"), (
+        done.stderr
+    )
 
 
 def test_a_real_deep_ep_wins(site: Path, tmp_path: Path) -> None:
@@ -79,7 +87,9 @@ def test_refuses_to_stand_in_for_an_installed_deep_ep(site: Path, tmp_path: Path
     """One that Python finds later only, as some editable installs are, is named."""
     facts = tmp_path / "real" / "deep_ep-1.2.1.dist-info"
     facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1+567632d\n")
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1+567632d\n"
+    )
     done = imported(site, tmp_path / "real")
     assert done.returncode == 1 and "ImportError: deep_ep 1.2.1+567632d is installed" in done.stderr
 
@@ -91,5 +101,8 @@ def test_both_ways_give_the_same(name: str) -> None:
 
 def test_both_ways_give_the_same_names() -> None:
     """The installed package checks first; then both import the same names."""
-    installed, shim = ((root / "deep_ep" / "__init__.py").read_text() for root in (COMPAT / "tokenyard_deep_ep", SHIM))
+    installed, shim = (
+        (root / "deep_ep" / "__init__.py").read_text()
+        for root in (COMPAT / "tokenyard_deep_ep", SHIM)
+    )
     assert installed.partition("__all__")[2] == shim.partition("__all__")[2] != ""

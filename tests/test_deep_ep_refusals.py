@@ -1,4 +1,6 @@
-"""Bad arguments of ``tokenyard.deep_ep``: each is named before anything is exchanged, and ranks in the call learn it at once."""
+"""Bad arguments of ``tokenyard.deep_ep``: each is named before anything is exchanged, and ranks in
+the call learn it at once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from nvlink_pool import without_devices
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test
 
-pytestmark = without_devices  # over gloo every call can be refused; with kernels see ``deep_ep_simulated.refusals``
+# over gloo every call can be refused; with kernels see ``deep_ep_simulated.refusals``
+pytestmark = without_devices
 MOST = 28
 
 
@@ -32,7 +35,11 @@ class Calls:
         rank, buffer = ranks.rank, self.buffer
         x, idx, weights = world.x[rank], world.idx[rank], world.weights[rank]
         per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, world.num_experts)
-        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_ranks, "num_tokens_per_expert": per_expert}
+        layout = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_ranks,
+            "num_tokens_per_expert": per_expert,
+        }
         self.normal = {"x": x, "topk_idx": idx, "topk_weights": weights, **layout}
         recv_x, _, recv_weights, _, self.handle, _ = buffer.dispatch(**self.normal)
         self.low = {
@@ -48,7 +55,10 @@ class Calls:
             "dispatch": (buffer.dispatch, self.normal),
             "bare": (buffer.dispatch, {"x": x, **layout}),
             "cached": (buffer.dispatch, {"x": x, "handle": self.handle}),
-            "combine": (buffer.combine, {"x": recv_x, "handle": self.handle, "topk_weights": recv_weights}),
+            "combine": (
+                buffer.combine,
+                {"x": recv_x, "handle": self.handle, "topk_weights": recv_weights},
+            ),
             "low_dispatch": (buffer.low_latency_dispatch, self.low),
             "low_combine": (buffer.low_latency_combine, sums),
         }
@@ -64,7 +74,9 @@ class Calls:
         for name, want in self.want.items():
             got = self.made(name)
             used = int(self.padded[1].sum() & 0xFFFFFFFF) if name == "low_dispatch" else None
-            assert len(got) == len(want) and (used is not None or all(map(torch.equal, got, want))), name
+            assert len(got) == len(want) and (
+                used is not None or all(map(torch.equal, got, want))
+            ), name
 
 
 def kind_of(words: tuple[str, ...]) -> type[Exception]:
@@ -74,7 +86,9 @@ def kind_of(words: tuple[str, ...]) -> type[Exception]:
 
 
 def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases) -> None:
-    """Ranks take turns: one makes the bad call, the other the good one, and learns in it what was wrong."""
+    """Ranks take turns: one makes the bad call, the other the good one, and learns in it what was
+    wrong.
+    """
     call, good = calls.good[name]
     for number, (argument, change, words) in enumerate(cases):
         here = (number % ranks.world_size) == ranks.rank
@@ -87,22 +101,35 @@ def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases)
         assert "ExpertParallel" not in str(error) and "Quantized" not in str(error), error
     for argument, change, words in cases:  # all ranks at once: each has its own error
         error = error_of(
-            lambda argument=argument, change=change: call(**{**good, argument: change(good.get(argument))})
+            lambda argument=argument, change=change: call(
+                **{**good, argument: change(good.get(argument))}
+            )
         )
         check(error, kind_of(words), *words)
 
 
-@pytest.mark.parametrize("name", ["dispatch", "bare", "cached", "combine", "low_dispatch", "low_combine"])
+@pytest.mark.parametrize(
+    "name", ["dispatch", "bare", "cached", "combine", "low_dispatch", "low_combine"]
+)
 @distributed_test(world_size=2)
 def test_collective_calls(ranks: Ranks, name: str) -> None:
     calls = Calls(ranks)
     cases: dict[str, wrong.Cases] = {
         "dispatch": wrong.DISPATCH,
         "bare": wrong.BARE,
-        "cached": [*wrong.CACHED, ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle"))],
-        "combine": [*wrong.COMBINE, ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle"))],
+        "cached": [
+            *wrong.CACHED,
+            ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle")),
+        ],
+        "combine": [
+            *wrong.COMBINE,
+            ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle")),
+        ],
         "low_dispatch": wrong.LOW_DISPATCH,
-        "low_combine": [*wrong.LOW_COMBINE, ("handle", wrong.to(calls.handle), ("handle must be", "NormalHandle"))],
+        "low_combine": [
+            *wrong.LOW_COMBINE,
+            ("handle", wrong.to(calls.handle), ("handle must be", "NormalHandle")),
+        ],
     }
     assert len(cases[name]) > 15
     one_rank_is_wrong(ranks, calls, name, cases[name])
@@ -111,7 +138,9 @@ def test_collective_calls(ranks: Ranks, name: str) -> None:
 
 @distributed_test(world_size=(2, 3))
 def test_the_first_call(ranks: Ranks) -> None:
-    """Before there is any native object: the others, who make one, learn what was wrong, and the next attempt works."""
+    """Before there is any native object: the others, who make one, learn what was wrong, and the
+    next attempt works.
+    """
     world, rank = World.of(ranks, "few"), ranks.rank
     normal: wrong.Cases = [
         ("expert_alignment", wrong.to(0), ("expert_alignment (0)",)),
@@ -145,27 +174,48 @@ def test_the_first_call(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_numbers_of_other_libraries(ranks: Ranks) -> None:
-    """Whole numbers and bools of NumPy are as good as Python's; so are 0 and 1 for flags, and None, as in DeepEP."""
+    """Whole numbers and bools of NumPy are as good as Python's; so are 0 and 1 for flags, and None,
+    as in DeepEP.
+    """
     calls, rank = Calls(ranks), ranks.rank
     world, eight = calls.world, np.int32(8)
-    got = calls.buffer.dispatch(**calls.normal, expert_alignment=eight, num_worst_tokens=np.int64(0), async_finish=0)
+    got = calls.buffer.dispatch(
+        **calls.normal, expert_alignment=eight, num_worst_tokens=np.int64(0), async_finish=0
+    )
     assert got[3] == [-(-count // 8) * 8 for count in world.counts(rank)] and all(
         type(count) is int for count in got[3]
     )
-    worst = calls.buffer.dispatch(**calls.normal, num_worst_tokens=np.int64(16), allocate_on_comm_stream=None)
+    worst = calls.buffer.dispatch(
+        **calls.normal, num_worst_tokens=np.int64(16), allocate_on_comm_stream=None
+    )
     assert len(worst[0]) == 16 and worst[5].event is None
-    known: Any = {**calls.low, "num_max_dispatch_tokens_per_rank": np.uint16(MOST), "num_experts": np.int64(12)}
+    known: Any = {
+        **calls.low,
+        "num_max_dispatch_tokens_per_rank": np.uint16(MOST),
+        "num_experts": np.int64(12),
+    }
     known |= {"use_fp8": np.bool_(False), "return_recv_hook": 1}
     rows, counts, handle, _, hook = calls.buffer.low_latency_dispatch(**known)
     assert handle[2:] == (MOST, world.hidden, 12) and rows.dtype == torch.bfloat16
     assert handle.ep is calls.padded.ep  # the same sizes, so the same object
     hook()
     assert counts.tolist() == [len(each) for each in world.expert_rows(rank)]
-    layout = calls.buffer.get_dispatch_layout(world.idx[rank], np.int64(12), async_finish=np.bool_(True))
+    layout = calls.buffer.get_dispatch_layout(
+        world.idx[rank], np.int64(12), async_finish=np.bool_(True)
+    )
     assert len(layout[2]) == 12 and layout[4].event is not None
-    buffer = deep_ep.Buffer(ranks.group, np.int64(256), np.int64(128), np.bool_(True), np.int8(3), explicitly_destroy=1)
-    assert buffer.low_latency_mode is True and buffer.explicitly_destroy is True and buffer.num_nvl_bytes == 256
-    assert deep_ep.Config(np.int64(4)) == deep_ep.Config(4) and type(deep_ep.Config(np.int64(4)).num_sms) is int
+    buffer = deep_ep.Buffer(
+        ranks.group, np.int64(256), np.int64(128), np.bool_(True), np.int8(3), explicitly_destroy=1
+    )
+    assert (
+        buffer.low_latency_mode is True
+        and buffer.explicitly_destroy is True
+        and buffer.num_nvl_bytes == 256
+    )
+    assert (
+        deep_ep.Config(np.int64(4)) == deep_ep.Config(4)
+        and type(deep_ep.Config(np.int64(4)).num_sms) is int
+    )
     assert deep_ep.Buffer.get_dispatch_config(np.int64(2)) == deep_ep.Buffer.get_dispatch_config(2)
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
     assert type(hint(np.int64(128), 7168, np.int64(8), 288)) is int
@@ -173,8 +223,9 @@ def test_numbers_of_other_libraries(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_ids_out_of_range(ranks: Ranks) -> None:
-    """A layout counts them nowhere; a dispatch refuses them by name, and so do the ranks that are in it; without picks there is
-    nothing to refuse, and the counts are those of the rows that come."""
+    """A layout counts them nowhere; a dispatch refuses them by name, and so do the ranks that are
+    in it; without picks there is nothing to refuse, and the counts are those of the rows that come.
+    """
     calls, rank = Calls(ranks), ranks.rank
     buffer, world, idx = calls.buffer, calls.world, calls.world.idx[rank].clone()
     if rank == 0:
@@ -189,7 +240,9 @@ def test_ids_out_of_range(ranks: Ranks) -> None:
         lambda: buffer.low_latency_dispatch(**{**calls.low, "topk_idx": idx}),
     ):
         check(error_of(call), ty.PeerError if rank else ValueError, "topk_idx[1, 2] is 14")
-    bare = buffer.dispatch(world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert)
+    bare = buffer.dispatch(
+        world.x[rank], is_token_in_rank=in_ranks, num_tokens_per_expert=per_expert
+    )
     picked = buffer.dispatch(**{**calls.normal, "topk_idx": clean, "is_token_in_rank": in_ranks})
     assert torch.equal(bare[0], picked[0]) and bare[3] == picked[3]
     calls.works()
@@ -214,7 +267,10 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
             make,
             {"group": ranks.group, "num_nvl_bytes": 256},
             [
-                *(("group", wrong.to(each), ("group", "ProcessGroup")) for each in ("world", [0, 1], object(), True)),
+                *(
+                    ("group", wrong.to(each), ("group", "ProcessGroup"))
+                    for each in ("world", [0, 1], object(), True)
+                ),
                 ("group", wrong.to(-100), ("not a member",)),
                 ("group", wrong.to(None), ("Either 'group' or 'comm'",)),
                 *(
@@ -222,7 +278,12 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
                     for name in ("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank")
                     for case in wrong.wholes(name, -1)
                 ),
-                *wrong.flags("low_latency_mode", "allow_nvlink_for_low_latency_mode", "allow_mnnvl", "use_fabric"),
+                *wrong.flags(
+                    "low_latency_mode",
+                    "allow_nvlink_for_low_latency_mode",
+                    "allow_mnnvl",
+                    "use_fabric",
+                ),
                 *wrong.flags("explicitly_destroy", "enable_shrink"),
                 ("colour", wrong.to(1), ("colour",)),
             ],
@@ -236,10 +297,20 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
         "combine config": (make.get_combine_config, {}, wrong.wholes("num_ranks", 0, -1)),
         "hint": (
             make.get_low_latency_rdma_size_hint,
-            {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4},
+            {
+                "num_max_dispatch_tokens_per_rank": 8,
+                "hidden": 128,
+                "num_ranks": 2,
+                "num_experts": 4,
+            },
             [
                 case
-                for name in ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")
+                for name in (
+                    "num_max_dispatch_tokens_per_rank",
+                    "hidden",
+                    "num_ranks",
+                    "num_experts",
+                )
                 for case in wrong.wholes(name, 0, -1)
             ],
         ),
@@ -256,10 +327,22 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
             deep_ep.Config,
             {},
             [
-                *(case for name in deep_ep.Config.__dataclass_fields__ for case in wrong.wholes(name, -1)),
+                *(
+                    case
+                    for name in deep_ep.Config.__dataclass_fields__
+                    for case in wrong.wholes(name, -1)
+                ),
                 ("num_sms", wrong.to(1 << 20), ("num_sms (1048576)",)),
-                ("num_max_nvl_chunked_send_tokens", wrong.to(0), ("num_max_nvl_chunked_send_tokens (0)",)),
-                ("num_max_rdma_chunked_send_tokens", wrong.to(129), ("num_max_rdma_chunked_send_tokens (129)",)),
+                (
+                    "num_max_nvl_chunked_send_tokens",
+                    wrong.to(0),
+                    ("num_max_nvl_chunked_send_tokens (0)",),
+                ),
+                (
+                    "num_max_rdma_chunked_send_tokens",
+                    wrong.to(129),
+                    ("num_max_rdma_chunked_send_tokens (129)",),
+                ),
             ],
         ),
         "nvl hint": (
@@ -276,7 +359,10 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
             make(ranks.group, 256).get_local_buffer_tensor,
             {"dtype": torch.int32},
             [
-                *(("dtype", wrong.to(each), ("dtype", "torch.dtype")) for each in ("int32", 4, None, int)),
+                *(
+                    ("dtype", wrong.to(each), ("dtype", "torch.dtype"))
+                    for each in ("int32", 4, None, int)
+                ),
                 *wrong.wholes("offset", -1, 65),
                 *(
                     ("size", wrong.to(each), ("size",))
@@ -298,16 +384,30 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
             buffer.low_latency_query_mask_buffer,
             {"mask_status": torch.zeros(2, dtype=torch.int32)},
             [
-                *(("mask_status", wrong.to(each), ("mask_status must be",)) for each in (*wrong.NO_TENSOR, None)),
+                *(
+                    ("mask_status", wrong.to(each), ("mask_status must be",))
+                    for each in (*wrong.NO_TENSOR, None)
+                ),
                 ("mask_status", wrong.to(torch.zeros(2)), ("mask_status is float32",)),
-                ("mask_status", wrong.to(torch.zeros(3, dtype=torch.int32)), ("mask_status has shape",)),
+                (
+                    "mask_status",
+                    wrong.to(torch.zeros(3, dtype=torch.int32)),
+                    ("mask_status has shape",),
+                ),
             ],
         ),
-        "next buffer": (buffer.get_next_low_latency_combine_buffer, {"handle": calls.padded}, wrong.HANDLE),
+        "next buffer": (
+            buffer.get_next_low_latency_combine_buffer,
+            {"handle": calls.padded},
+            wrong.HANDLE,
+        ),
         "EventOverlap": (
             deep_ep.EventOverlap,
             {},
-            [("event", wrong.to(each), ("event", "EventHandle")) for each in (5, "x", deep_ep.EventOverlap())],
+            [
+                ("event", wrong.to(each), ("event", "EventHandle"))
+                for each in (5, "x", deep_ep.EventOverlap())
+            ],
         ),
     }
     sms = make.num_sms
@@ -334,14 +434,19 @@ def _numbers(*more: int) -> list[wrong.Change]:
 
 @distributed_test(world_size=2)
 def test_after_the_end(ranks: Ranks) -> None:
-    """A destroyed buffer says so in every method, and handles of it do in others; to destroy it again does nothing."""
+    """A destroyed buffer says so in every method, and handles of it do in others; to destroy it
+    again does nothing.
+    """
     calls, other = Calls(ranks), Calls(ranks)
     buffer = calls.buffer
     view = buffer.get_next_low_latency_combine_buffer(calls.padded)
     buffer.destroy()
     buffer.destroy()
     gone: list[Callable[[], Any]] = [
-        *(lambda call=call, arguments=arguments: call(**arguments) for call, arguments in calls.good.values()),
+        *(
+            lambda call=call, arguments=arguments: call(**arguments)
+            for call, arguments in calls.good.values()
+        ),
         lambda: buffer.get_dispatch_layout(calls.world.idx[0], 12),
         lambda: buffer.get_local_buffer_tensor(torch.int8),
         lambda: buffer.clean_low_latency_buffer(8, 128, 12),
@@ -360,7 +465,12 @@ def test_after_the_end(ranks: Ranks) -> None:
         lambda: other.buffer.get_next_low_latency_combine_buffer(calls.padded),
     ]
     for call in later:
-        check(error_of(call), RuntimeError, "the Buffer that made this handle was destroyed", "backward")
+        check(
+            error_of(call),
+            RuntimeError,
+            "the Buffer that made this handle was destroyed",
+            "backward",
+        )
     assert view.shape == calls.good["low_combine"][1]["x"].shape and calls.handle[3].numel() > 0
     other.works()
     buffer.destroy()
@@ -369,7 +479,9 @@ def test_after_the_end(ranks: Ranks) -> None:
 
 @distributed_test(world_size=3)
 def test_handles_of_other_groups(ranks: Ranks) -> None:
-    """A handle is good on any buffer of its ranks, also of another group object; not of other ranks."""
+    """A handle is good on any buffer of its ranks, also of another group object; not of other
+    ranks.
+    """
     pairs = [dist.new_group([0, 1], backend="gloo"), dist.new_group([1, 2], backend="gloo")]
     again = dist.new_group([0, 1], backend="gloo")
     error = error_of(lambda: deep_ep.Buffer(pairs[0])) if ranks.rank == 2 else None
@@ -392,7 +504,9 @@ def test_handles_of_other_groups(ranks: Ranks) -> None:
 @pytest.mark.parametrize("variable", ["TIMEOUT", "ENGINE", "LOW_LATENCY_ENGINE"])
 @distributed_test(world_size=2)
 def test_variables(ranks: Ranks, variable: str) -> None:
-    """A value that cannot be is named by the variable, also on the other rank; the next attempt works."""
+    """A value that cannot be is named by the variable, also on the other rank; the next attempt
+    works.
+    """
     name, world = f"TOKENYARD_DEEP_EP_{variable}", World.of(ranks, "few")
     buffer = deep_ep.Buffer(gloo(ranks))
 

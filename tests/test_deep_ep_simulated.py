@@ -7,7 +7,9 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 @without_devices
 def test_both_modes() -> None:
-    """Engine nvlink in normal mode; in low-latency mode its own, with hooks of two batches outstanding, and masks."""
+    """Engine nvlink in normal mode; in low-latency mode its own, with hooks of two batches
+    outstanding, and masks.
+    """
     run_all("deep_ep_simulated.check", [(seed,) for seed in range(2 * SOAK)])
 
 
@@ -15,5 +17,6 @@ def test_both_modes() -> None:
 def test_across_nodes() -> None:
     """Engine twolevel where a program asks for it, on a grid of hosts that is found, not said."""
     run_all(
-        "deep_ep_simulated.check_grid", [(seed, 2, 2) for seed in range(SOAK)] + [(seed, 2, 1) for seed in range(SOAK)]
+        "deep_ep_simulated.check_grid",
+        [(seed, 2, 2) for seed in range(SOAK)] + [(seed, 2, 1) for seed in range(SOAK)],
     )

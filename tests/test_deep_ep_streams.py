@@ -1,4 +1,6 @@
-"""Asynchronous calls on GPUs: which stream waits for what, told by stand-ins for CUDA's streams and events."""
+"""Asynchronous calls on GPUs: which stream waits for what, told by stand-ins for CUDA's streams and
+events.
+"""
 
 from __future__ import annotations
 
@@ -99,14 +101,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def run(machine: Machine, made: streams.Streams, **options: Any) -> tuple[Any, EventOverlap, list[Memory]]:
+def run(
+    machine: Machine, made: streams.Streams, **options: Any
+) -> tuple[Any, EventOverlap, list[Memory]]:
     reads, results = [memory(), memory()], (memory(), (memory(), None), [1, 2])
 
     def call(*_: Any) -> Any:
         machine.log.append(f"call on {machine.now}")
         return results
 
-    got, event = made.run(call, (reads[0], (reads[1], None), 2), memory(), options["after"], options["later"])
+    got, event = made.run(
+        call, (reads[0], (reads[1], None), 2), memory(), options["after"], options["later"]
+    )
     assert got is results
     return results, event, reads
 
@@ -138,7 +144,11 @@ def test_at_once(machine: Machine) -> None:
     """The current stream waits for the event before, if there is one, and makes the call itself."""
     made, after = streams.Streams(), EventOverlap(EventHandle())
     machine.log.clear()
-    for before, expected in ((None, []), (EventOverlap(), []), (after, ["compute waits for compute"])):
+    for before, expected in (
+        (None, []),
+        (EventOverlap(), []),
+        (after, ["compute waits for compute"]),
+    ):
         results, event, reads = run(machine, made, after=before, later=False)
         assert machine.log == [*expected, "call on compute"] and event.event is None
         assert keepers(*reads, results[0], results[1][0]) == [[]] * 4
@@ -146,12 +156,22 @@ def test_at_once(machine: Machine) -> None:
 
 
 def test_later(machine: Machine) -> None:
-    """The communication stream waits for the event (or for all that the current stream has), and the caller for it."""
+    """The communication stream waits for the event (or for all that the current stream has), and
+    the caller for it.
+    """
     made = streams.Streams()
     for _ in range(2):  # the event before the call is used again, that behind it is the caller's
         results, event, reads = run(machine, made, after=None, later=True)
-        assert machine.log == ["record compute", "comm waits for compute", "call on comm", "record comm"]
-        assert keepers(*reads) == [["comm"]] * 2 and keepers(results[0], results[1][0]) == [["compute"]] * 2
+        assert machine.log == [
+            "record compute",
+            "comm waits for compute",
+            "call on comm",
+            "record comm",
+        ]
+        assert (
+            keepers(*reads) == [["comm"]] * 2
+            and keepers(results[0], results[1][0]) == [["compute"]] * 2
+        )
         machine.log.clear()
         event.current_stream_wait()
         with event:
@@ -163,11 +183,16 @@ def test_later(machine: Machine) -> None:
     machine.go(machine.make("compute"))
     machine.log.clear()
     run(machine, made, after=after, later=True)
-    assert machine.log == ["comm waits for side", "call on comm", "record comm"] and machine.now.name == "compute"
+    assert (
+        machine.log == ["comm waits for side", "call on comm", "record comm"]
+        and machine.now.name == "compute"
+    )
 
 
 def test_on_another_device_than_the_current_one(machine: Machine) -> None:
-    """The device of the tensors is the current one during the call, and only then; streams are its own."""
+    """The device of the tensors is the current one during the call, and only then; streams are its
+    own.
+    """
     made, seen = streams.Streams(), []
     for later in (False, True):
         machine.index = 1
@@ -189,7 +214,9 @@ def test_a_call_that_raises(machine: Machine) -> None:
 
 
 def test_plans_are_kept_for_the_streams_that_read_them(machine: Machine) -> None:
-    """Once for each stream, and not for the one that made them; what the caller's stream made is the caller's affair there."""
+    """Once for each stream, and not for the one that made them; what the caller's stream made is
+    the caller's affair there.
+    """
     made, other = streams.Streams(), streams.Streams()
     mine, early = memory(), memory()
     handle, before = handle_of((mine, None)), handle_of((early,))
@@ -204,7 +231,9 @@ def test_plans_are_kept_for_the_streams_that_read_them(machine: Machine) -> None
 
 
 def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Machine) -> None:
-    """What they are worked out from may not be given away before: a handle dies as soon as its caller lets it go."""
+    """What they are worked out from may not be given away before: a handle dies as soon as its
+    caller lets it go.
+    """
     source, ranges = memory(), memory()
     handle, before = handle_of((), source, ranges), handle_of((), memory(), memory())
     streams.Streams().run(lambda: (handle,), (), memory(), None, True)
@@ -215,41 +244,80 @@ def test_items_of_a_handle_are_read_on_the_streams_of_their_readers(machine: Mac
 
 
 class Asked(Exception):
-    """Instead of a call: its arguments, its handle, the event before it, and whether it is asynchronous."""
+    """Instead of a call: its arguments, its handle, the event before it, and whether it is
+    asynchronous.
+    """
 
 
 def test_what_calls_read() -> None:
-    """Every tensor that a call reads on the device is among its arguments, so it is kept for its stream, and so is its handle."""
+    """Every tensor that a call reads on the device is among its arguments, so it is kept for its
+    stream, and so is its handle.
+    """
 
-    def ask(call: Any, arguments: Any, like: Any, after: Any, later: bool, handle: Any = None) -> Any:
+    def ask(
+        call: Any, arguments: Any, like: Any, after: Any, later: bool, handle: Any = None
+    ) -> Any:
         raise Asked(arguments, handle, after, later)
 
     buffer: Any = deep_ep.Buffer(Group())
     buffer._streams.run = ask
     x, out, weights, term = (torch.zeros(2, 2) for _ in range(4))
-    data, scales, idx = x.to(torch.float8_e4m3fn), torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.int64)
+    data, scales, idx = (
+        x.to(torch.float8_e4m3fn),
+        torch.zeros(2, 1),
+        torch.zeros(2, 2, dtype=torch.int64),
+    )
     mask, counts = torch.zeros(2, 2, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
     stats, waits, blocks = counts[:2], torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8, 2)
     handle, low = handle_of(), LowLatencyHandle.of(None, None)  # type: ignore[arg-type]
     config = SimpleNamespace(hidden=2, num_topk=2, num_local_experts=2, padded_rows=8)
     plan = SimpleNamespace(returns=x)
-    ep = SimpleNamespace(config=config, group=buffer.group, rank=0, world_size=2, _calls=SimpleNamespace(closed=False, inherited=False))
-    native = SimpleNamespace(num_tokens=2, num_rows=2, plan=plan, arrived=SimpleNamespace(tokens_per_expert=counts))
+    ep = SimpleNamespace(
+        config=config,
+        group=buffer.group,
+        rank=0,
+        world_size=2,
+        _calls=SimpleNamespace(closed=False, inherited=False),
+    )
+    native = SimpleNamespace(
+        num_tokens=2, num_rows=2, plan=plan, arrived=SimpleNamespace(tokens_per_expert=counts)
+    )
     for each in (handle, low):
         each.ep, each.native = ep, native
     low.next_buffer = blocks
-    known = {"topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": counts, "is_token_in_rank": mask}
+    known = {
+        "topk_idx": idx,
+        "topk_weights": weights,
+        "num_tokens_per_expert": counts,
+        "is_token_in_rank": mask,
+    }
     bare = {"num_tokens_per_expert": counts, "is_token_in_rank": mask}
     calls: list[tuple[Any, list[Any], Any]] = [
         (lambda: buffer.get_dispatch_layout(idx, 4), [idx], None),
         (lambda: buffer.dispatch(x, **known), [x, idx, weights, mask], None),
-        (lambda: buffer.dispatch([data, scales], **known), [data, scales, idx, weights, mask], None),
+        (
+            lambda: buffer.dispatch([data, scales], **known),
+            [data, scales, idx, weights, mask],
+            None,
+        ),
         (lambda: buffer.dispatch((data, scales), **bare), [data, scales, mask, counts], None),
         (lambda: buffer.dispatch(x, handle), [x], handle),
         (lambda: buffer.combine(x, handle, weights, (term, out)), [x, weights, term, out], handle),
-        (lambda: buffer.low_latency_dispatch(x, idx, 4, 4, stats, waits), [x, idx, stats, waits], None),
-        (lambda: buffer.low_latency_combine(blocks, idx, weights, low, out=out), [blocks, weights, out], low),
-        (lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True), [weights, blocks], low),
+        (
+            lambda: buffer.low_latency_dispatch(x, idx, 4, 4, stats, waits),
+            [x, idx, stats, waits],
+            None,
+        ),
+        (
+            lambda: buffer.low_latency_combine(blocks, idx, weights, low, out=out),
+            [blocks, weights, out],
+            low,
+        ),
+        (
+            lambda: buffer.low_latency_combine(x, idx, weights, low, zero_copy=True),
+            [weights, blocks],
+            low,
+        ),
     ]
     for call, expected, used in calls:
         with pytest.raises(Asked) as asked:
@@ -257,7 +325,9 @@ def test_what_calls_read() -> None:
         arguments, uses, after, later = asked.value.args
         assert after is None and later is False
         parts = [part for each in arguments for part in (each if type(each) is tuple else (each,))]
-        assert {id(part) for part in parts if isinstance(part, torch.Tensor)} == set(map(id, expected))
+        assert {id(part) for part in parts if isinstance(part, torch.Tensor)} == set(
+            map(id, expected)
+        )
         assert uses is used and (used is None or any(part is used for part in parts))
 
     event = EventOverlap()
@@ -287,9 +357,13 @@ def test_what_calls_read() -> None:
 
 @distributed_test(world_size=1)
 def test_the_cost_program(ranks: Ranks) -> None:
-    """It still finds its way into buffers and native objects, and each call has a native one beside it, but for the layout."""
+    """It still finds its way into buffers and native objects, and each call has a native one beside
+    it, but for the layout.
+    """
     bench = deep_ep_cost.Bench(ranks.group, ranks.device)
     costs = deep_ep_cost.measure(bench.calls(), 1, 1)
     bench.close()
-    assert len(costs) == 15 and [name for name, cost in costs.items() if cost.native is None] == ["get_dispatch_layout"]
+    assert len(costs) == 15 and [name for name, cost in costs.items() if cost.native is None] == [
+        "get_dispatch_layout"
+    ]
     assert len(deep_ep_cost.report(costs).splitlines()) == 15

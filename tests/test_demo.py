@@ -1,4 +1,6 @@
-"""``tokenyard demo``: its layer against dense torch, its check against wrong gradients, and the whole command on real ranks."""
+"""``tokenyard demo``: its layer against dense torch, its check against wrong gradients, and the
+whole command on real ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def dense_output(layer: MoeLayer, tokens: Tensor) -> Tensor:
     scores = (x @ w["router"].T).softmax(-1)
     chosen = scores >= scores.topk(SHAPE.num_topk).values[:, -1:]
     share = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
-    inner = functional.silu(torch.einsum("th,efh->tef", x, w["gate"])) * torch.einsum("th,efh->tef", x, w["up"])
+    inner = functional.silu(torch.einsum("th,efh->tef", x, w["gate"])) * torch.einsum(
+        "th,efh->tef", x, w["up"]
+    )
     return torch.einsum("te,tef,ehf->th", share, inner, w["down"])
 
 
@@ -93,7 +97,9 @@ def test_both_ways_through_the_experts_agree():
     layer, x = whole_layer(), torch.randn(SHAPE.num_experts, SHAPE.hidden)
     own = torch.arange(SHAPE.num_experts).unsqueeze(1)
     counts = [1] * SHAPE.num_experts
-    assert torch.equal(layer.mixed_experts(x, own, torch.ones_like(own).float()), layer.blocked_experts(x, counts))
+    assert torch.equal(
+        layer.mixed_experts(x, own, torch.ones_like(own).float()), layer.blocked_experts(x, counts)
+    )
     assert not layer.mixed_experts(x, own - own - 1, torch.ones_like(own).float()).any()
 
 
@@ -107,7 +113,10 @@ def test_a_wrong_or_missing_gradient_shows():
     good["gate[2] gradient"].mul_(1.001)
     layers[0].weights["router"].grad = None
     wrong = compare(results(layers[0], torch.ones(1), first_expert=0), other)
-    assert {name for name, error in wrong.items() if error > 1e-5} == {"gate[2] gradient", "router gradient"}
+    assert {name for name, error in wrong.items() if error > 1e-5} == {
+        "gate[2] gradient",
+        "router gradient",
+    }
     assert wrong["gate[2] gradient"] == pytest.approx(1e-3, rel=1e-3)
     assert wrong["router gradient"] == 1
 
@@ -131,7 +140,10 @@ def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(MoeLayer, "blocked_experts", broken)
     store = launch.local_store()
     config = DemoConfig(SHAPE, ty.Layout.EXPERT_MAJOR, engine="auto", steps=1, seed=0)
-    with progress(["work"], Console(quiet=True)) as counter, launch.joined(0, 1, port=store.port) as here:
+    with (
+        progress(["work"], Console(quiet=True)) as counter,
+        launch.joined(0, 1, port=store.port) as here,
+    ):
         result = run_rank(here, config, TEXT.encode(), counter)
     wrong = {name for name, error in result.errors.items() if error > demo.LIMITS["float32"]}
     shared = {"output", "embedding gradient", "router gradient"}
@@ -145,17 +157,36 @@ def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
 
 def test_report_names_the_worst_of_each_kind():
     out = io.StringIO()
-    errors = {"output": 0.0, "gate[0] gradient": 0.5, "gate[1] gradient": 0.75, "up[0] gradient": 1e-9}
+    errors = {
+        "output": 0.0,
+        "gate[0] gradient": 0.5,
+        "gate[1] gradient": 0.75,
+        "up[0] gradient": 1e-9,
+    }
     assert worst_of_each_kind(errors) == ["output", "gate[1] gradient", "up[0] gradient"]
     assert not print_result(Console(file=out, width=100), some_result(**errors), limit=1e-5)
-    assert "MISMATCH: gate[1] gradient: relative error 7.5e-01, but the limit is 1e-05" in out.getvalue()
+    assert (
+        "MISMATCH: gate[1] gradient: relative error 7.5e-01, but the limit is 1e-05"
+        in out.getvalue()
+    )
     assert out.getvalue().count("MISMATCH") == 1
     assert "1.5 kB" in out.getvalue()
 
 
 def test_numbers_are_readable():
-    assert [bytes_text(n) for n in (0, 999, 1000, 1234567, 2e12)] == ["0 B", "999 B", "1 kB", "1.23 MB", "2 TB"]
-    assert [seconds_text(s) for s in (4e-6, 0.00123, 0.9999, 12)] == ["4 us", "1.23 ms", "1 s", "12 s"]
+    assert [bytes_text(n) for n in (0, 999, 1000, 1234567, 2e12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.23 MB",
+        "2 TB",
+    ]
+    assert [seconds_text(s) for s in (4e-6, 0.00123, 0.9999, 12)] == [
+        "4 us",
+        "1.23 ms",
+        "1 s",
+        "12 s",
+    ]
 
 
 def test_progress_is_silent_off_a_terminal():
@@ -199,15 +230,28 @@ def test_demo_draws_a_figure(text: str, tmp_path: Path):
 
 
 def test_demo_runs_under_torchrun(text: str):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "tokenyard", "demo", "--text", text, *SMALL], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, "-m", "tokenyard", "demo", "--text", text, *SMALL],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks on cpu") == 1
     assert "The output and all" in done.stdout
 
 
 def test_a_mismatch_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, text: str):
-    monkeypatch.setattr(demo, "_run", lambda *_: some_result(**{"output": 0.0, "up[1] gradient": 2e-5}))
+    monkeypatch.setattr(
+        demo, "_run", lambda *_: some_result(**{"output": 0.0, "up[1] gradient": 2e-5})
+    )
     code, out = invoke("--text", text)
     assert code == 1
     assert "MISMATCH: up[1] gradient" in out
@@ -225,10 +269,14 @@ def test_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "9 bytes of README.md" in out
 
 
-def test_an_installed_package_has_the_readme_as_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_installed_package_has_the_readme_as_metadata(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     info = tmp_path / "tokenyard-0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenyard\nVersion: 0\n\n# Hello\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tokenyard\nVersion: 0\n\n# Hello\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(demo, "README", tmp_path / "README.md")
     monkeypatch.setattr(demo, "_run", lambda *_: some_result(output=0.0))
@@ -258,7 +306,10 @@ def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch
         (["--ranks", "0"], "Invalid value for '--ranks'"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--engine", "warp"], "'warp' is not one of auto"),
-        (["--engine", "nvlink"], "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices"),
+        (
+            ["--engine", "nvlink"],
+            "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",
+        ),
         (
             ["--engine", "low_latency"],
             "'low_latency' cannot work here: it needs CUDA devices, and a rank works on the CPU;",
@@ -289,7 +340,9 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch
     assert "Invalid value for --plot: it needs matplotlib: pip install 'tokenyard[plots]'" in out
 
 
-def test_an_engine_that_ranks_refuse_is_an_error_of_usage(monkeypatch: pytest.MonkeyPatch, text: str):
+def test_an_engine_that_ranks_refuse_is_an_error_of_usage(
+    monkeypatch: pytest.MonkeyPatch, text: str
+):
     monkeypatch.setattr(demo, "check_engine", lambda *_: None)
     code, out = invoke("--text", text, "--ranks", "1", *SMALL, "--engine", "nvlink")
     assert code == 2
@@ -300,11 +353,15 @@ def test_an_engine_that_ranks_refuse_is_an_error_of_usage(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_command_line_without_its_extra_says_so(missing: str):
     program = (
-        f"import sys; sys.modules[{missing!r}] = None; import runpy; runpy.run_module('tokenyard', run_name='__main__')"
+        f"import sys; sys.modules[{missing!r}] = None; import runpy; "
+        f"runpy.run_module('tokenyard', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.strip() == f"tokenyard: the command line needs {missing}: pip install 'tokenyard[cli]'"
+    assert (
+        done.stderr.strip()
+        == f"tokenyard: the command line needs {missing}: pip install 'tokenyard[cli]'"
+    )
 
 
 def test_version():

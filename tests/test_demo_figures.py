@@ -1,4 +1,6 @@
-"""What ``tokenyard demo`` says of bytes and times: of a step, of the slowest rank, without the warm-up, in their columns."""
+"""What ``tokenyard demo`` says of bytes and times: of a step, of the slowest rank, without the
+warm-up, in their columns.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Counter:
 
 
 def run(ranks: Ranks, steps: int) -> DemoResult:
-    return run_rank(ranks.device, DemoConfig(SHAPE, ty.Layout.FLAT, "collective", steps, 0), TEXT, Counter())
+    return run_rank(
+        ranks.device, DemoConfig(SHAPE, ty.Layout.FLAT, "collective", steps, 0), TEXT, Counter()
+    )
 
 
 @distributed_test(world_size=2)
@@ -41,22 +45,32 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
             clocks.append(self)
 
     def compare(got: Any, want: Any) -> dict[str, float]:
-        return {name: 0.25 if ranks.rank == at else 0.0 for at, name in enumerate(["output", "router gradient"])}
+        return {
+            name: 0.25 if ranks.rank == at else 0.0
+            for at, name in enumerate(["output", "router gradient"])
+        }
 
-    with mock.patch.object(demo_rank, "PhaseClock", Clock), mock.patch.object(demo_rank, "compare", compare):
+    with (
+        mock.patch.object(demo_rank, "PhaseClock", Clock),
+        mock.patch.object(demo_rank, "compare", compare),
+    ):
         once, often = run(ranks, 1), run(ranks, 3)
     assert [{name: len(clock.seconds[name]) for name in PHASES} for clock in clocks] == [
         dict.fromkeys(PHASES, steps) for steps in (1, 3)
     ]
     assert (once.sent, once.received) == (often.sent, often.received)
     assert once.received == [list(column) for column in zip(*once.sent, strict=True)]
-    # A row there with its token, ids and weights, and back as it is; the backward pass has a row each way.
+    # A row there with its token, ids and weights, and back as it is; the backward pass has a row
+    # each way.
     there, back = once.sent[0][1], once.sent[1][0]
     assert there != back and min(there, back) > 0 and once.sent[0][0] == once.sent[1][1] == 0.0
     counted = iter([torch.zeros(2, 2), torch.tensor([[0.0, 40.0], [0.0, 60.0]]) * (1 + ranks.rank)])
     with mock.patch.object(demo_rank, "bytes_so_far", side_effect=counted):
         made_up = run(ranks, 2)
-    assert (made_up.sent, made_up.received) == ([[0.0, 20.0], [0.0, 40.0]], [[0.0, 30.0], [0.0, 60.0]])
+    assert (made_up.sent, made_up.received) == (
+        [[0.0, 20.0], [0.0, 40.0]],
+        [[0.0, 30.0], [0.0, 60.0]],
+    )
     assert once.errors["output"] == once.errors["router gradient"] == 0.25
     assert sum(once.load) == 2 * len(TEXT) and once.tokens == [19, 18]
 
@@ -87,7 +101,11 @@ def test_tables_hold_what_their_heads_say() -> None:
     at = lines.index("Rank Experts Tokens Rows received Bytes sent Bytes received")
     assert lines[at + 1 : at + 3] == ["0 2 20 31 1.5 kB 30 B", "1 1 10 21 30 B 1.5 kB"]
     at = lines.index("Expert Rank Tokens")
-    assert [line.split()[:3] for line in lines[at + 1 : at + 4]] == [["0", "0", "4"], ["1", "0", "0"], ["2", "1", "11"]]
+    assert [line.split()[:3] for line in lines[at + 1 : at + 4]] == [
+        ["0", "0", "4"],
+        ["1", "0", "0"],
+        ["2", "1", "11"],
+    ]
     assert any(line.startswith("dispatch 2 ms") for line in lines) and "sum 502 ms" in lines
     assert "the largest is 2.20 times the mean of 5 tokens" in out.getvalue()
 
@@ -96,7 +114,11 @@ def test_the_map_has_sources_as_rows() -> None:
     axes = Figure().subplots()
     heat_map(axes, [[9.0, 1.0], [2.0, 9.0]], title="", unit="B")
     shown: Any = axes.images[0].get_array()
-    assert (shown[0, 1], shown[1, 0]) == (1.0, 2.0) and bool(shown.mask[0, 0]) and bool(shown.mask[1, 1])
+    assert (
+        (shown[0, 1], shown[1, 0]) == (1.0, 2.0)
+        and bool(shown.mask[0, 0])
+        and bool(shown.mask[1, 1])
+    )
     told = {text.get_position(): text.get_text() for text in axes.texts}
     assert told == {(0, 0): "own", (1, 0): "1.00", (0, 1): "2.00", (1, 1): "own"}
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("destination rank", "source rank")

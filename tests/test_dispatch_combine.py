@@ -1,4 +1,6 @@
-"""The shared test body: every engine, world size, layout, payload and routing against the oracle, bit for bit."""
+"""The shared test body: every engine, world size, layout, payload and routing against the oracle,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
-ENGINES = {"cpu": ("collective",), "cuda": ("collective", "nvlink"), "virtual": ("nvlink",), "simulated": ("nvlink",)}[
-    DEVICE
-]
+ENGINES = {
+    "cpu": ("collective",),
+    "cuda": ("collective", "nvlink"),
+    "virtual": ("nvlink",),
+    "simulated": ("nvlink",),
+}[DEVICE]
 WORLD_SIZES = (1, 2, 3, 4, 8) if SOAK == 1 else (1, 2, 3, 4, 5, 8)
-"""To start five more processes takes as long as fifty tests on them: for ``make soak``, beside other odd and larger numbers."""
+"""To start five more processes takes as long as fifty tests on them: for ``make soak``, beside
+other odd and larger numbers.
+"""
 EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 
 layouts = pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
@@ -27,15 +34,25 @@ shapes = pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"]
 
 
 def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, case: Case) -> None:
-    """Plain; with weights that rode along and weights of the owner; with bias; with reduced weights."""
+    """Plain; with weights that rode along and weights of the owner; with bias; with reduced
+    weights.
+    """
     rank, rows = ranks.rank, rows_to_combine(recv, case, ranks.rank)
     own = [weights for _, weights in case.picks]
     bias = [
-        torch.randn(len(idx), case.hidden, generator=torch.Generator().manual_seed(7)).to(rows.dtype)
+        torch.randn(len(idx), case.hidden, generator=torch.Generator().manual_seed(7)).to(
+            rows.dtype
+        )
         for idx, _ in case.picks
     ]
     want = case.combined(rank, bias=bias)
-    check_combined(ep.combine(rows, recv.handle, bias=bias[rank].to(ranks.device)), case, rank, want.x, "with bias")
+    check_combined(
+        ep.combine(rows, recv.handle, bias=bias[rank].to(ranks.device)),
+        case,
+        rank,
+        want.x,
+        "with bias",
+    )
     want = case.combined(rank)
     out = torch.empty_like(want.x, device=ranks.device)
     assert ep.combine(rows, recv.handle, out=out) is out
@@ -64,11 +81,14 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
 def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
     payloads = list(enumerate((*PLAIN, *QUANTIZED)))
     if DEVICE == "cpu" and ranks.world_size > 3 and SOAK == 1:
-        # many processes on few processors: each routing has some of the payloads, in turn, and each payload a routing or more
+        # many processes on few processors: each routing has some of the payloads, in turn, and each
+        # payload a routing or more
         first = ROUTINGS.index(routing) % len(payloads)
         payloads = (payloads + payloads)[first : first + (2 if ranks.world_size < 8 else 1)]
     for seed, dtype in payloads:
-        case = Case(ranks.world_size, routing=routing, layout=layout, exact=exact, dtype=dtype, seed=seed)
+        case = Case(
+            ranks.world_size, routing=routing, layout=layout, exact=exact, dtype=dtype, seed=seed
+        )
         with case.make(ranks) as ep, poisoned():
             recv = dispatch(ranks, ep, case)
             check_received(recv, case, ranks.rank)
@@ -79,9 +99,13 @@ def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routin
 @shapes
 @layouts
 @distributed_test(world_size=(1, 3), engine=ENGINES)
-def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout, exact: bool, mode: ty.Quantize) -> None:
+def test_quantised_in_the_send(
+    ranks: Ranks, layout: ty.Layout, exact: bool, mode: ty.Quantize
+) -> None:
     for dtype in PLAIN:
-        case = Case(ranks.world_size, hidden=300, dtype=dtype, layout=layout, exact=exact, quantize=mode)
+        case = Case(
+            ranks.world_size, hidden=300, dtype=dtype, layout=layout, exact=exact, quantize=mode
+        )
         with case.make(ranks) as ep, poisoned():
             recv = dispatch(ranks, ep, case)
             check_received(recv, case, ranks.rank)
@@ -94,7 +118,11 @@ def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout, exact: bool, mod
 def test_blocks_are_aligned(ranks: Ranks, exact: bool) -> None:
     for alignment in (2, 16, 128):
         case = Case(
-            ranks.world_size, layout=ty.Layout.EXPERT_MAJOR, exact=exact, expert_alignment=alignment, num_experts=11
+            ranks.world_size,
+            layout=ty.Layout.EXPERT_MAJOR,
+            exact=exact,
+            expert_alignment=alignment,
+            num_experts=11,
         )
         with case.make(ranks) as ep, poisoned():
             recv = dispatch(ranks, ep, case)
@@ -119,7 +147,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
+@pytest.mark.parametrize(
+    "sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items())
+)
 @layouts
 @distributed_test(world_size=3, engine=ENGINES)
 def test_any_size(ranks: Ranks, layout: ty.Layout, sizes: dict[str, object]) -> None:
@@ -134,7 +164,9 @@ def test_any_size(ranks: Ranks, layout: ty.Layout, sizes: dict[str, object]) -> 
 @pytest.mark.portable
 @distributed_test(world_size=4, engine=ENGINES)
 def test_one_object_many_calls(ranks: Ranks) -> None:
-    """Sizes grow, shrink and vanish; layouts change from call to call; nothing of an earlier call shows."""
+    """Sizes grow, shrink and vanish; layouts change from call to call; nothing of an earlier call
+    shows.
+    """
     base = Case(ranks.world_size, num_tokens=64)
     names = ("uniform", "none", "one_rank", "empty_ranks", "zipf", "dropped", "one_expert", "local")
     with base.make(ranks) as ep, poisoned():
@@ -161,7 +193,9 @@ def test_int32_ids_and_16_bit_weights(ranks: Ranks) -> None:
         recv = ep.dispatch(x, idx.int(), weights.bfloat16())
         assert recv.topk_idx.dtype == torch.int32
         assert torch.equal(recv.topk_idx.cpu().long(), case.expected[ranks.rank].topk_idx)
-        want = torch.where(recv.topk_idx >= 0, case.expected[ranks.rank].topk_weights.to(ranks.device), 0.0)
+        want = torch.where(
+            recv.topk_idx >= 0, case.expected[ranks.rank].topk_weights.to(ranks.device), 0.0
+        )
         assert torch.equal(recv.topk_weights, want.bfloat16().float())
 
 
@@ -171,7 +205,9 @@ def test_without_weights(ranks: Ranks) -> None:
         case = Case(ranks.world_size, layout=layout)
         with case.make(ranks) as ep:
             recv = ep.dispatch(
-                case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank][0].to(ranks.device), layout=layout
+                case.x[ranks.rank].to(ranks.device),
+                case.picks[ranks.rank][0].to(ranks.device),
+                layout=layout,
             )
             assert recv.topk_weights is None
             assert recv.row_weights is None
@@ -195,14 +231,27 @@ def test_exact_shapes_take_any_number_of_tokens(ranks: Ranks) -> None:
 @pytest.mark.portable
 @distributed_test(world_size=3, engine=ENGINES)
 def test_capacity_drops_and_counts(ranks: Ranks) -> None:
-    case = Case(ranks.world_size, layout=ty.Layout.EXPERT_MAJOR, exact=False, num_tokens=30, expert_alignment=4)
+    case = Case(
+        ranks.world_size,
+        layout=ty.Layout.EXPERT_MAJOR,
+        exact=False,
+        num_tokens=30,
+        expert_alignment=4,
+    )
     capacity = 21
     idx, weights = zip(*case.picks, strict=True)
     want = reference.dispatch(
-        case.x, idx, weights, num_experts=8, layout=case.layout, expert_alignment=4, capacity=capacity
+        case.x,
+        idx,
+        weights,
+        num_experts=8,
+        layout=case.layout,
+        expert_alignment=4,
+        capacity=capacity,
     )
     rows = [
-        torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16() for r, each in enumerate(want)
+        torch.randn(*each.x.shape, generator=torch.Generator().manual_seed(r)).bfloat16()
+        for r, each in enumerate(want)
     ]
     with case.make(ranks) as ep, poisoned():
         recv = dispatch(ranks, ep, case, capacity=capacity)
@@ -218,7 +267,12 @@ def test_capacity_drops_and_counts(ranks: Ranks) -> None:
         check_combined(got, case, ranks.rank, sums[ranks.rank].x)
 
 
-RANDOM_SIZE = {"cpu": 4, "cuda": max(2, min(4, torch.cuda.device_count())), "virtual": 4, "simulated": 3}[DEVICE]
+RANDOM_SIZE = {
+    "cpu": 4,
+    "cuda": max(2, min(4, torch.cuda.device_count())),
+    "virtual": 4,
+    "simulated": 3,
+}[DEVICE]
 """As many ranks as there are GPUs, up to four."""
 
 

@@ -1,4 +1,6 @@
-"""``tokenyard doctor``: the self-test, the report, exit codes and JSON, and the whole command on this machine."""
+"""``tokenyard doctor``: the self-test, the report, exit codes and JSON, and the whole command on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +94,14 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
         wrong.flatten()[0] += 1
         with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {told}: 1 of"):
             _compare(result(**{name: wrong}), out, inputs, layout, 1)
-        with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {told} is missing"):
+        with pytest.raises(
+            AssertionError, match=f"rank 1: {layout.name} dispatch: {told} is missing"
+        ):
             _compare(result(**{name: None}), out, inputs, layout, 1)
     odd = "expert_offsets" if flat else "topk_idx"
-    with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {odd} should not be there"):
+    with pytest.raises(
+        AssertionError, match=f"rank 1: {layout.name} dispatch: {odd} should not be there"
+    ):
         _compare(result(**{odd: torch.zeros(1)}), out, inputs, layout, 1)
     with pytest.raises(AssertionError, match=f"rank 1: {layout.name} combine"):
         _compare(result(), out + 1, inputs, layout, 1)
@@ -103,9 +109,13 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
 
 def test_a_self_test_that_fails_in_its_process_says_why():
     program = [sys.executable, "-m", "tokenyard.cli.doctor_child"]
-    answers, errors = ask_child(program, ["self-test"], ["self-test", "cpu", "1", "warp", "30"], 120)
+    answers, errors = ask_child(
+        program, ["self-test"], ["self-test", "cpu", "1", "warp", "30"], 120
+    )
     assert answers == {}
-    assert errors["self-test"].startswith("rank 0 failed: ValueError: engine ('warp') must be one of")
+    assert errors["self-test"].startswith(
+        "rank 0 failed: ValueError: engine ('warp') must be one of"
+    )
 
 
 def test_self_test_findings():
@@ -117,7 +127,9 @@ def test_self_test_findings():
     wrong = replace(slow, device="cuda", engine="nvlink", ranks=4, error="AssertionError: bits")
     [found] = of_self_test(wrong, gpu_facts(**PCIE))
     assert found.symptom == "the self-test on 4 GPU rank(s), engine nvlink failed"
-    assert "NCCL_DEBUG" in found.remedy and "ACS" in found.remedy and "--timeout" not in found.remedy
+    assert (
+        "NCCL_DEBUG" in found.remedy and "ACS" in found.remedy and "--timeout" not in found.remedy
+    )
 
 
 @pytest.mark.parametrize("facts", [CPU_FACTS, GPU_FACTS, gpu_facts(triton=None)])
@@ -127,12 +139,16 @@ def test_what_the_self_tests_run_on(facts: Facts, monkeypatch: pytest.MonkeyPatc
     def process(names: list[str], *arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
         words.append(arguments)
         told = {"engine": "collective", "why": "because", "seconds": 1.5}
-        return ({"self-test": told}, {}) if arguments[1] == "cpu" else ({}, {"self-test": "signal 11"})
+        return (
+            ({"self-test": told}, {}) if arguments[1] == "cpu" else ({}, {"self-test": "signal 11"})
+        )
 
     asker = Asker(30)
     monkeypatch.setattr(asker, "process", process)
     tests = doctor.run_self_tests(asker, facts, lambda _: None)
-    assert tests[0] == SelfTest(device="cpu", ranks=2, engine="collective", why="because", seconds=1.5)
+    assert tests[0] == SelfTest(
+        device="cpu", ranks=2, engine="collective", why="because", seconds=1.5
+    )
     assert words[0] == ("self-test", "cpu", "2", "collective", "15.0")
     if facts.gpus:
         engine = "nvlink" if facts.triton else "collective"
@@ -157,9 +173,18 @@ def printed(result: Diagnosis) -> str:
 
 
 def test_report_of_four_gpus():
-    facts = gpu_facts(peers=matrix(4, True, True, _0_3=False), links=matrix(4, "NV18", "X", _0_3="SYS"))
-    text = printed(diagnosis(facts, SelfTest(device="cuda", ranks=4, engine="collective", why="NCCL", seconds=3.0)))
-    assert "Engine collective: over NCCL, one GPU per rank; not nvlink: no peer access between GPUs 0-3" in text
+    facts = gpu_facts(
+        peers=matrix(4, True, True, _0_3=False), links=matrix(4, "NV18", "X", _0_3="SYS")
+    )
+    text = printed(
+        diagnosis(
+            facts, SelfTest(device="cuda", ranks=4, engine="collective", why="NCCL", seconds=3.0)
+        )
+    )
+    assert (
+        "Engine collective: over NCCL, one GPU per rank; not nvlink: no peer access between GPUs "
+        "0-3" in text
+    )
     assert "2.28.9, /site/nccl/lib/libnccl.so.2" in text
     assert "580.159.04 (serves CUDA up to 13.0)" in text
     rows = [line.split() for line in text.splitlines()]
@@ -173,7 +198,10 @@ def test_report_of_four_gpus():
 
 def test_columns_hold_what_their_heads_say():
     text = printed(
-        diagnosis(gpu_facts(), SelfTest(device="cpu", ranks=2, engine="collective", why="gloo", seconds=0.25))
+        diagnosis(
+            gpu_facts(),
+            SelfTest(device="cpu", ranks=2, engine="collective", why="gloo", seconds=0.25),
+        )
     )
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "GPU Name Capability Memory Free MIG UUID" in lines
@@ -183,7 +211,9 @@ def test_columns_hold_what_their_heads_say():
     assert "Even routing All tokens here" in lines
     assert f"rows received {needs.even.rows} {needs.most.rows}" in lines
     both = [(each.results, each.buffers, each.total) for each in (needs.even, needs.most)]
-    for at, name in enumerate(("results of dispatch and combine", "buffers of the engine", "together")):
+    for at, name in enumerate(
+        ("results of dispatch and combine", "buffers of the engine", "together")
+    ):
         assert f"{name} {bytes_text(both[0][at])} {bytes_text(both[1][at])}" in lines
     assert "free GPU memory for it 150 GB 150 GB" in lines
     assert "2 on cpu gloo 250 ms all equal" in lines
@@ -208,7 +238,9 @@ def test_problems_come_last_each_with_a_remedy():
 
 
 def test_report_where_nothing_could_be_told():
-    text = printed(diagnosis(Facts(python="3", engines=["auto"], untold={"gpus": "no answer within 60 s"})))
+    text = printed(
+        diagnosis(Facts(python="3", engines=["auto"], untold={"gpus": "no answer within 60 s"}))
+    )
     assert "GPUs ?" in text
     assert "could not tell: gpus: no answer within 60 s" in text
     assert "PROBLEM: torch does not answer" in text
@@ -224,7 +256,9 @@ def test_a_rule_that_raises_could_not_tell(monkeypatch: pytest.MonkeyPatch):
     assert [finding.id for finding in result.findings] == ["small-shm"]
 
 
-def invoke(monkeypatch: pytest.MonkeyPatch, facts: Facts, *options: str, error: str = "") -> tuple[int, str]:
+def invoke(
+    monkeypatch: pytest.MonkeyPatch, facts: Facts, *options: str, error: str = ""
+) -> tuple[int, str]:
     """Exit code and stdout of the command on a made-up machine."""
     test = SelfTest(device="cpu", ranks=2, engine="collective", seconds=1.0, error=error)
     monkeypatch.setattr(doctor, "gather", lambda *_, **__: facts)
@@ -240,14 +274,25 @@ def invoke(monkeypatch: pytest.MonkeyPatch, facts: Facts, *options: str, error: 
         (GPU_FACTS, [], "", 0, "Healthy"),
         (gpu_facts(triton=None), [], "", 0, "  remedy: pip install 'tokenyard[cuda]'"),
         (CPU_FACTS, [], "AssertionError: bits", 1, "GLOO_SOCKET_IFNAME is not set"),
-        (gpu_facts(torch=CPU_BUILD, nccl=None, **NO_GPUS), [], "", 1, "this driver serves CUDA up to 13.0"),
+        (
+            gpu_facts(torch=CPU_BUILD, nccl=None, **NO_GPUS),
+            [],
+            "",
+            1,
+            "this driver serves CUDA up to 13.0",
+        ),
         (CPU_FACTS, ["--tokens", "1000000"], "", 1, "end what else runs here"),
         (GPU_FACTS, ["--tokens", "100000"], "", 0, "Healthy"),
         (replace(CPU_FACTS, memory=Space(total=2, free=1)), [], "", 0, "end what else runs here"),
     ],
 )
 def test_exit_codes(
-    facts: Facts, options: list[str], error: str, code: int, last: str, monkeypatch: pytest.MonkeyPatch
+    facts: Facts,
+    options: list[str],
+    error: str,
+    code: int,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     got, out = invoke(monkeypatch, facts, *options, error=error)
     assert got == code, out
@@ -272,12 +317,43 @@ def test_only_one_process_of_a_host_looks(monkeypatch: pytest.MonkeyPatch):
 
 
 KEYS = {
-    "": {"schema", "tokenyard", "healthy", "engine", "facts", "memory", "self_tests", "could_not_tell", "findings"},
+    "": {
+        "schema",
+        "tokenyard",
+        "healthy",
+        "engine",
+        "facts",
+        "memory",
+        "self_tests",
+        "could_not_tell",
+        "findings",
+    },
     "engine": {"name", "why"},
-    "facts": {"python", "engines", "cpus", "memory", "shm", "limits", "hostname", "infiniband", "environment", "pci", "driver",
-              "torch", "triton", "symmetric_memory", "nccl", "nvshmem", "gpus", "peers", "preflight", "links", "p2p"},
+    "facts": {
+        "python",
+        "engines",
+        "cpus",
+        "memory",
+        "shm",
+        "limits",
+        "hostname",
+        "infiniband",
+        "environment",
+        "pci",
+        "driver",
+        "torch",
+        "triton",
+        "symmetric_memory",
+        "nccl",
+        "nvshmem",
+        "gpus",
+        "peers",
+        "preflight",
+        "links",
+        "p2p",
+    },
     "memory": {"workload", "even", "most", "free", "where"},
-}  # fmt: skip
+}
 
 
 def test_json_keys(monkeypatch: pytest.MonkeyPatch):
@@ -297,7 +373,15 @@ def test_json_keys(monkeypatch: pytest.MonkeyPatch):
         "memory_free",
         "mig",
     }
-    assert document["self_tests"][0].keys() == {"device", "ranks", "engine", "why", "seconds", "error", "ok"}
+    assert document["self_tests"][0].keys() == {
+        "device",
+        "ranks",
+        "engine",
+        "why",
+        "seconds",
+        "error",
+        "ok",
+    }
     assert [finding["id"] for finding in document["findings"]] == ["no-triton"]
     assert document["findings"][0].keys() == {"id", "severity", "symptom", "cause", "remedy"}
     assert document["facts"]["links"][0][3] == "NV18"
@@ -346,7 +430,10 @@ def test_no_process_can_ask(name: str, error: OSError, monkeypatch: pytest.Monke
 
 def test_this_machine():
     done = subprocess.run(
-        [sys.executable, "-m", "tokenyard", "doctor", "--json"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tokenyard", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     document = json.loads(done.stdout)
     assert done.returncode == (0 if document["healthy"] else 1)

@@ -54,35 +54,94 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
     [
         (CPU_FACTS, None, "collective", "torch sees no GPU: ranks over gloo"),
         (replace(CPU_FACTS, gpus=None), None, "collective", "could not tell which GPUs torch sees"),
-        (GPU_FACTS, None, "nvlink", "4 GPUs that all reach each other, Triton 3.6.0, symmetric memory"),
+        (
+            GPU_FACTS,
+            None,
+            "nvlink",
+            "4 GPUs that all reach each other, Triton 3.6.0, symmetric memory",
+        ),
         (GPU_FACTS, 2, "nvlink", "2 GPUs that all reach each other"),
         (GPU_FACTS, 1, "nvlink", "one rank, on a GPU, Triton 3.6.0"),
-        (gpu_facts(peers=matrix(4, False, True), preflight=["ranks 0 and 1"], symmetric_memory="no"), 1, "nvlink", "one rank"),
+        (
+            gpu_facts(
+                peers=matrix(4, False, True), preflight=["ranks 0 and 1"], symmetric_memory="no"
+            ),
+            1,
+            "nvlink",
+            "one rank",
+        ),
         (GPU_FACTS, 16, "collective", "16 ranks, but 4 GPUs on this host"),
         (gpu_facts(gpus=[gpu(0)], peers=[[True]]), None, "nvlink", "one rank, on a GPU"),
-        (gpu_facts(gpus=[gpu(0)], peers=[[True]], triton="3.5.1"), None, "collective", "not nvlink: it needs Triton 3.6, and this"),
-        (gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)), None, "collective",
-         "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"),
+        (
+            gpu_facts(gpus=[gpu(0)], peers=[[True]], triton="3.5.1"),
+            None,
+            "collective",
+            "not nvlink: it needs Triton 3.6, and this",
+        ),
+        (
+            gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)),
+            None,
+            "collective",
+            "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)",
+        ),
         (gpu_facts(peers=matrix(4, True, True, _0_3=False)), 3, "nvlink", "3 GPUs"),
-        (gpu_facts(peers=[[True, True], [False, True]], gpus=[gpu(0), gpu(1)]), None, "collective", "GPUs 0-1 (1 of 1"),
+        (
+            gpu_facts(peers=[[True, True], [False, True]], gpus=[gpu(0), gpu(1)]),
+            None,
+            "collective",
+            "GPUs 0-1 (1 of 1",
+        ),
         (gpu_facts(peers=None), None, "collective", "could not tell which GPUs reach each other"),
-        (gpu_facts(preflight=["ranks 0 and 1 share one GPU"]), None, "collective", "ranks 0 and 1 share one GPU"),
+        (
+            gpu_facts(preflight=["ranks 0 and 1 share one GPU"]),
+            None,
+            "collective",
+            "ranks 0 and 1 share one GPU",
+        ),
         (gpu_facts(triton=None), None, "collective", "Triton is not installed"),
-        (gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]), None, "collective",
-         "not nvlink: it needs compute capability 7.0, and there is Tesla P100 (6.1)"),
+        (
+            gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]),
+            None,
+            "collective",
+            "not nvlink: it needs compute capability 7.0, and there is Tesla P100 (6.1)",
+        ),
         (gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]), 2, "nvlink", "2 GPUs"),
         (gpu_facts(gpus=[OLD_GPU]), 1, "collective", "it needs compute capability 7.0"),
         (gpu_facts(gpus=[gpu(0, capability="10.0")]), 1, "nvlink", "one rank"),
-        (gpu_facts(triton="3.7.0"), None, "collective", "not nvlink: it needs Triton 3.6, and this is 3.7.0"),
+        (
+            gpu_facts(triton="3.7.0"),
+            None,
+            "collective",
+            "not nvlink: it needs Triton 3.6, and this is 3.7.0",
+        ),
         (gpu_facts(triton="3.60.0"), None, "collective", "it needs Triton 3.6, and this is 3.60.0"),
-        (gpu_facts(symmetric_memory="ImportError: no"), None, "collective", "symmetric memory: ImportError: no"),
+        (
+            gpu_facts(symmetric_memory="ImportError: no"),
+            None,
+            "collective",
+            "symmetric memory: ImportError: no",
+        ),
         (gpu_facts(symmetric_memory=None), None, "collective", "symmetric memory: could not tell"),
-        (gpu_facts(engines=["auto", "collective"]), None, "collective", "not nvlink: this version does not have it"),
-        (gpu_facts(torch=Torch(version="2", hip="6.4", backends=["gloo", "nccl"])), None, "collective", "ROCm"),
-        (gpu_facts(torch=Torch(version="2", cuda="13.0", backends=["gloo"]), triton=None), None, "collective",
-         "over gloo, through host memory, since torch has no NCCL"),
+        (
+            gpu_facts(engines=["auto", "collective"]),
+            None,
+            "collective",
+            "not nvlink: this version does not have it",
+        ),
+        (
+            gpu_facts(torch=Torch(version="2", hip="6.4", backends=["gloo", "nccl"])),
+            None,
+            "collective",
+            "ROCm",
+        ),
+        (
+            gpu_facts(torch=Torch(version="2", cuda="13.0", backends=["gloo"]), triton=None),
+            None,
+            "collective",
+            "over gloo, through host memory, since torch has no NCCL",
+        ),
     ],
-)  # fmt: skip
+)
 def test_likely_engine(facts: Facts, ranks: int | None, name: str, why: str):
     engine = likely_engine(facts, ranks)
     assert engine.name == name
@@ -92,7 +151,9 @@ def test_likely_engine(facts: Facts, ranks: int | None, name: str, why: str):
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.6.1+git", "3.60.0", "3.7.0"])
 def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
-    monkeypatch.setattr(select.importlib, "import_module", lambda _: SimpleNamespace(__version__=version))
+    monkeypatch.setattr(
+        select.importlib, "import_module", lambda _: SimpleNamespace(__version__=version)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     taken = not select.obstacle_of(torch.device("cuda", 0))
     assert taken == (likely_engine(gpu_facts(triton=version)).name == "nvlink")
@@ -100,9 +161,13 @@ def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (10, 0)])
-def test_the_engine_takes_the_same_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+def test_the_engine_takes_the_same_gpus(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
-    monkeypatch.setattr(select.importlib, "import_module", lambda _: SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(
+        select.importlib, "import_module", lambda _: SimpleNamespace(__version__="3.6.0")
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     obstacle = select.obstacle_of(torch.device("cuda", 0))
@@ -132,63 +197,164 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"torch": None, "untold": {"torch": "signal 11"}}, {"torch-silent": ("problem", "signal 11", "mend torch")}),
-        ({"torch": None, "untold": {"torch": "no answer within 0.1 s"}},
-         {"torch-silent": ("problem", "no answer", "on a slow machine wait longer: --timeout")}),
-        ({"torch": Torch(version="2", cuda="13.0")}, {"no-gloo": ("problem", "without gloo", "install"),
-                                                      "no-nccl": ("warning", "built without it", "NCCL")}),
-        ({"torch": CPU_BUILD, "nccl": None, **NO_GPUS},
-         {"cpu-only-torch": ("problem", "CPU-only build", "serves CUDA up to 13.0")}),
-        ({"driver": OLD, **NO_GPUS},
-         {"old-driver": ("problem", "needs CUDA 13.0, but the driver serves CUDA up to 11.4", "update the driver")}),
-        ({"driver": Driver(version="470"), **NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: driver too old")},
-         {"old-driver": ("problem", "the driver is older", "for CUDA of its age")}),
-        ({**NO_GPUS, "environment": {"CUDA_VISIBLE_DEVICES": ""}},
-         {"gpus-hidden": ("warning", "CUDA_VISIBLE_DEVICES is ''", "unset")}),
-        ({**NO_GPUS, "gpus": None, "untold": {"gpus": "no answer within 60 s"}},
-         {"gpus-silent": ("problem", "no answer within 60 s", "dmesg")}),
-        ({**NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: CUDA error 802")},
-         {"gpus-silent": ("problem", "CUDA error 802", "nvidia-smi")}),
+        (
+            {"torch": None, "untold": {"torch": "signal 11"}},
+            {"torch-silent": ("problem", "signal 11", "mend torch")},
+        ),
+        (
+            {"torch": None, "untold": {"torch": "no answer within 0.1 s"}},
+            {"torch-silent": ("problem", "no answer", "on a slow machine wait longer: --timeout")},
+        ),
+        (
+            {"torch": Torch(version="2", cuda="13.0")},
+            {
+                "no-gloo": ("problem", "without gloo", "install"),
+                "no-nccl": ("warning", "built without it", "NCCL"),
+            },
+        ),
+        (
+            {"torch": CPU_BUILD, "nccl": None, **NO_GPUS},
+            {"cpu-only-torch": ("problem", "CPU-only build", "serves CUDA up to 13.0")},
+        ),
+        (
+            {"driver": OLD, **NO_GPUS},
+            {
+                "old-driver": (
+                    "problem",
+                    "needs CUDA 13.0, but the driver serves CUDA up to 11.4",
+                    "update the driver",
+                )
+            },
+        ),
+        (
+            {
+                "driver": Driver(version="470"),
+                **NO_GPUS,
+                "torch": replace(CUDA_BUILD, error="RuntimeError: driver too old"),
+            },
+            {"old-driver": ("problem", "the driver is older", "for CUDA of its age")},
+        ),
+        (
+            {**NO_GPUS, "environment": {"CUDA_VISIBLE_DEVICES": ""}},
+            {"gpus-hidden": ("warning", "CUDA_VISIBLE_DEVICES is ''", "unset")},
+        ),
+        (
+            {**NO_GPUS, "gpus": None, "untold": {"gpus": "no answer within 60 s"}},
+            {"gpus-silent": ("problem", "no answer within 60 s", "dmesg")},
+        ),
+        (
+            {**NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: CUDA error 802")},
+            {"gpus-silent": ("problem", "CUDA error 802", "nvidia-smi")},
+        ),
         ({"driver": None, **NO_GPUS}, {"no-driver": ("warning", "not installed", "--gpus all")}),
-        ({"driver": None, "untold": {"driver": "no answer within 60 s"}},
-         {"nvidia-smi-silent": ("warning", "no answer within 60 s", "dmesg")}),
-        ({"nccl": replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])},
-         {"nccl-mismatch": ("warning", "LD_LIBRARY_PATH", "NCCL 2.28.9 that torch asks for")}),
-        ({"nccl": replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])},
-         {"two-nccls": ("warning", "LD_PRELOAD", "leave one")}),
+        (
+            {"driver": None, "untold": {"driver": "no answer within 60 s"}},
+            {"nvidia-smi-silent": ("warning", "no answer within 60 s", "dmesg")},
+        ),
+        (
+            {"nccl": replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])},
+            {"nccl-mismatch": ("warning", "LD_LIBRARY_PATH", "NCCL 2.28.9 that torch asks for")},
+        ),
+        (
+            {"nccl": replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])},
+            {"two-nccls": ("warning", "LD_PRELOAD", "leave one")},
+        ),
         ({"triton": None}, {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
-        ({"triton": "3.9.1"}, {"triton-version": ("warning", "torch brought it", "tokenyard[cuda]")}),
+        (
+            {"triton": "3.9.1"},
+            {"triton-version": ("warning", "torch brought it", "tokenyard[cuda]")},
+        ),
         ({"triton": None, "gpus": [OLD_GPU], "peers": [[True]], "links": [["X"]]}, {}),
-        ({"torch": None, "untold": {"torch": "no process to ask in: BlockingIOError: busy"}},
-         {"torch-silent": ("problem", "no process to ask in: BlockingIOError", "ulimit -u")}),
-        ({"triton": None, "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]},
-         {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
-        ({"symmetric_memory": "ImportError: gone", "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]}, {}),
-        ({"symmetric_memory": "ImportError: gone"}, {"no-symmetric-memory": ("warning", "ImportError: gone", "2.9")}),
-        ({"peers": matrix(4, True, True, _0_3=False, _1_2=False), "p2p": matrix(4, "OK", "X", _0_3="TNS", _1_2="OK")},
-         {"no-peer-access": ("warning", "TNS: the topology does not", "ACS off")}),
-        ({"peers": matrix(4, True, True, _0_1=False), **PCIE},
-         {"no-peer-access": ("warning", "an IOMMU translates between them (DMA-FQ)", "iommu=pt"),
-          "uneven-links": ("warning", "wiring", "nvlink -s")}),
-        (PCIE, {"iommu": ("warning", "ACS", "NCCL_P2P_DISABLE=1"), "uneven-links": ("warning", "down", "topo -m")}),
+        (
+            {"torch": None, "untold": {"torch": "no process to ask in: BlockingIOError: busy"}},
+            {"torch-silent": ("problem", "no process to ask in: BlockingIOError", "ulimit -u")},
+        ),
+        (
+            {"triton": None, "gpus": [gpu(0)], "peers": [[True]], "links": [["X"]]},
+            {"no-triton": ("warning", "not installed", "tokenyard[cuda]")},
+        ),
+        (
+            {
+                "symmetric_memory": "ImportError: gone",
+                "gpus": [gpu(0)],
+                "peers": [[True]],
+                "links": [["X"]],
+            },
+            {},
+        ),
+        (
+            {"symmetric_memory": "ImportError: gone"},
+            {"no-symmetric-memory": ("warning", "ImportError: gone", "2.9")},
+        ),
+        (
+            {
+                "peers": matrix(4, True, True, _0_3=False, _1_2=False),
+                "p2p": matrix(4, "OK", "X", _0_3="TNS", _1_2="OK"),
+            },
+            {"no-peer-access": ("warning", "TNS: the topology does not", "ACS off")},
+        ),
+        (
+            {"peers": matrix(4, True, True, _0_1=False), **PCIE},
+            {
+                "no-peer-access": (
+                    "warning",
+                    "an IOMMU translates between them (DMA-FQ)",
+                    "iommu=pt",
+                ),
+                "uneven-links": ("warning", "wiring", "nvlink -s"),
+            },
+        ),
+        (
+            PCIE,
+            {
+                "iommu": ("warning", "ACS", "NCCL_P2P_DISABLE=1"),
+                "uneven-links": ("warning", "down", "topo -m"),
+            },
+        ),
         ({**PCIE, "pci": PciBus(gpus=4, iommu=["identity"]), "links": matrix(4, "PHB", "X")}, {}),
-        ({"links": matrix(4, "NV18", "X", _1_3="NV17")}, {"uneven-links": ("warning", "links that are down", "nvlink -s")}),
-        ({"gpus": [gpu(i, mig=True) for i in range(4)]}, {"mig": ("warning", "cannot reach", "-mig 0")}),
-        ({"gpus": [gpu(i, mig=True) for i in range(4)], "peers": matrix(4, False, True)},
-         {"mig": ("warning", "cannot reach", "-mig 0"), "no-peer-access": ("warning", "MIG is on", "-mig 0")}),
-        ({"shm": Space(total=64 << 20, free=64 << 20)}, {"small-shm": ("warning", "64 MB", "--shm-size")}),
-        ({"shm": Space(total=4 * GIB, free=1 << 20)}, {"small-shm": ("warning", "NCCL", "--ipc=host")}),
+        (
+            {"links": matrix(4, "NV18", "X", _1_3="NV17")},
+            {"uneven-links": ("warning", "links that are down", "nvlink -s")},
+        ),
+        (
+            {"gpus": [gpu(i, mig=True) for i in range(4)]},
+            {"mig": ("warning", "cannot reach", "-mig 0")},
+        ),
+        (
+            {"gpus": [gpu(i, mig=True) for i in range(4)], "peers": matrix(4, False, True)},
+            {
+                "mig": ("warning", "cannot reach", "-mig 0"),
+                "no-peer-access": ("warning", "MIG is on", "-mig 0"),
+            },
+        ),
+        (
+            {"shm": Space(total=64 << 20, free=64 << 20)},
+            {"small-shm": ("warning", "64 MB", "--shm-size")},
+        ),
+        (
+            {"shm": Space(total=4 * GIB, free=1 << 20)},
+            {"small-shm": ("warning", "NCCL", "--ipc=host")},
+        ),
         ({"infiniband": ["mlx5_0"]}, {"memlock": ("warning", "RDMA", "ulimit -l unlimited")}),
         ({"infiniband": ["mlx5_0"], "limits": Limits(memlock=-1, open_files=-1)}, {}),
-        ({"limits": Limits(memlock=-1, open_files=256)}, {"open-files": ("warning", "sockets", "ulimit -n")}),
-        ({"hostname": HostName(name="lost", error="Name or service not known")},
-         {"hostname": ("warning", "gloo looks it up", "/etc/hosts")}),
-        ({"hostname": None, "untold": {"hostname": "no answer within 60 s"}},
-         {"hostname": ("warning", "hangs", "GLOO_SOCKET_IFNAME")}),
-        ({"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0"}},
-         {"nccl-variable": ("warning", "slower", "unset")}),
+        (
+            {"limits": Limits(memlock=-1, open_files=256)},
+            {"open-files": ("warning", "sockets", "ulimit -n")},
+        ),
+        (
+            {"hostname": HostName(name="lost", error="Name or service not known")},
+            {"hostname": ("warning", "gloo looks it up", "/etc/hosts")},
+        ),
+        (
+            {"hostname": None, "untold": {"hostname": "no answer within 60 s"}},
+            {"hostname": ("warning", "hangs", "GLOO_SOCKET_IFNAME")},
+        ),
+        (
+            {"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0"}},
+            {"nccl-variable": ("warning", "slower", "unset")},
+        ),
     ],
-)  # fmt: skip
+)
 def test_findings(changes: dict[str, Any], found: dict[str, tuple[str, str, str]]):
     told = findings(gpu_facts(**changes))
     assert told.keys() == found.keys()
@@ -201,16 +367,36 @@ def test_findings(changes: dict[str, Any], found: dict[str, tuple[str, str, str]
 def test_symptoms_name_what_they_are_about():
     bad = findings(gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)))["no-peer-access"]
     assert bad.symptom == "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"
-    two = findings(gpu_facts(nccl=replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])))["two-nccls"]
+    two = findings(gpu_facts(nccl=replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])))[
+        "two-nccls"
+    ]
     assert two.symptom == "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2"
-    other = findings(gpu_facts(nccl=replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])))["nccl-mismatch"]
-    assert other.symptom == "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9"
-    assert findings(gpu_facts(triton="3.7.0"))["triton-version"].symptom == "Triton 3.7.0: engine nvlink needs 3.6"
-    assert "lost" in findings(replace(CPU_FACTS, hostname=HostName(name="lost", error="?")))["hostname"].symptom
+    other = findings(gpu_facts(nccl=replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])))[
+        "nccl-mismatch"
+    ]
+    assert (
+        other.symptom
+        == "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9"
+    )
+    assert (
+        findings(gpu_facts(triton="3.7.0"))["triton-version"].symptom
+        == "Triton 3.7.0: engine nvlink needs 3.6"
+    )
+    assert (
+        "lost"
+        in findings(replace(CPU_FACTS, hostname=HostName(name="lost", error="?")))[
+            "hostname"
+        ].symptom
+    )
 
 
 def test_versions_as_numbers():
-    assert [numbers(v) for v in ("13.0", "2.11.0+cu130", "3.6.0rc1", "")] == [(13, 0), (2, 11, 0), (3, 6), ()]
+    assert [numbers(v) for v in ("13.0", "2.11.0+cu130", "3.6.0rc1", "")] == [
+        (13, 0),
+        (2, 11, 0),
+        (3, 6),
+        (),
+    ]
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 3), (3, 0), (1, 2)])
@@ -237,8 +423,15 @@ def test_memory_of_nvlink_does_not_grow():
 def test_memory_is_what_one_rank_really_takes(layout: Any):
     work = Workload(tokens=50, hidden=24, experts=6, topk=3, ranks=1, layout=layout)
     idx, weights = routing("uniform", 0, 1, 50, 3, 6, 0)
-    with ty.ExpertParallel(num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50, device="cpu") as ep:
-        recv = ep.dispatch(torch.zeros(50, 24, dtype=torch.bfloat16), idx, weights, layout=ty.Layout[layout.upper()])
+    with ty.ExpertParallel(
+        num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50, device="cpu"
+    ) as ep:
+        recv = ep.dispatch(
+            torch.zeros(50, 24, dtype=torch.bfloat16),
+            idx,
+            weights,
+            layout=ty.Layout[layout.upper()],
+        )
         out = ep.combine(recv.x, recv.handle)
         buffers = ep.buffer_bytes
     parts = [recv.x, recv.topk_idx, recv.topk_weights, recv.row_weights, recv.source, out]
@@ -254,7 +447,9 @@ def test_rows_of_even_routing(layout: Any):
     work = Workload(tokens=2000, hidden=8, experts=10, topk=3, ranks=4, layout=layout)
     rows = 0
     for rank in range(4):
-        here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(1)  # rank 0 holds experts 0 to 2
+        here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(
+            1
+        )  # rank 0 holds experts 0 to 2
         rows += int((here > 0).sum() if layout == "flat" else here.sum())
     told = need(work, "collective", CPU_FACTS)
     assert told.even.rows == pytest.approx(rows, rel=0.03)
@@ -267,7 +462,9 @@ def test_what_does_not_fit():
     assert needs.free == 1 << 20
     assert [f.severity for f in of_memory(needs, asked=True)] == ["problem"]
     assert [f.severity for f in of_memory(needs, asked=False)] == ["warning"]
-    assert [f.remedy for f in of_memory(needs, asked=True)] == ["take fewer --tokens, or end what else runs here"]
+    assert [f.remedy for f in of_memory(needs, asked=True)] == [
+        "take fewer --tokens, or end what else runs here"
+    ]
     assert need(replace(LAYER, ranks=1), "nvlink", poor).free == 140 * GIB
     assert need(LAYER, "collective", CPU_FACTS).free == 6 * GIB // 4
     crowd = need(replace(LAYER, ranks=1_000_000), "collective", CPU_FACTS)

@@ -18,18 +18,25 @@ from tokenyard.memory.preflight import Report, Unreachable
 from tokenyard.memory.threads import run_threads
 from tokenyard.testing import Ranks, distributed_test
 
-PAIRS = "; ".join(f"ranks {a} and 7 have no peer-to-peer path from GPU-{a} to GPU-7" for a in range(7))
+PAIRS = "; ".join(
+    f"ranks {a} and 7 have no peer-to-peer path from GPU-{a} to GPU-7" for a in range(7)
+)
 
 
 def made(engine: str = "auto") -> ty.ExpertParallel:
-    return ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, engine=engine)
+    return ty.ExpertParallel(
+        num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, engine=engine
+    )
 
 
 @without_devices  # beside real GPUs there is more to choose from
 @distributed_test(world_size=1, engine="auto")
 def test_auto_says_what_keeps_gpus_from_nvlink(ranks: Ranks) -> None:
     """All of it if it is short, and where all of it is asked for by name."""
-    for obstacle, said in (("it is Monday", "it is Monday"), (PAIRS, "ranks 0 and 7 have no peer-to-peer path")):
+    for obstacle, said in (
+        ("it is Monday", "it is Monday"),
+        (PAIRS, "ranks 0 and 7 have no peer-to-peer path"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(select, "_gpu", lambda *_: torch.device("cuda", 0))
             patch.setattr(select, "obstacle_of", lambda _: "")
@@ -58,13 +65,19 @@ def test_on_cpus_nobody_expects_nvlink(ranks: Ranks) -> None:
     [
         (
             None,
-            "needs ranks that form a grid: hosts must have equally many ranks, and a has 3; engine 'collective' does not",
+            "needs ranks that form a grid: hosts must have equally many ranks, and a has 3; engine "
+            "'collective' does not",
         ),
-        (ty.Topology(64, 8), "takes at most 64 nodes, and 512 ranks and nodes together, but 64x8 are 64 and 576"),
+        (
+            ty.Topology(64, 8),
+            "takes at most 64 nodes, and 512 ranks and nodes together, but 64x8 are 64 and 576",
+        ),
         (ty.Topology(65, 1), "but 65x1 are 65 and 130"),
     ],
 )
-def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(grid: ty.Topology | None, why: str) -> None:
+def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(
+    grid: ty.Topology | None, why: str
+) -> None:
     """Not by a list of all pairs of GPUs on different hosts."""
     size = 4 if grid is None else grid.world_size
     config = Config(
@@ -77,25 +90,44 @@ def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(grid: 
         timeout=1.0,
         topology=grid,
     )
-    asked = select.Asked(engine="twolevel", no_grid="hosts must have equally many ranks, and a has 3")
+    asked = select.Asked(
+        engine="twolevel", no_grid="hosts must have equally many ranks, and a has 3"
+    )
     with pytest.raises(ty.NotSupported, match=why):
         select.choose(None, None, config, asked)
 
 
 def obstacle(
-    patch: pytest.MonkeyPatch, gpus: list[tuple[str, int]], unreachable: list[Unreachable], **more: Any
+    patch: pytest.MonkeyPatch,
+    gpus: list[tuple[str, int]],
+    unreachable: list[Unreachable],
+    **more: Any,
 ) -> list[Any]:
-    """What each rank (its obstacle and its multiprocessors; none of those: on the CPU) learns through a store: the same."""
+    """What each rank (its obstacle and its multiprocessors; none of those: on the CPU) learns
+    through a store: the same.
+    """
     store = dist.HashStore()
     mine = threading.local()
     patch.setattr(select, "multiprocessors", lambda _: gpus[mine.rank][1])
-    patch.setattr(preflight, "report", lambda rank, _: Report(rank, "host", f"GPU-{rank}", rank, (), ()))
-    patch.setattr(preflight, "unreachable", lambda reports: unreachable if len(reports) == len(gpus) else None)
+    patch.setattr(
+        preflight, "report", lambda rank, _: Report(rank, "host", f"GPU-{rank}", rank, (), ())
+    )
+    patch.setattr(
+        preflight, "unreachable", lambda reports: unreachable if len(reports) == len(gpus) else None
+    )
 
     def body(rank: int) -> Any:
         mine.rank = rank
-        config = Config(num_experts=4, hidden=8, num_topk=1, max_tokens_per_rank=1, rank=rank, world_size=len(gpus), timeout=60.0,
-                        topology=None)  # fmt: skip
+        config = Config(
+            num_experts=4,
+            hidden=8,
+            num_topk=1,
+            max_tokens_per_rank=1,
+            rank=rank,
+            world_size=len(gpus),
+            timeout=60.0,
+            topology=None,
+        )
         why, sms = gpus[rank]
         gpu = torch.device("cuda", rank) if sms else None
         try:
@@ -107,10 +139,14 @@ def obstacle(
 
 
 def test_ranks_learn_of_each_others_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest multiprocessors, the first obstacle with its rank, GPUs that cannot reach each other."""
+    """The fewest multiprocessors, the first obstacle with its rank, GPUs that cannot reach each
+    other.
+    """
     patch = monkeypatch
     assert obstacle(patch, [("", 132), ("", 78), ("", 114)], []) == [("", 78)] * 3
-    assert obstacle(patch, [("", 132), ("old", 78), ("older", 114)], []) == [("old (rank 1)", 0)] * 3
+    assert (
+        obstacle(patch, [("", 132), ("old", 78), ("older", 114)], []) == [("old (rank 1)", 0)] * 3
+    )
     assert obstacle(patch, [("none", 0), ("none", 0)], []) == [("none (rank 0)", 0)] * 2
     disagree = "ranks disagree on device: rank 0 works on cuda, rank 2 on cpu"
     assert obstacle(patch, [("", 132), ("", 132), ("none", 0)], []) == [disagree] * 3
@@ -120,18 +156,27 @@ def test_ranks_learn_of_each_others_obstacles(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("nvshmem", [False, True])
-def test_ranks_of_different_nodes_need_no_way_but_nvshmem(monkeypatch: pytest.MonkeyPatch, nvshmem: bool) -> None:
+def test_ranks_of_different_nodes_need_no_way_but_nvshmem(
+    monkeypatch: pytest.MonkeyPatch, nvshmem: bool
+) -> None:
     """Pairs inside a node count whatever there is between nodes."""
     monkeypatch.setattr("tokenyard.memory.nvshmem.is_available", lambda: nvshmem)
     gpus, grid = [("", 132), ("", 100), ("", 132), ("", 132)], ty.Topology(2, 2)
     across = [Unreachable(a, b, "are on different hosts") for a in (0, 1) for b in (2, 3)]
     inside = Unreachable(2, 3, "share one GPU")
-    missing = "between nodes it needs NVSHMEM, which this torch cannot use: ranks 0 and 2 are on different hosts; "
+    missing = (
+        "between nodes it needs NVSHMEM, which this torch cannot use: ranks 0 and 2 are on "
+        "different hosts; "
+    )
     for why, sms in obstacle(monkeypatch, gpus, across, grid=grid):
         assert sms == 100
         assert why == "" if nvshmem else why.startswith(missing)
     for why, _ in obstacle(monkeypatch, gpus, [*across, inside], grid=grid):
-        assert why == "ranks 2 and 3 share one GPU" if nvshmem else why.startswith(missing) and "2 and 3 share" in why
+        assert (
+            why == "ranks 2 and 3 share one GPU"
+            if nvshmem
+            else why.startswith(missing) and "2 and 3 share" in why
+        )
     for why, _ in obstacle(monkeypatch, gpus, [inside], grid=grid):
         assert why == "ranks 2 and 3 share one GPU"
     for why, _ in obstacle(monkeypatch, gpus, across):

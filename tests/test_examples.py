@@ -1,4 +1,6 @@
-"""What users copy must run: the README's example and the files under ``examples/``, as they stand."""
+"""What users copy must run: the README's example and the files under ``examples/``, as
+they stand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,7 +1,8 @@
-"""A rank that dies, sleeps, or gives up, at every point of an object's life: the others learn its name within the timeout.
+"""A rank that dies, sleeps, or gives up, at every point of an object's life: the others learn its
+name within the timeout.
 
-Rank 1 is always the culprit. "Silent" means that it does nothing until the others have given up; then it is too late for it,
-and it must notice that too.
+Rank 1 is always the culprit. "Silent" means that it does nothing until the others have given up;
+then it is too late for it, and it must notice that too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, make_patient, meet
+from hostile import (
+    CASE,
+    TIMEOUT,
+    Inputs,
+    assert_works,
+    check,
+    error_of,
+    gloo,
+    make,
+    make_patient,
+    meet,
+)
 from tokenyard import api
 from tokenyard.engines.wire import GlooWire
 from tokenyard.testing import Ranks, distributed_test
@@ -28,9 +40,13 @@ LARGE = 1 << 14
 
 
 class Plot:
-    """Runs an object's life up to ``point``, where the culprit does ``deed`` before its own call."""
+    """Runs an object's life up to ``point``, where the culprit does ``deed`` before its
+    own call.
+    """
 
-    def __init__(self, ranks: Ranks, point: str, deed: Callable[[], Any], timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, ranks: Ranks, point: str, deed: Callable[[], Any], timeout: float = TIMEOUT
+    ) -> None:
         self.ranks, self.point, self.deed, self.timeout = ranks, point, deed, timeout
         self.ep: ty.ExpertParallel | None = None
 
@@ -42,7 +58,9 @@ class Plot:
         """Ends in the error of the call that ``point`` names, on every rank that lives."""
         hidden = LARGE if "rows" in self.point else CASE.hidden
         x = torch.ones(256 if hidden == LARGE else 5, hidden, device=self.ranks.device)
-        x.requires_grad_(self.point == "backward")  # only then: the first use of autograd costs a second per process
+        x.requires_grad_(
+            self.point == "backward"
+        )  # only then: the first use of autograd costs a second per process
         idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of every rank
         idx = idx.expand(x.shape[0], -1)
         gloo(self.ranks)  # making the group needs everybody
@@ -52,7 +70,9 @@ class Plot:
         self.at("dispatch")
         wire = ep._calls.engine._wire
         self._inside(wire, "exchange", before="rows of a dispatch")
-        self._inside(wire, "_post", after="middle of the rows", times=4)  # receives and sends of counts, then of rows
+        self._inside(
+            wire, "_post", after="middle of the rows", times=4
+        )  # receives and sends of counts, then of rows
         recv = ep.dispatch(x, idx)
         self.at("combine")
         y = ep.combine(recv.x, recv.handle)
@@ -60,8 +80,12 @@ class Plot:
         if y.requires_grad:
             y.sum().backward()
 
-    def _inside(self, owner: Any, name: str, *, before: str = "", after: str = "", times: int = 1) -> None:
-        """Let the deed happen in the object's own call, before or after the ``times``-th use of ``name``."""
+    def _inside(
+        self, owner: Any, name: str, *, before: str = "", after: str = "", times: int = 1
+    ) -> None:
+        """Let the deed happen in the object's own call, before or after the ``times``-th use of
+        ``name``.
+        """
         honest, left = getattr(owner, name), [times]
 
         def treacherous(*args: Any) -> Any:
@@ -82,7 +106,8 @@ PHASES = {
     "connection": "ExpertParallel(",
     "dispatch": "dispatch #0, counts",
     "rows of a dispatch": "dispatch #0, rows",
-    "middle of the rows": "dispatch #0, rows|combine #1, counts",  # the latter where all its rows had come already
+    # the latter where all its rows had come already
+    "middle of the rows": "dispatch #0, rows|combine #1, counts",
     "combine": "combine #1, counts",
     "backward": "cached dispatch #2, counts",
 }
@@ -97,11 +122,17 @@ def check_survivor(error: Exception | None, point: str) -> None:
 
 
 def check_over(ep: ty.ExpertParallel | None) -> None:
-    """After that an object accepts only ``stats`` and ``close``, and refuses everything else at once."""
+    """After that an object accepts only ``stats`` and ``close``, and refuses everything else at
+    once.
+    """
     if ep is None:
         return
     x = torch.zeros(1, ep.config.hidden)
-    for call in (lambda: ep.dispatch(x, torch.zeros(1, 3).long()), lambda: ep.combine(x, None), ep.warmup):
+    for call in (
+        lambda: ep.dispatch(x, torch.zeros(1, 3).long()),
+        lambda: ep.combine(x, None),
+        ep.warmup,
+    ):
         check(error_of(call), RuntimeError, "lost a peer", f"rank {CULPRIT}", "make a new one")
     assert ep.stats().rank == ep.rank
     ep.close()
@@ -128,14 +159,18 @@ def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
 
 @distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
 def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
-    """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still blames rank 1."""
+    """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still blames
+    rank 1.
+    """
     point = "middle of the rows"
     plot = Plot(ranks, point, lambda: os._exit(9))
     if ranks.rank == 0:
         post = GlooWire._post
 
         def post_all_but_rows(wire: GlooWire, verb: str, messages: Any, tag: int, what: str) -> Any:
-            return [] if verb == "send" and ", rows" in what else post(wire, verb, messages, tag, what)
+            return (
+                [] if verb == "send" and ", rows" in what else post(wire, verb, messages, tag, what)
+            )
 
         with mock.patch.object(GlooWire, "_post", post_all_but_rows):
             error = error_of(plot.play)
@@ -145,7 +180,9 @@ def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
     check_over(plot.ep)
 
 
-@pytest.mark.parametrize("point", [point for point in PHASES if point != "middle of the rows"])  # those are under way
+@pytest.mark.parametrize(
+    "point", [point for point in PHASES if point != "middle of the rows"]
+)  # those are under way
 @distributed_test(world_size=3, timeout=30.0)
 def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: meet(ranks))
@@ -165,7 +202,9 @@ def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
 
 @distributed_test(world_size=4, timeout=30.0)
 def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
-    """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still blame rank 1, not rank 0."""
+    """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still blame rank 1, not
+    rank 0.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks)
     if ranks.rank == CULPRIT:
@@ -182,7 +221,9 @@ def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
 
 @distributed_test(world_size=3, timeout=30.0)
 def test_two_ranks_are_silent(ranks: Ranks) -> None:
-    """At construction and in a call the survivor hears of one of them at least, and at construction of both."""
+    """At construction and in a call the survivor hears of one of them at least, and at construction
+    of both.
+    """
     if ranks.rank == 0:
         error = error_of(lambda: make(ranks))
         check(error, ty.PeerTimeout, f"{TIMEOUT} s", "rank(s) 1, 2", "ExpertParallel(")
@@ -201,7 +242,9 @@ class UserError(Exception):
 @pytest.mark.parametrize("closes", [True, False], ids=["closing", "leaving"])
 @distributed_test(world_size=3, timeout=30.0)
 def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: bool) -> None:
-    """With a ``with`` the others know at once, without one after the timeout. The user's error comes through unchanged."""
+    """With a ``with`` the others know at once, without one after the timeout. The user's error
+    comes through unchanged.
+    """
     inputs = Inputs.of(ranks)
 
     def layer(ep: ty.ExpertParallel) -> None:
@@ -221,7 +264,9 @@ def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: boo
     meet(ranks)
     if ranks.rank == CULPRIT:
         assert type(error) is UserError
-        assert not closes or isinstance(error_of(lambda: held.dispatch(inputs.x, inputs.topk_idx)), RuntimeError)
+        assert not closes or isinstance(
+            error_of(lambda: held.dispatch(inputs.x, inputs.topk_idx)), RuntimeError
+        )
     else:
         assert isinstance(error, ty.PeerLost if closes else ty.PeerTimeout), repr(error)
         assert error.rank == CULPRIT
@@ -243,7 +288,11 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
         else:
             error = error_of(lambda ep=ep, recv=recv: ep.combine(recv.x, recv.handle))
             ep.close()
-            check(error, ty.PeerLost, f"rank {CULPRIT} had closed its ExpertParallel: every rank makes all calls")
+            check(
+                error,
+                ty.PeerLost,
+                f"rank {CULPRIT} had closed its ExpertParallel: every rank makes all calls",
+            )
             assert error.rank == CULPRIT and "crashed" not in str(error)
         meet(ranks)
 
@@ -256,7 +305,9 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
 
 @distributed_test(world_size=3, timeout=30.0)
 def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
-    """Say, out of memory after the counts went out: its own error on this rank, the timeout's on the others."""
+    """Say, out of memory after the counts went out: its own error on this rank, the timeout's on
+    the others.
+    """
     inputs = Inputs.of(ranks)
     with make(ranks) as ep:
         if ranks.rank == CULPRIT:
@@ -269,7 +320,9 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
         meet(ranks)
         if ranks.rank == CULPRIT:
             check(error, MemoryError, "no room for rows")
-            assert isinstance(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError)
+            assert isinstance(
+                error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError
+            )
         else:
             assert isinstance(error, ty.PeerTimeout), repr(error)
             assert error.rank == CULPRIT
@@ -278,7 +331,9 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
 
 @distributed_test(world_size=3, timeout=30.0)
 def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None:
-    """Each time it is asked; and calls behind it fail with the same culprit, without a timeout of their own."""
+    """Each time it is asked; and calls behind it fail with the same culprit, without a timeout of
+    their own.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks)
     if ranks.rank == CULPRIT:
@@ -312,20 +367,28 @@ def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2, timeout=30.0)
 def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
-    """The rank's own error comes first, and the object knows afterwards that the peer did not answer."""
+    """The rank's own error comes first, and the object knows afterwards that the peer did not
+    answer.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
-    check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, layout="flat")), ValueError, "layout ('flat')")
+    check(
+        error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, layout="flat")),
+        ValueError,
+        "layout ('flat')",
+    )
     check_over(ep)
     meet(ranks)
 
 
 @distributed_test(world_size=2, timeout=30.0)
 def test_close_while_a_call_hangs(ranks: Ranks) -> None:
-    """``close`` waits for what was started, for the timeout at most; the result still tells how it ended."""
+    """``close`` waits for what was started, for the timeout at most; the result still tells how it
+    ended.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks)
     if ranks.rank == CULPRIT:
@@ -347,7 +410,9 @@ def test_other_objects_go_on(ranks: Ranks) -> None:
     with make(ranks) as other, make(ranks) as ep:
         assert_works(ranks, other)
         if ranks.rank != CULPRIT:
-            assert isinstance(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), ty.PeerTimeout)
+            assert isinstance(
+                error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), ty.PeerTimeout
+            )
         meet(ranks)
         assert_works(ranks, other)
         with make(ranks) as new:
@@ -356,7 +421,9 @@ def test_other_objects_go_on(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_a_slow_rank_is_not_a_silent_one(ranks: Ranks) -> None:
-    """Half a timeout late in a call, and more than the timeout between two calls, when nobody waits."""
+    """Half a timeout late in a call, and more than the timeout between two calls, when nobody
+    waits.
+    """
     with make(ranks) as ep:
         time.sleep(0.5 * TIMEOUT * ranks.rank)
         assert_works(ranks, ep)

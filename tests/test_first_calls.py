@@ -1,4 +1,6 @@
-"""No call imports what takes seconds while other ranks wait for it, whether or not the object was warmed up."""
+"""No call imports what takes seconds while other ranks wait for it, whether or not the object was
+warmed up.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("first_calls.py")
-HEAVY = {"sympy", "mpmath", "torch._dynamo", "torch._inductor", "torch._functorch.compilers", "triton"}
+HEAVY = {
+    "sympy",
+    "mpmath",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch.compilers",
+    "triton",
+}
 FEW = 5
 """Modules that a call may bring in: torch's profiler imports one of its own."""
 

@@ -1,4 +1,6 @@
-"""A forked child of a process that has objects: using one raises at once, letting go of one does nothing; the parent goes on."""
+"""A forked child of a process that has objects: using one raises at once, letting go of one does
+nothing; the parent goes on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tokenyard.testing import Ranks, distributed_test
 
 
 def in_child(deed: Callable[[], object]) -> str:
-    """What ``deed()`` returns in a forked child, as text; how the child ended, if that is not in order."""
+    """What ``deed()`` returns in a forked child, as text; how the child ended, if that is not in
+    order.
+    """
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
@@ -83,7 +87,9 @@ def test_every_use_raises_at_once(ranks: Ranks) -> None:
             "bad arguments": lambda: ep.dispatch(None),
             "differentiable": lambda: ep.dispatch(x, idx),
             "combine": lambda: ep.combine(plain.x, plain.handle),
-            "weights at the owner": lambda: ep.combine(plain.x, plain.handle, weighted=True, topk_weights=weights),
+            "weights at the owner": lambda: ep.combine(
+                plain.x, plain.handle, weighted=True, topk_weights=weights
+            ),
             "warmup": ep.warmup,
             "check": ep.check,
             "with": enter,
@@ -113,12 +119,16 @@ def test_every_use_raises_at_once(ranks: Ranks) -> None:
 @pytest.mark.parametrize("way", ["closes", "collects"])
 @distributed_test(world_size=(1, 2))
 def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
-    """Nothing happens to the parent's connections, not in the middle of a call either, and the child does not hang."""
+    """Nothing happens to the parent's connections, not in the middle of a call either, and the
+    child does not hang.
+    """
     inputs = Inputs.of(ranks)
     held: list[Any] = [make_patient(ranks)]
     ep = held[0]
     recv = ep.dispatch(inputs.x.float().requires_grad_(), inputs.topk_idx)
-    pending = None if ranks.rank else ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)  # rank 1 comes later
+    pending = (
+        None if ranks.rank else ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
+    )  # rank 1 comes later
     held += [recv, pending]
 
     def let_go() -> object:
@@ -145,8 +155,15 @@ def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
 
 def test_a_child_that_comes_to_its_end(tmp_path: Path) -> None:
     """Its interpreter lets go of everything that the parent had, as that of any program does."""
-    program = [sys.executable, str(Path(__file__).with_name("fork_program.py")), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("fork_program.py")),
+        str(tmp_path / "store"),
+    ]
+    ranks = [
+        subprocess.Popen([*program, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     try:
         said = [rank.communicate(timeout=500)[0] for rank in ranks]
     finally:
@@ -200,7 +217,9 @@ def test_training_beside_a_loader_that_forks(ranks: Ranks) -> None:
     with make_patient(ranks, timeout=100.0) as ep:
         scale = torch.ones((), requires_grad=True)
         for _ in range(2):
-            loader = DataLoader(Numbers(ep), batch_size=2, num_workers=2, multiprocessing_context="fork")
+            loader = DataLoader(
+                Numbers(ep), batch_size=2, num_workers=2, multiprocessing_context="fork"
+            )
             for rows in loader:
                 recv = ep.dispatch(rows * scale, inputs.topk_idx)
                 ep.combine(recv.x, recv.handle).sum().backward()

@@ -1,4 +1,6 @@
-"""Forward-mode AD, transforms of ``torch.func`` and ``torch.vmap``: tangents go where rows go, or the call is refused."""
+"""Forward-mode AD, transforms of ``torch.func`` and ``torch.vmap``: tangents go where rows go, or
+the call is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ def tangent_of(dual: Tensor) -> Tensor:
 
 
 def random_like(tensor: Tensor, seed: int) -> Tensor:
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.device, tensor.dtype)
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(
+        tensor.device, tensor.dtype
+    )
 
 
-def expected_tangents(case: Case, x: list[Tensor], weights: list[Tensor]) -> list[reference.ReferenceRows]:
+def expected_tangents(
+    case: Case, x: list[Tensor], weights: list[Tensor]
+) -> list[reference.ReferenceRows]:
     """Dispatch is linear, so its tangents are a dispatch of tangents."""
     return reference.dispatch(
         x,
@@ -56,7 +62,9 @@ def expected_tangents(case: Case, x: list[Tensor], weights: list[Tensor]) -> lis
 def test_tangents_are_dispatched(ranks: Ranks, layout: ty.Layout, exact: bool, who: str) -> None:
     """Fresh and cached. Ranks without a tangent get those of others."""
     alone_in_process(ranks)
-    case = Case(ranks.world_size, routing="duplicates", layout=layout, exact=exact, dtype=torch.float32)
+    case = Case(
+        ranks.world_size, routing="duplicates", layout=layout, exact=exact, dtype=torch.float32
+    )
     dx = [random_like(x, r) for r, x in enumerate(case.x)]
     dw = [random_like(w, r) for r, (_, w) in enumerate(case.picks)]
     has_x = [who == "all" or (who == "rank 0" and r == 0) for r in range(3)]
@@ -74,13 +82,18 @@ def test_tangents_are_dispatched(ranks: Ranks, layout: ty.Layout, exact: bool, w
         again = ep.dispatch(x, handle=recv.handle)
         for what, rows in (("fresh", recv.x), ("cached", again.x)):
             assert_same_bits(
-                tangent_of(rows)[:num].cpu()[valid], want.x[valid], what=f"tangent of rows, {what}", rank=me
+                tangent_of(rows)[:num].cpu()[valid],
+                want.x[valid],
+                what=f"tangent of rows, {what}",
+                rank=me,
             )
         got, right = recv.topk_weights, want.topk_weights
         if got is None:
             got, right = recv.row_weights, want.row_weights
             assert not tangent_of(got)[:num].cpu()[~valid].any()
-        assert_same_bits(tangent_of(got)[:num].cpu()[valid], right[valid], what="tangent of weights", rank=me)
+        assert_same_bits(
+            tangent_of(got)[:num].cpu()[valid], right[valid], what="tangent of weights", rank=me
+        )
     assert torch.equal(recv.x[:num].cpu()[valid], case.expected[me].x[valid])
 
 
@@ -88,25 +101,42 @@ def test_tangents_are_dispatched(ranks: Ranks, layout: ty.Layout, exact: bool, w
 @shapes
 @layouts
 @distributed_test(world_size=(1, 3), engine=ENGINES)
-def test_a_layer_has_the_derivative_of_the_dense_one(ranks: Ranks, layout: ty.Layout, exact: bool, who: str) -> None:
+def test_a_layer_has_the_derivative_of_the_dense_one(
+    ranks: Ranks, layout: ty.Layout, exact: bool, who: str
+) -> None:
     """Along tangents of x, weights and experts."""
     alone_in_process(ranks)
-    case = Case(ranks.world_size, routing="duplicates", layout=layout, exact=exact, dtype=torch.float32, num_experts=7)
+    case = Case(
+        ranks.world_size,
+        routing="duplicates",
+        layout=layout,
+        exact=exact,
+        dtype=torch.float32,
+        num_experts=7,
+    )
     layer, me = Layer(case, ranks), ranks.rank
     has = [who == "all" or r == 0 for r in range(ranks.world_size)]
     experts = layer.every
     d_experts = random_like(experts, 5) if who == "all" else torch.zeros_like(experts)
     dx = [random_like(x, r) if has[r] else torch.zeros_like(x) for r, x in enumerate(case.x)]
-    dw = [random_like(w, 9 + r) if has[r] else torch.zeros_like(w) for r, (_, w) in enumerate(case.picks)]
+    dw = [
+        random_like(w, 9 + r) if has[r] else torch.zeros_like(w)
+        for r, (_, w) in enumerate(case.picks)
+    ]
     idx, weights = case.picks[me]
     dense = lambda x, w, e: moe.dense(x, idx, w, e)  # noqa: E731
-    want, want_tangent = torch.func.jvp(dense, (case.x[me], weights, experts), (dx[me], dw[me], d_experts))
+    want, want_tangent = torch.func.jvp(
+        dense, (case.x[me], weights, experts), (dx[me], dw[me], d_experts)
+    )
     begin, end = layer.begin, layer.end
     with case.make(ranks) as ep, fwd.dual_level():
         duals = [leaf.detach() for leaf in (layer.x, layer.weights, layer.experts)]
         if has[me]:
             tangents = (dx[me], dw[me], d_experts[begin:end])
-            duals = [fwd.make_dual(leaf, t.to(ranks.device)) for leaf, t in zip(duals, tangents, strict=True)]
+            duals = [
+                fwd.make_dual(leaf, t.to(ranks.device))
+                for leaf, t in zip(duals, tangents, strict=True)
+            ]
         y = moe.run(ep, duals[0], layer.idx, *duals[1:], layout=layout, exact=exact)
         assert_close(y.cpu(), want, relative=1e-6, what="output")
         assert_close(tangent_of(y).cpu(), want_tangent, relative=1e-6, what="tangent")
@@ -119,23 +149,33 @@ def test_bias_and_reduced_weights_have_tangents(ranks: Ranks) -> None:
     with case.make(ranks) as ep:
         recv = dispatch(ranks, ep, case)
         bias = torch.zeros(case.tokens_of(ranks.rank), case.hidden, device=ranks.device)
-        d_rows, d_reduce, d_bias = (random_like(t, ranks.rank) for t in (recv.x, recv.topk_weights, bias))
+        d_rows, d_reduce, d_bias = (
+            random_like(t, ranks.rank) for t in (recv.x, recv.topk_weights, bias)
+        )
         want = ep.combine(d_rows, recv.handle, reduce_weights=d_reduce, bias=d_bias)
         with fwd.dual_level():
             rows, reduce, bias = (
-                fwd.make_dual(*pair) for pair in ((recv.x, d_rows), (recv.topk_weights, d_reduce), (bias, d_bias))
+                fwd.make_dual(*pair)
+                for pair in ((recv.x, d_rows), (recv.topk_weights, d_reduce), (bias, d_bias))
             )
-            got = ep.combine(rows, recv.handle, reduce_weights=reduce, bias=bias, async_op=ranks.world_size > 1)
+            got = ep.combine(
+                rows, recv.handle, reduce_weights=reduce, bias=bias, async_op=ranks.world_size > 1
+            )
             assert_same_bits(tangent_of(got.x), want.x, what="tangent of sums", rank=ranks.rank)
             assert_same_bits(
-                tangent_of(got.topk_weights), want.topk_weights, what="tangent of weights", rank=ranks.rank
+                tangent_of(got.topk_weights),
+                want.topk_weights,
+                what="tangent of weights",
+                rank=ranks.rank,
             )
 
 
 @layouts
 @distributed_test(world_size=2, engine=ENGINES)
 def test_second_derivatives_mix_both_modes(ranks: Ranks, layout: ty.Layout) -> None:
-    """Forward over backward (Hessian times vector) and backward over forward, with torch.func too."""
+    """Forward over backward (Hessian times vector) and backward over forward, with
+    torch.func too.
+    """
     alone_in_process(ranks)
     case = Case(ranks.world_size, dtype=torch.float32, layout=layout)
     layer, me = Layer(case, ranks), ranks.rank
@@ -143,7 +183,9 @@ def test_second_derivatives_mix_both_modes(ranks: Ranks, layout: ty.Layout) -> N
     leaf = layer.x.detach()
 
     def through(ep: ty.ExpertParallel, x: Tensor) -> Tensor:
-        return loss(moe.run(ep, x, layer.idx, layer.weights.detach(), layer.experts.detach(), layout=layout))
+        return loss(
+            moe.run(ep, x, layer.idx, layer.weights.detach(), layer.experts.detach(), layout=layout)
+        )
 
     def dense(x: Tensor) -> Tensor:
         return loss(moe.dense(x, case.picks[me][0], case.picks[me][1], layer.every))
@@ -153,11 +195,18 @@ def test_second_derivatives_mix_both_modes(ranks: Ranks, layout: ty.Layout) -> N
         with fwd.dual_level():
             x = fwd.make_dual(leaf.clone().requires_grad_(), v)
             (grad,) = torch.autograd.grad(through(ep, x), x, create_graph=True)
-            assert_close(tangent_of(grad).detach().cpu(), want, relative=1e-5, what="forward over backward")
+            assert_close(
+                tangent_of(grad).detach().cpu(), want, relative=1e-5, what="forward over backward"
+            )
         x = leaf.clone().requires_grad_()
         with fwd.dual_level():
             tangent = tangent_of(through(ep, fwd.make_dual(x, v)))
-        assert_close(torch.autograd.grad(tangent, x)[0].cpu(), want, relative=1e-5, what="backward over forward")
+        assert_close(
+            torch.autograd.grad(tangent, x)[0].cpu(),
+            want,
+            relative=1e-5,
+            what="backward over forward",
+        )
         hessian = torch.func.jvp(torch.func.grad(lambda x: through(ep, x)), (leaf,), (v,))[1]
         assert_close(hessian.cpu(), want, relative=1e-5, what="torch.func")
 
@@ -167,7 +216,9 @@ def test_second_derivatives_mix_both_modes(ranks: Ranks, layout: ty.Layout) -> N
 @distributed_test(world_size=2, engine=ENGINES)
 def test_torch_func_differentiates_a_layer(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
     alone_in_process(ranks)
-    case = Case(ranks.world_size, routing="duplicates", dtype=torch.float32, layout=layout, exact=exact)
+    case = Case(
+        ranks.world_size, routing="duplicates", dtype=torch.float32, layout=layout, exact=exact
+    )
     layer = Layer(case, ranks)
     _, *want = layer.dense_grads()
     with case.make(ranks) as ep:
@@ -191,12 +242,16 @@ def batched(ep: ty.ExpertParallel, case: Case, ranks: Ranks, how: str) -> object
     if how == "dispatch":
         return torch.vmap(lambda x: ep.dispatch(x, idx, weights).x)(torch.stack([x] * 2))
     if how == "nested":
-        return torch.vmap(torch.func.grad(lambda x: ep.dispatch(x, idx, weights).x.sum()))(torch.stack([x] * 2))
+        return torch.vmap(torch.func.grad(lambda x: ep.dispatch(x, idx, weights).x.sum()))(
+            torch.stack([x] * 2)
+        )
     recv = ep.dispatch(x.requires_grad_(), idx, weights)
     if how == "cached":
         return torch.vmap(lambda x: ep.dispatch(x, handle=recv.handle).x)(torch.stack([x] * 2))
     if how == "combine":
-        return torch.vmap(lambda rows: ep.combine(rows, recv.handle))(torch.stack([recv.x.detach()] * 2))
+        return torch.vmap(lambda rows: ep.combine(rows, recv.handle))(
+            torch.stack([recv.x.detach()] * 2)
+        )
     if how == "backward":
         many = torch.stack([torch.ones_like(recv.x)] * 2)
         return torch.autograd.grad(recv.x, x, many, is_grads_batched=True)
@@ -241,9 +296,15 @@ def test_tangents_that_would_be_dropped_are_refused(ranks: Ranks, what: str) -> 
         if what == "scales":
             x = ty.Quantized(torch.zeros(len(idx), 128, dtype=torch.int8), torch.ones(len(idx), 1))
         if ranks.rank == 0:
-            x = ty.Quantized(x.data, fwd.make_dual(x.scales, x.scales)) if what == "scales" else fwd.make_dual(x, x)
+            x = (
+                ty.Quantized(x.data, fwd.make_dual(x.scales, x.scales))
+                if what == "scales"
+                else fwd.make_dual(x, x)
+            )
         kind, message = (
-            (ty.NotSupported, "tangent.*x.detach") if ranks.rank == 0 else (ty.PeerError, "rank 0 refused.*tangent")
+            (ty.NotSupported, "tangent.*x.detach")
+            if ranks.rank == 0
+            else (ty.PeerError, "rank 0 refused.*tangent")
         )
         with pytest.raises(kind, match=message):
             ep.dispatch(
@@ -264,13 +325,20 @@ def test_tangents_are_not_lost_in_given_memory(ranks: Ranks) -> None:
             ep.combine(rows, recv.handle, out=torch.empty_like(case.x[ranks.rank]))
         with pytest.raises(ValueError, match="in_place=True cannot be differentiated"):
             checks.check_in_place(
-                "nvlink", Spec(layout=ty.Layout.FLAT, exact=True), Payload(rows[:1], None), None, ep.config, 1 << 40
+                "nvlink",
+                Spec(layout=ty.Layout.FLAT, exact=True),
+                Payload(rows[:1], None),
+                None,
+                ep.config,
+                1 << 40,
             )
 
 
 @distributed_test(world_size=2)
 def test_a_rank_outside_of_the_level_ends_the_call_by_name(ranks: Ranks) -> None:
-    """It cannot know that others move tangents, so the ranks disagree on the next call; the message says what to do."""
+    """It cannot know that others move tangents, so the ranks disagree on the next call; the message
+    says what to do.
+    """
     case = Case(ranks.world_size, dtype=torch.float32)
     with case.make(ranks) as ep:
         if ranks.rank == 0:
@@ -287,5 +355,10 @@ def test_a_rank_outside_of_the_level_ends_the_call_by_name(ranks: Ranks) -> None
 @distributed_test(world_size=1)
 def test_asynchronous_calls_under_torch_func_are_refused(ranks: Ranks) -> None:
     case = Case(1, dtype=torch.float32)
-    with case.make(ranks) as ep, pytest.raises(ty.NotSupported, match=r"async_op and return_hook.*torch\.func"):
-        torch.func.grad(lambda x: ep.dispatch(x, case.picks[0][0], async_op=True).x.sum())(case.x[0])
+    with (
+        case.make(ranks) as ep,
+        pytest.raises(ty.NotSupported, match=r"async_op and return_hook.*torch\.func"),
+    ):
+        torch.func.grad(lambda x: ep.dispatch(x, case.picks[0][0], async_op=True).x.sum())(
+            case.x[0]
+        )

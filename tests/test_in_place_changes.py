@@ -1,4 +1,6 @@
-"""Results belong to the caller: changed in place under autograd they give what the same operation out of place gives."""
+"""Results belong to the caller: changed in place under autograd they give what the same operation
+out of place gives.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], Tensor]]] = {
     "mul": (lambda t: t.mul_(2.5), lambda t: t * 2.5),
     "relu": (torch.relu_, torch.relu),
-    "masked_fill": (lambda t: t.masked_fill_(t.detach() > 0.3, 7.0), lambda t: t.masked_fill(t > 0.3, 7.0)),
+    "masked_fill": (
+        lambda t: t.masked_fill_(t.detach() > 0.3, 7.0),
+        lambda t: t.masked_fill(t > 0.3, 7.0),
+    ),
     "copy into a part": (
         lambda t: t[..., :1].mul_(3.0),
         lambda t: torch.cat([t[..., :1] * 3.0, t[..., 1:]], dim=-1),
@@ -30,9 +35,15 @@ CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], Tensor]]
 @shapes
 @layouts
 @distributed_test(world_size=2, engine=ENGINES)
-def test_changes_are_as_those_of_any_operator(ranks: Ranks, layout: ty.Layout, exact: bool, change: str) -> None:
-    """Of rows, weights, cached rows, sums and reduced weights; what was given to the calls stays as it was."""
-    case = Case(ranks.world_size, layout=layout, exact=exact, dtype=torch.float32, routing="duplicates")
+def test_changes_are_as_those_of_any_operator(
+    ranks: Ranks, layout: ty.Layout, exact: bool, change: str
+) -> None:
+    """Of rows, weights, cached rows, sums and reduced weights; what was given to the calls stays as
+    it was.
+    """
+    case = Case(
+        ranks.world_size, layout=layout, exact=exact, dtype=torch.float32, routing="duplicates"
+    )
     in_place, out_of_place = CHANGES[change]
     flat = layout is ty.Layout.FLAT
 
@@ -48,19 +59,29 @@ def test_changes_are_as_those_of_any_operator(ranks: Ranks, layout: ty.Layout, e
             layer = Layer(case, ranks)
             recv = ep.dispatch(layer.x, layer.idx, layer.weights, layout=layout, exact=exact)
             valid = (recv.source >= 0).unsqueeze(-1)
-            rows = changed(torch.where(valid, recv.x, 0.0) if not really else masked(recv.x, valid), really)
+            rows = changed(
+                torch.where(valid, recv.x, 0.0) if not really else masked(recv.x, valid), really
+            )
             weights = changed(recv.topk_weights if flat else recv.row_weights, really)
             again = ep.dispatch(layer.x, handle=recv.handle)
-            cached = changed(torch.where(valid, again.x, 0.0) if not really else masked(again.x, valid), really)
+            cached = changed(
+                torch.where(valid, again.x, 0.0) if not really else masked(again.x, valid), really
+            )
             y = changed(ep.combine(rows + cached, recv.handle), really)
             total = loss(y) + loss(weights)
             if flat:
                 summed = ep.combine(rows * 1.0, recv.handle, reduce_weights=weights * 1.0)
-                total = total + loss(changed(summed.topk_weights, really)) + loss(changed(summed.x, really))
+                total = (
+                    total
+                    + loss(changed(summed.topk_weights, really))
+                    + loss(changed(summed.x, really))
+                )
             total.backward()
             assert torch.equal(layer.x.detach().cpu(), case.x[ranks.rank])
             outcomes.append((y.detach(), layer.x.grad, layer.weights.grad))
-    for what, one, other in zip(("sums", "gradient of x", "gradient of weights"), *outcomes, strict=True):
+    for what, one, other in zip(
+        ("sums", "gradient of x", "gradient of weights"), *outcomes, strict=True
+    ):
         assert_same_bits(other.cpu(), one.cpu(), what=what, rank=ranks.rank)
 
 
@@ -85,7 +106,9 @@ def test_dequantised_rows_may_be_changed(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2, engine=ENGINES)
 def test_weights_changed_in_place_weigh_rows_as_changed(ranks: Ranks) -> None:
-    """``recv.row_weights`` are what ``combine(weighted=True)`` multiplies with: gradients follow."""
+    """``recv.row_weights`` are what ``combine(weighted=True)`` multiplies with: gradients
+    follow.
+    """
     for layout in (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED):
         case = Case(ranks.world_size, layout=layout, dtype=torch.float32)
         grads = []

@@ -1,4 +1,6 @@
-"""What is made inside ``torch.inference_mode()`` and kept serves calls outside of it too, differentiable ones included."""
+"""What is made inside ``torch.inference_mode()`` and kept serves calls outside of it too,
+differentiable ones included.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,23 @@ FLAT = Spec(layout=ty.Layout.FLAT, exact=False)
 
 
 def config_of(rank: int, size: int) -> Config:
-    return Config(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=4, rank=rank, world_size=size, timeout=60.0)
+    return Config(
+        num_experts=4,
+        hidden=8,
+        num_topk=2,
+        max_tokens_per_rank=4,
+        rank=rank,
+        world_size=size,
+        timeout=60.0,
+    )
 
 
 @shapes
 @layouts
 @distributed_test(world_size=2, engine=ENGINES)
-def test_an_object_first_used_inside_trains_outside(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
+def test_an_object_first_used_inside_trains_outside(
+    ranks: Ranks, layout: ty.Layout, exact: bool
+) -> None:
     case = Case(ranks.world_size, dtype=torch.float32, layout=layout, exact=exact)
     layer = Layer(case, ranks)
     with case.make(ranks) as ep:
@@ -41,15 +53,26 @@ def test_an_object_first_used_inside_trains_outside(ranks: Ranks, layout: ty.Lay
             with torch.inference_mode() if inside else nullcontext():
                 recv = dispatch(ranks, ep, case)
                 ep.combine(recv.x, recv.handle)
-        check_grads(layer, moe.run(ep, layer.x, layer.idx, layer.weights, layer.experts, layout=layout, exact=exact))
+        check_grads(
+            layer,
+            moe.run(
+                ep, layer.x, layer.idx, layer.weights, layer.experts, layout=layout, exact=exact
+            ),
+        )
 
 
 @shapes
 @layouts
 @distributed_test(world_size=2, engine=ENGINES)
-def test_a_handle_made_inside_is_differentiated_outside(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
-    """Autograd keeps no inference tensors, of which the handle consists; routing decided under inference is common."""
-    case = Case(ranks.world_size, dtype=torch.float32, layout=layout, exact=exact, routing="duplicates")
+def test_a_handle_made_inside_is_differentiated_outside(
+    ranks: Ranks, layout: ty.Layout, exact: bool
+) -> None:
+    """Autograd keeps no inference tensors, of which the handle consists; routing decided under
+    inference is common.
+    """
+    case = Case(
+        ranks.world_size, dtype=torch.float32, layout=layout, exact=exact, routing="duplicates"
+    )
     weighted = layout is not ty.Layout.FLAT
     grads = []
     with case.make(ranks) as ep:
@@ -67,13 +90,22 @@ def test_a_handle_made_inside_is_differentiated_outside(ranks: Ranks, layout: ty
 @pytest.mark.parametrize("first", ["inside", "outside"])
 @distributed_test(world_size=2)
 def test_a_bad_id_is_remembered_in_either_mode(ranks: Ranks, first: str) -> None:
-    """Where the host does not wait (a backend other than gloo), the first bad id stays on the device until ``check()``."""
+    """Where the host does not wait (a backend other than gloo), the first bad id stays on the
+    device until ``check()``.
+    """
     engine = CollectiveEngine(
-        config_of(ranks.rank, 2), GroupWire(ranks.group, ranks.device, "gloo"), Stats.zeros(ranks.rank, 2)
+        config_of(ranks.rank, 2),
+        GroupWire(ranks.group, ranks.device, "gloo"),
+        Stats.zeros(ranks.rank, 2),
     )
     x, good = torch.ones(2, 8), torch.tensor([[0, 1], [2, 3]])
     bad = torch.tensor([[0, 1], [7, -1]])
-    for inside, idx in ((first == "inside", good), (first != "inside", bad), (True, bad), (False, good)):
+    for inside, idx in (
+        (first == "inside", good),
+        (first != "inside", bad),
+        (True, bad),
+        (False, good),
+    ):
         with torch.inference_mode() if inside else nullcontext():
             engine.dispatch(Payload(x, None), idx, None, FLAT, None)
     with pytest.raises(ValueError, match=r"topk_idx\[1, 0\] is 7"):

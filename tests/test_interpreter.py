@@ -39,7 +39,14 @@ def cast(x, y, n, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
 
 def kernel_cast(x: torch.Tensor, source: Any, to: Any, dtype: torch.dtype) -> torch.Tensor:
     y = torch.zeros(x.numel(), dtype=dtype)
-    cast[(1,)](x.data_ptr(), y.data_ptr(), x.numel(), FROM=source, TO=to, BLOCK=triton.next_power_of_2(x.numel()))
+    cast[(1,)](
+        x.data_ptr(),
+        y.data_ptr(),
+        x.numel(),
+        FROM=source,
+        TO=to,
+        BLOCK=triton.next_power_of_2(x.numel()),
+    )
     return y
 
 
@@ -54,16 +61,35 @@ def saturated(x: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("to", "dtype", "largest"), NARROW, ids=NAMES)
-def test_narrow_floats_are_rounded_as_torch_does(to: Any, dtype: torch.dtype, largest: float) -> None:
+def test_narrow_floats_are_rounded_as_torch_does(
+    to: Any, dtype: torch.dtype, largest: float
+) -> None:
     bits = torch.randint(-(2**31), 2**31, (8192,), generator=torch.Generator().manual_seed(1))
     special = torch.tensor(
-        [0.0, -0.0, float("inf"), -float("inf"), 448.0, 464.0, 465.0, 31.95, 1e-9, 2.0**-133, 57344.0, 1e38]
+        [
+            0.0,
+            -0.0,
+            float("inf"),
+            -float("inf"),
+            448.0,
+            464.0,
+            465.0,
+            31.95,
+            1e-9,
+            2.0**-133,
+            57344.0,
+            1e38,
+        ]
     )
     ties = 1.0 + torch.arange(512).float() / 512
-    x = torch.cat([bits.int().view(torch.float32), special, ties, -ties, ties * 2.0**-9, ties * 2.0**-16])
+    x = torch.cat(
+        [bits.int().view(torch.float32), special, ties, -ties, ties * 2.0**-9, ties * 2.0**-16]
+    )
     x = x[~x.isnan()]
     assert same_bits(kernel_cast(x, tl.float32, to, dtype), saturated(x, largest).to(dtype))
-    nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF]).int().view(torch.float32)  # two of them negative
+    nan = (
+        torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF]).int().view(torch.float32)
+    )  # two of them negative
     cast = kernel_cast(nan, tl.float32, to, dtype)
     assert nan.isnan().all() and cast.float().isnan().all()
     assert largest == float("inf") or cast.view(torch.uint8).tolist() == [0x7F] * 4
@@ -71,7 +97,9 @@ def test_narrow_floats_are_rounded_as_torch_does(to: Any, dtype: torch.dtype, la
 
 @pytest.mark.parametrize(("to", "dtype", "largest"), NARROW[1:], ids=NAMES[1:])
 @pytest.mark.parametrize(
-    ("source", "source_dtype"), [(tl.bfloat16, torch.bfloat16), (tl.float16, torch.float16)], ids=str
+    ("source", "source_dtype"),
+    [(tl.bfloat16, torch.bfloat16), (tl.float16, torch.float16)],
+    ids=str,
 )
 def test_every_half_becomes_the_right_fp8(
     to: Any, dtype: torch.dtype, largest: float, source: Any, source_dtype: torch.dtype
@@ -102,7 +130,9 @@ def test_narrow_floats_become_wide_and_back(source: Any, dtype: torch.dtype) -> 
     ],
     ids=["int-bf16", "bf16-int", "fp64-bf16", "bf16-fp64", "fp16-bf16"],
 )
-def test_bf16_is_a_number_not_its_bits(x: torch.Tensor, source: Any, to: Any, dtype: torch.dtype) -> None:
+def test_bf16_is_a_number_not_its_bits(
+    x: torch.Tensor, source: Any, to: Any, dtype: torch.dtype
+) -> None:
     assert torch.equal(kernel_cast(x, source, to, dtype), x.to(dtype))
 
 
@@ -121,10 +151,21 @@ def arithmetic(x, y, out, BLOCK: tl.constexpr):
 
 
 def test_arithmetic_of_bf16() -> None:
-    x, y = (torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(2))
+    x, y = (
+        torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed in range(2)
+    )
     out = torch.zeros(8, 64, dtype=torch.bfloat16)
     arithmetic[(1,)](x, y, out, BLOCK=64)
-    want = [x + y, x * y - x, torch.minimum(x, y), torch.maximum(x, y), -x, x.abs(), torch.full((64,), 1.5).bfloat16()]
+    want = [
+        x + y,
+        x * y - x,
+        torch.minimum(x, y),
+        torch.maximum(x, y),
+        -x,
+        x.abs(),
+        torch.full((64,), 1.5).bfloat16(),
+    ]
     assert torch.equal(out[:7], torch.stack(want))
     assert (out[7] - x.float().sum().bfloat16()).abs().max() < 0.1
 
@@ -151,7 +192,10 @@ def scans(x, out, A: tl.constexpr, B: tl.constexpr):
     tl.store(out + cells, tl.cumsum(tile, 0))
     tl.store(out + A * B + cells, tl.cumsum(tile, 1))
     tl.store(out + 2 * A * B + cells, tl.cumsum(tile, 1, reverse=True))
-    tl.store(out + 3 * A * B + cells, tl.cumsum(tile, 1) - tile + tl.sum(tile, 0)[None, :] + tl.max(tile, 1)[:, None])
+    tl.store(
+        out + 3 * A * B + cells,
+        tl.cumsum(tile, 1) - tile + tl.sum(tile, 0)[None, :] + tl.max(tile, 1)[:, None],
+    )
 
 
 def test_scans_of_tiles() -> None:
@@ -170,7 +214,10 @@ def masked_atomics(mem, out):
     i = tl.arange(0, 8)
     tl.store(words(out) + i, tl.atomic_add(words(mem) + i, 1, mask=i % 2 == 0, sem="relaxed"))
     tl.store(words(out) + 8 + i, tl.atomic_max(words(mem) + i, 5, mask=i < 4, sem="relaxed"))
-    tl.store(words(out) + 16 + i, tl.atomic_xchg(words(mem) + i, i.to(tl.int64) * 10, mask=i > 5, sem="relaxed"))
+    tl.store(
+        words(out) + 16 + i,
+        tl.atomic_xchg(words(mem) + i, i.to(tl.int64) * 10, mask=i > 5, sem="relaxed"),
+    )
 
 
 def test_masked_lanes_of_atomics_are_zeros() -> None:
@@ -193,7 +240,9 @@ def test_floats_can_be_exchanged() -> None:
 
 @triton.jit
 def loops(out, n, BIG: tl.constexpr):
-    """Loop variables are tensors, of the bounds' type: products of 32-bit ones overflow as they would when compiled."""
+    """Loop variables are tensors, of the bounds' type: products of 32-bit ones overflow as they
+    would when compiled.
+    """
     for i in range(n):
         tl.store(words(out) + i, i.to(tl.int64))
     for i in range(3, 3 + n.to(tl.int32)):
@@ -253,7 +302,10 @@ def read_clock(out):
 @triton.jit
 def unknown_assembly(out):
     tl.store(
-        words(out), tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        words(out),
+        tl.inline_asm_elementwise(
+            "mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        ),
     )
 
 
@@ -308,7 +360,9 @@ def outcome_of(check: Any, semantic: Any, left: Any, right: Any) -> Any:
         results = check(semantic, left, right, True, True)
     except Exception as error:
         return type(error)
-    return [(str(result.type), result.handle.data.shape, result.handle.data.dtype) for result in results]
+    return [
+        (str(result.type), result.handle.data.shape, result.handle.data.dtype) for result in results
+    ]
 
 
 def test_shortcuts_change_nothing() -> None:
@@ -317,7 +371,12 @@ def test_shortcuts_change_nothing() -> None:
     shortcut = type(semantic).binary_op_type_checking_impl
     original = interpreter.upstream_of("binary_op_type_checking_impl")
     with interpreter.patched_language(), np.errstate(all="ignore"):
-        pairs = [(a, b) for a in operands() for b in operands() if isinstance(a, tl.tensor) or isinstance(b, tl.tensor)]
+        pairs = [
+            (a, b)
+            for a in operands()
+            for b in operands()
+            if isinstance(a, tl.tensor) or isinstance(b, tl.tensor)
+        ]
         outcomes = [outcome_of(shortcut, semantic, a, b) for a, b in pairs]
         assert outcomes == [outcome_of(original, semantic, a, b) for a, b in pairs]
     assert sum(isinstance(outcome, list) for outcome in outcomes) > len(pairs) / 4
@@ -329,4 +388,8 @@ def test_blocks_keep_their_rules() -> None:
     with pytest.raises(ValueError, match="power of 2"):
         tl.block_type(tl.int32, [3])
     assert str(tl.block_type(tl.int32, [tl.constexpr(2), 4])) == "<['2', '4'], int32>"
-    assert tl.block_type(tl.int32, (2, 4)) == tl.block_type(tl.int32, [2, 4]) != tl.block_type(tl.int32, [4, 2])
+    assert (
+        tl.block_type(tl.int32, (2, 4))
+        == tl.block_type(tl.int32, [2, 4])
+        != tl.block_type(tl.int32, [4, 2])
+    )

@@ -33,26 +33,46 @@ PAIRS = [
     ((4,), (8,)),
     ((4, 1), (2, 1, 4)),
 ]
-NUMBERS = (0, 3, -2, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 1.5, True, tl.constexpr(3), tl.constexpr(0.5))
+NUMBERS = (
+    0,
+    3,
+    -2,
+    2**31 - 1,
+    2**31,
+    -(2**31) - 1,
+    2**40,
+    1.5,
+    True,
+    tl.constexpr(3),
+    tl.constexpr(0.5),
+)
 CAST = (tl.int1, tl.int32, tl.int64, tl.uint64, tl.float32, tl.bfloat16, tl.pointer_type(tl.int64))
 
 
 def tensor(kind: Any, shape: tuple[int, ...], seed: int = 1) -> Any:
-    """Small numbers, one of them not so small, none of them 0 but for truths; with a type as compiled code has it."""
+    """Small numbers, one of them not so small, none of them 0 but for truths; with a type as
+    compiled code has it.
+    """
     random = np.random.default_rng(seed)
     data = random.integers(1, 9, shape or (1,)) * random.choice([-1, 1, 2**20], shape or (1,))
     data = abs(data) if kind is tl.uint32 else data > 0 if kind is tl.int1 else data
     bits = data.astype(np.float32).view(np.uint32) >> 16
     with np.errstate(over="ignore"):
         data = bits.astype(np.uint16) if kind is tl.bfloat16 else data.astype(_get_np_dtype(kind))
-    return tl.core.tensor(TensorHandle(data, kind), tl.core.block_type(kind, list(shape)) if shape else kind)
+    return tl.core.tensor(
+        TensorHandle(data, kind), tl.core.block_type(kind, list(shape)) if shape else kind
+    )
 
 
 def pointer(memory: np.ndarray, kind: Any, shape: tuple[int, ...]) -> Any:
     count = int(np.prod(shape))
-    addresses = memory.ctypes.data + memory.itemsize * np.arange(count, dtype=np.uint64).reshape(shape or (1,))
+    addresses = memory.ctypes.data + memory.itemsize * np.arange(count, dtype=np.uint64).reshape(
+        shape or (1,)
+    )
     to = tl.pointer_type(kind)
-    return tl.core.tensor(TensorHandle(addresses, to), tl.core.block_type(to, list(shape)) if shape else to)
+    return tl.core.tensor(
+        TensorHandle(addresses, to), tl.core.block_type(to, list(shape)) if shape else to
+    )
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -64,7 +84,13 @@ def outcome(call: Callable[[], Any]) -> Any:
         return type(error).__name__
     shape = [int(dim) for dim in found.shape]
     assert found.handle.data.shape == tuple(shape or [1])
-    return str(found.type), str(found.dtype), shape, int(found.numel), str(found.handle.data.tolist())
+    return (
+        str(found.type),
+        str(found.dtype),
+        shape,
+        int(found.numel),
+        str(found.handle.data.tolist()),
+    )
 
 
 @contextmanager
@@ -114,7 +140,10 @@ def test_operators_with_numbers(name: str) -> None:
     def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
         for kind, shape, number in product(KINDS, SHAPES[:3], NUMBERS):
             a = tensor(kind, shape)
-            yield (kind, shape, number), lambda a=a, number=number: getattr(tl.core.tensor, name)(a, number)
+            yield (
+                (kind, shape, number),
+                lambda a=a, number=number: getattr(tl.core.tensor, name)(a, number),
+            )
 
     assert compare(calls) > 40
 
@@ -144,8 +173,19 @@ def test_casts() -> None:
 
 
 def test_new_dimensions() -> None:
-    slices = [(None,), (None, slice(None)), (slice(None), None), (slice(None), None, None), (None, slice(None), None)]
-    slices += [(slice(None), None, slice(None)), (slice(None), slice(None)), (slice(0, 2), None), (0,)]
+    slices = [
+        (None,),
+        (None, slice(None)),
+        (slice(None), None),
+        (slice(None), None, None),
+        (None, slice(None), None),
+    ]
+    slices += [
+        (slice(None), None, slice(None)),
+        (slice(None), slice(None)),
+        (slice(0, 2), None),
+        (0,),
+    ]
 
     def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
         for kind, shape, at in product((tl.int32, tl.bfloat16), SHAPES, slices):
@@ -161,7 +201,9 @@ def test_where() -> None:
     def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
         for x, y in product(KINDS[1:6], KINDS[1:6]):
             for shapes in product(SHAPES[:4:3], *[SHAPES[:4]] * 2):
-                parts = [tensor(kind, shape) for kind, shape in zip((tl.int1, x, y), shapes, strict=True)]
+                parts = [
+                    tensor(kind, shape) for kind, shape in zip((tl.int1, x, y), shapes, strict=True)
+                ]
                 yield (x, y, shapes), lambda parts=parts: tl.where(*parts)
         for kind, number, shape in product(KINDS, NUMBERS, SHAPES[:3]):
             condition, x = tensor(tl.int1, shape), tensor(kind, shape)
@@ -183,17 +225,33 @@ def test_arange_is_nobodys() -> None:
 
 def test_what_the_language_calls_itself() -> None:
     def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
-        for kind, shape, axis in product((tl.int32, tl.int64, tl.float32, tl.bfloat16), SHAPES[1:], (0, -1)):
+        for kind, shape, axis in product(
+            (tl.int32, tl.int64, tl.float32, tl.bfloat16), SHAPES[1:], (0, -1)
+        ):
             x = tensor(kind, shape)
             for reduce in (tl.max, tl.min, tl.sum, tl.cumsum):
-                yield (kind, shape, axis, reduce.__name__), lambda x=x, axis=axis, reduce=reduce: reduce(x, axis)
+                yield (
+                    (kind, shape, axis, reduce.__name__),
+                    lambda x=x, axis=axis, reduce=reduce: reduce(x, axis),
+                )
             for reduce in (tl.argmax, tl.argmin):
-                yield (kind, shape, axis, reduce.__name__), lambda x=x, axis=axis, reduce=reduce: reduce(x, axis)
+                yield (
+                    (kind, shape, axis, reduce.__name__),
+                    lambda x=x, axis=axis, reduce=reduce: reduce(x, axis),
+                )
 
     assert compare(calls) > 100
 
 
-FITS = [((), ()), ((), (4,)), ((4,), (4,)), ((4,), ()), ((1, 4), (4,)), ((4,), (1, 4)), ((2, 1, 4), (1, 4))]
+FITS = [
+    ((), ()),
+    ((), (4,)),
+    ((4,), (4,)),
+    ((4,), ()),
+    ((1, 4), (4,)),
+    ((4,), (1, 4)),
+    ((2, 1, 4), (1, 4)),
+]
 
 
 def test_loads() -> None:
@@ -207,12 +265,21 @@ def test_loads() -> None:
             mask = tensor(tl.int1, other)
             yield (kind, shape, "mask"), lambda p=p, mask=mask: tl.load(p, mask=mask, other=0)
             for number in (0, 0.0, -1, 2**33, 1.5):
-                yield (kind, shape, number), lambda p=p, mask=mask, n=number: tl.load(p, mask, n, cache_modifier=".cg")
+                yield (
+                    (kind, shape, number),
+                    lambda p=p, mask=mask, n=number: tl.load(p, mask, n, cache_modifier=".cg"),
+                )
             for filled in (tl.int32, tl.int64, tl.float32):
                 fill = tensor(filled, other)
-                yield (kind, shape, filled), lambda p=p, mask=mask, fill=fill: tl.load(p, mask=mask, other=fill)
+                yield (
+                    (kind, shape, filled),
+                    lambda p=p, mask=mask, fill=fill: tl.load(p, mask=mask, other=fill),
+                )
         yield "no pointer", lambda: tl.load(tensor(tl.int32, (4,)))
-        yield "a wrong modifier", lambda: tl.load(pointer(memory, tl.int32, ()), cache_modifier=".xx")
+        yield (
+            "a wrong modifier",
+            lambda: tl.load(pointer(memory, tl.int32, ()), cache_modifier=".xx"),
+        )
 
     assert compare(calls) > 200
 
@@ -220,17 +287,23 @@ def test_loads() -> None:
 def test_stores_and_additions() -> None:
     def kept(memory: np.ndarray, call: Callable[[], Any]) -> Any:
         call()
-        return tl.core.tensor(TensorHandle(memory.copy(), tl.int64), tl.core.block_type(tl.int64, [64]))
+        return tl.core.tensor(
+            TensorHandle(memory.copy(), tl.int64), tl.core.block_type(tl.int64, [64])
+        )
 
     def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
-        for kind, (shape, other), value in product((*KINDS, tl.int8), FITS, (*KINDS, 0, 7, -1, 2**33, 0.5)):
+        for kind, (shape, other), value in product(
+            (*KINDS, tl.int8), FITS, (*KINDS, 0, 7, -1, 2**33, 0.5)
+        ):
             memory = np.zeros(64, np.int64)
             p, mask = pointer(memory, kind, shape), tensor(tl.int1, other)
             v = value if isinstance(value, (int, float)) else tensor(value, other)
             yield (kind, shape, value), lambda m=memory, p=p, v=v: kept(m, lambda: tl.store(p, v))
             yield (
                 (kind, shape, other, value),
-                lambda m=memory, p=p, v=v, mask=mask: kept(m, lambda: tl.store(p, v, mask=mask, cache_modifier=".cs")),
+                lambda m=memory, p=p, v=v, mask=mask: kept(
+                    m, lambda: tl.store(p, v, mask=mask, cache_modifier=".cs")
+                ),
             )
             if kind in (tl.int32, tl.int64, tl.uint32):
                 add = {"sem": "release", "scope": "sys"}

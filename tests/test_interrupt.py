@@ -1,6 +1,8 @@
-"""Ctrl-C while a call waits: it ends at once, the other ranks learn who has left and where, the object says what has become of it.
+"""Ctrl-C while a call waits: it ends at once, the other ranks learn who has left and where, the
+object says what has become of it.
 
-The objects here wait for a minute, and the tests for less: nothing in them ends by a timeout of an object.
+The objects here wait for a minute, and the tests for less: nothing in them ends by a timeout of an
+object.
 """
 
 from __future__ import annotations
@@ -96,7 +98,12 @@ def check_over(ep: ty.ExpertParallel, where: str) -> None:
     )
     with soon():
         for call in calls:
-            check(error_of(call), RuntimeError, f"was interrupted in {where} (KeyboardInterrupt)", "make a new one")
+            check(
+                error_of(call),
+                RuntimeError,
+                f"was interrupted in {where} (KeyboardInterrupt)",
+                "make a new one",
+            )
         assert ep.stats().rank == ep.rank
         ep.close()
         ep.close()
@@ -121,7 +128,10 @@ CALLS: dict[str, tuple[str, Callable[[ty.ExpertParallel, Inputs], Any]]] = {
         "dispatch #2",
         lambda ep, i: (ep.dispatch(i.x, i.topk_idx, async_op=True), ep.dispatch(i.x, i.topk_idx)),
     ),
-    "check": ("dispatch #2", lambda ep, i: (ep.dispatch(i.x, i.topk_idx, async_op=True), ep.check())),
+    "check": (
+        "dispatch #2",
+        lambda ep, i: (ep.dispatch(i.x, i.topk_idx, async_op=True), ep.check()),
+    ),
     "refuse": ("dispatch, which it refused, #2", lambda ep, i: ep.dispatch(None)),
     "warmup": ("dispatch #2", lambda ep, i: ep.warmup()),
 }
@@ -130,7 +140,9 @@ CALLS: dict[str, tuple[str, Callable[[ty.ExpertParallel, Inputs], Any]]] = {
 @pytest.mark.parametrize("how", CALLS)
 @distributed_test(world_size=3, timeout=90.0)
 def test_a_call_that_waits(ranks: Ranks, how: str) -> None:
-    """Rank 1 stays away; rank 2 waits for it too, not for rank 0. A new object of all ranks works."""
+    """Rank 1 stays away; rank 2 waits for it too, not for rank 0. A new object of all
+    ranks works.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks, timeout=PATIENT)
     recv = ep.dispatch(inputs.x, inputs.topk_idx)
@@ -178,7 +190,12 @@ def test_closing(ranks: Ranks) -> None:
         interrupted(ep.close)
         with soon():
             for _ in range(2):
-                check(error_of(recv.wait), RuntimeError, "was interrupted in dispatch #0", "make a new one")
+                check(
+                    error_of(recv.wait),
+                    RuntimeError,
+                    "was interrupted in dispatch #0",
+                    "make a new one",
+                )
             check_over(ep, "dispatch #0")
     meet(ranks)
     if ranks.rank == 1:
@@ -189,7 +206,9 @@ def test_closing(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2, timeout=90.0)
 def test_results_of_calls_under_way(ranks: Ranks) -> None:
-    """Those that are there can be read; the one that was waited for, and those behind it, say what has become of them."""
+    """Those that are there can be read; the one that was waited for, and those behind it, say what
+    has become of them.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks, timeout=PATIENT)
     first = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
@@ -201,7 +220,12 @@ def test_results_of_calls_under_way(ranks: Ranks) -> None:
         with soon():
             assert first.x.shape[1] == CASE.hidden
             for recv in (later[1], *later, *later):
-                check(error_of(recv.wait), RuntimeError, "was interrupted in dispatch #1", "make a new one")
+                check(
+                    error_of(recv.wait),
+                    RuntimeError,
+                    "was interrupted in dispatch #1",
+                    "make a new one",
+                )
             check_over(ep, "dispatch #1")
     else:
         first.wait()
@@ -267,7 +291,9 @@ def test_a_handler_that_does_not_raise(ranks: Ranks, later: bool) -> None:
     inputs, handled = Inputs.of(ranks), []
     with make(ranks, timeout=PATIENT) as ep:
         if ranks.rank == 0:
-            before = signal.signal(signal.SIGINT, lambda *_: handled.append(waits(threading.get_ident())))
+            before = signal.signal(
+                signal.SIGINT, lambda *_: handled.append(waits(threading.get_ident()))
+            )
             sender = ctrl_c(times=2)
             recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=later)
             recv.wait()
@@ -288,7 +314,9 @@ class Enough(Exception):
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @distributed_test(world_size=2, timeout=90.0)
 def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
-    """As ``signal.alarm`` is used: the same as Ctrl-C, also if the error is one of Python's usual ones."""
+    """As ``signal.alarm`` is used: the same as Ctrl-C, also if the error is one of Python's usual
+    ones.
+    """
     inputs = Inputs.of(ranks)
     ep = make(ranks, timeout=PATIENT)
     if ranks.rank == 0:
@@ -301,7 +329,12 @@ def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
         with soon(), pytest.raises(Enough):
             ep.dispatch(inputs.x, inputs.topk_idx, async_op=later).wait()
         signal.signal(signal.SIGINT, before)
-        check(error_of(ep.warmup), RuntimeError, "was interrupted in dispatch #0 (Enough)", "make a new one")
+        check(
+            error_of(ep.warmup),
+            RuntimeError,
+            "was interrupted in dispatch #0 (Enough)",
+            "make a new one",
+        )
     meet(ranks)
     if ranks.rank == 1:
         check_told(error_of(ep.warmup), "dispatch #0 (Enough)")
@@ -310,7 +343,9 @@ def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
 
 @distributed_test(world_size=2, timeout=90.0)
 def test_just_before_and_just_behind_a_wait(ranks: Ranks) -> None:
-    """Wherever in a call it comes: an object that has left a call says so, and the others hear of it."""
+    """Wherever in a call it comes: an object that has left a call says so, and the others hear of
+    it.
+    """
     inputs = Inputs.of(ranks)
     for where in ("_move", "_post", "_until"):
         ep = make(ranks, timeout=PATIENT)
@@ -330,14 +365,18 @@ def test_just_before_and_just_behind_a_wait(ranks: Ranks) -> None:
                 check_over(ep, "dispatch #0")
         else:
             with soon():
-                check_told(error_of(lambda ep=ep: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0")
+                check_told(
+                    error_of(lambda ep=ep: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0"
+                )
                 ep.close()
         meet(ranks)
 
 
 @distributed_test(world_size=2, timeout=90.0)
 def test_calls_of_another_thread(ranks: Ranks) -> None:
-    """No signals there: the call goes on. Ctrl-C of the main thread, which waits for something else, is none of its business."""
+    """No signals there: the call goes on. Ctrl-C of the main thread, which waits for something
+    else, is none of its business.
+    """
     inputs, results, over = Inputs.of(ranks), [], threading.Event()
     with make(ranks, timeout=PATIENT) as ep:
 
@@ -386,16 +425,22 @@ else:
 
 @pytest.mark.parametrize("how", ["now", "later", "with"])
 def test_a_program_that_catches_nothing_ends(how: str) -> None:
-    """By itself, soon, with Python's usual traceback; the other rank's program names it. The objects wait for ten minutes."""
+    """By itself, soon, with Python's usual traceback; the other rank's program names it. The
+    objects wait for ten minutes.
+    """
     store = local_store()
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(store.port), str(rank), how],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for program, said in zip(programs, ("waits", "ready"), strict=True):
             assert program.stdout is not None and program.stdout.readline().strip() == said
@@ -405,7 +450,10 @@ def test_a_program_that_catches_nothing_ends(how: str) -> None:
         assert programs[0].returncode == -signal.SIGINT and "KeyboardInterrupt" in complaint
         _, complaint = programs[1].communicate("go on\n", timeout=PATIENT)
         assert programs[1].returncode == 1
-        assert "PeerLost" in complaint and "rank 0 was interrupted in dispatch #1 (KeyboardInterrupt)" in complaint
+        assert (
+            "PeerLost" in complaint
+            and "rank 0 was interrupted in dispatch #1 (KeyboardInterrupt)" in complaint
+        )
     finally:
         for program in programs:
             program.kill()
@@ -421,7 +469,13 @@ def test_objects_in_different_order(ranks: Ranks, timeout: float) -> None:
         objects.reverse()
     error = error_of(lambda: objects[0].dispatch(inputs.x, inputs.topk_idx))
     meet(ranks)
-    check(error, ty.PeerTimeout, "it waits in dispatch #0, counts, of another ExpertParallel", "same order", "timeout=")
+    check(
+        error,
+        ty.PeerTimeout,
+        "it waits in dispatch #0, counts, of another ExpertParallel",
+        "same order",
+        "timeout=",
+    )
     for each in objects:
         each.close()
 
@@ -429,18 +483,23 @@ def test_objects_in_different_order(ranks: Ranks, timeout: float) -> None:
 @pytest.mark.parametrize(
     ("said", "gist"),
     [
-        ("[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:17. This is", "Connection closed by peer [127.0.0.1]:17"),
+        (
+            "[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:17. This is",
+            "Connection closed by peer [127.0.0.1]:17",
+        ),
         ("wait timeout", "wait timeout"),
         ("[x.cc:1] " + "words " * 40, " ".join(["words"] * 19) + " ..."),
     ],
-)  # fmt: skip
+)
 def test_what_gloo_says_is_cut_between_words(said: str, gist: str) -> None:
     assert _gist(RuntimeError(said)) == gist
 
 
 def test_a_rank_alone_goes_on() -> None:
     """It has left nobody."""
-    with ty.ExpertParallel(num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=4, hidden=8, num_topk=2, max_tokens_per_rank=8, device="cpu"
+    ) as ep:
         x, idx = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
 
         class Struck:

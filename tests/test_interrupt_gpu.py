@@ -1,4 +1,6 @@
-"""Host waits of engines on GPUs, told by stand-ins: Ctrl-C and reports of ranks that gave up end them."""
+"""Host waits of engines on GPUs, told by stand-ins: Ctrl-C and reports of ranks that gave up end
+them.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,18 @@ def watching(store: Any, rank: int = 0) -> tuple[Watch, Any]:
 
 
 def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
-    """It is told to the others, and this rank's kernels are told to stop, by a stream that does not wait for them."""
+    """It is told to the others, and this rank's kernels are told to stop, by a stream that does not
+    wait for them.
+    """
     store = dist.HashStore()
     watch, ground = watching(store)
     made: list[Any] = []
     engine: Any = SimpleNamespace(
-        waits_on_host=False, name="nvlink", _calls=3, interrupt=watch.interrupt, close=lambda: made.append(1)
+        waits_on_host=False,
+        name="nvlink",
+        _calls=3,
+        interrupt=watch.interrupt,
+        close=lambda: made.append(1),
     )
     config: Any = SimpleNamespace(rank=0, world_size=2, num_local_experts=1, padded_rows=1)
     calls = Calls(config, engine, torch.device("cpu"))
@@ -82,7 +90,9 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
         calls._in_turn(lambda: watch.wait(lambda: False), "dispatch")
     assert time.monotonic() - begin < PATIENT / 2
     assert ground.state[sync.GIVEN_UP.value] == 1
-    with pytest.raises(RuntimeError, match=r"was interrupted in dispatch #3 \(KeyboardInterrupt\).*make a new one"):
+    with pytest.raises(
+        RuntimeError, match=r"was interrupted in dispatch #3 \(KeyboardInterrupt\).*make a new one"
+    ):
         calls.check_open()
     other, _ = watching(store, rank=1)
     with pytest.raises(PeerLost, match=r"rank 0 was interrupted in dispatch #3") as lost:
@@ -93,8 +103,12 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
     assert made == [1]
 
 
-def test_who_waits_for_the_device_hears_of_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels wait for rows of the rank that gave up, whose counts had come: they are told to stop."""
+def test_who_waits_for_the_device_hears_of_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels wait for rows of the rank that gave up, whose counts had come: they are told to
+    stop.
+    """
     over = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait(PATIENT))
     store = dist.HashStore()
@@ -118,11 +132,15 @@ def test_a_wait_that_is_over_asks_nobody(machine: Machine) -> None:
 
 
 def test_ctrl_c_over_the_group(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header has not come: the host asks an event, not the tensor; who waits there too hears why."""
+    """The header has not come: the host asks an event, not the tensor; who waits there too hears
+    why.
+    """
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     store, asked = dist.HashStore(), list[bool]()
-    wires = [GroupWire(cast("Any", None), GPU, "nccl", Blame(store, rank, PATIENT)) for rank in range(2)]
+    wires = [
+        GroupWire(cast("Any", None), GPU, "nccl", Blame(store, rank, PATIENT)) for rank in range(2)
+    ]
     strike(lambda: bool(asked))
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -136,7 +154,9 @@ def test_ctrl_c_over_the_group(machine: Machine, monkeypatch: pytest.MonkeyPatch
 def test_what_is_closed_while_kernels_run_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends the wait for the GPU, not the life of memory that kernels use."""
     busy, inside = threading.Event(), threading.Event()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (inside.set(), busy.wait(PATIENT)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: (inside.set(), busy.wait(PATIENT))
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_HELD", [])
     memory: Any = SimpleNamespace(device=GPU, _kept=["region"])

@@ -1,11 +1,13 @@
-"""Kernels of engine nvlink as sm_90 machine code: wide accesses, fences, no fused sums, programs that fit together.
+"""Kernels of engine nvlink as sm_90 machine code: wide accesses, fences, no fused sums, programs
+that fit together.
 
-Compiled ahead of time, without a GPU, with the constants that the engine uses for rows of 7168 channels on 4 ranks. ``make soak``
-(``TOKENYARD_SOAK_SEEDS``) compiles every variant.
+Compiled ahead of time, without a GPU, with the constants that the engine uses for rows of 7168
+channels on 4 ranks. ``make soak`` (``TOKENYARD_SOAK_SEEDS``) compiles every variant.
 
-A few variants keep a few words of a thread in local memory (:data:`SPILLS`): a program has 1024 threads of 64 registers or 512 of
-128, and what casts a row, or has eight rows on their way at once, holds more. That is accepted: those words stay in the first-level
-cache beside rows that come over a link, and where engine twolevel's tilings with and without were both timed, those without were no
+A few variants keep a few words of a thread in local memory (:data:`SPILLS`): a program has 1024
+threads of 64 registers or 512 of 128, and what casts a row, or has eight rows on their way at once,
+holds more. That is accepted: those words stay in the first-level cache beside rows that come over a
+link, and where engine twolevel's tilings with and without were both timed, those without were no
 faster (``docs/performance.md``). What is called most spills nothing.
 """
 
@@ -32,7 +34,8 @@ SPILLS = {
     "combine_kernel EXPERT_MAJOR exact back float32 @132": 9,
     "combine_kernel EXPERT_MAJOR exact back with two biases @132": 2,
 }
-"""Most local loads and stores where there may be some, by words of the name. All others have none."""
+"""Most local loads and stores where there may be some, by words of the name. All others have none.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def real(facts: Facts) -> Facts:
     return {name: each for name, each in facts.items() if name != "planted"}
 
 
-def wrong(facts: Facts, is_fine: Callable[[str, dict[str, Any]], bool]) -> list[tuple[str, dict[str, Any]]]:
+def wrong(
+    facts: Facts, is_fine: Callable[[str, dict[str, Any]], bool]
+) -> list[tuple[str, dict[str, Any]]]:
     return [(name, each) for name, each in facts.items() if not is_fine(name, each)]
 
 
@@ -59,34 +64,54 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
     moving = {
         name: each
         for name, each in real.items()
-        if name.startswith(("dispatch_kernel", "direct_kernel", "push_kernel", "combine_kernel FLAT"))
+        if name.startswith(
+            ("dispatch_kernel", "direct_kernel", "push_kernel", "combine_kernel FLAT")
+        )
     }
     assert len(moving) > 10
-    assert not wrong(moving, lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4)
+    assert not wrong(
+        moving,
+        lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4,
+    )
     copied = {
         name: each for name, each in moving.items() if "FLAT" in name and "FP8" not in name
     }  # no padding, not cast
-    assert len(copied) > 10 and not wrong(copied, lambda _, each: each["cached loads"] == each["kept stores"] == 0)
+    assert len(copied) > 10 and not wrong(
+        copied, lambda _, each: each["cached loads"] == each["kept stores"] == 0
+    )
 
 
 def test_pushers_and_those_who_sum_both_do_so(real: Facts) -> None:
-    """Four and more accesses of a row at once, two of each rank's in sums; with few programs these go through shared memory."""
+    """Four and more accesses of a row at once, two of each rank's in sums; with few programs these
+    go through shared memory.
+    """
     pushing = {name: each for name, each in real.items() if name.startswith("push_kernel")}
     assert len(pushing) >= 3
-    assert not wrong(pushing, lambda _, each: each["loads 128"] >= 4 and each["loads 128"] + each["copies 128"] >= 12)
+    assert not wrong(
+        pushing,
+        lambda _, each: each["loads 128"] >= 4 and each["loads 128"] + each["copies 128"] >= 12,
+    )
     few = {name: each for name, each in pushing.items() if not name.endswith("@132")}
     assert not wrong(few, lambda _, each: each["copies 128"] >= 8)
 
 
 def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
-    """Through shared memory, 16 bytes at a time; not of results by expert, where a row is the sum of several."""
-    copying = {name: each for name, each in real.items() if name.startswith("combine_kernel FLAT exact back")}
+    """Through shared memory, 16 bytes at a time; not of results by expert, where a row is the sum
+    of several.
+    """
+    copying = {
+        name: each
+        for name, each in real.items()
+        if name.startswith("combine_kernel FLAT exact back")
+    }
     assert len(copying) >= 3
     assert not wrong(copying, lambda _, each: each["copies 128"] >= 4)
 
 
 def test_shared_memory_suffices(real: Facts) -> None:
-    """227 KiB of a multiprocessor, for all its programs if they spread over as many as the engine may use."""
+    """227 KiB of a multiprocessor, for all its programs if they spread over as many as the engine
+    may use.
+    """
 
     def fits(name: str, each: dict[str, Any]) -> bool:
         programs = -(-each["grid"] // int(name.split("@")[1]))
@@ -96,17 +121,27 @@ def test_shared_memory_suffices(real: Facts) -> None:
 
 
 def test_every_wait_acquires(real: Facts) -> None:
-    """A load (or, for several counters, an atomic) with system scope, after which no old line of the cache is believed."""
+    """A load (or, for several counters, an atomic) with system scope, after which no old line of
+    the cache is believed.
+    """
     waiting = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
     assert len(waiting) == len(real) - sum(name.startswith("unpack_kernel") for name in real)
-    assert not wrong(waiting, lambda _, each: each["acquires"] > 0 and each["invalidations"] >= each["acquires"])
-    rings = {name: each for name, each in real.items() if name.startswith(("dispatch_kernel", "combine_kernel"))}
+    assert not wrong(
+        waiting, lambda _, each: each["acquires"] > 0 and each["invalidations"] >= each["acquires"]
+    )
+    rings = {
+        name: each
+        for name, each in real.items()
+        if name.startswith(("dispatch_kernel", "combine_kernel"))
+    }
     assert not wrong(rings, lambda _, each: each["strong loads"] > 0)
 
 
 def test_every_release_has_its_barrier_and_its_fence(real: Facts) -> None:
     releasing = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
-    assert not wrong(releasing, lambda _, each: each["releases"] > 0 and each["releases without barrier"] == 0)
+    assert not wrong(
+        releasing, lambda _, each: each["releases"] > 0 and each["releases without barrier"] == 0
+    )
     assert not wrong(releasing, lambda _, each: each["fences"] >= each["releases"])
 
 

@@ -1,4 +1,6 @@
-"""What calls of one kind share in engines with rings: two calls that differ in anything are of two kinds."""
+"""What calls of one kind share in engines with rings: two calls that differ in anything are of two
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,28 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
-CONFIG = Config(num_experts=8, hidden=256, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0)
+CONFIG = Config(
+    num_experts=8, hidden=256, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0
+)
 FLAT = Spec(layout=Layout.FLAT, exact=True)
 SPECS = [
     FLAT,
     replace(FLAT, exact=False),
-    *(Spec(layout=Layout.EXPERT_MAJOR, exact=False, expert_alignment=n, capacity=room) for n in (1, 8) for room in (None, 9)),
+    *(
+        Spec(layout=Layout.EXPERT_MAJOR, exact=False, expert_alignment=n, capacity=room)
+        for n in (1, 8)
+        for room in (None, 9)
+    ),
     Spec(layout=Layout.EXPERT_PADDED, exact=True),
-]  # fmt: skip
+]
 PAYLOADS = [
     *((torch.bfloat16, width, None) for width in (256, 3)),
     *((dtype, 256, None) for dtype in (torch.float16, torch.float32)),
-    *((torch.int8, 256, (dtype, width)) for dtype in (torch.float32, torch.int32) for width in (1, 2)),
+    *(
+        (torch.int8, 256, (dtype, width))
+        for dtype in (torch.float32, torch.int32)
+        for width in (1, 2)
+    ),
 ]
 
 
@@ -50,14 +62,41 @@ def test_what_is_kept_is_what_would_be_made() -> None:
     calls = [*product((DISPATCH, CACHED, COMBINE), PAYLOADS, SPECS, (None, *Quantize), flags)]
     random.Random(0).shuffle(calls)
     for op, given, spec, mode, (marked, scaled, in_place) in calls * 2:
-        payload, options = payload_of(*given), {"marked": marked, "scaled": scaled, "in_place": in_place}
+        payload, options = (
+            payload_of(*given),
+            {"marked": marked, "scaled": scaled, "in_place": in_place},
+        )
         kept = NvlinkEngine._kind(engine, op, payload, spec, mode, **options)
         want = kind_of(op, payload, spec, mode, CONFIG, **options)
         want.fingerprint.call = kept.fingerprint.call
-        for name in ("fingerprint", "tag", "form", "dtype", "out_dtype", "scale_dtype", "weighted", "mode", "spec"):
-            assert getattr(kept, name) == getattr(want, name), (name, op, given, spec, mode, options)
+        for name in (
+            "fingerprint",
+            "tag",
+            "form",
+            "dtype",
+            "out_dtype",
+            "scale_dtype",
+            "weighted",
+            "mode",
+            "spec",
+        ):
+            assert getattr(kept, name) == getattr(want, name), (
+                name,
+                op,
+                given,
+                spec,
+                mode,
+                options,
+            )
         for name in ("experts", "padding", "holes", "width"):
-            assert getattr(kept, name) == getattr(want, name), (name, op, given, spec, mode, options)
+            assert getattr(kept, name) == getattr(want, name), (
+                name,
+                op,
+                given,
+                spec,
+                mode,
+                options,
+            )
         assert begun[-1] == (kept.fingerprint, kept.tag)
     assert len(engine._kinds) == len(calls)
     assert engine._calls == 2 * len(calls)

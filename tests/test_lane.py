@@ -1,7 +1,9 @@
-"""Order of asynchronous calls: on streams (stand-ins, ``cuda_streams.py``), on the object's own thread, and what they keep alive.
+"""Order of asynchronous calls: on streams (stand-ins, ``cuda_streams.py``), on the object's own
+thread, and what they keep alive.
 
-On streams every case runs twice: the main stream goes on as far as it can before the others do, and the other way round. What must
-come behind something else does so both times only if a stream waits for it.
+On streams every case runs twice: the main stream goes on as far as it can before the others do, and
+the other way round. What must come behind something else does so both times only if a stream waits
+for it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Scene:
         return self.lane.begin(self.call(what), GPU, When(later=True, after=after))
 
 
-def both(machine: Machine, play: Callable[[Scene], Any], *, threaded: bool = False) -> list[list[str]]:
+def both(
+    machine: Machine, play: Callable[[Scene], Any], *, threaded: bool = False
+) -> list[list[str]]:
     """What ran in which order, if the main stream is the first to go on, and if it is the last."""
     logs: list[list[str]] = []
     for last in (False, True):
@@ -76,7 +80,10 @@ def test_a_call_comes_behind_its_stream_and_before_who_took_it(machine: Machine)
 
     logs = both(machine, play)
     check_order(logs, "input", "call", "use")
-    assert [log.index("beside") < log.index("call") for log in logs] == [True, False]  # neither waits for the other
+    assert [log.index("beside") < log.index("call") for log in logs] == [
+        True,
+        False,
+    ]  # neither waits for the other
 
 
 def test_after_takes_the_place_of_the_current_stream(machine: Machine) -> None:
@@ -284,7 +291,9 @@ def test_after_of_every_call_is_waited_for(later: bool, reduces: bool) -> None:
         sums = ep.combine(want.x, want.handle, bias=X, **weights)
         for blank, values in ((rows, want.x), (bias, X)):
             rows.copy_(want.x), bias.copy_(X), blank.zero_()
-            got = ep.combine(rows, want.handle, bias=bias, after=Filled(blank, values), async_op=later, **weights)
+            got = ep.combine(
+                rows, want.handle, bias=bias, after=Filled(blank, values), async_op=later, **weights
+            )
             x = got if isinstance(got, torch.Tensor) else got.x
             assert torch.equal(x, sums if isinstance(sums, torch.Tensor) else sums.x)
 
@@ -305,7 +314,9 @@ def test_calls_that_nobody_wants_free_their_tickets(kind: str) -> None:
 
 
 class Losing:
-    """Stands in for an engine: it loses a peer in its first call, while others are queued behind."""
+    """Stands in for an engine: it loses a peer in its first call, while others are queued
+    behind.
+    """
 
     name, waits_on_host = "losing", True
 

@@ -24,7 +24,9 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, int, int]:
     """Picks ``[T, K]`` with -1 and duplicates, number of experts, number of ranks."""
     experts, ranks = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     tokens, top = draw(st.integers(0, 7)), draw(st.integers(1, 5))
-    flat = draw(st.lists(st.integers(-1, experts - 1), min_size=tokens * top, max_size=tokens * top))
+    flat = draw(
+        st.lists(st.integers(-1, experts - 1), min_size=tokens * top, max_size=tokens * top)
+    )
     return torch.tensor(flat, dtype=torch.int64).view(tokens, top), experts, ranks
 
 
@@ -47,7 +49,9 @@ def test_experts_are_split_nearly_equally(experts: int, ranks: int) -> None:
 
 
 @given(routings())
-def test_owner_is_the_rank_whose_range_holds_the_expert(given_routing: tuple[Tensor, int, int]) -> None:
+def test_owner_is_the_rank_whose_range_holds_the_expert(
+    given_routing: tuple[Tensor, int, int],
+) -> None:
     idx, experts, ranks = given_routing
     bounds = layout.expert_bounds(experts, ranks)
     owner = layout.pick_owners(idx, experts, ranks)
@@ -56,7 +60,9 @@ def test_owner_is_the_rank_whose_range_holds_the_expert(given_routing: tuple[Ten
 
 
 @given(routings(), st.booleans())
-def test_merging_keeps_experts_and_total_weight(given_routing: tuple[Tensor, int, int], static: bool) -> None:
+def test_merging_keeps_experts_and_total_weight(
+    given_routing: tuple[Tensor, int, int], static: bool
+) -> None:
     idx, _, _ = given_routing
     weights = torch.arange(1.0, idx.numel() + 1).view(idx.shape)
     merged = layout.merge_picks(idx, weights, static=static)
@@ -87,7 +93,9 @@ def test_send_orders_agree(given_routing: tuple[Tensor, int, int], spare: int) -
 
 
 @given(routings(), st.booleans())
-def test_rows_come_back_to_their_token_in_rank_order(given_routing: tuple[Tensor, int, int], static: bool) -> None:
+def test_rows_come_back_to_their_token_in_rank_order(
+    given_routing: tuple[Tensor, int, int], static: bool
+) -> None:
     idx, experts, ranks = given_routing
     in_ranks = layout.tokens_in_ranks(idx, experts, ranks)
     width = min(idx.shape[1], ranks)
@@ -110,9 +118,13 @@ def test_placement_is_a_bijection_onto_unpadded_places(
     place = layout.place_rows(local, starts, experts, int(starts[-1]), static=static)
     assert place.slots.shape == place.picks.shape == (idx.shape[0], min(idx.shape[1], experts))
     seen = []
-    for row, (slots, picks) in enumerate(zip(place.slots.tolist(), place.picks.tolist(), strict=True)):
+    for row, (slots, picks) in enumerate(
+        zip(place.slots.tolist(), place.picks.tolist(), strict=True)
+    ):
         valid = [(slot, pick) for slot, pick in zip(slots, picks, strict=True) if slot >= 0]
-        assert [pick for _, pick in valid] == [k for k, e in enumerate(local[row].tolist()) if e >= 0]
+        assert [pick for _, pick in valid] == [
+            k for k, e in enumerate(local[row].tolist()) if e >= 0
+        ]
         unused = len(slots) - len(valid)
         assert (slots[len(valid) :], picks[len(valid) :]) == ([-1] * unused, [0] * unused)
         for slot, pick in valid:

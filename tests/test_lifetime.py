@@ -1,4 +1,6 @@
-"""Objects from construction to the end: closing, handles, threads, groups, many objects, nothing left behind."""
+"""Objects from construction to the end: closing, handles, threads, groups, many objects, nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from cases import Case, check_received, dispatch
-from hostile import CASE, SIZES, TIMEOUT, Inputs, assert_works, check, error_of, gloo, make, make_patient, meet
+from hostile import (
+    CASE,
+    SIZES,
+    TIMEOUT,
+    Inputs,
+    assert_works,
+    check,
+    error_of,
+    gloo,
+    make,
+    make_patient,
+    meet,
+)
 from tokenyard.engines.departure import note_bad_index
 from tokenyard.lane import MAX_OUTSTANDING
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
@@ -56,7 +70,9 @@ def test_a_backward_that_comes_too_late(ranks: Ranks, kept: bool) -> None:
     with make(ranks) as ep:
         recv = ep.dispatch(x, inputs.topk_idx)
         y = ep.combine(recv.x, recv.handle)
-        quantized = ep.dispatch(x.bfloat16(), inputs.topk_idx, quantize=ty.Quantize.FP8).dequantize()
+        quantized = ep.dispatch(
+            x.bfloat16(), inputs.topk_idx, quantize=ty.Quantize.FP8
+        ).dequantize()
     if not kept:
         del ep
         gc.collect()
@@ -206,7 +222,12 @@ def test_a_waiting_call_from_another_thread(ranks: Ranks) -> None:
         thread.join()
         wire.exchange = honest
         for error in refused:
-            check(error, RuntimeError, "in use by another thread", "one object serves one thread at a time")
+            check(
+                error,
+                RuntimeError,
+                "in use by another thread",
+                "one object serves one thread at a time",
+            )
         assert_works(ranks, ep)
 
 
@@ -217,7 +238,9 @@ def test_objects_of_different_threads_are_independent(ranks: Ranks) -> None:
     errors: list[Exception | None] = []
 
     def work(at: int) -> None:
-        errors.extend(error_of(lambda: assert_works(ranks, objects[at], seed=at % 2)) for _ in range(5))
+        errors.extend(
+            error_of(lambda: assert_works(ranks, objects[at], seed=at % 2)) for _ in range(5)
+        )
 
     for seed in range(2):
         assert_works(ranks, objects[0], seed=seed)  # the oracle is not made by four threads at once
@@ -243,11 +266,16 @@ def footprint() -> tuple[int, int]:
 @pytest.mark.parametrize("end", ["close", "del", "refuse"])
 @distributed_test(world_size=2)
 def test_fifty_objects_leave_nothing_behind(ranks: Ranks, end: str) -> None:
-    """Closed, dropped, or refused half of the time; with an asynchronous call each, so that there is a thread to end."""
+    """Closed, dropped, or refused half of the time; with an asynchronous call each, so that there
+    is a thread to end.
+    """
     inputs = Inputs.of(ranks)
 
     def live() -> None:
-        if end == "refuse" and error_of(lambda: make_patient(ranks, hidden=40 + ranks.rank)) is None:
+        if (
+            end == "refuse"
+            and error_of(lambda: make_patient(ranks, hidden=40 + ranks.rank)) is None
+        ):
             raise AssertionError("accepted")
         ep = make_patient(ranks)
         recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
@@ -284,7 +312,11 @@ def test_objects_of_different_sizes_take_turns(ranks: Ranks) -> None:
             assert z.x.shape[1] == 64
             assert y.x.shape[1] == 40
             check_received(a, small, ranks.rank)
-            check(error_of(lambda a=a: two.combine(a.x, a.handle)), ValueError, "another ExpertParallel")
+            check(
+                error_of(lambda a=a: two.combine(a.x, a.handle)),
+                ValueError,
+                "another ExpertParallel",
+            )
 
 
 # Groups
@@ -292,7 +324,9 @@ def test_objects_of_different_sizes_take_turns(ranks: Ranks) -> None:
 
 @distributed_test(world_size=4)
 def test_groups_of_some_ranks(ranks: Ranks) -> None:
-    """[0, 2] and [1, 3] at once, and all four beside them; ranks of the object are ranks of its group."""
+    """[0, 2] and [1, 3] at once, and all four beside them; ranks of the object are ranks of its
+    group.
+    """
     base = gloo(ranks)
     pairs = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
     mine, theirs = pairs[ranks.rank % 2], pairs[1 - ranks.rank % 2]
@@ -311,13 +345,19 @@ def test_groups_of_some_ranks(ranks: Ranks) -> None:
 
 def check_names_ranks_of_the_group(ranks: Ranks, ep: ty.ExpertParallel) -> None:
     error = error_of(lambda: ep.dispatch(None) if ep.rank == 1 else ep.warmup())
-    check(error, ValueError if ep.rank else ty.PeerError, "x must be" if ep.rank else "rank 1 refused")
+    check(
+        error, ValueError if ep.rank else ty.PeerError, "x must be" if ep.rank else "rank 1 refused"
+    )
 
 
 @distributed_test(world_size=3)
 def test_a_group_in_another_order(ranks: Ranks) -> None:
     """Ranks of a group need not ascend with those of the world."""
-    group = dist.new_group([2, 0, 1], backend="gloo", sort_ranks=False) if _can_reorder() else gloo(ranks)
+    group = (
+        dist.new_group([2, 0, 1], backend="gloo", sort_ranks=False)
+        if _can_reorder()
+        else gloo(ranks)
+    )
     with make(ranks, group) as ep:
         assert ep.rank == dist.get_rank(group)
         assert_works(ranks, ep)
@@ -352,7 +392,9 @@ def test_a_group_without_torch_distributed() -> None:
 
 
 def test_a_lost_peer_keeps_nothing() -> None:
-    """Neither object nor batch, once the caller has let go of both: errors are kept without their frames."""
+    """Neither object nor batch, once the caller has let go of both: errors are kept without their
+    frames.
+    """
 
     class Gone:
         waits_on_host, name = False, "gone"
@@ -367,7 +409,9 @@ def test_a_lost_peer_keeps_nothing() -> None:
         x = torch.zeros(3, SIZES["hidden"])
         for later in (True, False):
             with pytest.raises((ty.PeerTimeout, RuntimeError), match="rank 1 is silent"):
-                ep.dispatch(x, torch.zeros(3, SIZES["num_topk"], dtype=torch.int64), async_op=later).wait()
+                ep.dispatch(
+                    x, torch.zeros(3, SIZES["num_topk"], dtype=torch.int64), async_op=later
+                ).wait()
         return [weakref.ref(each) for each in (ep, engine, x)]
 
     gc.disable()
@@ -382,7 +426,10 @@ def test_check_leaves_what_cuda_graphs_write_to() -> None:
     with ty.ExpertParallel(**SIZES, device="cpu") as ep:
         engine: Any = ep._calls.engine  # pyright: ignore[reportPrivateUsage]
         engine._has_headers = lambda op, exact: exact  # as over NCCL
-        x, good = torch.zeros(3, SIZES["hidden"]), torch.zeros(3, SIZES["num_topk"], dtype=torch.int64)
+        x, good = (
+            torch.zeros(3, SIZES["hidden"]),
+            torch.zeros(3, SIZES["num_topk"], dtype=torch.int64),
+        )
         ep.dispatch(x, good, exact=False)
         ep.check()
         noted = engine._bad_index

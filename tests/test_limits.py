@@ -1,4 +1,6 @@
-"""What arguments alone make large is refused before anything is exchanged, by the argument's name, on all engines alike."""
+"""What arguments alone make large is refused before anything is exchanged, by the argument's name,
+on all engines alike.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, Inputs, anyone, assert_works, check, complaint, error_of, make_patient, meet
+from hostile import (
+    CASE,
+    Inputs,
+    anyone,
+    assert_works,
+    check,
+    complaint,
+    error_of,
+    make_patient,
+    meet,
+)
 from test_bad_input import bad, run
 from tokenyard import limits
 from tokenyard.config import Config
@@ -24,13 +36,30 @@ GIB = 2**30
 STATIC = {"layout": MAJOR, "exact": False}
 
 ROWS = [
-    bad("expert_alignment (16777216)|at most 65536|smaller", lambda _: {"layout": MAJOR, "expert_alignment": 2**24}),
-    bad("expert_alignment (65537)|at most 65536|smaller", lambda _: {"layout": MAJOR, "expert_alignment": 2**16 + 1}),
-    bad("expert_alignment (16777216)|at most 65536", lambda _: {**STATIC, "expert_alignment": 2**24}),
+    bad(
+        "expert_alignment (16777216)|at most 65536|smaller",
+        lambda _: {"layout": MAJOR, "expert_alignment": 2**24},
+    ),
+    bad(
+        "expert_alignment (65537)|at most 65536|smaller",
+        lambda _: {"layout": MAJOR, "expert_alignment": 2**16 + 1},
+    ),
+    bad(
+        "expert_alignment (16777216)|at most 65536", lambda _: {**STATIC, "expert_alignment": 2**24}
+    ),
     bad("expert_alignment (268435456)|smaller", lambda _: {**STATIC, "expert_alignment": 2**28}),
-    bad("expert_alignment (268435456)|smaller", lambda _: {"layout": MAJOR, "expert_alignment": 2**28}),
-    bad("expert_alignment (16777216)|at most 65536", lambda _: {**STATIC, "expert_alignment": 2**24, "capacity": 16}),
-    bad("capacity (2147483647)|half of the rank|smaller", lambda _: {**STATIC, "capacity": 2**31 - 1}),
+    bad(
+        "expert_alignment (268435456)|smaller",
+        lambda _: {"layout": MAJOR, "expert_alignment": 2**28},
+    ),
+    bad(
+        "expert_alignment (16777216)|at most 65536",
+        lambda _: {**STATIC, "expert_alignment": 2**24, "capacity": 16},
+    ),
+    bad(
+        "capacity (2147483647)|half of the rank|smaller",
+        lambda _: {**STATIC, "capacity": 2**31 - 1},
+    ),
     bad("capacity (268435456)|half of the rank|smaller", lambda _: {**STATIC, "capacity": 2**28}),
 ]
 
@@ -69,7 +98,9 @@ def test_a_result_that_the_object_makes_too_large(ranks: Ranks) -> None:
 
 
 def needs(world_size: int) -> list[tuple[dict[str, Any], int, str]]:
-    """Arguments, bytes that they make a rank of E = 8, K = 3, H = 40, M = 13 take whatever comes, and who is to blame."""
+    """Arguments, bytes that they make a rank of E = 8, K = 3, H = 40, M = 13 take whatever comes,
+    and who is to blame.
+    """
     local, padded = -(-8 // world_size), 13 * world_size
     bound, row, places = "max_tokens_per_rank (13)", 80 + 20, padded * (2 * 80 + 64 * 3)
     picks = padded * min(3, local)
@@ -80,7 +111,11 @@ def needs(world_size: int) -> list[tuple[dict[str, Any], int, str]]:
         ({"layout": PADDED, "exact": False}, places + local * padded * row, bound),
         ({"exact": False}, places + padded * (80 + 16 + 3 * 12), bound),
         ({**STATIC}, places + picks * row, bound),
-        ({**STATIC, "expert_alignment": 999}, places + (picks + local * 998) * row, "expert_alignment (999)"),
+        (
+            {**STATIC, "expert_alignment": 999},
+            places + (picks + local * 998) * row,
+            "expert_alignment (999)",
+        ),
         ({**STATIC, "capacity": 1000}, places + 1000 * row, "capacity (1000)"),
         ({**STATIC, "capacity": 2}, places + 2 * row, bound),
     ]
@@ -94,7 +129,9 @@ def test_what_just_fits(ranks: Ranks) -> None:
         for most in (need, need - 1):
             with mock.patch("tokenyard.api.most_result_bytes", return_value=most):
                 ep = make_patient(ranks)
-            error = error_of(lambda ep=ep, asked=asked: ep.dispatch(i.x, i.topk_idx, i.topk_weights, **asked))
+            error = error_of(
+                lambda ep=ep, asked=asked: ep.dispatch(i.x, i.topk_idx, i.topk_weights, **asked)
+            )
             if most == need:
                 assert error is None, (asked, error)
             else:
@@ -123,10 +160,16 @@ def test_the_memory_of_a_container(tmp_path: Path) -> None:
         assert limits.memory_of(cpu) == host
         file.write_text("104857600\n")
         assert limits.memory_of(cpu) == 104857600
-    assert limits.most_result_bytes(cpu, 3) == limits.memory_of(cpu) // 6 == limits.most_result_bytes(None, 3)
+    assert (
+        limits.most_result_bytes(cpu, 3)
+        == limits.memory_of(cpu) // 6
+        == limits.most_result_bytes(None, 3)
+    )
 
 
-ALONE = Config(num_experts=8, hidden=2, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0)
+ALONE = Config(
+    num_experts=8, hidden=2, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0
+)
 
 
 def rows_of(num_tokens: int) -> Payload:
@@ -140,7 +183,9 @@ def test_tokens_that_int32_does_not_count(engine: str) -> None:
     flat, major = ty.handle.Spec(layout=FLAT, exact=True), ty.handle.Spec(layout=MAJOR, exact=True)
     for spec, most in ((flat, (2**31 - 1) // 2), (major, (2**31 - 1) // 6)):
         check_result(rows_of(most), None, spec, ALONE, engine, GIB)
-        with pytest.raises(ValueError, match=rf"x has {most + 1} tokens: if each of 2 ranks .*split the batch"):
+        with pytest.raises(
+            ValueError, match=rf"x has {most + 1} tokens: if each of 2 ranks .*split the batch"
+        ):
             check_result(rows_of(most + 1), None, spec, ALONE, engine, GIB)
 
 
@@ -149,7 +194,10 @@ def test_kernels_have_tables_for_all_tokens_of_all_ranks() -> None:
     large = replace(ALONE, max_tokens_per_rank=2**28)
     for exact in (True, False):
         spec = ty.handle.Spec(layout=MAJOR, exact=exact, capacity=None if exact else 4)
-        with pytest.raises(ValueError, match=r"max_tokens_per_rank \(268435456\) x 2 ranks x 4 local experts .*int32"):
+        with pytest.raises(
+            ValueError,
+            match=r"max_tokens_per_rank \(268435456\) x 2 ranks x 4 local experts .*int32",
+        ):
             check_result(rows_of(4), None, spec, large, "nvlink", 2**50)
     check_result(rows_of(4), None, ty.handle.Spec(layout=MAJOR, exact=True), large, "collective", 1)
 
@@ -180,7 +228,9 @@ def test_symmetric_memory_that_no_rank_has(ranks: Ranks) -> None:
         return
     for num_bytes in (2**47, 2**46):
         error = error_of(lambda num_bytes=num_bytes: make_patient(ranks, buffer_bytes=num_bytes))
-        assert not complaint(error, ValueError, (f"buffer_bytes ({num_bytes})", "symmetric memory", "smaller"))
+        assert not complaint(
+            error, ValueError, (f"buffer_bytes ({num_bytes})", "symmetric memory", "smaller")
+        )
         meet(ranks)
     i = Inputs.of(ranks)
     with make_patient(ranks, max_tokens_per_rank=2**30) as ep:

@@ -1,4 +1,6 @@
-"""Engine low_latency through ``ExpertParallel``, on simulated ranks: bodies shared with other engines, hooks, refusals, mask."""
+"""Engine low_latency through ``ExpertParallel``, on simulated ranks: bodies shared with other
+engines, hooks, refusals, mask.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,18 @@ def test_any_size(layout: ty.Layout) -> None:
 
 
 def test_quantised_in_the_send() -> None:
-    calls = [(2, 0, {"hidden": 300, "quantize": mode, "layout": layout}) for mode in ty.Quantize for layout in LAYOUTS]
+    calls = [
+        (2, 0, {"hidden": 300, "quantize": mode, "layout": layout})
+        for mode in ty.Quantize
+        for layout in LAYOUTS
+    ]
     run_all("low_latency_api.shared_body", calls)
 
 
 def test_scales_by_column() -> None:
-    """Words of scales that are no power of two, and one; given with the rows; ranks without tokens, or without experts."""
+    """Words of scales that are no power of two, and one; given with the rows; ranks without tokens,
+    or without experts.
+    """
     fp8 = ty.Quantize.FP8
     calls = [
         (1, {"hidden": 300, "quantize": fp8}),
@@ -66,7 +74,10 @@ def test_scales_by_column() -> None:
 
 
 def test_blocks_are_aligned() -> None:
-    options = [{"layout": LAYOUTS[0], "expert_alignment": alignment, "num_experts": 11} for alignment in (2, 16)]
+    options = [
+        {"layout": LAYOUTS[0], "expert_alignment": alignment, "num_experts": 11}
+        for alignment in (2, 16)
+    ]
     run_all("low_latency_api.shared_body", [(2, 0, each) for each in options])
 
 
@@ -80,21 +91,33 @@ def test_what_sums_lack() -> None:
 
 
 def test_other_engines_take_no_options() -> None:
-    with ty.ExpertParallel(num_experts=2, hidden=8, num_topk=1, max_tokens_per_rank=2, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=2, hidden=8, num_topk=1, max_tokens_per_rank=2, device="cpu"
+    ) as ep:
         recv = ep.dispatch(torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64))
         with pytest.raises(
-            ty.NotSupported, match="engine 'collective' takes no options of a call; engine 'low_latency' can"
+            ty.NotSupported,
+            match="engine 'collective' takes no options of a call; engine 'low_latency' can",
         ):
             ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=torch.zeros(2)))
 
 
-@pytest.mark.parametrize("what", ["hooks", "capacity", "refusals", "back_before_the_combine", "no_experts"])
+@pytest.mark.parametrize(
+    "what", ["hooks", "capacity", "refusals", "back_before_the_combine", "no_experts"]
+)
 def test_calls(what: str) -> None:
     run_all(f"low_latency_api.{what}", [(seed,) for seed in range(2)])
 
 
 @pytest.mark.parametrize(
-    "what", ["no_second_half_behind_close", "few_operations", "shapes_and_numbers", "tags", "drop_in_adds_no_operation"]
+    "what",
+    [
+        "no_second_half_behind_close",
+        "few_operations",
+        "shapes_and_numbers",
+        "tags",
+        "drop_in_adds_no_operation",
+    ],
 )
 def test_on_the_host(what: str) -> None:
     run_all(f"low_latency_host.{what}", [()])

@@ -1,4 +1,6 @@
-"""Kernels of engine low_latency as sm_90 machine code, with the constants of 128 tokens x 7168, top-8 of 256, on 4 ranks."""
+"""Kernels of engine low_latency as sm_90 machine code, with the constants of 128 tokens x 7168,
+top-8 of 256, on 4 ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def real(found: dict[str, Any]) -> Facts:
 
 
 def part(facts: Facts, *words: str, but: str = "none") -> Facts:
-    chosen = {name: each for name, each in facts.items() if any(word in name for word in words) and but not in name}
+    chosen = {
+        name: each
+        for name, each in facts.items()
+        if any(word in name for word in words) and but not in name
+    }
     assert chosen
     return chosen
 

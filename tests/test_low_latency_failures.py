@@ -1,7 +1,8 @@
-"""Engine low_latency when ranks die, are late, refuse, or are left out: every call completes, and says what it lacks.
+"""Engine low_latency when ranks die, are late, refuse, or are left out: every call completes, and
+says what it lacks.
 
-``make soak`` runs many times as many seeds, and each story of a rank that comes back with two victims at two sizes; CI has each
-victim and each size once.
+``make soak`` runs many times as many seeds, and each story of a rank that comes back with two
+victims at two sizes; CI has each victim and each size once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ DEATHS = {2: 6, 3: 5, 4: 2}
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
-    """Each of their results is checked as it comes: rows and sums of the living are all there, of the dead some or none."""
+    """Each of their results is checked as it comes: rows and sums of the living are all there, of
+    the dead some or none.
+    """
     seeds = range(DEATHS[world_size] * SOAK)
     marked: list[bool] = []
     deaths = run_all("low_latency_failures.death", [(world_size, seed) for seed in seeds])
@@ -40,10 +43,13 @@ def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
 
 
 def test_what_a_sum_lacks_is_told_token_by_token() -> None:
-    """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight fits the very sum."""
+    """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight
+    fits the very sum.
+    """
     told = run_all("low_latency_failures.deaths_in_a_combine", [(2, 1, 4), (2, 2, 3)])
     lost, kept = (
-        [weights for ending in told for marked, weights in ending if marked == here] for here in (True, False)
+        [weights for ending in told for marked, weights in ending if marked == here]
+        for here in (True, False)
     )
     assert kept and not any(any(weights) for weights in kept)
     assert any(all(weights) for weights in lost)
@@ -51,24 +57,32 @@ def test_what_a_sum_lacks_is_told_token_by_token() -> None:
 
 
 def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
-    """Programs that share a token see a rank die at different times, and agree. If they did not, it would show."""
+    """Programs that share a token see a rank die at different times, and agree. If they did not, it
+    would show.
+    """
     fine, found = run_all("low_latency_failures.torn", [(3 * SOAK, True), (6, False)])
     assert fine == -1 < found
 
 
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
-    stories = [(2, 0), (3, 1)] if SOAK == 1 else [(size, seed) for size in (2, 3) for seed in range(2)]
+    stories = (
+        [(2, 0), (3, 1)] if SOAK == 1 else [(size, seed) for size in (2, 3) for seed in range(2)]
+    )
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
 
 
 def test_ranks_in_different_calls_go_on_apart() -> None:
-    for seed, endings in enumerate(run_all("low_latency_failures.disagreement", [(seed,) for seed in range(3)])):
+    for seed, endings in enumerate(
+        run_all("low_latency_failures.disagreement", [(seed,) for seed in range(3)])
+    ):
         culprit = seed % 3
         for rank, ending in enumerate(endings):
             assert ending is not None
-            assert ending[1] == [peer == rank or (peer != culprit and rank != culprit) for peer in range(3)], (
+            assert ending[1] == [
+                peer == rank or (peer != culprit and rank != culprit) for peer in range(3)
+            ], (
                 rank,
                 endings,
             )

@@ -1,4 +1,6 @@
-"""Engine low_latency on GPUs: what the simulator shows, real graphs, and ranks that are killed. See ``make test-gpu``."""
+"""Engine low_latency on GPUs: what the simulator shows, real graphs, and ranks that are killed. See
+``make test-gpu``.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+        DEVICE == "cpu",
+        reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere",
     ),
 ]
-processes = pytest.mark.skipif(DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu")
+processes = pytest.mark.skipif(
+    DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu"
+)
 layouts = pytest.mark.parametrize("layout", [MAJOR, PADDED], ids=lambda layout: layout.name.lower())
 SIZES = {"cuda": (2, 3, 4), "simulated": (2,)}.get(DEVICE, (8,))
 NUM_SMS = {"simulated": 2}.get(DEVICE)
@@ -48,10 +53,15 @@ def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, routing: str) -> No
 @on_ranks
 def test_any_size(ranks: Ranks, layout: ty.Layout) -> None:
     for sizes in (
-        {"hidden": 1}, {"hidden": 7, "dtype": torch.float32}, {"hidden": 33, "dtype": torch.int8}, {"num_experts": 30},
-        {"num_topk": 12, "num_experts": 20, "num_tokens": 3}, {"num_topk": 6, "num_experts": 2}, {"num_tokens": 1},
+        {"hidden": 1},
+        {"hidden": 7, "dtype": torch.float32},
+        {"hidden": 33, "dtype": torch.int8},
+        {"num_experts": 30},
+        {"num_topk": 12, "num_experts": 20, "num_tokens": 3},
+        {"num_topk": 6, "num_experts": 2},
+        {"num_tokens": 1},
         {"num_tokens": 40, "hidden": 768},
-    ):  # fmt: skip
+    ):
         bodies.shared_body(ranks, static(ranks.world_size, layout=layout, **sizes), NUM_SMS)
 
 
@@ -59,15 +69,19 @@ def test_any_size(ranks: Ranks, layout: ty.Layout) -> None:
 @on_ranks
 def test_quantised_in_the_send(ranks: Ranks, layout: ty.Layout) -> None:
     for mode in ty.Quantize:
-        bodies.shared_body(ranks, static(ranks.world_size, hidden=300, quantize=mode, layout=layout), NUM_SMS)
+        bodies.shared_body(
+            ranks, static(ranks.world_size, hidden=300, quantize=mode, layout=layout), NUM_SMS
+        )
 
 
 @on_ranks
 def test_scales_by_column(ranks: Ranks) -> None:
     for sizes in (
-        {"quantize": ty.Quantize.FP8, "hidden": 1100}, {"quantize": ty.Quantize.FP8_UE8M0, "hidden": 1100},
-        {"dtype": torch.int8, "hidden": 33}, {"quantize": ty.Quantize.FP8_POW2, "hidden": 40, "num_tokens": 1},
-    ):  # fmt: skip
+        {"quantize": ty.Quantize.FP8, "hidden": 1100},
+        {"quantize": ty.Quantize.FP8_UE8M0, "hidden": 1100},
+        {"dtype": torch.int8, "hidden": 33},
+        {"quantize": ty.Quantize.FP8_POW2, "hidden": 40, "num_tokens": 1},
+    ):
         bodies.by_column(ranks, static(ranks.world_size, **sizes), NUM_SMS)
 
 
@@ -87,7 +101,11 @@ def test_what_sums_lack(ranks: Ranks, layout: ty.Layout) -> None:
 @pytest.mark.parametrize("body", [bodies.capacity, bodies.refusals], ids=lambda body: body.__name__)
 @distributed_test(world_size=2, engine="low_latency")
 def test_calls_of_two_ranks(ranks: Ranks, body: Callable[[Ranks, Case, int | None], None]) -> None:
-    case = static(2, layout=MAJOR, expert_alignment=4, num_tokens=8) if body is bodies.capacity else static(2)
+    case = (
+        static(2, layout=MAJOR, expert_alignment=4, num_tokens=8)
+        if body is bodies.capacity
+        else static(2)
+    )
     body(ranks, case, NUM_SMS)
 
 
@@ -96,13 +114,22 @@ def test_calls_of_two_ranks(ranks: Ranks, body: Callable[[Ranks, Case, int | Non
 @layouts
 @distributed_test(world_size=SIZES, engine="low_latency", timeout=300.0)
 def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in_two: bool) -> None:
-    """10,000 replays of one graph; the routing, rows and weights of each are new, and every row of each is compared."""
+    """10,000 replays of one graph; the routing, rows and weights of each are new, and every row of
+    each is compared.
+    """
     skip_without_gpus(ranks)
     sizes = {"num_tokens": 24, "hidden": 512, "num_experts": 16, "num_topk": 4}
     if layout is MAJOR:
         sizes = {"num_tokens": 256, "hidden": 1024, "num_experts": 64, "num_topk": 8}
     cases = [
-        static(ranks.world_size, routing=name, seed=seed, layout=layout, quantize=ty.Quantize.FP8, **sizes)
+        static(
+            ranks.world_size,
+            routing=name,
+            seed=seed,
+            layout=layout,
+            quantize=ty.Quantize.FP8,
+            **sizes,
+        )
         for seed, name in enumerate(FULL)
     ]
     rank, here = ranks.rank, ranks.device
@@ -112,7 +139,14 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in
         cast, options = ty.Quantize.FP8, ty.CallOptions(scales_by_column=layout is PADDED)
 
         def step() -> tuple[ty.Received, torch.Tensor]:
-            recv = ep.dispatch(*inputs, layout=layout, exact=False, quantize=cast, return_hook=in_two, options=options)
+            recv = ep.dispatch(
+                *inputs,
+                layout=layout,
+                exact=False,
+                quantize=cast,
+                return_hook=in_two,
+                options=options,
+            )
             if in_two:
                 recv.hook()
             rows = recv.x.view(torch.float8_e4m3fn).bfloat16()
@@ -138,9 +172,12 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in
             graph.replay()
             rows, *right = wanted[at]
             got = (
-                recv.x.view(torch.uint8).flatten(0, -2)[rows], recv.scales.flatten(0, -2)[rows], recv.source.flatten()[rows],
-                recv.tokens_per_expert, y,
-            )  # fmt: skip
+                recv.x.view(torch.uint8).flatten(0, -2)[rows],
+                recv.scales.flatten(0, -2)[rows],
+                recv.source.flatten()[rows],
+                recv.tokens_per_expert,
+                y,
+            )
             for mine, expected in zip(got, right, strict=True):
                 wrong += (mine != expected).sum()
         assert wrong.item() == 0
@@ -149,9 +186,13 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, layout: ty.Layout, in
 
 
 def _wanted(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Which places are rows; payload, scales and source of these; counts; what a weighted combine of the payload gives."""
+    """Which places are rows; payload, scales and source of these; counts; what a weighted combine
+    of the payload gives.
+    """
     mine = case.expected[rank]
-    back = reference.combine([each.x.bfloat16() for each in case.expected], case.expected, weighted=True)[rank].x
+    back = reference.combine(
+        [each.x.bfloat16() for each in case.expected], case.expected, weighted=True
+    )[rank].x
     rows = (mine.source.flatten() >= 0).nonzero().flatten()
     assert mine.scales is not None
     x, scales = mine.x.view(torch.uint8).flatten(0, -2)[rows], mine.scales.flatten(0, -2)[rows]
@@ -160,7 +201,9 @@ def _wanted(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, 
 
 
 @processes
-@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,))
+@distributed_test(
+    world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,)
+)
 def test_the_others_go_on_when_a_rank_is_killed(ranks: Ranks) -> None:
     skip_without_gpus(ranks)
     case = static(ranks.world_size, num_tokens=20)
@@ -186,7 +229,9 @@ def test_the_others_go_on_when_a_rank_is_killed(ranks: Ranks) -> None:
         recv = dispatch(ranks, ep, case)
         valid = recv.source >= 0
         assert torch.equal(recv.source[valid], there)
-        y = ep.combine(torch.where(valid.view(recv.x.shape[:-1]).unsqueeze(-1), recv.x, 0), recv.handle)
+        y = ep.combine(
+            torch.where(valid.view(recv.x.shape[:-1]).unsqueeze(-1), recv.x, 0), recv.handle
+        )
         assert y.isfinite().all()
     assert time.monotonic() - start < 10 * TIMEOUT  # nobody waits for the dead rank any more
     low = ep._calls.low
@@ -195,22 +240,31 @@ def test_the_others_go_on_when_a_rank_is_killed(ranks: Ranks) -> None:
 
 
 @processes
-@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,))
+@distributed_test(
+    world_size=tuple(size for size in SIZES if size > 1), engine="low_latency", may_die=(1,)
+)
 def test_replays_tell_what_sums_lack_without_a_rank(ranks: Ranks) -> None:
-    """One graph: with all ranks, with rank 1 left out by hand, with all again, and after rank 1 was killed."""
+    """One graph: with all ranks, with rank 1 left out by hand, with all again, and after rank 1 was
+    killed.
+    """
     skip_without_gpus(ranks)
     rank, here, size = ranks.rank, ranks.device, ranks.world_size
     case = static(size, num_tokens=20, num_topk=6)
     rows = [each.x for each in case.expected]
     gone = [{1} if owner != 1 else set(range(size)) - {1} for owner in range(size)]
-    whole, part = (reference.combine(rows, case.expected, weighted=True, absent=each) for each in ([()] * size, gone))
+    whole, part = (
+        reference.combine(rows, case.expected, weighted=True, absent=each)
+        for each in ([()] * size, gone)
+    )
     ep = case.make(ranks, timeout=TIMEOUT)
     x, idx, weights = (each.to(here) for each in (case.x[rank], *case.picks[rank]))
     lost = torch.full((len(idx),), torch.nan, device=here)
 
     def step() -> torch.Tensor:
         recv = ep.dispatch(x, idx, weights, **case.options)
-        return ep.combine(recv.x, recv.handle, weighted=True, options=ty.CallOptions(lost_weights=lost))
+        return ep.combine(
+            recv.x, recv.handle, weighted=True, options=ty.CallOptions(lost_weights=lost)
+        )
 
     def meet() -> None:
         torch.cuda.synchronize()

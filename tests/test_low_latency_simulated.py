@@ -1,6 +1,8 @@
-"""Engine low_latency on simulated ranks: random scenarios under random schedules and weak memory, bit for bit against the oracle.
+"""Engine low_latency on simulated ranks: random scenarios under random schedules and weak memory,
+bit for bit against the oracle.
 
-``TOKENYARD_SOAK_SEEDS=N`` runs N times as many. ``python tests/low_latency_ranks.py WORLD_SIZE SEED`` runs one seed alone.
+``TOKENYARD_SOAK_SEEDS=N`` runs N times as many. ``python tests/low_latency_ranks.py WORLD_SIZE
+SEED`` runs one seed alone.
 """
 
 from __future__ import annotations
@@ -15,17 +17,30 @@ pytestmark = without_devices
 
 SEEDS = {1: 4, 2: 30, 3: 15, 4: 10, 8: 4, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
-KINDS = {"barrier", "release", "acquire", "flag before data", "reused too early", "wrong epoch", "last token"}
+KINDS = {
+    "barrier",
+    "release",
+    "acquire",
+    "flag before data",
+    "reused too early",
+    "wrong epoch",
+    "last token",
+}
 
 
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
 def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
-    run_all("low_latency_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)])
+    run_all(
+        "low_latency_ranks.check_seed",
+        [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)],
+    )
 
 
 def test_two_rows_of_calls_alternate_like_replays_of_a_graph() -> None:
-    """Sixteen calls one behind the other, odd and even ones of both kinds, with other picks each time."""
+    """Sixteen calls one behind the other, odd and even ones of both kinds, with other picks each
+    time.
+    """
     run_all("low_latency_ranks.passes_unchanged", [(seed,) for seed in range(3 * SOAK)])
 
 

@@ -1,4 +1,6 @@
-"""``compare_machine_code.py``: equal code is called equal, whatever its names, and a kernel that was changed is reported."""
+"""``compare_machine_code.py``: equal code is called equal, whatever its names, and a kernel that
+was changed is reported.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,21 @@ class _Config(NamedTuple):
 
 
 def test_names_do_not_matter_but_instructions_do() -> None:
-    other = PTX.replace("%r7", "%r12").replace("%rd1", "%rd5").replace("_Z4copyv", "copy_2").replace("BB0_1", "BB3_9")
+    other = (
+        PTX.replace("%r7", "%r12")
+        .replace("%rd1", "%rd5")
+        .replace("_Z4copyv", "copy_2")
+        .replace("BB0_1", "BB3_9")
+    )
     assert machine.normalised(other) == machine.normalised(PTX)
-    assert "// " not in machine.normalised(PTX) and machine.instructions(machine.normalised(PTX)) == 4
-    for changed in (PTX.replace("+4", "+8"), PTX.replace("ld.global", "ld.global.cg"), PTX.replace("%r7;", "%r8;")):
+    assert (
+        "// " not in machine.normalised(PTX) and machine.instructions(machine.normalised(PTX)) == 4
+    )
+    for changed in (
+        PTX.replace("+4", "+8"),
+        PTX.replace("ld.global", "ld.global.cg"),
+        PTX.replace("%r7;", "%r8;"),
+    ):
         assert machine.normalised(changed) != machine.normalised(PTX)
 
 
@@ -76,7 +89,9 @@ def _variant(constants: dict[str, Any], code: str, kernel: str = "copy") -> mach
     return facts | dict.fromkeys(machine.SIZES, 1), code
 
 
-def test_partners_are_found_by_label_then_constants_then_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partners_are_found_by_label_then_constants_then_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = {
         "same label": _variant({"R": 4}, "a"),
         "packed": _variant({"R": 4, "Q": 8}, "b"),
@@ -89,7 +104,12 @@ def test_partners_are_found_by_label_then_constants_then_code(capsys: pytest.Cap
         "other name": _variant({"R": 3}, "c", kernel="clone"),
     }
     partners = dict(machine.partners(before, after))
-    assert partners == {"same label": "same label", "packed": "in structs", "renamed": "other name", "gone": None}
+    assert partners == {
+        "same label": "same label",
+        "packed": "in structs",
+        "renamed": "other name",
+        "gone": None,
+    }
     assert machine.compare(before, after) == 2
     said = capsys.readouterr().out
     assert "no partner gone" in said and "differs\npacked" in said and "2 of    4 identical" in said
@@ -115,7 +135,10 @@ def test_a_changed_kernel_is_reported_and_no_other(tmp_path: Path) -> None:
     _, first = _run("record", before, "--tree", tree)
     count = len(machine.folder_of(before))
     assert count >= 3 and f"{count} variants" in first and f"{count} compiled" in first
-    assert f"{count} variants" in (again := _run("record", before, "--tree", tree)[1]) and ", 0 compiled" in again
+    assert (
+        f"{count} variants" in (again := _run("record", before, "--tree", tree)[1])
+        and ", 0 compiled" in again
+    )
 
     greet = tree / "src" / "tokenyard" / "kernels" / "greet.py"
     text = greet.read_text()

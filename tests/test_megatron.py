@@ -1,6 +1,8 @@
-"""megatron-core, unmodified, over tokenyard's DeepEP: equal to its own allgather dispatcher, forward and backward.
+"""megatron-core, unmodified, over tokenyard's DeepEP: equal to its own allgather dispatcher,
+forward and backward.
 
-Where the oracle may sum in another order or precision, and so cannot be equal in every bit, is said in ``docs/megatron.md``.
+Where the oracle may sum in another order or precision, and so cannot be equal in every bit, is said
+in ``docs/megatron.md``.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @distributed_test(world_size=(2, 4))
 def test_untouched_oracle(ranks: Ranks, dtype: torch.dtype) -> None:
-    """As the allgather dispatcher as it is. With rows of one or two ranks per token no order of sums can differ."""
+    """As the allgather dispatcher as it is. With rows of one or two ranks per token no order of
+    sums can differ.
+    """
     import megatron_layers as mg
 
     loose = {"gradient of input": 1e-6, "output": 1e-6}
-    if dtype != torch.float32:  # rounded once here, after every rank there; the output is summed in float32 by both
+    if (
+        dtype != torch.float32
+    ):  # rounded once here, after every rank there; the output is summed in float32 by both
         loose = {"gradient of input": 2**-8}
     with mg.model_parallel(ranks) as compare:
         for topk, pattern in product((1, 2, 4, 8), PATTERNS):
@@ -84,7 +90,9 @@ def test_options(ranks: Ranks, options: dict[str, Any]) -> None:
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
-        for dtype, pattern in product(DTYPES, PATTERNS[:2]):  # Megatron's grouped routing fails on empty ranks
+        for dtype, pattern in product(
+            DTYPES, PATTERNS[:2]
+        ):  # Megatron's grouped routing fails on empty ranks
             setting = mg.Setting(dtype=dtype, topk=4, options=options)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)
@@ -94,20 +102,32 @@ def test_options(ranks: Ranks, options: dict[str, Any]) -> None:
 
 @distributed_test(world_size=(2, 4))
 def test_padding_of_experts(ranks: Ranks) -> None:
-    """``moe_router_padding_for_quantization`` (to 16 rows) on top of dispatch, where there are rows enough to pad with."""
+    """``moe_router_padding_for_quantization`` (to 16 rows) on top of dispatch, where there are rows
+    enough to pad with.
+    """
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
         for dtype, pattern in product(DTYPES, PATTERNS):
             setting = mg.Setting(dtype=dtype, topk=4)
-            x, grad = mg.batch(ranks, setting, [8 * tokens for tokens in tokens_of(pattern, ranks.world_size)])
+            x, grad = mg.batch(
+                ranks, setting, [8 * tokens for tokens in tokens_of(pattern, ranks.world_size)]
+            )
             layer = setting.layer(ranks, "flex")
-            layer.config.moe_router_padding_for_quantization = True  # the constructor wants TransformerEngine for it
+            layer.config.moe_router_padding_for_quantization = (
+                True  # the constructor wants TransformerEngine for it
+            )
             got = mg.run(layer, x, grad, mg.whole_layer)
             want = mg.run_oracle(ranks, setting, x, grad)
-            # More rows, though zeros, are another order of sums in the matrix product of a weight's gradient.
+            # More rows, though zeros, are another order of sums in the matrix product of a weight's
+            # gradient.
             bound = 1e-6 if dtype == torch.float32 else 2**-8
-            compare(got, want, where=f"{setting}, {pattern}", loose={n: bound for n in got if "experts" in n})
+            compare(
+                got,
+                want,
+                where=f"{setting}, {pattern}",
+                loose={n: bound for n in got if "experts" in n},
+            )
             counts = layer.token_dispatcher._comm_manager.tokens_per_expert
             assert pattern != "even" or not (counts % 16).any(), counts
 
@@ -121,7 +141,11 @@ def test_without_async(ranks: Ranks) -> None:
         x, grad = mg.batch(ranks, setting, tokens_of("uneven", ranks.world_size))
         layer = setting.layer(ranks, "flex")
         for name in ("token_dispatch", "token_combine"):
-            now = partial(getattr(layer.token_dispatcher, name), async_finish=False, allocate_on_comm_stream=False)
+            now = partial(
+                getattr(layer.token_dispatcher, name),
+                async_finish=False,
+                allocate_on_comm_stream=False,
+            )
             setattr(layer.token_dispatcher, name, now)
         got = mg.run(layer, x, grad, mg.whole_layer)
         compare(got, mg.run_oracle(ranks, setting, x, grad), where=str(setting))
@@ -143,7 +167,9 @@ def test_many_outstanding(ranks: Ranks) -> None:
     """Three layers of growing width and three micro-batches, all before the first backward."""
     import megatron_layers as mg
 
-    settings = [mg.Setting(torch.bfloat16, topk, hidden) for topk, hidden in ((2, 32), (3, 64), (5, 128))]
+    settings = [
+        mg.Setting(torch.bfloat16, topk, hidden) for topk, hidden in ((2, 32), (3, 64), (5, 128))
+    ]
     patterns = ("uneven", "first rank empty", "even")
     with mg.model_parallel(ranks) as compare:
         batches = [
@@ -151,7 +177,9 @@ def test_many_outstanding(ranks: Ranks) -> None:
             for seed, pattern in enumerate(patterns)
         ]
         for order in ((0, 1, 2), (2, 0, 1)):
-            got = mg.run_outstanding([each.layer(ranks, "flex") for each in settings], batches, order, mg.whole_layer)
+            got = mg.run_outstanding(
+                [each.layer(ranks, "flex") for each in settings], batches, order, mg.whole_layer
+            )
             with mg.oracle(ranks, in_rank_order=True) as allgather:
                 layers = [each.layer(ranks, "allgather") for each in settings]
                 want = mg.run_outstanding(layers, batches, order, allgather)
@@ -160,7 +188,9 @@ def test_many_outstanding(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_two_groups(ranks: Ranks) -> None:
-    """Layers in two groups of ranks: Megatron then makes a new buffer for every call, and backward finds none of forward's."""
+    """Layers in two groups of ranks: Megatron then makes a new buffer for every call, and backward
+    finds none of forward's.
+    """
     import megatron_layers as mg
 
     setting = mg.Setting(torch.bfloat16)
@@ -180,13 +210,19 @@ def test_two_groups(ranks: Ranks) -> None:
 @pytest.mark.parametrize("way", ["megatron", "reentrant", "not_reentrant"])
 @distributed_test(world_size=(2, 4))
 def test_recomputed(ranks: Ranks, way: str) -> None:
-    """Recomputation dispatches again in backward: Megatron's own of a MoE layer, and PyTorch's two."""
+    """Recomputation dispatches again in backward: Megatron's own of a MoE layer, and
+    PyTorch's two.
+    """
     import megatron_layers as mg
 
     def recomputed(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(mg.whole_layer, layer, x, use_reentrant=way == "reentrant")
 
-    options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if way == "megatron" else {}
+    options = (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        if way == "megatron"
+        else {}
+    )
     with mg.model_parallel(ranks) as compare, mg.generators(ranks):
         for dtype, pattern in product(DTYPES, PATTERNS):
             setting = mg.Setting(dtype=dtype, topk=3)
@@ -198,10 +234,14 @@ def test_recomputed(ranks: Ranks, way: str) -> None:
             compare(got, want, where=f"{setting}, {pattern}")
 
 
-@pytest.mark.parametrize(("expert_ranks", "expert_tensor"), [(2, 1), (2, 2), (4, 2)], ids=["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize(
+    ("expert_ranks", "expert_tensor"), [(2, 1), (2, 2), (4, 2)], ids=["2x1", "1x2", "2x2"]
+)
 @distributed_test(world_size=4)
 def test_groups_of_ranks(ranks: Ranks, expert_ranks: int, expert_tensor: int) -> None:
-    """Groups of ranks side by side, and ranks that share each expert (then Megatron asks for top-2K of twice the experts)."""
+    """Groups of ranks side by side, and ranks that share each expert (then Megatron asks for top-2K
+    of twice the experts).
+    """
     import megatron_layers as mg
 
     with mg.model_parallel(ranks, expert_ranks, expert_tensor) as compare:
@@ -217,7 +257,12 @@ def test_example() -> None:
     example = Path(__file__).parent.parent / "examples" / "megatron_moe_layer.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, env=environment, timeout=240, check=False
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("relative error against allgather: output 0.0e+00") == 2

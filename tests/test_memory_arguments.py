@@ -1,5 +1,7 @@
 # ruff: noqa: E402, N803 (Triton is imported after the check; constants of kernels are written in capitals)
-"""What kernels and regions of CPU processes are given: refused before anything runs, on every rank, with a remedy."""
+"""What kernels and regions of CPU processes are given: refused before anything runs, on every rank,
+with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ def put(at, value, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    "value", [7.9, torch.tensor([7]), np.zeros(1, np.int64), "7", None], ids=lambda v: type(v).__name__
+    "value",
+    [7.9, torch.tensor([7]), np.zeros(1, np.int64), "7", None],
+    ids=lambda v: type(v).__name__,
 )
 def test_arguments_are_whole_numbers(value: Any) -> None:
-    """A tensor of one number would be taken for that number, and a float would lose its fraction."""
-    with pytest.raises(ValueError, match=r"value of put is a .*, but arguments are whole numbers: .*data_ptr\(\)"):
+    """A tensor of one number would be taken for that number, and a float would lose its
+    fraction.
+    """
+    with pytest.raises(
+        ValueError, match=r"value of put is a .*, but arguments are whole numbers: .*data_ptr\(\)"
+    ):
         bind(put, (0, value), {"N": 1})
     with pytest.raises(ValueError, match="value of put"):
         Simulator().launch(0, put, 1, 0, value, N=1)
@@ -47,7 +55,9 @@ def test_whole_numbers_of_any_kind_are_arguments() -> None:
 
 
 def test_regions_that_nothing_can_address() -> None:
-    """Also numbers that the file system's calls cannot take: they must not raise on the one rank that makes the region."""
+    """Also numbers that the file system's calls cannot take: they must not raise on the one rank
+    that makes the region.
+    """
     check_sizes([MOST_BYTES] * 2)
     for size in (MOST_BYTES + 16, 1 << 70):
         with pytest.raises(ValueError, match=rf"num_bytes \({size}\) must be at most {MOST_BYTES}"):

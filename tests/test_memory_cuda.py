@@ -21,7 +21,9 @@ from tokenyard.testing.decorators import DEVICE_VARIABLE
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get(DEVICE_VARIABLE) != "cuda", reason="needs a GPU per rank: make test-gpu"),
+    pytest.mark.skipif(
+        os.environ.get(DEVICE_VARIABLE) != "cuda", reason="needs a GPU per rank: make test-gpu"
+    ),
 ]
 WORLD_SIZES = tuple(size for size in (1, 2, 4) if size <= max(torch.cuda.device_count(), 1))
 SEVERAL = tuple(size for size in WORLD_SIZES if size > 1) or (2,)
@@ -37,7 +39,14 @@ def own_store(ranks: Ranks) -> dist.Store:
 def memory_of(ranks: Ranks) -> Iterator[CudaMemory]:
     if ranks.world_size > torch.cuda.device_count():
         pytest.skip("needs a GPU per rank")
-    memory = CudaMemory(ranks.group, ranks.rank, ranks.world_size, ranks.device, timeout=30.0, store=own_store(ranks))
+    memory = CudaMemory(
+        ranks.group,
+        ranks.rank,
+        ranks.world_size,
+        ranks.device,
+        timeout=30.0,
+        store=own_store(ranks),
+    )
     try:
         yield memory
     finally:
@@ -50,7 +59,11 @@ def state_of(memory: CudaMemory, timeout: float = 10.0) -> tuple[Tensor, Tensor]
 
     status = memory.host_words(STATUS_WORDS)
     state = torch.zeros(STATE_WORDS, dtype=torch.int64)
-    state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = memory.rank, int(timeout * 1e9), status.data_ptr()
+    state[RANK.value], state[TIMEOUT_NS.value], state[STATUS.value] = (
+        memory.rank,
+        int(timeout * 1e9),
+        status.data_ptr(),
+    )
     return state.to(memory.device), status
 
 
@@ -72,10 +85,15 @@ def test_flags_and_numbers_reach_everybody(ranks: Ranks) -> None:
             out = torch.zeros(EPOCHS + 1, LANES, dtype=torch.int64, device=ranks.device)
             for epoch in range(1, EPOCHS + 1):
                 where = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr())
-                launch(memory, everybody, 2, *where, epoch, num_warps=4, R=ranks.world_size, W=LANES)
+                launch(
+                    memory, everybody, 2, *where, epoch, num_warps=4, R=ranks.world_size, W=LANES
+                )
             torch.cuda.synchronize()
             assert not status.any()
-            assert out.tolist() == [[0] * LANES, *(sums(ranks.world_size, e, LANES) for e in range(1, EPOCHS + 1))]
+            assert out.tolist() == [
+                [0] * LANES,
+                *(sums(ranks.world_size, e, LANES) for e in range(1, EPOCHS + 1)),
+            ]
 
 
 @distributed_test(world_size=SEVERAL)
@@ -93,7 +111,12 @@ def test_a_silent_rank_is_named(ranks: Ranks) -> None:
             where = (region.addresses.data_ptr(), state.data_ptr(), out.data_ptr())
             launch(memory, everybody, 2, *where, 1, num_warps=4, R=ranks.world_size, W=LANES)
             assert memory.wait_until(lambda: int(status[CODE]) == TIMED_OUT.value, 30)
-            assert [int(status[word]) for word in (PHASE, PEER, EXPECTED, SEEN)] == [WAITING, silent, 1, 0]
+            assert [int(status[word]) for word in (PHASE, PEER, EXPECTED, SEEN)] == [
+                WAITING,
+                silent,
+                1,
+                0,
+            ]
         torch.cuda.synchronize()
         dist.barrier()
 
@@ -140,7 +163,9 @@ def test_sums_have_torchs_bits(ranks: Ranks) -> None:
         launch(memory, multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
         product = a * b
         assert torch.equal(out, product + c)
-        assert not torch.equal(out, torch.addcmul(c.double(), a.double(), b.double()).float())  # fused would be this
+        assert not torch.equal(
+            out, torch.addcmul(c.double(), a.double(), b.double()).float()
+        )  # fused would be this
 
 
 @distributed_test(world_size=1)
@@ -209,4 +234,6 @@ def test_closing_gives_the_memory_back(ranks: Ranks) -> None:
 def test_gpus_of_this_machine_reach_each_other(ranks: Ranks) -> None:
     if ranks.world_size > torch.cuda.device_count():
         pytest.skip("needs a GPU per rank")
-    assert unreachable_pairs(own_store(ranks), ranks.rank, ranks.world_size, ranks.device, 30.0) == []
+    assert (
+        unreachable_pairs(own_store(ranks), ranks.rank, ranks.world_size, ranks.device, 30.0) == []
+    )

@@ -20,7 +20,9 @@ HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``memory_compile.py`` found, in a process that does not interpret kernels."""
     if torch.cuda.is_available():
-        pytest.skip("launches into a stand-in for the driver, which a machine with GPUs has for real")
+        pytest.skip(
+            "launches into a stand-in for the driver, which a machine with GPUs has for real"
+        )
     return compiled("memory_compile.py", str(tmp_path_factory.mktemp("driver")))
 
 
@@ -34,7 +36,9 @@ def launched(facts: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["everybody", "double", "widths", "multiply_add", "count_up"])
 def test_every_argument_is_an_int64(facts: dict[str, Any], name: str) -> None:
     known = facts[name]
-    assert [kind for kind in known["signature"].values() if kind != "constexpr"] == ["i64"] * known["args"]
+    assert [kind for kind in known["signature"].values() if kind != "constexpr"] == ["i64"] * known[
+        "args"
+    ]
     assert known["params"] == ["u64"] * known["args"]
 
 
@@ -50,38 +54,60 @@ def test_products_are_rounded_before_sums(facts: dict[str, Any]) -> None:
 
 def test_wrong_constants_and_orders_are_refused(facts: dict[str, Any]) -> None:
     assert facts["wrong constants"] == "double: constants (['V']) must be ['W']"
-    assert facts["wrong order"] == "constant_in_front: tl.constexpr parameters must come after the others"
+    assert (
+        facts["wrong order"]
+        == "constant_in_front: tl.constexpr parameters must come after the others"
+    )
 
 
 def test_a_launch_reaches_the_driver_as_it_was_meant(launched: dict[str, Any]) -> None:
-    """Launches, grid, 1, threads, shared bytes, stream of device 3, function, attributes; then the arguments' 64 bits."""
+    """Launches, grid, 1, threads, shared bytes, stream of device 3, function, attributes; then the
+    arguments' 64 bits.
+    """
     assert launched["first"] == [1, 24, 1, 256, 8, 1003, 77, 2, (1 << 47) + 1, 1, 16, (1 << 64) - 5]
     assert launched["second"] == [7, 1, 1, 256, 8, 1003, 77, 0, 2, 3, 4, 5]
     assert launched["launches"] == 6
 
 
 def test_structs_are_laid_out_as_their_fields(launched: dict[str, Any]) -> None:
-    """Two machine codes, as 1 and True are not the same constant in a struct either; then the arguments' 64 bits."""
+    """Two machine codes, as 1 and True are not the same constant in a struct either; then the
+    arguments' 64 bits.
+    """
     assert launched["structs"] == [2, (1 << 47) + 1, 1, (1 << 64) - 2, 3]
 
 
 def test_few_programs_are_placed_in_clusters(launched: dict[str, Any]) -> None:
     """Programs and those of a cluster, on a GPU that puts 24 at most in clusters."""
-    assert launched["clusters"] == {"1": [1, 1], "8": [8, 4], "22": [22, 1], "24": [24, 4], "28": [28, 1]}
+    assert launched["clusters"] == {
+        "1": [1, 1],
+        "8": [8, 4],
+        "22": [22, 1],
+        "24": [24, 4],
+        "28": [28, 1],
+    }
 
 
-def test_one_kernel_serves_all_integers_and_one_each_all_constants(launched: dict[str, Any]) -> None:
+def test_one_kernel_serves_all_integers_and_one_each_all_constants(
+    launched: dict[str, Any],
+) -> None:
     assert launched["loads"] == 1
     assert launched["loads of 1 and True"] == 2
 
 
-def test_programs_are_set_up_early_in_graphs_only(facts: dict[str, Any], launched: dict[str, Any]) -> None:
+def test_programs_are_set_up_early_in_graphs_only(
+    facts: dict[str, Any], launched: dict[str, Any]
+) -> None:
     assert facts["waits"] == [1, 0, 0]  # the last for sm_80, which cannot
-    assert {case for case, count in launched["attributes"].items() if count} == {"early True, captured True"}
+    assert {case for case, count in launched["attributes"].items() if count} == {
+        "early True, captured True"
+    }
 
 
 def test_a_grid_that_does_not_fit_is_refused(launched: dict[str, Any]) -> None:
-    assert launched["too many"] == "grid (101) of double must be at most 100: all programs run together"
+    assert (
+        launched["too many"]
+        == "grid (101) of double must be at most 100: all programs run together"
+    )
 
 
 def test_profilers_hear_of_launches(launched: dict[str, Any]) -> None:
@@ -103,7 +129,9 @@ def test_profilers_hear_of_launches(launched: dict[str, Any]) -> None:
         (4, 32, 228 << 10, 0),
     ],
 )
-def test_programs_per_multiprocessor(num_warps: int, registers: int, shared: int, programs: int) -> None:
+def test_programs_per_multiprocessor(
+    num_warps: int, registers: int, shared: int, programs: int
+) -> None:
     assert resident_programs(HOPPER, num_warps, registers, shared) == programs
 
 

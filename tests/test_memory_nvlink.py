@@ -1,4 +1,6 @@
-"""Engine nvlink with real concurrency: ranks and programs are processes over shared memory, kernels are interpreted."""
+"""Engine nvlink with real concurrency: ranks and programs are processes over shared memory, kernels
+are interpreted.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ TIMEOUT = 2.0
 def outcomes() -> dict[str, dict[str, Any]]:
     """What every rank of every scenario in ``memory_nvlink.py`` returned or raised."""
     command = [sys.executable, str(Path(__file__).with_name("memory_nvlink.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=os.environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["flat_there_and_back_in_place_too", "cast_rows_by_expert_of_static_shapes"])
-def test_results_have_the_bits_of_the_oracle(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["flat_there_and_back_in_place_too", "cast_rows_by_expert_of_static_shapes"]
+)
+def test_results_have_the_bits_of_the_oracle(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
     assert outcomes[name] == {"ranks": {"0": "fine", "1": "fine"}, "left": []}
 
 
@@ -37,13 +45,20 @@ def test_a_rank_that_dies_is_named_in_time(outcomes: dict[str, dict[str, Any]]) 
     (said, rank, seconds), dead = found["ranks"]["0"], found["ranks"]["1"]
     assert (rank, dead, found["left"]) == (1, "killed", [])
     assert re.match(
-        rf"rank 1 did not send its (greeting|rows) to rank 0 within {TIMEOUT} s \(combine #1, waiting for ", said
+        rf"rank 1 did not send its (greeting|rows) to rank 0 within {TIMEOUT} s \(combine #1, "
+        rf"waiting for ",
+        said,
     )
     assert seconds < TIMEOUT + 5
 
 
 def test_results_outlive_their_object(outcomes: dict[str, dict[str, Any]]) -> None:
-    """A view that nobody overwrites keeps its memory; a torch that can forbid to use it says why instead."""
+    """A view that nobody overwrites keeps its memory; a torch that can forbid to use it says why
+    instead.
+    """
     found = outcomes["results_outlive_their_object"]["ranks"]["0"]
-    assert found["dropped"] in ("fine", "RuntimeError: this view of symmetric memory ended with its object")
+    assert found["dropped"] in (
+        "fine",
+        "RuntimeError: this view of symmetric memory ended with its object",
+    )
     assert found["closed"] == "fine" or "its ExpertParallel is closed" in found["closed"]

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.memory import preflight
-from tokenyard.memory.preflight import Report, Unreachable, explain, report, spans, unreachable, unreachable_pairs
+from tokenyard.memory.preflight import (
+    Report,
+    Unreachable,
+    explain,
+    report,
+    spans,
+    unreachable,
+    unreachable_pairs,
+)
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
@@ -39,7 +47,9 @@ def test_all_missing_paths_are_named() -> None:
     pairs = [reports[0].visible[:2], reports[0].visible[2:]]
     reports = [each._replace(reaches=pairs[each.rank // 2]) for each in reports]
     assert [(pair.a, pair.b) for pair in unreachable(reports)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    assert explain(reports)[0] == "ranks 0 and 2 have no peer-to-peer path from one-GPU-a to one-GPU-c"
+    assert (
+        explain(reports)[0] == "ranks 0 and 2 have no peer-to-peer path from one-GPU-a to one-GPU-c"
+    )
     assert len(explain(reports)) == 4
 
 
@@ -62,7 +72,9 @@ def test_a_shared_gpu_needs_permission() -> None:
 
 def test_gpus_hidden_from_each_other() -> None:
     """One GPU visible to each process: both call it cuda:0."""
-    reports = [each._replace(ordinal=0, visible=(each.gpu,), reaches=(each.gpu,)) for each in full_mesh(2)]
+    reports = [
+        each._replace(ordinal=0, visible=(each.gpu,), reaches=(each.gpu,)) for each in full_mesh(2)
+    ]
     (line,) = explain(reports)
     assert "rank 0 does not see rank 1's GPU (one-GPU-b)" in line
     assert "CUDA_VISIBLE_DEVICES" in line
@@ -89,7 +101,9 @@ def test_what_a_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report(3, torch.device("cuda", 0)).problem == "sees no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2))
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2)
+    )
     monkeypatch.setattr(preflight, "_unique_id", lambda ordinal: GPUS[ordinal])
     monkeypatch.setenv(preflight.ALLOW_OVERLAP, "1")
     assert report(5, torch.device("cuda", 3)).problem == "works on cuda:3, but sees 3 GPU(s)"

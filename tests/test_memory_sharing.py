@@ -52,7 +52,11 @@ def test_new_tensors_are_shared(name: str) -> None:
     plain = MAKERS[name](x)
     with SharedTensors():
         tensor = MAKERS[name](x)
-    assert (tensor.shape, tensor.stride(), tensor.dtype) == (plain.shape, plain.stride(), plain.dtype)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (
+        plain.shape,
+        plain.stride(),
+        plain.dtype,
+    )
     assert "empty" in name or torch.equal(tensor, plain)
     assert written_by_a_child([tensor, x]) == [True, False]
 

@@ -32,7 +32,9 @@ def test_values_pass_the_gate_many_times() -> None:
 
 
 def test_who_is_late_is_named_and_all_give_up() -> None:
-    """Rank 2 comes after rank 0 has given up, and learns it at once; rank 1, which would wait longer, too."""
+    """Rank 2 comes after rank 0 has given up, and learns it at once; rank 1, which would wait
+    longer, too.
+    """
     gave_up = threading.Event()
 
     def body(rank: int, gate: Gate) -> str:
@@ -87,7 +89,9 @@ def test_a_stuck_rank_is_shown_not_waited_for() -> None:
             release.wait(30)
 
     try:
-        with pytest.raises(ThreadsFailed, match=r"rank 1 still runs after 0.05 s:(?s:.)*release\.wait") as failed:
+        with pytest.raises(
+            ThreadsFailed, match=r"rank 1 still runs after 0.05 s:(?s:.)*release\.wait"
+        ) as failed:
             together(2, body, timeout=0.05)
         assert failed.value.errors == {}
     finally:
@@ -186,7 +190,9 @@ def test_sizes() -> None:
     with pytest.raises(ValueError, match="rank 0 16 bytes, rank 2 32"):
         check_sizes([16, 16, 32])
     for size in (0, -16, 24):
-        with pytest.raises(ValueError, match=rf"num_bytes \({size}\) must be a positive multiple of 16"):
+        with pytest.raises(
+            ValueError, match=rf"num_bytes \({size}\) must be a positive multiple of 16"
+        ):
             check_sizes([size])
 
 
@@ -194,7 +200,9 @@ def test_virtual_ranks_need_their_environment_before_cuda(monkeypatch: pytest.Mo
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER"):
+    with pytest.raises(
+        RuntimeError, match="CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER"
+    ):
         virtual_environment()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     with pytest.raises(RuntimeError, match="without CUDA_DEVICE_MAX_CONNECTIONS=32, so"):

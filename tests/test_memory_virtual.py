@@ -24,9 +24,13 @@ EPOCHS, LANES = 40, 16
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     """What the ranks of every scenario in ``memory_virtual.py`` returned or raised."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | ENVIRONMENT
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | ENVIRONMENT
     command = [sys.executable, str(Path(__file__).with_name("memory_virtual.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -56,7 +60,10 @@ def test_a_rank_that_raises_ends_the_others_at_the_gate(outcomes: dict[str, Any]
     assert errors["2"] == "KeyError: 'of rank 2'"
     gate = "the gate before launches that wait for each other"
     for rank in ("0", "1"):
-        assert errors[rank] == f"PeerLost: rank {rank} waits at {gate}, but rank 2 failed: KeyError('of rank 2')"
+        assert (
+            errors[rank]
+            == f"PeerLost: rank {rank} waits at {gate}, but rank 2 failed: KeyError('of rank 2')"
+        )
 
 
 def test_backwards_of_all_ranks_run_at_once(outcomes: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Ranks that pass different arguments: every rank raises ``Mismatch`` with the argument and two values, and the object works on."""
+"""Ranks that pass different arguments: every rank raises ``Mismatch`` with the argument and two
+values, and the object works on.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,18 @@ class Scene:
 
     def dispatch(self, *, x: Any = None, weights: bool = True, **options: Any) -> ty.Received:
         i = self.inputs
-        return self.ep.dispatch(i.x if x is None else x, i.topk_idx, i.topk_weights if weights else None, **options)
+        return self.ep.dispatch(
+            i.x if x is None else x, i.topk_idx, i.topk_weights if weights else None, **options
+        )
 
     def cached(self, x: torch.Tensor | None = None, **options: Any) -> ty.Received:
-        return self.ep.dispatch(self.inputs.x if x is None else x, handle=self.flat.handle, **options)
+        return self.ep.dispatch(
+            self.inputs.x if x is None else x, handle=self.flat.handle, **options
+        )
 
-    def combine(self, recv: ty.Received | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    def combine(
+        self, recv: ty.Received | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> Any:
         recv = self.flat if recv is None else recv
         return self.ep.combine(recv.x.to(dtype), recv.handle, **options)
 
@@ -54,9 +62,27 @@ STATIC = {"layout": MAJOR, "exact": False}
 FP8 = ty.Quantize.FP8
 # What differs, the first value, another, and the call of either kind.
 CALLS: list[tuple[str, str, str, Call, Call]] = [
-    ("dtype", "torch.bfloat16", "torch.float32", lambda s: s.dispatch(), lambda s: s.dispatch(x=s.inputs.x.float())),
-    ("dtype", "torch.bfloat16", "torch.float16", lambda s: s.cached(), lambda s: s.cached(s.inputs.x.half())),
-    ("dtype", "torch.bfloat16", "torch.float32", lambda s: s.combine(), lambda s: s.combine(dtype=torch.float32)),
+    (
+        "dtype",
+        "torch.bfloat16",
+        "torch.float32",
+        lambda s: s.dispatch(),
+        lambda s: s.dispatch(x=s.inputs.x.float()),
+    ),
+    (
+        "dtype",
+        "torch.bfloat16",
+        "torch.float16",
+        lambda s: s.cached(),
+        lambda s: s.cached(s.inputs.x.half()),
+    ),
+    (
+        "dtype",
+        "torch.bfloat16",
+        "torch.float32",
+        lambda s: s.combine(),
+        lambda s: s.combine(dtype=torch.float32),
+    ),
     ("layout", "FLAT", "EXPERT_MAJOR", lambda s: s.dispatch(), lambda s: s.dispatch(layout=MAJOR)),
     (
         "layout",
@@ -96,16 +122,52 @@ CALLS: list[tuple[str, str, str, Call, Call]] = [
         lambda s: s.cached(quantize=FP8),
         lambda s: s.cached(quantize=ty.Quantize.FP8_POW2),
     ),
-    ("capacity", "50", "60", lambda s: s.dispatch(capacity=50, **STATIC), lambda s: s.dispatch(capacity=60, **STATIC)),
-    ("capacity", "None", "60", lambda s: s.dispatch(**STATIC), lambda s: s.dispatch(capacity=60, **STATIC)),
+    (
+        "capacity",
+        "50",
+        "60",
+        lambda s: s.dispatch(capacity=50, **STATIC),
+        lambda s: s.dispatch(capacity=60, **STATIC),
+    ),
+    (
+        "capacity",
+        "None",
+        "60",
+        lambda s: s.dispatch(**STATIC),
+        lambda s: s.dispatch(capacity=60, **STATIC),
+    ),
     ("scales", "1", "2", lambda s: s.quantized(), lambda s: s.quantized(2)),
-    ("scale", "torch.float32", "torch.int32", lambda s: s.quantized(), lambda s: s.quantized(dtype=torch.int32)),
-    ("dtype", "torch.bfloat16", "torch.float8_e4m3fn", lambda s: s.dispatch(), lambda s: s.quantized()),
+    (
+        "scale",
+        "torch.float32",
+        "torch.int32",
+        lambda s: s.quantized(),
+        lambda s: s.quantized(dtype=torch.int32),
+    ),
+    (
+        "dtype",
+        "torch.bfloat16",
+        "torch.float8_e4m3fn",
+        lambda s: s.dispatch(),
+        lambda s: s.quantized(),
+    ),
     ("call", "dispatch", "cached dispatch", lambda s: s.dispatch(), lambda s: s.cached()),
     ("call", "dispatch", "combine", lambda s: s.dispatch(), lambda s: s.combine()),
     ("call", "cached dispatch", "combine", lambda s: s.cached(), lambda s: s.combine()),
-    ("weighted", "False", "True", lambda s: s.combine(s.major), lambda s: s.combine(s.major, weighted=True)),
-    ("weights", "False", "True", lambda s: s.combine(), lambda s: s.combine(reduce_weights=s.flat.topk_weights)),
+    (
+        "weighted",
+        "False",
+        "True",
+        lambda s: s.combine(s.major),
+        lambda s: s.combine(s.major, weighted=True),
+    ),
+    (
+        "weights",
+        "False",
+        "True",
+        lambda s: s.combine(),
+        lambda s: s.combine(reduce_weights=s.flat.topk_weights),
+    ),
     (
         "call",
         "combine",
@@ -148,7 +210,11 @@ def test_construction(ranks: Ranks) -> None:
         complaints.append(complaint(error, ty.Mismatch, words))
         meet(ranks)
     error = error_of(lambda: make(ranks, engine="auto" if ranks.rank == culprit else "collective"))
-    complaints.append(complaint(error, ty.Mismatch, ["engine: rank 0 says collective", f"rank {culprit} says auto"]))
+    complaints.append(
+        complaint(
+            error, ty.Mismatch, ["engine: rank 0 says collective", f"rank {culprit} says auto"]
+        )
+    )
     meet(ranks)
     with make(ranks) as ep:
         assert_works(ranks, ep)
@@ -173,10 +239,16 @@ def test_ranks_may_differ_in_what_is_their_own(ranks: Ranks) -> None:
 
 
 def picks(ranks: Ranks, how: str) -> torch.Tensor:
-    """8 experts on 2 ranks, 5 tokens: "few" rows cross the wire, "many", or other tokens, but as many as "few"."""
+    """8 experts on 2 ranks, 5 tokens: "few" rows cross the wire, "many", or other tokens, but as
+    many as "few".
+    """
     far, near = torch.tensor([0, 1, 2]), torch.tensor([4, 5, 6])
     lower, upper = (near, far) if ranks.rank else (far, near)
-    rows = {"few": [lower, lower, lower, lower, upper], "other": [upper, *[lower] * 4], "many": [upper] * 5}[how]
+    rows = {
+        "few": [lower, lower, lower, lower, upper],
+        "other": [upper, *[lower] * 4],
+        "many": [upper] * 5,
+    }[how]
     return torch.stack(rows).to(ranks.device)
 
 
@@ -184,7 +256,9 @@ def picks(ranks: Ranks, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("what", ["combine", "cached dispatch"])
 @distributed_test(world_size=2)
 def test_handles_of_different_dispatches(ranks: Ranks, what: str, second: str) -> None:
-    """Rows would be of other sizes than the peer expects, or of other tokens: found before they move."""
+    """Rows would be of other sizes than the peer expects, or of other tokens: found before they
+    move.
+    """
     inputs = Inputs.of(ranks)
     with make(ranks) as ep:
         first = "many" if second == "few" else "few"
@@ -192,7 +266,11 @@ def test_handles_of_different_dispatches(ranks: Ranks, what: str, second: str) -
         recv = received[ranks.rank]
 
         def call() -> object:
-            return ep.combine(recv.x, recv.handle) if what == "combine" else ep.dispatch(inputs.x, handle=recv.handle)
+            return (
+                ep.combine(recv.x, recv.handle)
+                if what == "combine"
+                else ep.dispatch(inputs.x, handle=recv.handle)
+            )
 
         error = error_of(call)
         meet(ranks)
@@ -203,7 +281,9 @@ def test_handles_of_different_dispatches(ranks: Ranks, what: str, second: str) -
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "async"])
 @distributed_test(world_size=3)
 def test_one_rank_is_one_call_ahead(ranks: Ranks, asynchronous: bool) -> None:
-    """Rank 1 skips a combine: its next dispatch meets the others' combine. All raise, and all go on together."""
+    """Rank 1 skips a combine: its next dispatch meets the others' combine. All raise, and all go on
+    together.
+    """
     inputs = Inputs.of(ranks)
     with make(ranks) as ep:
         recv = ep.dispatch(inputs.x, inputs.topk_idx)

@@ -1,4 +1,6 @@
-"""The explorer of small models: what it must see, how it tells it, and that its reduction loses nothing."""
+"""The explorer of small models: what it must see, how it tells it, and that its reduction loses
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _machine(*programs: Callable[[], Ops]) -> Machine:
 
 def _found(*programs: Callable[[], Ops], mortal: tuple[int, ...] = ()) -> Outcome:
     """With and without reduction: the same verdict."""
-    full, reduced = (explore(_machine(*programs), mortal=mortal, reduced=reduced) for reduced in (False, True))
+    full, reduced = (
+        explore(_machine(*programs), mortal=mortal, reduced=reduced) for reduced in (False, True)
+    )
     assert bool(full.failure) == bool(reduced.failure)
     assert full.failure or full.finals == reduced.finals
     return full
@@ -50,7 +54,11 @@ def test_a_circle_is_told_with_what_everybody_waits_for() -> None:
         yield Release(0)
 
     found = _found(first, second)
-    assert found.failure == "nobody can go on: rank 0 waits for a >= 1, which is 0; rank 1 waits for b >= 1, which is 0"
+    assert (
+        found.failure
+        == "nobody can go on: rank 0 waits for a >= 1, which is 0; rank 1 waits for b >= 1, which "
+        "is 0"
+    )
     assert found.trace == ()
 
 
@@ -138,7 +146,9 @@ def test_a_wait_that_names_its_own_rank_is_found() -> None:
     machine.add(1, "rank 1 again", _relay(1, 2))
     for reduced in (False, True):
         found = explore(machine, mortal=(0,), reduced=reduced)
-        assert found.failure == "waits name the wrong rank: rank 1 again waits for b >= 1, which is 0"
+        assert (
+            found.failure == "waits name the wrong rank: rank 1 again waits for b >= 1, which is 0"
+        )
 
 
 def _random_program(seed: int) -> Callable[[], Ops]:
@@ -170,6 +180,13 @@ def test_reduction_keeps_every_verdict() -> None:
         dice = random.Random(seed)
         programs = [_random_program(dice.randrange(10**6)) for _ in range(dice.choice([2, 3, 4]))]
         found = _found(*programs, mortal=(0,) if dice.random() < 0.3 else ())
-        kind = next((word for word in ("nobody can", "finds", "overwrites", "nobody has") if word in found.failure), "")
+        kind = next(
+            (
+                word
+                for word in ("nobody can", "finds", "overwrites", "nobody has")
+                if word in found.failure
+            ),
+            "",
+        )
         verdicts[kind] = verdicts.get(kind, 0) + 1
     assert min(verdicts.values()) > 30 and len(verdicts) == 5, verdicts

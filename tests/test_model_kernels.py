@@ -1,6 +1,8 @@
-"""The models follow the kernels: the order of waits, stores and releases there, and the sizes that engines choose.
+"""The models follow the kernels: the order of waits, stores and releases there, and the sizes that
+engines choose.
 
-An outline that differs says that a kernel's protocol has changed: change its role in the model too, then the outline here.
+An outline that differs says that a kernel's protocol has changed: change its role in the model too,
+then the outline here.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def test_the_order_of_operations_is_the_models(file: str, name: str) -> None:
 
 
 GRID = Topology(2, 2)
-CONFIG = Config(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=8, rank=0, world_size=4, timeout=1.0)
+CONFIG = Config(
+    num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=8, rank=0, world_size=4, timeout=1.0
+)
 
 
 class _Memory:
@@ -45,7 +49,9 @@ class _Memory:
     world_size = 4
     constants: dict[str, Any]
 
-    def bind(self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None, **constants: Any) -> Any:
+    def bind(
+        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None, **constants: Any
+    ) -> Any:
         self.constants = constants
         return lambda *_: None  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
 
@@ -54,10 +60,21 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
     """What matters to the models of a kernel's constants."""
     k = constants.get("k")
     if k is None:
-        names = {"Q": "slots", "CHUNK": "chunk", "NQ": "far_slots", "NCHUNK": "far_chunk", "CREDIT": "credit", "B": "batch",
-                 "BATCHES": "batches"}  # fmt: skip
+        names = {
+            "Q": "slots",
+            "CHUNK": "chunk",
+            "NQ": "far_slots",
+            "NCHUNK": "far_chunk",
+            "CREDIT": "credit",
+            "B": "batch",
+            "BATCHES": "batches",
+        }
         return {ours: constants[name] for name, ours in names.items() if name in constants}
-    sizes = {"slots": k.ring.slots, "chunk": k.ring.chunk, "batch": getattr(k, "rows_forwarded", k.rows_received)}
+    sizes = {
+        "slots": k.ring.slots,
+        "chunk": k.ring.chunk,
+        "batch": getattr(k, "rows_forwarded", k.rows_received),
+    }
     if hasattr(k, "network_ring"):
         far = k.network_ring
         sizes |= {"far_slots": far.slots, "far_chunk": far.chunk, "credit": far.credit}
@@ -68,16 +85,25 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     """Sizes without memory."""
     ground = object.__new__(kind)
     for name, value in {
-        "shape": shape, "tuning": shape, "grid": GRID, "net": False, "mapped": False, "header_words": 16,
-        "buffer_bytes": buffer_bytes, "shared_bytes": SHARED_BYTES, "memory": _Memory(),
-    }.items():  # fmt: skip
+        "shape": shape,
+        "tuning": shape,
+        "grid": GRID,
+        "net": False,
+        "mapped": False,
+        "header_words": 16,
+        "buffer_bytes": buffer_bytes,
+        "shared_bytes": SHARED_BYTES,
+        "memory": _Memory(),
+    }.items():
         setattr(ground, name, value)
     ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
     return ground
 
 
 def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
-    """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those sizes."""
+    """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those
+    sizes.
+    """
     form, dtype = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16
     for combine in (False, True):
         if combine:
@@ -85,7 +111,10 @@ def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
         else:
             launches.dispatch(form, None, dtype, 1, by_expert=False, padding=False)
         known = _sizes(launches._ground.memory.constants)
-        sizes = {name: known.get(name, 1) for name in ("chunk", "far_chunk", "credit", "batch", "batches")}
+        sizes = {
+            name: known.get(name, 1)
+            for name in ("chunk", "far_chunk", "credit", "batch", "batches")
+        }
         yield known, Call((), combine=combine, **sizes)
 
 
@@ -95,7 +124,9 @@ HIDDEN = [64, 192, 1024, 7168]
 
 def _engines() -> Iterator[tuple[dict[str, int], Call]]:
     """Whatever sizes both engines choose for buffers of all kinds; not where they refuse."""
-    for num_sms, all_sms, buffer_bytes, hidden in product((24, 132), (False, True), BUFFERS, HIDDEN):
+    for num_sms, all_sms, buffer_bytes, hidden in product(
+        (24, 132), (False, True), BUFFERS, HIDDEN
+    ):
         shapes = shape_for(num_sms, 4, all_sms=all_sms), tuning_for(num_sms, GRID, all_sms=all_sms)
         launches = (
             Launches(CONFIG, _ground(Ground, shapes[0], buffer_bytes)),
@@ -111,24 +142,38 @@ def engines() -> list[tuple[dict[str, int], Call]]:
     return list(_engines())
 
 
-@pytest.mark.parametrize(("kind", "ask"), [(Ground, "slots"), (TwoGround, "slots"), (TwoGround, "net_ring")])
+@pytest.mark.parametrize(
+    ("kind", "ask"), [(Ground, "slots"), (TwoGround, "slots"), (TwoGround, "net_ring")]
+)
 def test_rings_that_are_too_small_name_what_was_asked_for(kind: type[Ground], ask: str) -> None:
     """And a size that is enough."""
-    shape = shape_for(24, 4, all_sms=False) if kind is Ground else tuning_for(24, GRID, all_sms=False)
+    shape = (
+        shape_for(24, 4, all_sms=False) if kind is Ground else tuning_for(24, GRID, all_sms=False)
+    )
     form = Form(1024, 512, 32, 0, 0)
-    text = r"buffer_bytes \(5000\) holds 0 rows of 2048 bytes in each of \d+ (network )?rings of \d+ bytes, but 2"
+    text = (
+        r"buffer_bytes \(5000\) holds 0 rows of 2048 bytes in each of \d+ (network )?rings of \d+ "
+        r"bytes, but 2"
+    )
     with pytest.raises(ValueError, match=text) as caught:
         getattr(_ground(kind, shape, 5000), ask)(form)
     enough = int(str(caught.value).split()[-1])
     getattr(_ground(kind, shape, enough), ask)(form)
 
 
-def test_engines_choose_rings_that_are_large_enough(engines: list[tuple[dict[str, int], Call]]) -> None:
-    """For the least sizes that the model proves (``test_protocol_model.py``); and puts do not go round the end of a ring."""
+def test_engines_choose_rings_that_are_large_enough(
+    engines: list[tuple[dict[str, int], Call]],
+) -> None:
+    """For the least sizes that the model proves (``test_protocol_model.py``); and puts do not go
+    round the end of a ring.
+    """
     for known, call in engines:
         assert known["slots"] >= least_slots(call), (known, call)
         if "far_slots" in known:
-            assert known["far_slots"] >= least_far_slots(call) and known["far_slots"] % known["far_chunk"] == 0, (
+            assert (
+                known["far_slots"] >= least_far_slots(call)
+                and known["far_slots"] % known["far_chunk"] == 0
+            ), (
                 known,
                 call,
             )
@@ -145,7 +190,9 @@ def test_a_reducer_takes_no_more_rows_than_network_rings_allow() -> None:
         assert least_far_slots(call) == ring.slots, ring
 
 
-def test_the_model_holds_with_the_sizes_of_engines(engines: list[tuple[dict[str, int], Call]]) -> None:
+def test_the_model_holds_with_the_sizes_of_engines(
+    engines: list[tuple[dict[str, int], Call]],
+) -> None:
     """The smallest ones, with all tokens going everywhere, and more of them than rings hold."""
     small = {
         (known["slots"], known["far_slots"], call)
@@ -155,7 +202,12 @@ def test_the_model_holds_with_the_sizes_of_engines(engines: list[tuple[dict[str,
     assert len(small) >= 4
     for slots, far_slots, call in sorted(small):
         tokens = max(slots, far_slots) + 2
-        routing = (tuple((1, 2, 3)[: 1 + t % 3] if t % 2 else (1, 2, 3)[t % 3 :] for t in range(tokens)), (), (), ())
+        routing = (
+            tuple((1, 2, 3)[: 1 + t % 3] if t % 2 else (1, 2, 3)[t % 3 :] for t in range(tokens)),
+            (),
+            (),
+            (),
+        )
         calls = [call._replace(routing=routing)] * 2
         grid = Grid(calls, grid=(2, 2), cells=slots, far_cells=far_slots, owners=(0,))
         assert first_failure(one(lambda grid=grid: grid.machine)) is None, (slots, far_slots, call)

@@ -1,4 +1,6 @@
-"""Whole numbers and seconds of other types than Python's are taken for what they are, and kept as Python's."""
+"""Whole numbers and seconds of other types than Python's are taken for what they are, and kept as
+Python's.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,17 @@ class Eight:
 
 
 EIGHTS: list[Any] = [8, np.int64(8), np.int8(8), np.uint64(8), np.array(8), Eight()]
-NO_NUMBERS: list[Any] = [True, np.True_, np.array(True), 8.0, np.float32(8), np.array([8]), torch.tensor(8), "8", None]
+NO_NUMBERS: list[Any] = [
+    True,
+    np.True_,
+    np.array(True),
+    8.0,
+    np.float32(8),
+    np.array([8]),
+    torch.tensor(8),
+    "8",
+    None,
+]
 
 
 @pytest.mark.parametrize("value", EIGHTS, ids=repr)
@@ -45,7 +57,9 @@ def test_what_is_whole(value: Any) -> None:
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_what_is_not_whole(value: Any) -> None:
     assert whole(value) is None
-    with pytest.raises(ValueError, match=r"n \(.*\) must be a whole number of at least 1 \(at most 8\), or None"):
+    with pytest.raises(
+        ValueError, match=r"n \(.*\) must be a whole number of at least 1 \(at most 8\), or None"
+    ):
         check_whole("n", value, 1, 8, ", or None")
 
 
@@ -62,7 +76,12 @@ def test_arguments_of_an_object(ranks: Ranks, kind: Any) -> None:
     """Of one rank: the others, which say the same as ints, agree."""
     size, mine = ranks.world_size, kind if ranks.rank == 0 else int
     given: dict[str, Any] = {name: mine(value) for name, value in SIZES.items()}
-    more = {"num_sms": mine(8), "spare_sms": mine(1), "timeout": np.float32(20), "topology": (mine(1), mine(size))}
+    more = {
+        "num_sms": mine(8),
+        "spare_sms": mine(1),
+        "timeout": np.float32(20),
+        "topology": (mine(1), mine(size)),
+    }
     with make_patient(ranks, **given, **more) as ep:
         config = asdict(ep.config)
         assert {name: config[name] for name in SIZES} == SIZES
@@ -77,14 +96,18 @@ def test_arguments_of_a_call(ranks: Ranks) -> None:
     i, mine = Inputs.of(ranks), np.int64 if ranks.rank == 0 else int
     major = ty.Layout.EXPERT_MAJOR
     with make_patient(ranks) as ep:
-        recv = ep.dispatch(i.x, i.topk_idx, layout=major, exact=False, expert_alignment=mine(4), capacity=mine(50))
+        recv = ep.dispatch(
+            i.x, i.topk_idx, layout=major, exact=False, expert_alignment=mine(4), capacity=mine(50)
+        )
         assert recv.handle.spec == Spec(layout=major, exact=False, expert_alignment=4, capacity=50)
         assert {type(recv.handle.spec.expert_alignment), type(recv.handle.spec.capacity)} == {int}
         assert recv.x.shape[0] == 50
         again = ep.dispatch(i.x, handle=recv.handle, expert_alignment=mine(1))
         assert again.x.shape == recv.x.shape
         check(
-            error_of(lambda: ep.dispatch(i.x, i.topk_idx, layout=major, expert_alignment=np.float32(4))),
+            error_of(
+                lambda: ep.dispatch(i.x, i.topk_idx, layout=major, expert_alignment=np.float32(4))
+            ),
             ValueError,
             "expert_alignment (np.float32(4.0)) must be a whole number",
         )
@@ -95,7 +118,10 @@ def test_a_grid() -> None:
         assert grid == Topology(2, 8)
         assert (type(grid.num_nodes), type(grid.ranks_per_node), str(grid)) == (int, int, "2x8")
     for wrong in (True, np.True_, 2.0, torch.tensor(2), 0, np.int64(0)):
-        with pytest.raises(ValueError, match=r"ranks_per_node .* of a topology must be a whole number of at least 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"ranks_per_node .* of a topology must be a whole number of at least 1",
+        ):
             Topology(2, wrong)
 
 

@@ -1,4 +1,6 @@
-"""Engine nvlink on GPUs: rings that go round, views that end, ranks that die, many calls in a row. See ``make test-gpu``."""
+"""Engine nvlink on GPUs: rings that go round, views that end, ranks that die, many calls in a row.
+See ``make test-gpu``.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+        DEVICE == "cpu",
+        reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere",
     ),
 ]
-processes = pytest.mark.skipif(DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu")
+processes = pytest.mark.skipif(
+    DEVICE != "cuda", reason="needs ranks that are processes: make test-gpu"
+)
 SIZES = {"cuda": (2, 3, 4), "simulated": (2,)}.get(DEVICE, (8,))
 TIMEOUT = 2.0
 
@@ -40,21 +45,36 @@ def test_a_batch_that_the_rings_cannot_hold(ranks: Ranks, layout: ty.Layout) -> 
         before = ep.buffer_bytes
         check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
         want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
-        check_combined(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle), case, ranks.rank, want.x)
+        check_combined(
+            ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle),
+            case,
+            ranks.rank,
+            want.x,
+        )
         assert ep.buffer_bytes == before
 
 
 @distributed_test(world_size=SIZES, engine="nvlink", timeout=300.0)
 def test_a_thousand_calls_in_a_row(ranks: Ranks) -> None:
-    """Sizes, layouts and payloads change from call to call, ranks come late, and nothing of an earlier call shows."""
+    """Sizes, layouts and payloads change from call to call, ranks come late, and nothing of an
+    earlier call shows.
+    """
     picks = [
-        Case(ranks.world_size, routing=ROUTINGS[seed % len(ROUTINGS)], num_tokens=(1, 40, 7, 120)[seed % 4], hidden=72, seed=seed,
-             layout=list(ty.Layout)[seed % 3], exact=seed % 5 != 4)
+        Case(
+            ranks.world_size,
+            routing=ROUTINGS[seed % len(ROUTINGS)],
+            num_tokens=(1, 40, 7, 120)[seed % 4],
+            hidden=72,
+            seed=seed,
+            layout=list(ty.Layout)[seed % 3],
+            exact=seed % 5 != 4,
+        )
         for seed in range(20)
-    ]  # fmt: skip
+    ]
     biggest = Case(ranks.world_size, num_tokens=120, hidden=72)
     sent = [
-        (case.x[ranks.rank].to(ranks.device), *(t.to(ranks.device) for t in case.picks[ranks.rank])) for case in picks
+        (case.x[ranks.rank].to(ranks.device), *(t.to(ranks.device) for t in case.picks[ranks.rank]))
+        for case in picks
     ]
     expected: list[torch.Tensor] = []
     with biggest.make(ranks) as ep:
@@ -87,9 +107,15 @@ def test_a_thousand_calls_in_a_row(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_sms", [8, 20, 24])
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_few_multiprocessors(ranks: Ranks, num_sms: int) -> None:
-    """Programs in clusters, beside work on the other multiprocessors: in place, through rings that go round, in a CUDA graph."""
+    """Programs in clusters, beside work on the other multiprocessors: in place, through rings that
+    go round, in a CUDA graph.
+    """
     case, rank = Case(ranks.world_size, num_tokens=700, hidden=520, num_experts=16), ranks.rank
-    want, stream, busy = case.combined(rank).x, torch.cuda.Stream(), torch.ones(2048, 2048, device=ranks.device)
+    want, stream, busy = (
+        case.combined(rank).x,
+        torch.cuda.Stream(),
+        torch.ones(2048, 2048, device=ranks.device),
+    )
     x = case.x[rank].to(ranks.device)
     with case.make(ranks, num_sms=num_sms, buffer_bytes=4 << 20) as ep:
         for call in range(6):
@@ -114,16 +140,23 @@ def test_few_multiprocessors(ranks: Ranks, num_sms: int) -> None:
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
     for seed, mode in enumerate((None, ty.Quantize.FP8, ty.Quantize.FP8_UE8M0)):
-        case = Case(ranks.world_size, num_tokens=50, hidden=264, quantize=mode, exact=exact, seed=seed)
+        case = Case(
+            ranks.world_size, num_tokens=50, hidden=264, quantize=mode, exact=exact, seed=seed
+        )
         with case.make(ranks) as ep:
             recv = dispatch(ranks, ep, case, in_place=True)
             check_received(recv, case, ranks.rank)
             x = case.x[ranks.rank].to(ranks.device)
             again = ep.dispatch(x, handle=recv.handle, quantize=mode, in_place=True)
             num = case.expected[ranks.rank].x.shape[0]
-            assert torch.equal(again.x[:num].view(torch.uint8).cpu(), case.expected[ranks.rank].x.view(torch.uint8))
+            assert torch.equal(
+                again.x[:num].view(torch.uint8).cpu(), case.expected[ranks.rank].x.view(torch.uint8)
+            )
             if ranks.device.type == "cuda":
-                with pytest.raises(RuntimeError, match="this view of symmetric memory ended with cached dispatch #1"):
+                with pytest.raises(
+                    RuntimeError,
+                    match="this view of symmetric memory ended with cached dispatch #1",
+                ):
                     recv.x.clone()
             again.x[:1].clone()
         if ranks.device.type == "cuda":
@@ -133,7 +166,9 @@ def test_rows_left_in_place(ranks: Ranks, exact: bool) -> None:
 
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_rows_of_one_rank_that_rings_cannot_hold(ranks: Ranks) -> None:
-    """They are of another dtype, too: all ranks learn of that before a row moves, and go on together."""
+    """They are of another dtype, too: all ranks learn of that before a row moves, and go on
+    together.
+    """
     case = Case(ranks.world_size, hidden=512)
     with case.make(ranks) as ep:
         channels = ep._calls.engine._ground.shape.channels
@@ -145,7 +180,10 @@ def test_rows_of_one_rank_that_rings_cannot_hold(ranks: Ranks) -> None:
         check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
         rows = rows_to_combine(recv, case, ranks.rank)
         check_combined(ep.combine(rows, recv.handle), case, ranks.rank, case.combined(ranks.rank).x)
-        with pytest.raises(ValueError, match=r"holds 1 rows of .* make ExpertParallel with buffer_bytes of at least"):
+        with pytest.raises(
+            ValueError,
+            match=r"holds 1 rows of .* make ExpertParallel with buffer_bytes of at least",
+        ):
             ep.dispatch(x.float(), idx.to(ranks.device), weights.to(ranks.device))
 
 
@@ -169,14 +207,21 @@ def test_a_failure_is_of_the_call_it_was_in(ranks: Ranks) -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
-    """The view of the dispatch, rows from ``empty_for_combine``, rows from elsewhere on one rank; all overwritten at once."""
+    """The view of the dispatch, rows from ``empty_for_combine``, rows from elsewhere on one rank;
+    all overwritten at once.
+    """
     rank, device = ranks.rank, ranks.device
     for seed, mode in enumerate((None, ty.Quantize.FP8)):
-        hidden = 2056 if device.type == "cuda" else 264  # several rounds of a row, as long rows have
-        case = Case(ranks.world_size, num_tokens=50, hidden=hidden, quantize=mode, exact=exact, seed=seed)
+        hidden = (
+            2056 if device.type == "cuda" else 264
+        )  # several rounds of a row, as long rows have
+        case = Case(
+            ranks.world_size, num_tokens=50, hidden=hidden, quantize=mode, exact=exact, seed=seed
+        )
         want = case.combined(rank)
         terms = [
-            torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16) for r in range(ranks.world_size)
+            torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16)
+            for r in range(ranks.world_size)
         ]
         biased = case.combined(rank, bias=terms)
         with case.make(ranks) as ep:
@@ -195,9 +240,19 @@ def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
             check_combined(out, case, rank, biased.x, "with a bias, later")
             view.copy_(rows)
             mine = rows.clone() if rank == 0 else view
-            check_combined(ep.combine(mine, recv.handle, in_place=True), case, rank, want.x, "rows of rank 0 elsewhere")
-            gaps = torch.zeros(len(rows), case.hidden + 3, dtype=rows.dtype, device=device)[:, 1:-2].copy_(rows)
-            check_combined(ep.combine(gaps, recv.handle, in_place=True), case, rank, want.x, "rows with gaps")
+            check_combined(
+                ep.combine(mine, recv.handle, in_place=True),
+                case,
+                rank,
+                want.x,
+                "rows of rank 0 elsewhere",
+            )
+            gaps = torch.zeros(len(rows), case.hidden + 3, dtype=rows.dtype, device=device)[
+                :, 1:-2
+            ].copy_(rows)
+            check_combined(
+                ep.combine(gaps, recv.handle, in_place=True), case, rank, want.x, "rows with gaps"
+            )
             before = ep.buffer_bytes
             wide = ep.empty_for_combine(recv.handle, torch.float32, in_place=True).copy_(rows)
             got = ep.combine(wide, recv.handle, in_place=True)
@@ -210,7 +265,9 @@ def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
 
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_sums_over_the_rows_that_are_read(ranks: Ranks) -> None:
-    """``out`` in the very rows that are moved meanwhile, in the view and elsewhere; and over another row's term."""
+    """``out`` in the very rows that are moved meanwhile, in the view and elsewhere; and over
+    another row's term.
+    """
     case = Case(ranks.world_size, num_tokens=50, hidden=264)
     with case.make(ranks) as ep:
         recv = dispatch(ranks, ep, case, in_place=True)
@@ -221,7 +278,9 @@ def test_sums_over_the_rows_that_are_read(ranks: Ranks) -> None:
             for x in (recv.x, own[: len(rows)], own[tokens:]):
                 x.copy_(rows)
                 out = recv.x[:tokens] if x is recv.x else own[:tokens]
-                check_combined(ep.combine(x, recv.handle, in_place=in_place, out=out), case, ranks.rank, want.x)
+                check_combined(
+                    ep.combine(x, recv.handle, in_place=in_place, out=out), case, ranks.rank, want.x
+                )
             both = torch.zeros(tokens + 1, case.hidden, dtype=rows.dtype, device=ranks.device)
             got = ep.combine(rows, recv.handle, in_place=in_place, bias=both[1:], out=both[:tokens])
             check_combined(got, case, ranks.rank, want.x)
@@ -232,13 +291,22 @@ def test_what_cannot_be_summed_in_place(ranks: Ranks) -> None:
     case = Case(ranks.world_size)
     with case.make(ranks) as ep:
         recv = dispatch(ranks, ep, case, layout=ty.Layout.EXPERT_MAJOR)
-        with pytest.raises(ty.NotSupported, match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False"):
+        with pytest.raises(
+            ty.NotSupported,
+            match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False",
+        ):
             ep.empty_for_combine(recv.handle, in_place=True)
-        with pytest.raises(ty.NotSupported, match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False"):
+        with pytest.raises(
+            ty.NotSupported,
+            match=r"only Layout\.FLAT in place, not EXPERT_MAJOR: use in_place=False",
+        ):
             ep.combine(recv.x, recv.handle, in_place=True)
     bias = case.x[ranks.rank].to(ranks.device)
     refused = [
-        ("reduces no weights in place: use in_place=False", lambda recv: {"reduce_weights": recv.topk_weights}),
+        (
+            "reduces no weights in place: use in_place=False",
+            lambda recv: {"reduce_weights": recv.topk_weights},
+        ),
         ("cannot be differentiated", lambda recv: {"bias": bias.clone().requires_grad_()}),
     ]
     for words, change in refused:
@@ -261,7 +329,8 @@ def test_what_cannot_be_summed_in_place(ranks: Ranks) -> None:
         recv = dispatch(ranks, ep, case)
         extra = {"reduce_weights": recv.topk_weights} if ranks.rank == 0 else {}
         with pytest.raises(
-            ty.NotSupported if extra else ty.PeerError, match=r"in place|rank 0 refused its side of combine"
+            ty.NotSupported if extra else ty.PeerError,
+            match=r"in place|rank 0 refused its side of combine",
         ):
             ep.combine(recv.x, recv.handle, in_place=True, **extra)
 
@@ -274,7 +343,12 @@ def test_results_of_like_calls_share_no_memory(ranks: Ranks) -> None:
         received = [dispatch(ranks, ep, case) for case in cases]
         for case, recv in zip(cases, received, strict=True):
             check_received(recv, case, ranks.rank)
-        tables = [t for recv in received for t in (recv.x, recv.topk_idx, recv.topk_weights, recv.source) if t.numel()]
+        tables = [
+            t
+            for recv in received
+            for t in (recv.x, recv.topk_idx, recv.topk_weights, recv.source)
+            if t.numel()
+        ]
         assert len({t.untyped_storage().data_ptr() for t in tables}) == len(tables)
 
 
@@ -310,7 +384,9 @@ def test_ranks_in_different_calls_are_told(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("victim", "moment"), [(1, "at once"), (1, "between calls"), (0, "at once"), (1, "in combine")]
 )
-@distributed_test(world_size=tuple(size for size in SIZES if size > 1), engine="nvlink", may_die=(0, 1))
+@distributed_test(
+    world_size=tuple(size for size in SIZES if size > 1), engine="nvlink", may_die=(0, 1)
+)
 def test_survivors_name_a_killed_rank(ranks: Ranks, victim: int, moment: str) -> None:
     """In time. Rank 0 is the one with the store."""
     skip_without_gpus(ranks)
@@ -361,7 +437,9 @@ def test_a_rank_that_stays_away_from_combine(ranks: Ranks) -> None:
         ep.check()
 
     if ranks.rank:
-        with pytest.raises(ty.PeerTimeout, match=r"rank 0 did not send its .*\(combine #1, waiting for"):
+        with pytest.raises(
+            ty.PeerTimeout, match=r"rank 0 did not send its .*\(combine #1, waiting for"
+        ):
             go_on()
     ep.close()
 
@@ -373,6 +451,11 @@ def test_num_sms_changes_no_bit(ranks: Ranks) -> None:
         with case.make(ranks, num_sms=num_sms) as ep:
             check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
             want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
-            check_combined(ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle), case, ranks.rank, want.x)
+            check_combined(
+                ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle),
+                case,
+                ranks.rank,
+                want.x,
+            )
     with pytest.raises(ValueError, match=r"num_sms \(1\) must be at least"):
         case.make(ranks, num_sms=1)

@@ -1,4 +1,5 @@
-"""Engine nvlink when things go wrong, on simulated ranks with a simulated clock: nobody hangs, and everybody is told why.
+"""Engine nvlink when things go wrong, on simulated ranks with a simulated clock: nobody hangs, and
+everybody is told why.
 
 ``make soak`` runs many times as many seeds of deaths and of plans that have hardly time.
 """
@@ -26,7 +27,8 @@ pytestmark = without_devices
 DEATHS = {2: 6, 3: 14, 4: 6}
 """Seeds by world size."""
 SILENT = re.compile(
-    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for rows|the end of its rows) "
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for "
+    r"rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
     r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
     r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
@@ -41,18 +43,26 @@ def deaths(world_size: int, seeds: range) -> list[tuple[int, int, list[Ending | 
 
 
 def relayed(world_size: int, seeds: range) -> int:
-    """How many ranks learnt from another's report whom that one had waited for. All name who died."""
+    """How many ranks learnt from another's report whom that one had waited for. All name
+    who died.
+    """
     reports = 0
     for seed, (victim, when, endings) in zip(seeds, deaths(world_size, seeds), strict=True):
         where = f"seed {seed}, rank {victim} dies after {when} of 1000: {endings}"
-        assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), where
+        assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), (
+            where
+        )
         for rank, ending in enumerate(endings):
             if ending is None or ending == FINE:
                 continue
             assert ending[0] == "PeerTimeout", where
             assert ending[2] == victim, where
             said = SILENT.fullmatch(ending[1])
-            told = (said[2], said[1], said[3]) if said else (*ABSENT.fullmatch(ending[1]).groups(), None)
+            told = (
+                (said[2], said[1], said[3])
+                if said
+                else (*ABSENT.fullmatch(ending[1]).groups(), None)
+            )
             assert told[0] == str(rank), where
             assert told[1] == str(victim) or f"rank {victim} did not send" in told[2], where
             reports += told[2] is not None
@@ -62,20 +72,26 @@ def relayed(world_size: int, seeds: range) -> int:
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_a_rank_that_dies_is_named(world_size: int) -> None:
-    """By all others: who waits for one that gave up itself learns from its report whom that one waited for."""
+    """By all others: who waits for one that gave up itself learns from its report whom that one
+    waited for.
+    """
     relayed(world_size, range(DEATHS[world_size] * SOAK))
 
 
 @pytest.mark.timeout(600)
 def test_reports_are_relayed() -> None:
-    """What the test above relies on. It takes a death between the rows to two others, one of 50 or so; seed 133 had one."""
+    """What the test above relies on. It takes a death between the rows to two others, one of 50 or
+    so; seed 133 had one.
+    """
     batches = [range(133, 134), *(range(begin, begin + 24) for begin in range(96, 336, 24))]
     assert any(relayed(3, seeds) for seeds in batches)
 
 
 @pytest.mark.timeout(600 * SOAK)
 def test_a_call_that_returns_has_a_complete_plan() -> None:
-    """Even if its deadline passes about when the last counts come: one program tells the host, another completes the plan."""
+    """Even if its deadline passes about when the last counts come: one program tells the host,
+    another completes the plan.
+    """
     returned = run_all("nvlink_failures.hurried", [(seed,) for seed in range(216, 216 + 16 * SOAK)])
     assert {one for each in returned for one in each} == {True, False}
 
@@ -119,17 +135,24 @@ def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
             elif rank == CULPRIT:
                 assert (kind, "this rank refused" in text) == ("PeerError", True), text
             else:
-                assert (kind, f"rank {CULPRIT} refused its side of" in text) == ("PeerError", True), text
+                assert (kind, f"rank {CULPRIT} refused its side of" in text) == (
+                    "PeerError",
+                    True,
+                ), text
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 def test_counts_that_cannot_be(exact: bool) -> None:
-    for endings in run_all("nvlink_failures.impossible_counts", [(exact, seed) for seed in range(3)]):
+    for endings in run_all(
+        "nvlink_failures.impossible_counts", [(exact, seed) for seed in range(3)]
+    ):
         for ending in endings:
             assert ending is not None
             kind, text, _ = ending
             assert kind == "PeerError", text
-            assert re.match(rf"rank {CULPRIT} announced (impossible counts: |6 rows in dispatch #0)", text), text
+            assert re.match(
+                rf"rank {CULPRIT} announced (impossible counts: |6 rows in dispatch #0)", text
+            ), text
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
@@ -141,21 +164,37 @@ def test_an_expert_that_is_not_there(exact: bool) -> None:
             kind, text, _ = ending
             if rank == CULPRIT:
                 assert kind == "ValueError", text
-                assert text == 'topk_idx[1, 0] is 6, but there are 6 experts (use -1 for "no expert")'
+                assert (
+                    text == 'topk_idx[1, 0] is 6, but there are 6 experts (use -1 for "no expert")'
+                )
             elif exact:
-                assert (kind, "refused its side of this call: topk_idx[1, 0] is 6" in text) == ("PeerError", True), text
+                assert (kind, "refused its side of this call: topk_idx[1, 0] is 6" in text) == (
+                    "PeerError",
+                    True,
+                ), text
             else:
                 assert ending == FINE
 
 
 def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> None:
     """Engines nvlink and twolevel; on a GPU the host is ahead."""
-    jobs = [(nodes, number) for nodes in (0, 2) for number in range(2, 8) if SOAK > 1 or (number + nodes // 2) % 2]
-    for (_, number), endings in zip(jobs, run_all("twolevel_failures.queued_on", jobs), strict=True):
+    jobs = [
+        (nodes, number)
+        for nodes in (0, 2)
+        for number in range(2, 8)
+        if SOAK > 1 or (number + nodes // 2) % 2
+    ]
+    for (_, number), endings in zip(
+        jobs, run_all("twolevel_failures.queued_on", jobs), strict=True
+    ):
         assert endings.pop(CULPRIT) == FINE
         for name, text, rank in filter(None, endings):
             op = OPS[QUEUE[number - 2]]
-            assert name == "PeerTimeout" and rank == CULPRIT and f"({op} #{number}, waiting for" in text, text
+            assert (
+                name == "PeerTimeout"
+                and rank == CULPRIT
+                and f"({op} #{number}, waiting for" in text
+            ), text
 
 
 def test_a_rank_that_closed_in_order_is_told_from_one_that_died() -> None:
@@ -172,6 +211,8 @@ def test_who_waits_for_memory_with_one_that_gave_up_names_whom_that_one_lost() -
     Blame(store, 1, 1.0).report("rank 3 did not send its rows", 3)
     for first, culprit in ((1, 3), (2, 2)):
         watch: Any = SimpleNamespace(_blame=Blame(store, 0, 0.1))
-        lost = Watch.blamed(watch, PeerTimeout(f"rank 0 waited 5.0 s for rank(s) [{first}, 3]", first))
+        lost = Watch.blamed(
+            watch, PeerTimeout(f"rank 0 waited 5.0 s for rank(s) [{first}, 3]", first)
+        )
         assert lost.rank == culprit
         assert ("it had reported: rank 3 did not send its rows" in str(lost)) == (first == 1)

@@ -1,7 +1,8 @@
-"""Engine nvlink, simulated, in bodies that hostile tests and others have for engine collective, where both must do the same.
+"""Engine nvlink, simulated, in bodies that hostile tests and others have for engine collective,
+where both must do the same.
 
-Where they differ (``docs/protocols.md``: who learns of a failure when), nvlink's own verdicts: here of refused calls, in
-``test_nvlink_failures_simulated.py`` of ranks in different calls.
+Where they differ (``docs/protocols.md``: who learns of a failure when), nvlink's own verdicts: here
+of refused calls, in ``test_nvlink_failures_simulated.py`` of ranks in different calls.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ BODIES: list[tuple[str, str, dict[str, Any], int]] = [
     ("test_odd_input", "test_infinities_and_nan_travel_as_they_are", {}, 2),
     ("test_lifetime", "test_a_closed_object", {}, 2),
     ("test_lifetime", "test_with_closes_when_its_body_raises", {}, 2),
-    ("test_gradients", "test_backward_of_dispatch_is_combine_bit_for_bit", {"layout": MAJOR, "exact": True}, 3),
+    (
+        "test_gradients",
+        "test_backward_of_dispatch_is_combine_bit_for_bit",
+        {"layout": MAJOR, "exact": True},
+        3,
+    ),
     ("test_async", "test_asynchronous_calls_are_differentiable", {"layout": FLAT}, 2),
 ]
 """Module, test, arguments and ranks."""
@@ -66,9 +72,14 @@ def test_bodies_of_other_tests() -> None:
 
 
 def test_refused_calls_that_return_at_once() -> None:
-    """Whoever is wrong gets its own ValueError there and then; all are told by ``check()``, and the object is finished."""
+    """Whoever is wrong gets its own ValueError there and then; all are told by ``check()``, and the
+    object is finished.
+    """
     run_all("nvlink_hostile.refused", [(name, seed) for name in REFUSED for seed in range(SOAK)])
 
 
 def test_rings_too_small_for_a_row() -> None:
-    run_all("nvlink_hostile.rings_too_small", [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK)])
+    run_all(
+        "nvlink_hostile.rings_too_small",
+        [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK)],
+    )

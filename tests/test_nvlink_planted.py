@@ -1,4 +1,6 @@
-"""Bugs planted in the kernels of engine nvlink are found within a few seeds, and the kernels as they are pass those seeds."""
+"""Bugs planted in the kernels of engine nvlink are found within a few seeds, and the kernels as
+they are pass those seeds.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,17 @@ from plants import changed
 pytestmark = without_devices
 
 KINDS = {
-    "barrier", "release", "acquire", "flag before data", "credit before read", "reused too early", "last chunk", "wrong epoch",
-    "guess", "wrong row",
-}  # fmt: skip
+    "barrier",
+    "release",
+    "acquire",
+    "flag before data",
+    "credit before read",
+    "reused too early",
+    "last chunk",
+    "wrong epoch",
+    "guess",
+    "wrong row",
+}
 
 
 @pytest.fixture(scope="module")

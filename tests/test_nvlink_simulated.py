@@ -1,7 +1,9 @@
-"""Engine nvlink on simulated ranks: random scenarios under random schedules and weak memory, bit for bit against the oracle.
+"""Engine nvlink on simulated ranks: random scenarios under random schedules and weak memory, bit
+for bit against the oracle.
 
-One seed is one scenario (sizes, layouts, payloads, calls that follow each other) and one schedule. ``TOKENYARD_SOAK_SEEDS=N``
-(``make soak``) runs N times as many. A seed that fails runs alone with ``python tests/nvlink_ranks.py WORLD_SIZE SEED``.
+One seed is one scenario (sizes, layouts, payloads, calls that follow each other) and one schedule.
+``TOKENYARD_SOAK_SEEDS=N`` (``make soak``) runs N times as many. A seed that fails runs alone with
+``python tests/nvlink_ranks.py WORLD_SIZE SEED``.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ SEEDS = {2: 130, 3: 50, 4: 20, 8: 20, 16: 5}
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
 def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
-    run_all("nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)])
+    run_all(
+        "nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)]
+    )
 
 
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
 def test_sums_in_place(world_size: int) -> None:
-    """Combine in place: rows of the dispatch's view and others, landings that grow, rows that change from call to call.
+    """Combine in place: rows of the dispatch's view and others, landings that grow, rows that
+    change from call to call.
 
     A fifth as many seeds as above.
     """
@@ -34,7 +39,9 @@ def test_sums_in_place(world_size: int) -> None:
 
 
 def test_rings_go_round() -> None:
-    """What the others rely on: more rows go through a ring than it has slots, so senders wait for credits."""
+    """What the others rely on: more rows go through a ring than it has slots, so senders wait for
+    credits.
+    """
     found = run_all("nvlink_ranks.rows_and_slots", [("rings", seed) for seed in range(8)])
     assert sum(rows > slots for rows, slots in found) > 4, found
 
@@ -47,7 +54,9 @@ def test_slots_of_whole_lines() -> None:
 
 @pytest.mark.timeout(600 * SOAK)
 def test_bodies_that_gpus_run_too() -> None:
-    """The whole object: rows left and read in place, refusals with and without memory made for it, results of like calls."""
+    """The whole object: rows left and read in place, refusals with and without memory made for it,
+    results of like calls.
+    """
     calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
     calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
     calls += [
@@ -62,5 +71,10 @@ def test_bodies_that_gpus_run_too() -> None:
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
     run_all(
         "nvlink_ranks.shared_body",
-        [("test_nvlink", *call, ranks, seed) for call in calls for ranks in (2, 3)[:SOAK] for seed in range(SOAK)],
+        [
+            ("test_nvlink", *call, ranks, seed)
+            for call in calls
+            for ranks in (2, 3)[:SOAK]
+            for seed in range(SOAK)
+        ],
     )

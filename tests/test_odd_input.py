@@ -1,4 +1,6 @@
-"""Input that looks bad and is good: strided, expanded and empty tensors, views of leaves, extremes of numbers."""
+"""Input that looks bad and is good: strided, expanded and empty tensors, views of leaves, extremes
+of numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def transposed(t: Tensor) -> Tensor:
 
 
 def every_other_column(t: Tensor) -> Tensor:
-    wide = torch.full((t.shape[0], 2 * t.shape[1]), 77, dtype=torch.float32, device=t.device).to(t.dtype)
+    wide = torch.full((t.shape[0], 2 * t.shape[1]), 77, dtype=torch.float32, device=t.device).to(
+        t.dtype
+    )
     wide[:, ::2] = t
     return wide[:, ::2]
 
@@ -46,11 +50,20 @@ def at_an_odd_offset(t: Tensor) -> Tensor:
 
 def overlapping(t: Tensor) -> Tensor:
     """Rows that share all but one of their elements with the next row."""
-    line = torch.arange(t.shape[0] + t.shape[1], device=t.device).remainder(CASE.num_experts).to(t.dtype)
+    line = (
+        torch.arange(t.shape[0] + t.shape[1], device=t.device)
+        .remainder(CASE.num_experts)
+        .to(t.dtype)
+    )
     return line.as_strided(t.shape, (1, 1))
 
 
-STRIDES: list[Callable[[Tensor], Tensor]] = [transposed, every_other_column, inside, at_an_odd_offset]
+STRIDES: list[Callable[[Tensor], Tensor]] = [
+    transposed,
+    every_other_column,
+    inside,
+    at_an_odd_offset,
+]
 strides = pytest.mark.parametrize("stride", STRIDES, ids=lambda make: make.__name__)
 
 
@@ -63,12 +76,16 @@ def test_dispatch_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor
     even = [t.contiguous() for t in odd]
     with make_patient(ranks) as ep:
         for layout, exact in product(ty.Layout, (True, False)):
-            got, want = (ep.dispatch(*tensors, layout=layout, exact=exact) for tensors in (odd, even))
+            got, want = (
+                ep.dispatch(*tensors, layout=layout, exact=exact) for tensors in (odd, even)
+            )
             assert_same_bits(got.source, want.source, what=f"source {layout}", rank=ranks.rank)
             valid = (want.source >= 0).flatten()
             for name in ("x", "topk_idx", "topk_weights", "row_weights"):
                 if (right := getattr(want, name)) is not None:
-                    rows, right = (t.reshape(valid.numel(), -1)[valid] for t in (getattr(got, name), right))
+                    rows, right = (
+                        t.reshape(valid.numel(), -1)[valid] for t in (getattr(got, name), right)
+                    )
                     assert_same_bits(rows, right, what=f"{name} {layout}", rank=ranks.rank)
 
 
@@ -81,7 +98,9 @@ def test_combine_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor]
         for layout, exact in product(ty.Layout, (True, False)):
             recv = ep.dispatch(i.x, i.topk_idx, i.topk_weights, layout=layout, exact=exact)
             rows = torch.randn(recv.x.shape, device=ranks.device).bfloat16()
-            odd = torch.stack([stride(block) for block in rows]) if rows.dim() == 3 else stride(rows)
+            odd = (
+                torch.stack([stride(block) for block in rows]) if rows.dim() == 3 else stride(rows)
+            )
             out = stride(torch.full_like(i.x, float("nan")))
             want = ep.combine(rows, recv.handle, bias=i.x)
             assert ep.combine(odd, recv.handle, bias=stride(i.x), out=out) is out
@@ -91,14 +110,20 @@ def test_combine_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor]
                     ep.combine(rows, recv.handle, reduce_weights=w)
                     for w in (recv.topk_weights, stride(recv.topk_weights))
                 )
-                assert_same_bits(*(each.topk_weights for each in reduced), what="reduced", rank=ranks.rank)
+                assert_same_bits(
+                    *(each.topk_weights for each in reduced), what="reduced", rank=ranks.rank
+                )
 
 
 @distributed_test(world_size=2)
 def test_expanded(ranks: Ranks) -> None:
     """Stride 0: one row, one routing and one weight for all tokens."""
     i = Inputs.of(ranks)
-    x, idx, weights = i.x[:1].expand(5, -1), i.topk_idx[:1].expand(5, -1), i.topk_weights[:1, :1].expand(5, 3)
+    x, idx, weights = (
+        i.x[:1].expand(5, -1),
+        i.topk_idx[:1].expand(5, -1),
+        i.topk_weights[:1, :1].expand(5, 3),
+    )
     with make_patient(ranks) as ep:
         odd = ep.dispatch(x, idx, weights)
         even = ep.dispatch(x.contiguous(), idx.contiguous(), weights.contiguous())
@@ -107,7 +132,12 @@ def test_expanded(ranks: Ranks) -> None:
         rows = torch.full((), 0.5, dtype=torch.bfloat16, device=ranks.device).expand(odd.x.shape)
         bias, reduce = i.x[:1].expand(5, -1), rows[:, :1].expand(-1, 3)
         got = ep.combine(rows, odd.handle, bias=bias, reduce_weights=reduce)
-        want = ep.combine(rows.contiguous(), even.handle, bias=bias.contiguous(), reduce_weights=reduce.contiguous())
+        want = ep.combine(
+            rows.contiguous(),
+            even.handle,
+            bias=bias.contiguous(),
+            reduce_weights=reduce.contiguous(),
+        )
         assert_same_bits(got.x, want.x, what="combined", rank=ranks.rank)
         assert_same_bits(got.topk_weights, want.topk_weights, what="reduced", rank=ranks.rank)
 
@@ -157,7 +187,9 @@ def test_views_of_leaves_get_their_gradient(ranks: Ranks, layout: ty.Layout) -> 
 @layouts
 @distributed_test(world_size=2)
 def test_rows_that_nobody_uses_have_no_gradient(ranks: Ranks, layout: ty.Layout) -> None:
-    """Experts that compute on all rows of a static result must not see garbage in the backward: 0 * garbage may be NaN."""
+    """Experts that compute on all rows of a static result must not see garbage in the backward: 0 *
+    garbage may be NaN.
+    """
     i = Inputs.of(ranks)
     with make_patient(ranks) as ep, poisoned():
         recv = ep.dispatch(i.x, i.topk_idx, i.topk_weights, layout=layout, exact=False)
@@ -165,7 +197,9 @@ def test_rows_that_nobody_uses_have_no_gradient(ranks: Ranks, layout: ty.Layout)
             rows = torch.ones(recv.x.shape, device=ranks.device, requires_grad=True)
             ep.combine(rows, recv.handle, weighted=weighted).sum().backward()
             unused = rows.grad[recv.source < 0]
-            assert_same_bits(unused, torch.zeros_like(unused), what="gradient of unused rows", rank=ranks.rank)
+            assert_same_bits(
+                unused, torch.zeros_like(unused), what="gradient of unused rows", rank=ranks.rank
+            )
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
@@ -195,11 +229,15 @@ def test_no_tokens_anywhere(ranks: Ranks, layout: ty.Layout, exact: bool) -> Non
 @distributed_test(world_size=2)
 def test_a_single_row_or_column_of_any_stride(ranks: Ranks) -> None:
     """Torch calls them contiguous whatever the stride of what there is one of."""
-    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=40, num_topk=1, max_tokens_per_rank=4) as ep:
+    with ty.ExpertParallel(
+        ranks.group, num_experts=2, hidden=40, num_topk=1, max_tokens_per_rank=4
+    ) as ep:
         wide = torch.randn(4, 43, device=ranks.device).bfloat16()
         recv = ep.dispatch(wide[1:2, :40], torch.full((1, 1), ranks.rank, device=ranks.device))
         assert torch.equal(recv.x, wide[1:2, :40])
-    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=1, num_topk=1, max_tokens_per_rank=4) as ep:
+    with ty.ExpertParallel(
+        ranks.group, num_experts=2, hidden=1, num_topk=1, max_tokens_per_rank=4
+    ) as ep:
         column = torch.randn(9, 4, device=ranks.device).t()[:, 3:4]  # strides (1, 4)
         recv = ep.dispatch(column, torch.full((4, 1), ranks.rank, device=ranks.device))
         rows = torch.zeros(9, 4, device=ranks.device).t()[:, 3:4].copy_(recv.x)
@@ -211,7 +249,9 @@ def test_no_rows_and_any_strides(ranks: Ranks) -> None:
     """Torch calls every empty tensor contiguous; rank 0 has no tokens and gets no rows."""
     num_tokens = 5 * ranks.rank
     x = torch.zeros(1, 1, device=ranks.device).expand(num_tokens, CASE.hidden)
-    idx = torch.full((1, 1), CASE.num_experts - 1, device=ranks.device).expand(num_tokens, CASE.num_topk)
+    idx = torch.full((1, 1), CASE.num_experts - 1, device=ranks.device).expand(
+        num_tokens, CASE.num_topk
+    )
     with make_patient(ranks) as ep:
         recv = ep.dispatch(x, idx)
         assert recv.x.shape == (num_tokens, CASE.hidden)
@@ -222,7 +262,9 @@ def test_no_rows_and_any_strides(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_extremes_of_options(ranks: Ranks) -> None:
-    """No capacity at all, and a capacity beyond everything; the largest and smallest timeouts that make sense."""
+    """No capacity at all, and a capacity beyond everything; the largest and smallest timeouts that
+    make sense.
+    """
     i = Inputs.of(ranks)
     with make_patient(ranks, timeout=86400 * 365) as ep:
         none = ep.dispatch(i.x, i.topk_idx, layout=MAJOR, exact=False, capacity=0)
@@ -256,9 +298,13 @@ LARGE = {"num_tokens": 700, "hidden": 7168}
 
 @distributed_test(world_size=1)
 def test_sums_over_the_bias_of_other_tokens(ranks: Ranks) -> None:
-    """More than one block of sums, each over the bias of the next, which may be wider than the sums."""
+    """More than one block of sums, each over the bias of the next, which may be wider than the
+    sums.
+    """
     tokens, hidden = LARGE.values()
-    with ty.ExpertParallel(ranks.group, num_experts=2, hidden=hidden, num_topk=1, max_tokens_per_rank=tokens) as ep:
+    with ty.ExpertParallel(
+        ranks.group, num_experts=2, hidden=hidden, num_topk=1, max_tokens_per_rank=tokens
+    ) as ep:
         x = torch.randn(tokens, hidden, device=ranks.device).bfloat16()
         recv = ep.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64, device=ranks.device))
         both = torch.randn(tokens + 1, hidden, device=ranks.device).bfloat16()
@@ -272,7 +318,9 @@ def test_sums_over_the_bias_of_other_tokens(ranks: Ranks) -> None:
 
 @distributed_test(world_size=2)
 def test_more_than_one_block_of_sums(ranks: Ranks) -> None:
-    """Of rows, on the way back and at their owner, with weights and two biases: the bits of the oracle."""
+    """Of rows, on the way back and at their owner, with weights and two biases: the bits of the
+    oracle.
+    """
     for layout in (ty.Layout.FLAT, MAJOR):
         case = Case(2, num_experts=4, num_topk=2, routing="duplicates", layout=layout, **LARGE)
         weighted = {"weighted": layout is MAJOR}
@@ -281,13 +329,19 @@ def test_more_than_one_block_of_sums(ranks: Ranks) -> None:
         with case.make(ranks) as ep:
             recv = dispatch(ranks, ep, case)
             mine = tuple(term.to(ranks.device) for term in bias[ranks.rank])
-            got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, bias=mine, **weighted)
-            check_combined(got, case, ranks.rank, case.combined(ranks.rank, bias=bias, **weighted).x)
+            got = ep.combine(
+                rows_to_combine(recv, case, ranks.rank), recv.handle, bias=mine, **weighted
+            )
+            check_combined(
+                got, case, ranks.rank, case.combined(ranks.rank, bias=bias, **weighted).x
+            )
 
 
 @distributed_test(world_size=(1, 2))
 def test_sums_over_the_rows_that_are_summed(ranks: Ranks) -> None:
-    """``out`` is the rows themselves, or begins in the middle of one; whoever needs the rows has them by then."""
+    """``out`` is the rows themselves, or begins in the middle of one; whoever needs the rows has
+    them by then.
+    """
     i = Inputs.of(ranks)
     with make_patient(ranks) as ep:
         for layout in (ty.Layout.FLAT, MAJOR):
@@ -299,7 +353,10 @@ def test_sums_over_the_rows_that_are_summed(ranks: Ranks) -> None:
                 rows = memory[: recv.x.numel()].view_as(recv.x).copy_(recv.x)
                 out = memory[begin : begin + want.numel()].view_as(want)
                 assert_same_bits(
-                    ep.combine(rows, recv.handle, out=out), want, what=f"{layout} {begin}", rank=ranks.rank
+                    ep.combine(rows, recv.handle, out=out),
+                    want,
+                    what=f"{layout} {begin}",
+                    rank=ranks.rank,
                 )
 
 
@@ -313,32 +370,46 @@ def test_what_a_layout_lacks_is_none() -> None:
     }
     names = everywhere.union(*has.values(), {"scales", "overflow"})
     x, idx, weights = torch.ones(3, 40), torch.tensor([[0, 1], [1, -1], [0, 0]]), torch.ones(3, 2)
-    with ty.ExpertParallel(num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu"
+    ) as ep:
         for layout, exact in product(ty.Layout, (True, False)):
-            plain, bare = (ep.dispatch(x, idx, each, layout=layout, exact=exact) for each in (weights, None))
-            assert {name for name in names if getattr(plain, name) is not None} == everywhere | has[layout]
+            plain, bare = (
+                ep.dispatch(x, idx, each, layout=layout, exact=exact) for each in (weights, None)
+            )
+            assert {name for name in names if getattr(plain, name) is not None} == everywhere | has[
+                layout
+            ]
             weightless = everywhere | (has[layout] - {"topk_weights", "row_weights"})
             assert {name for name in names if getattr(bare, name) is not None} == weightless
             cast = ep.dispatch(x, idx, layout=layout, exact=exact, quantize=ty.Quantize.FP8)
-            assert {name for name in names if getattr(cast, name) is not None} == weightless | {"scales"}
+            assert {name for name in names if getattr(cast, name) is not None} == weightless | {
+                "scales"
+            }
             if not exact:
                 with pytest.raises(ValueError, match="tokens_per_expert_list needs exact=True"):
                     _ = plain.tokens_per_expert_list
             empty = [t for t in (*plain.handle.plan, *plain.handle.arrived) if t.numel() == 0]
             assert len({t.untyped_storage()._cdata for t in empty}) == len(empty)
         room = ep.dispatch(x, idx, weights, layout=MAJOR, exact=False, capacity=2)
-        assert {name for name in names if getattr(room, name) is not None} == everywhere | has[MAJOR] | {"overflow"}
+        assert {name for name in names if getattr(room, name) is not None} == everywhere | has[
+            MAJOR
+        ] | {"overflow"}
 
 
 def test_results_outlive_later_calls() -> None:
-    """Whatever a call returned stays as it was while memory that is kept between calls is used again, and is no argument of it."""
+    """Whatever a call returned stays as it was while memory that is kept between calls is used
+    again, and is no argument of it.
+    """
     random = torch.Generator().manual_seed(2)
     idx, weights = torch.tensor([[0, 1], [1, -1], [0, 0]]), torch.rand(3, 2, generator=random)
 
     def calls(x: Tensor) -> list[Tensor]:
         """Every tensor that comes out of calls with ``x``."""
         found: list[Tensor] = []
-        for layout, exact, payload in product(ty.Layout, (True, False), (x, ty.Quantized(x.to(torch.int8), x[:, :3]))):
+        for layout, exact, payload in product(
+            ty.Layout, (True, False), (x, ty.Quantized(x.to(torch.int8), x[:, :3]))
+        ):
             recv = ep.dispatch(payload, idx, weights, layout=layout, exact=exact)
             again = ep.dispatch(payload, handle=recv.handle)
             reduce = recv.topk_weights if layout is ty.Layout.FLAT else None
@@ -358,7 +429,9 @@ def test_results_outlive_later_calls() -> None:
             found += [*recv.handle.plan, *recv.handle.arrived]
         return found
 
-    with ty.ExpertParallel(num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu") as ep:
+    with ty.ExpertParallel(
+        num_experts=2, hidden=40, num_topk=2, max_tokens_per_rank=4, device="cpu"
+    ) as ep:
         calls(torch.randn(3, 40, generator=random))  # so that memory need not grow
         first = calls(x := torch.randn(3, 40, generator=random) * 9)
         before = [each.clone() for each in first]

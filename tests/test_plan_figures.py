@@ -33,22 +33,34 @@ FLOWS = ("nvlink", "nic", "flat_nvlink", "flat_nic", "own")
 
 
 def only(rows: Traffic, kept: str) -> Traffic:
-    """Without what the other GPUs have (``kept`` is "busiest"), or without the busiest one ("mean")."""
+    """Without what the other GPUs have (``kept`` is "busiest"), or without the busiest one
+    ("mean").
+    """
     return replace(rows, **{name: getattr(rows, name)._replace(**{kept: 1.0}) for name in FLOWS})
 
 
 def test_the_busiest_gpu_sets_every_time() -> None:
     rows = traffic(MANY, "zipf")
     assert rows.flat_nic.busiest > 1.2 * rows.flat_nic.mean
-    one, sizes, inner = replace(MANY, nodes=1), twolevel_sizes(MANY), nvlink_sizes(replace(MANY, nodes=1))
+    one, sizes, inner = (
+        replace(MANY, nodes=1),
+        twolevel_sizes(MANY),
+        nvlink_sizes(replace(MANY, nodes=1)),
+    )
     legs = H200.collective, H200.collective_back
     calls = [
         *(
             lambda rows, call=call: call(one, rows, inner, H200)
             for call in (nvlink_dispatch, nvlink_in_place, nvlink_combine)
         ),
-        *(lambda rows, call=call: call(MANY, rows, sizes, H200) for call in (twolevel_dispatch, twolevel_combine)),
-        *(lambda rows, leg=leg: collective_call(MANY, rows, leg, MANY.row_bytes, H200) for leg in legs),
+        *(
+            lambda rows, call=call: call(MANY, rows, sizes, H200)
+            for call in (twolevel_dispatch, twolevel_combine)
+        ),
+        *(
+            lambda rows, leg=leg: collective_call(MANY, rows, leg, MANY.row_bytes, H200)
+            for leg in legs
+        ),
         *(lambda rows, leg=leg: flat_call(MANY, rows, leg, MANY.row_bytes, H200) for leg in legs),
     ]
     for call in calls:
@@ -58,10 +70,16 @@ def test_the_busiest_gpu_sets_every_time() -> None:
 
 def test_rows_come_back_as_bf16() -> None:
     """Whatever they were sent as."""
-    rows, sizes, inner = traffic(MANY, "zipf"), twolevel_sizes(MANY), nvlink_sizes(replace(MANY, nodes=1))
+    rows, sizes, inner = (
+        traffic(MANY, "zipf"),
+        twolevel_sizes(MANY),
+        nvlink_sizes(replace(MANY, nodes=1)),
+    )
     fp8 = replace(MANY, dtype="fp8")
     assert twolevel_combine(fp8, rows, sizes, H200) == twolevel_combine(MANY, rows, sizes, H200)
-    assert twolevel_dispatch(fp8, rows, sizes, H200).us < twolevel_dispatch(MANY, rows, sizes, H200).us
+    assert (
+        twolevel_dispatch(fp8, rows, sizes, H200).us < twolevel_dispatch(MANY, rows, sizes, H200).us
+    )
     assert nvlink_combine(fp8, rows, inner, H200) == nvlink_combine(MANY, rows, inner, H200)
 
 
@@ -79,16 +97,34 @@ def test_tables_hold_what_their_heads_say() -> None:
         assert f"{name} {' '.join(map(us_text, times))} {terms.bound}" in lines
         sizes = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
         assert f"{name} {' '.join(map(bytes_text, sizes))}" in lines
-    rates = "Dispatch 364 GB/s, in place 371, combine 341, collective 275 and 115; NIC 45 GB/s, 5 us, 0.1 us per put."
+    rates = (
+        "Dispatch 364 GB/s, in place 371, combine 341, collective 275 and 115; NIC 45 GB/s, 5 "
+        "us, 0.1 us per put."
+    )
     assert any(line.startswith("Rates ") and line.endswith(rates) for line in lines)
 
 
-@pytest.mark.parametrize(("device", "us"), [({"median": 5.0, "min": 4.0, "p99": 6.0}, 5.0), (None, 8.0)])
+@pytest.mark.parametrize(
+    ("device", "us"), [({"median": 5.0, "min": 4.0, "p99": 6.0}, 5.0), (None, 8.0)]
+)
 def test_a_record_is_read_by_the_median_on_the_device(
     device: dict[str, float] | None, us: float, tmp_path: Path
 ) -> None:
-    job = {"tokens": 64, "hidden": 256, "topk": 2, "experts": 8, "skew": "uniform", "dtype": "bf16", "layout": "flat"}
-    row = {"job": {**job, "quantize": "none"}, "name": "tokenyard nvlink", "phase": "combine", "sms": None}
+    job = {
+        "tokens": 64,
+        "hidden": 256,
+        "topk": 2,
+        "experts": 8,
+        "skew": "uniform",
+        "dtype": "bf16",
+        "layout": "flat",
+    }
+    row = {
+        "job": {**job, "quantize": "none"},
+        "name": "tokenyard nvlink",
+        "phase": "combine",
+        "sms": None,
+    }
     path = tmp_path / "record.json"
     row |= {"device": device, "wall": {"median": 8.0, "min": 7.0, "p99": 9.0}}
     path.write_text(json.dumps({"devices": ["a", "b"], "rows": [row]}))

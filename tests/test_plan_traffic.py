@@ -43,7 +43,9 @@ def tried_all(chances: list[float], bounds: list[int], topk: int) -> list[float]
 @pytest.mark.parametrize("skew", SKEWS)
 def test_reach_is_exact(experts: int, bounds: list[int], topk: int, skew: str) -> None:
     chances = popularity(skew, experts, seed=3)
-    assert reach(chances, bounds, topk) == pytest.approx(tried_all(chances, bounds, topk), abs=1e-12)
+    assert reach(chances, bounds, topk) == pytest.approx(
+        tried_all(chances, bounds, topk), abs=1e-12
+    )
 
 
 def test_the_integral_agrees_with_the_closed_form() -> None:
@@ -71,7 +73,16 @@ def test_what_is_drawn_comes_to_what_is_expected() -> None:
 
 def test_uniform_traffic_is_that_of_the_bench() -> None:
     """Mean rows over three inputs of 512 tokens on 4 ranks, within 2 %."""
-    job = Job(tokens=512, hidden=8, topk=8, experts=64, skew="uniform", dtype="bf16", layout="flat", quantize="none")
+    job = Job(
+        tokens=512,
+        hidden=8,
+        topk=8,
+        experts=64,
+        skew="uniform",
+        dtype="bf16",
+        layout="flat",
+        quantize="none",
+    )
     counted = traffic_there(job, [all_sent(job, 4, number, 0) for number in range(3)])
     mean = sum(sum(each.sent) for each in counted) / len(counted) / 4
     work = Workload(nodes=1, gpus_per_node=4, tokens=512, hidden=8, experts=64, topk=8)
@@ -79,7 +90,9 @@ def test_uniform_traffic_is_that_of_the_bench() -> None:
 
 
 def test_once_per_node_is_what_a_drawn_routing_needs() -> None:
-    """Rows that leave a rank of 3 nodes x 2 GPUs for other nodes, 2000 tokens a rank, within 2 %; and ranks reached there."""
+    """Rows that leave a rank of 3 nodes x 2 GPUs for other nodes, 2000 tokens a rank, within 2 %;
+    and ranks reached there.
+    """
     work = Workload(nodes=3, gpus_per_node=2, tokens=2000, hidden=8, experts=24, topk=4)
     once = flat = 0
     for rank in range(6):
@@ -93,10 +106,11 @@ def test_once_per_node_is_what_a_drawn_routing_needs() -> None:
 
 
 def test_worked_by_hand() -> None:
-    """2 nodes x 2 GPUs, 6 experts (2, 2, 1, 1), top-2 of equal chances, 15 tokens: all of it by counting pairs.
+    """2 nodes x 2 GPUs, 6 experts (2, 2, 1, 1), top-2 of equal chances, 15 tokens: all of it by
+    counting pairs.
 
-    Of the 15 pairs of experts, 9 contain one of a rank's two (ranks 0, 1), 5 a rank's only one (2, 3); 14 contain one of
-    node 0's four, 9 one of node 1's two.
+    Of the 15 pairs of experts, 9 contain one of a rank's two (ranks 0, 1), 5 a rank's only one (2,
+    3); 14 contain one of node 0's four, 9 one of node 1's two.
     """
     work = Workload(nodes=2, gpus_per_node=2, tokens=15, hidden=8, experts=6, topk=2)
     assert work.bounds == [0, 2, 4, 5, 6]
@@ -140,20 +154,30 @@ def test_conservation(work: Workload, skew: str, seed: int) -> None:
     room = 1 + 1e-7
     for flow in (found.nvlink, found.nic, found.flat_nvlink, found.flat_nic, found.own):
         assert 0 <= flow.mean <= flow.busiest * room + 1e-6
-    # Once per (token, node) is at most once per (token, rank) over the network, and at least a GPU's share of it.
+    # Once per (token, node) is at most once per (token, rank) over the network, and at least a
+    # GPU's share of it.
     assert found.nic.mean <= found.flat_nic.mean * room + 1e-6
     assert found.nic.busiest <= found.flat_nic.busiest * room + 1e-6
     assert found.flat_nic.mean <= work.gpus_per_node * found.nic.mean * room + 1e-6
     if work.gpus_per_node == 1:
-        assert close(found.nic.mean, found.flat_nic.mean) and close(found.nic.busiest, found.flat_nic.busiest)
+        assert close(found.nic.mean, found.flat_nic.mean) and close(
+            found.nic.busiest, found.flat_nic.busiest
+        )
         assert found.nvlink.busiest == found.flat_nvlink.busiest == 0
     if work.nodes == 1:
         assert found.nic.busiest == found.flat_nic.busiest == 0
         assert found.nvlink == found.flat_nvlink
     # Each (token, rank) is its own, or straight over NVLink, or over the network.
-    assert close(found.own.mean + found.flat_nvlink.mean + found.flat_nic.mean, work.tokens * found.ranks_reached)
-    # Each (token, rank) comes over NVLink, but for those of the GPU that took it off the network, or that has it.
-    assert close(found.nvlink.mean, (work.gpus_per_node - 1) / work.gpus_per_node * work.tokens * found.ranks_reached)
+    assert close(
+        found.own.mean + found.flat_nvlink.mean + found.flat_nic.mean,
+        work.tokens * found.ranks_reached,
+    )
+    # Each (token, rank) comes over NVLink, but for those of the GPU that took it off the network,
+    # or that has it.
+    assert close(
+        found.nvlink.mean,
+        (work.gpus_per_node - 1) / work.gpus_per_node * work.tokens * found.ranks_reached,
+    )
     assert found.nodes_reached <= found.ranks_reached * room
     assert found.ranks_reached <= min(work.topk, work.ranks) * room
 
@@ -181,7 +205,15 @@ def test_traffic_grows_with_tokens_alone(work: Workload, skew: str) -> None:
     ],
 )
 def test_a_workload_names_what_is_wrong(change: dict[str, int], message: str) -> None:
-    sizes = {"nodes": 1, "gpus_per_node": 2, "tokens": 4, "hidden": 16, "experts": 6, "topk": 2, **change}
+    sizes = {
+        "nodes": 1,
+        "gpus_per_node": 2,
+        "tokens": 4,
+        "hidden": 16,
+        "experts": 6,
+        "topk": 2,
+        **change,
+    }
     with pytest.raises(ValueError, match=message):
         Workload(**sizes)  # pyright: ignore[reportArgumentType]
 

@@ -46,13 +46,15 @@ def test_built_in_rates_are_the_fitted_ones(rates: Any) -> None:
 
 
 def test_every_point_of_the_fit_is_near(rates: Any) -> None:
-    """nvlink on two GPUs within 10 %, over sizes and SMs, but in place with 16; collective, whose combine is no straight line,
-    within 22 %."""
+    """nvlink on two GPUs within 10 %, over sizes and SMs, but in place with 16; collective, whose
+    combine is no straight line, within 22 %."""
     lines = tables.fitted_lines(rates)
     assert len(lines) == 48
     for line in lines:
         odd = line.leg == "in_place" and line.work.sms == 16
-        assert abs(line.error) < (0.22 if line.leg.startswith("collective") else 0.14 if odd else 0.1), line
+        assert abs(line.error) < (
+            0.22 if line.leg.startswith("collective") else 0.14 if odd else 0.1
+        ), line
 
 
 def test_rates_are_those_of_the_newest_record() -> None:
@@ -63,9 +65,11 @@ def test_rates_are_those_of_the_newest_record() -> None:
 
 
 def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
-    """No time on four GPUs went into the nvlink rates. Large batches fill the link: 10 %; small ones in place are 24 % off.
+    """No time on four GPUs went into the nvlink rates. Large batches fill the link: 10 %; small
+    ones in place are 24 % off.
 
-    Combine with fewer SMs is up to a third slower than foretold: reducers take longer for a token of four ranks than of two.
+    Combine with fewer SMs is up to a third slower than foretold: reducers take longer for a token
+    of four ranks than of two.
     """
     lines = tables.unseen_lines(rates)
     assert len(lines) == 42 and all(line.work.ranks == 4 for line in lines)
@@ -76,12 +80,16 @@ def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
 
 
 def test_two_by_two_is_foretold_from_two_by_one() -> None:
-    """Engine twolevel over NVLink, rates chosen on two GPUs: what the page says of each kind of line."""
+    """Engine twolevel over NVLink, rates chosen on two GPUs: what the page says of each kind of
+    line.
+    """
     lines = tables.turns_lines(H200)
     four, two = ([line for line in lines if line.work.ranks == ranks] for ranks in (4, 2))
     assert (len(four), len(two)) == (20, 4)
     small = [line for line in four if line.work.buffer_bytes < 1e8]
-    assert len(small) == 2 and all(-0.65 < line.error < -0.5 for line in small)  # the model knows nothing of credits
+    assert len(small) == 2 and all(
+        -0.65 < line.error < -0.5 for line in small
+    )  # the model knows nothing of credits
     for line in [*two, *four]:
         usual = line.work.dtype == "bf16" and line.work.tokens == 4096
         assert line in small or abs(line.error) < (0.14 if usual else 0.24), line
@@ -93,7 +101,13 @@ def test_bytes_between_nodes_are_the_benchs_own() -> None:
         if row["what"] in tables.TURNS:
             leg, dtype = tables.TURNS[row["what"]]
             work = Workload(
-                nodes=2, gpus_per_node=2, tokens=row["tokens"], hidden=7168, experts=256, topk=8, dtype=dtype
+                nodes=2,
+                gpus_per_node=2,
+                tokens=row["tokens"],
+                hidden=7168,
+                experts=256,
+                topk=8,
+                dtype=dtype,
             )
             row_bytes = work.back_bytes if leg == "combine" else work.row_bytes
             crossing = traffic(work, "uniform").nic.busiest * row_bytes
@@ -101,7 +115,9 @@ def test_bytes_between_nodes_are_the_benchs_own() -> None:
 
 
 def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
-    """The fit reads nothing but the record that it is given: times that are twice as long give half the rate."""
+    """The fit reads nothing but the record that it is given: times that are twice as long give half
+    the rate.
+    """
     record = json.loads(tables.TWO.read_text())
     for row in record["rows"]:
         if row["device"]:
@@ -112,13 +128,18 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
     assert halved.dispatch.link_gbs == pytest.approx(whole.dispatch.link_gbs / 2, rel=0.03)
     assert halved.in_place.fixed_us == pytest.approx(2 * whole.in_place.fixed_us, rel=1e-3)
     assert halved.in_place.link_gbs == pytest.approx(whole.in_place.link_gbs / 2, rel=1e-3)
-    assert halved.collective == H200.collective and "slow.json: dispatch, in_place, combine; else" in halved.source
+    assert (
+        halved.collective == H200.collective
+        and "slow.json: dispatch, in_place, combine; else" in halved.source
+    )
 
 
 def test_a_fit_recovers_what_made_the_times() -> None:
     """Times that the model made itself, from rates far from the built-in ones."""
     made = replace(H200, dispatch=Leg(30.0, 150.0, 11.0))
-    points = [replace(point, us=predict("dispatch", point.work, made).us) for point in read(tables.TWO)]
+    points = [
+        replace(point, us=predict("dispatch", point.work, made).us) for point in read(tables.TWO)
+    ]
     mine = [point for point in points if point.leg == "dispatch"]
     assert fit("dispatch", mine, H200) == pytest.approx(made.dispatch, rel=1e-4)
 
@@ -126,8 +147,14 @@ def test_a_fit_recovers_what_made_the_times() -> None:
 def test_memory_is_what_was_measured() -> None:
     """``symmetric_bytes`` of rows without views."""
     record = json.loads(tables.TWO.read_text())
-    held = [row["symmetric_bytes"] for row in record["rows"] if row["ours"] and row["section"] == "zipf"]
-    [work] = {point.work for point in read(tables.TWO) if point.work.tokens == 64 and point.leg == "dispatch"}
+    held = [
+        row["symmetric_bytes"] for row in record["rows"] if row["ours"] and row["section"] == "zipf"
+    ]
+    [work] = {
+        point.work
+        for point in read(tables.TWO)
+        if point.work.tokens == 64 and point.leg == "dispatch"
+    }
     assert held and all(0 <= each - nvlink_sizes(work).symmetric_bytes < 1 << 20 for each in held)
 
 

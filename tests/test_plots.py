@@ -1,4 +1,6 @@
-"""Pictures of ``bench`` and ``plan``: a name has one colour and one marker in all panels, and what the legend says is so."""
+"""Pictures of ``bench`` and ``plan``: a name has one colour and one marker in all panels, and what
+the legend says is so.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ def rows_of(record: str, kind: type[Row]) -> list[Any]:
     known = {each.name for each in fields(kind)}
     rows = json.loads((RECORDS / record).read_text())["rows"]
     return [
-        kind(**{name: Job(**value) if name == "job" else value for name, value in row.items() if name in known})
+        kind(
+            **{
+                name: Job(**value) if name == "job" else value
+                for name, value in row.items()
+                if name in known
+            }
+        )
         for row in rows
     ]
 
@@ -60,12 +68,19 @@ def check_legend(figure: Figure) -> None:
     """There is one, for all panels; it names what is drawn as it is drawn."""
     [legend] = figure.legends
     assert all(panel.get_legend() is None for panel in figure.axes)
-    shown = {text.get_text(): look(line) for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)}
+    shown = {
+        text.get_text(): look(line)
+        for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)
+    }
     assert {name: {each} for name, each in shown.items()} == looks(figure.axes)
 
 
 def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
-    plans, _ = scaling(Workload(nodes=2, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8), H200, DTYPES)
+    plans, _ = scaling(
+        Workload(nodes=2, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8),
+        H200,
+        DTYPES,
+    )
     plan_plot.draw(plans, Path("plan.png"))
     [figure] = drawn
     assert [panel.get_title("left") for panel in figure.axes] == ["dispatch", "combine"]
@@ -73,15 +88,25 @@ def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
     assert [len(panel.get_lines()) for panel in figure.axes] == [2 * len(engines), len(engines)]
     found = looks(figure.axes)
     assert set(found) == {f"{engine}, {dtype}" for engine in engines for dtype in DTYPES}
-    colours = [{colour for dtype in DTYPES for colour, _, _ in found[f"{engine}, {dtype}"]} for engine in engines]
+    colours = [
+        {colour for dtype in DTYPES for colour, _, _ in found[f"{engine}, {dtype}"]}
+        for engine in engines
+    ]
     assert [len(each) for each in colours] == [1] * len(engines)
     assert len(set.union(*colours)) == len(engines)
-    assert all(len({look for engine in engines for look in found[f"{engine}, {dtype}"]}) == 3 for dtype in DTYPES)
+    assert all(
+        len({look for engine in engines for look in found[f"{engine}, {dtype}"]}) == 3
+        for dtype in DTYPES
+    )
     check_legend(figure)
 
 
 def test_curves_of_a_plan_are_its_calls(drawn: list[Figure]) -> None:
-    plans, _ = scaling(Workload(nodes=1, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8), H200, DTYPES)
+    plans, _ = scaling(
+        Workload(nodes=1, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8),
+        H200,
+        DTYPES,
+    )
     plan_plot.draw(plans, Path("plan.png"))
     for panel, name in zip(drawn[0].axes, ("dispatch", "combine"), strict=True):
         curves = {str(line.get_label()): line for line in panel.get_lines()}

@@ -1,4 +1,6 @@
-"""Progress where nobody looks at a terminal: lines on stderr, at once and again and again; stdout stays as it is."""
+"""Progress where nobody looks at a terminal: lines on stderr, at once and again and again; stdout
+stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_a_terminal_has_a_bar_unless_ranks_print(monkeypatch: pytest.MonkeyPatch
 def test_a_quiet_console_says_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
-    with progress.progress(["packing"], Console(file=out, force_terminal=terminal, quiet=True)) as counter:
+    with progress.progress(
+        ["packing"], Console(file=out, force_terminal=terminal, quiet=True)
+    ) as counter:
         assert counter.value == 0
     assert out.getvalue() == err.getvalue() == ""
 
@@ -102,9 +106,22 @@ def test_a_reader_that_has_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 SMALL = {
-    "bench": ["--tokens", "6", "--hidden", "24", "--topk", "2", "--experts", "5", "--iterations", "2", "--warmup", "1"],
+    "bench": [
+        "--tokens",
+        "6",
+        "--hidden",
+        "24",
+        "--topk",
+        "2",
+        "--experts",
+        "5",
+        "--iterations",
+        "2",
+        "--warmup",
+        "1",
+    ],
     "demo": ["--hidden", "16", "--ffn", "8", "--steps", "2"],
-}  # fmt: skip
+}
 FIRST = {"bench": ("6 tokens, zipf, flat: checking", 0, 3), "demo": ("starting 1 ranks", 0, 5)}
 
 
@@ -112,7 +129,9 @@ FIRST = {"bench": ("6 tokens, zipf, flat: checking", 0, 3), "demo": ("starting 1
 def test_commands_tell_on_stderr(command: str) -> None:
     skew = ["--skew", "zipf"] if command == "bench" else []
     options = [command, "--ranks", "1", *SMALL[command], *skew]
-    done = subprocess.run([sys.executable, "-m", "tokenyard", *options], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenyard", *options], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if LINE.fullmatch(line)]
     assert told("\n".join(lines))[0] == FIRST[command]
@@ -189,17 +208,30 @@ def test_a_sweep_goes_through_its_stages(alone: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("sections", [Suite().sections, (TOKENS, MAIN)])
-def test_the_record_of_nvlink_goes_through_its_stages(alone: Callable[..., Any], sections: tuple[str, ...]) -> None:
+def test_the_record_of_nvlink_goes_through_its_stages(
+    alone: Callable[..., Any], sections: tuple[str, ...]
+) -> None:
     """An engine that cannot be made takes as many stages."""
     suite = Suite(
-        tokens=6, hidden=64, topk=2, experts=4, sms=(8,), curve=(4, 5), buffer_bytes=4096, iterations=1, warmup=1,
+        tokens=6,
+        hidden=64,
+        topk=2,
+        experts=4,
+        sms=(8,),
+        curve=(4, 5),
+        buffer_bytes=4096,
+        iterations=1,
+        warmup=1,
         sections=sections,
-    )  # fmt: skip
+    )
     steps = Steps()
     alone(bench_nvlink.run_suite, suite, steps)
     assert steps.seen == list(range(len(suite.stages) + 1))
     assert len(suite.stages) == 2 * (len(sections) + 1)
-    assert f"{TOKENS}, 5 tokens: timing" in suite.stages and f"{MAIN}: making and checking" in suite.stages
+    assert (
+        f"{TOKENS}, 5 tokens: timing" in suite.stages
+        and f"{MAIN}: making and checking" in suite.stages
+    )
 
 
 def test_the_record_of_decoding_goes_through_its_stages(
@@ -208,7 +240,10 @@ def test_the_record_of_decoding_goes_through_its_stages(
     """Without a GPU: nothing is captured, and no engine made."""
     monkeypatch.setattr(bench_decode, "ENGINES", ())
     monkeypatch.setattr(bench_decode, "_graph", lambda *_: lambda: 1.0)
-    suite, steps = Decode(tokens=(2, 4), hidden=64, topk=2, experts=4, iterations=1, warmup=1), Steps()
+    suite, steps = (
+        Decode(tokens=(2, 4), hidden=64, topk=2, experts=4, iterations=1, warmup=1),
+        Steps(),
+    )
     alone(bench_decode.run_decode, suite, steps)
     assert steps.seen == list(range(len(suite.stages) + 1))
     assert suite.stages[1:3] == ["2 tokens: timing", "4 tokens: checking and capturing"]
@@ -216,7 +251,9 @@ def test_the_record_of_decoding_goes_through_its_stages(
 
 def test_the_record_of_twolevel_goes_through_its_stages(alone: Callable[..., Any]) -> None:
     """Here without an engine that could be made."""
-    suite = TwoLevel(topology=(1, 1), tokens=4, curve=(4, 6), sms=(8, BAR_SMS), hidden=64, topk=2, experts=4)
+    suite = TwoLevel(
+        topology=(1, 1), tokens=4, curve=(4, 6), sms=(8, BAR_SMS), hidden=64, topk=2, experts=4
+    )
     for engine, count in (("twolevel", 4), ("nvlink", 1)):
         steps = Steps()
         alone(bench_twolevel.run_twolevel, suite, engine, counter=steps)
@@ -224,7 +261,9 @@ def test_the_record_of_twolevel_goes_through_its_stages(alone: Callable[..., Any
 
 
 @pytest.mark.parametrize("suite", ["nvlink", "low_latency", "twolevel"])
-def test_record_suites_tell_their_stages(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_record_suites_tell_their_stages(
+    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Also on a terminal, where their ranks print lines."""
     given: list[Any] = []
 
@@ -246,6 +285,10 @@ def test_record_suites_tell_their_stages(suite: str, monkeypatch: pytest.MonkeyP
         "twolevel": lambda: bench._run_twolevel(TwoLevel(), tmp_path, console),
     }
     run[suite]()
-    stages = {"nvlink": Suite().stages, "low_latency": Decode().stages, "twolevel": TwoLevel().stages("twolevel")}
+    stages = {
+        "nvlink": Suite().stages,
+        "low_latency": Decode().stages,
+        "twolevel": TwoLevel().stages("twolevel"),
+    }
     assert told(err.getvalue())[0] == (stages[suite][0], 0, len(stages[suite]))
     assert given == [0] * (2 if suite == "twolevel" else 1)

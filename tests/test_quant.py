@@ -1,4 +1,6 @@
-"""Both FP8 casts, the engines' by torch and the oracle's, against their definition worked in float64: every bit, on edges."""
+"""Both FP8 casts, the engines' by torch and the oracle's, against their definition worked in
+float64: every bit, on edges.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ casts = pytest.mark.parametrize("cast", CASTS, ids=["engines", "oracle"])
 wideners = pytest.mark.parametrize("widen", WIDENERS, ids=["engines", "oracle"])
 
 CODES = torch.arange(127)
-MAGNITUDES = torch.where(CODES < 8, CODES * 2.0**-9, (8 + CODES % 8) * 2.0 ** (CODES // 8 - 10.0)).double()
+MAGNITUDES = torch.where(
+    CODES < 8, CODES * 2.0**-9, (8 + CODES % 8) * 2.0 ** (CODES // 8 - 10.0)
+).double()
 """What the E4M3 bytes 0 to 0x7E mean, exactly."""
 
 
 def rounded(values: Tensor) -> Tensor:
-    """float64 rounded to float32, which gives the float32 quotient or product of what were float32."""
+    """float64 rounded to float32, which gives the float32 quotient or product of what were
+    float32.
+    """
     return values.float().double()
 
 
@@ -70,7 +76,9 @@ def check_cast(cast: Callable[[Tensor, Quantize], Quantized], x: Tensor, mode: Q
 
 
 def every(dtype: torch.dtype) -> Tensor:
-    """All numbers of 16 bits, in order of their bits: subnormal ones, zeros, infinities and NaN of either sign among them."""
+    """All numbers of 16 bits, in order of their bits: subnormal ones, zeros, infinities and NaN of
+    either sign among them.
+    """
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
@@ -80,7 +88,9 @@ def every(dtype: torch.dtype) -> Tensor:
 def test_every_number_of_16_bits(
     cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize, dtype: torch.dtype
 ) -> None:
-    """Alone in its group, among its neighbours, and among any others; in groups that are whole and that are not."""
+    """Alone in its group, among its neighbours, and among any others; in groups that are whole and
+    that are not.
+    """
     x = every(dtype)[:: 1 if dtype is torch.bfloat16 else 4]
     finite = x[x.isfinite()]
     shuffled = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(1))]
@@ -93,25 +103,35 @@ def test_every_number_of_16_bits(
 def edges() -> Tensor:
     """Largest magnitudes of groups around which scales change: ``[n]`` float32."""
     powers = 2.0 ** torch.arange(-149.0, 128, dtype=torch.float64)
-    exact = torch.cat([powers, 448 * powers, 1.75 * powers, torch.tensor([1e-4, 0.0, 3.4028234663852886e38])]).float()
+    exact = torch.cat(
+        [powers, 448 * powers, 1.75 * powers, torch.tensor([1e-4, 0.0, 3.4028234663852886e38])]
+    ).float()
     exact = exact[exact.isfinite()]
-    return torch.cat([exact, exact.nextafter(torch.tensor(inf)), exact.nextafter(torch.tensor(0.0))])
+    return torch.cat(
+        [exact, exact.nextafter(torch.tensor(inf)), exact.nextafter(torch.tensor(0.0))]
+    )
 
 
 @modes
 @casts
 def test_edges_of_scales(cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize) -> None:
-    """Powers of two and 448 times them, and one bit more or less: beside numbers that are halfway between two of E4M3."""
+    """Powers of two and 448 times them, and one bit more or less: beside numbers that are halfway
+    between two of E4M3.
+    """
     largest = edges()
     halfway = (MAGNITUDES[1:] + MAGNITUDES[:-1]).float() / 896  # 126 of them
     group = torch.cat([torch.tensor([1.0, -1.0]), halfway])
-    x = largest.unsqueeze(1) * torch.cat([group, -group.flip(0)[:3]])  # a group, and three channels of another
+    x = largest.unsqueeze(1) * torch.cat(
+        [group, -group.flip(0)[:3]]
+    )  # a group, and three channels of another
     check_cast(cast, x[x.isfinite().all(1)], mode)
 
 
 @modes
 @casts
-def test_numbers_that_are_not_finite(cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize) -> None:
+def test_numbers_that_are_not_finite(
+    cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize
+) -> None:
     """They spoil their own group, whatever their sign, and no other."""
     x = torch.full((6, 130), 3.0)
     for row, bad in enumerate((nan, -nan, inf, -inf)):
@@ -129,7 +149,9 @@ def test_numbers_that_are_not_finite(cast: Callable[[Tensor, Quantize], Quantize
 @modes
 @casts
 @pytest.mark.parametrize("hidden", [1, 127, 128, 129, 384, 515, 640])
-def test_any_size_and_strides(cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize, hidden: int) -> None:
+def test_any_size_and_strides(
+    cast: Callable[[Tensor, Quantize], Quantized], mode: Quantize, hidden: int
+) -> None:
     wide = torch.randn(2 * hidden, 5, generator=torch.Generator().manual_seed(hidden)) * 10
     for x in (wide.t()[:, ::2], wide[:hidden].t(), wide[:hidden, :1].t(), wide[:hidden, :0].t()):
         check_cast(cast, x, mode)
@@ -143,7 +165,11 @@ def test_dequantize_rounds_once(widen: Callable[..., Tensor], dtype: torch.dtype
     data = torch.arange(256, dtype=torch.uint8).repeat(4, 2)[:, :390].view(torch.float8_e4m3fn)
     scales = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     scales[0] = torch.tensor([inf, nan, 2.0**-130, -0.0])
-    want = rounded(data.double() * scales.double().repeat_interleave(128, 1)[:, :390]).float().to(dtype)
+    want = (
+        rounded(data.double() * scales.double().repeat_interleave(128, 1)[:, :390])
+        .float()
+        .to(dtype)
+    )
     for strided in (scales, scales.t().contiguous().t()):
         got = widen(data, strided, dtype)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -151,12 +177,16 @@ def test_dequantize_rounds_once(widen: Callable[..., Tensor], dtype: torch.dtype
 
 @wideners
 def test_dequantize_reads_packed_scales(widen: Callable[..., Tensor]) -> None:
-    """Groups 4j + i from byte i of word j; a byte of 0 counts nothing, 255 is infinite. Words in any strides."""
+    """Groups 4j + i from byte i of word j; a byte of 0 counts nothing, 255 is infinite. Words in
+    any strides.
+    """
     exponents = torch.arange(3 * 8, dtype=torch.uint8).view(3, 8) * 11
     exponents[2, 7] = 255
     words = exponents.view(torch.int32)
     data = torch.ones(3, 8 * 128 - 5).to(torch.int8)
-    factor = torch.where(exponents == 255, inf, torch.where(exponents == 0, 0.0, 2.0 ** (exponents.double() - 127)))
+    factor = torch.where(
+        exponents == 255, inf, torch.where(exponents == 0, 0.0, 2.0 ** (exponents.double() - 127))
+    )
     want = factor.float().repeat_interleave(128, 1)[:, : data.shape[1]]
     for strided in (words, words.t().contiguous().t(), words.repeat_interleave(2, 1)[:, ::2]):
         assert torch.equal(widen(data, strided, torch.float32), want)

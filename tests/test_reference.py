@@ -44,7 +44,8 @@ def ints(tensor: Tensor) -> list[Any]:
     return cast("list[Any]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-# Two ranks with two tokens each, four experts (0, 1 | 2, 3), two picks. Hidden is 1, so that a row is a number.
+# Two ranks with two tokens each, four experts (0, 1 | 2, 3), two picks. Hidden is 1, so that a row
+# is a number.
 X = [column(10, 11), column(20, 21)]
 IDX = [torch.tensor([[0, 3], [1, 0]]), torch.tensor([[2, -1], [3, 1]])]
 WEIGHTS = [torch.tensor([[0.5, 0.25], [0.125, 1.0]]), torch.tensor([[2.0, NAN], [3.0, 4.0]])]
@@ -75,7 +76,12 @@ def test_flat() -> None:
     assert equal(second.topk_idx, [[-1, 1], [0, -1], [1, -1]])
     assert equal(second.topk_weights, [[0, 0.25], [2, 0], [3, 0]])
     assert equal(second.tokens_per_expert, [1, 2])
-    assert (first.row_weights, first.scales, first.expert_offsets, first.source_ranges) == (None, None, None, None)
+    assert (first.row_weights, first.scales, first.expert_offsets, first.source_ranges) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_dtypes() -> None:
@@ -84,7 +90,10 @@ def test_dtypes() -> None:
         rows = dispatch(X, idx, WEIGHTS, num_experts=4, layout=layout, max_tokens_per_rank=2)[0]
         assert (rows.x.dtype, rows.source.dtype) == (torch.bfloat16, torch.int64)
         assert rows.topk_idx is None or rows.topk_idx.dtype == torch.int32
-        assert present(rows.topk_weights if layout is Layout.FLAT else rows.row_weights).dtype == torch.float32
+        assert (
+            present(rows.topk_weights if layout is Layout.FLAT else rows.row_weights).dtype
+            == torch.float32
+        )
 
 
 def test_expert_major() -> None:
@@ -110,7 +119,13 @@ def test_expert_major_aligned() -> None:
 
 
 def test_expert_without_tokens_has_an_empty_block() -> None:
-    rows = dispatch([column(5)], [torch.tensor([[2]])], num_experts=3, layout=Layout.EXPERT_MAJOR, expert_alignment=2)
+    rows = dispatch(
+        [column(5)],
+        [torch.tensor([[2]])],
+        num_experts=3,
+        layout=Layout.EXPERT_MAJOR,
+        expert_alignment=2,
+    )
     assert equal(rows[0].expert_offsets, [0, 0, 0, 2])
     assert equal(rows[0].x, [[5], [0]])
     assert rows[0].row_weights is None
@@ -124,7 +139,9 @@ def test_capacity_drops_later_rows() -> None:
     assert equal(first.tokens_per_expert, [2, 2])
     assert (first.overflow, second.overflow) == (1, 0)
     sums = [each.x for each in combine([each.x for each in received], received)]
-    assert equal(torch.cat(sums), [[20], [22], [20], [21]])  # the row of token (1, 1) on rank 0 was dropped
+    assert equal(
+        torch.cat(sums), [[20], [22], [20], [21]]
+    )  # the row of token (1, 1) on rank 0 was dropped
 
 
 def test_capacity_does_not_count_padding_as_overflow() -> None:
@@ -149,7 +166,9 @@ def test_expert_padded() -> None:
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_merged_pick_is_one_row(layout: Layout) -> None:
     idx, weights = [torch.tensor([[1, 0, 1]])], [torch.tensor([[2.0, 3, 4]])]
-    received = dispatch([column(5)], idx, weights, num_experts=2, layout=layout, max_tokens_per_rank=1)
+    received = dispatch(
+        [column(5)], idx, weights, num_experts=2, layout=layout, max_tokens_per_rank=1
+    )
     assert equal(received[0].x.flatten(), [5, 5])
     assert equal(present(received[0].row_weights).flatten(), [3, 6])
     assert equal(combine([received[0].x], received)[0].x, [[10]])
@@ -158,7 +177,9 @@ def test_merged_pick_is_one_row(layout: Layout) -> None:
 
 def test_uneven_experts() -> None:
     # 5 experts on 3 ranks: 0, 1 | 2, 3 | 4.
-    rows = dispatch([column(v) for v in (1, 2, 3)], [torch.tensor([[0, 1, 2, 3, 4]])] * 3, num_experts=5)
+    rows = dispatch(
+        [column(v) for v in (1, 2, 3)], [torch.tensor([[0, 1, 2, 3, 4]])] * 3, num_experts=5
+    )
     assert equal(rows[0].topk_idx, [[0, 1, -1, -1, -1]] * 3)
     assert equal(rows[1].topk_idx, [[-1, -1, 0, 1, -1]] * 3)
     assert equal(rows[2].topk_idx, [[-1, -1, -1, -1, 0]] * 3)
@@ -190,9 +211,13 @@ def test_dispatch_refuses() -> None:
         dispatched(Layout.FLAT, capacity=3)
 
 
-def one_token(*experts: int, num_experts: int, num_ranks: int, **options: Any) -> list[ReferenceRows]:
+def one_token(
+    *experts: int, num_experts: int, num_ranks: int, **options: Any
+) -> list[ReferenceRows]:
     """One token on rank 0 of ``num_ranks``."""
-    idx = [torch.tensor([experts])] + [torch.zeros(0, len(experts), dtype=torch.int64)] * (num_ranks - 1)
+    idx = [torch.tensor([experts])] + [torch.zeros(0, len(experts), dtype=torch.int64)] * (
+        num_ranks - 1
+    )
     x = [column(1)] + [column()] * (num_ranks - 1)
     return dispatch(x, idx, num_experts=num_experts, **options)
 
@@ -223,11 +248,15 @@ def test_rows_of_a_rank_add_in_pick_order(experts: tuple[int, int, int], expecte
     assert equal(combine([column(2**24, 1, -(2**24))], received)[0].x, [[expected]])
 
 
-@pytest.mark.parametrize(("values", "expected"), [((2**24, 1, -(2**24)), 0), ((2**24, -(2**24), 1), 1)])
+@pytest.mark.parametrize(
+    ("values", "expected"), [((2**24, 1, -(2**24)), 0), ((2**24, -(2**24), 1), 1)]
+)
 def test_ranks_add_in_rank_order(values: tuple[int, int, int], expected: int) -> None:
     received = one_token(2, 1, 0, num_experts=3, num_ranks=3)
     assert equal(combine([column(value) for value in values], received)[0].x, [[expected]])
-    assert equal(combine([column(value) for value in values], received, ranks_per_node=1)[0].x, [[expected]])
+    assert equal(
+        combine([column(value) for value in values], received, ranks_per_node=1)[0].x, [[expected]]
+    )
 
 
 def test_weighted_uses_weights_that_rode_along_or_the_owners() -> None:
@@ -236,7 +265,9 @@ def test_weighted_uses_weights_that_rode_along_or_the_owners() -> None:
         rows = [each.x for each in received]
         sums = combine(rows, received, weighted=True)
         assert equal(sums[0].x, [[7.5], [12.375]])  # (0.5 + 0.25) * 10, (0.125 + 1) * 11
-        assert equal(sums[1].x, [[40], [147]])  # 2 * 20, (3 + 4) * 21: 63 on rank 1 and 84 on rank 0
+        assert equal(
+            sums[1].x, [[40], [147]]
+        )  # 2 * 20, (3 + 4) * 21: 63 on rank 1 and 84 on rank 0
         owners = [torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1, NAN], [0, 2]])]
         sums = combine(rows, received, weighted=True, topk_weights=owners)
         assert equal(sums[0].x, [[30], [77]])
@@ -245,7 +276,9 @@ def test_weighted_uses_weights_that_rode_along_or_the_owners() -> None:
 
 def test_weights_of_the_owner_are_merged() -> None:
     received = one_token(1, 0, 1, num_experts=2, num_ranks=1, layout=Layout.EXPERT_MAJOR)
-    sums = combine([column(100, 1)], received, weighted=True, topk_weights=[torch.tensor([[2.0, 3, 4]])])
+    sums = combine(
+        [column(100, 1)], received, weighted=True, topk_weights=[torch.tensor([[2.0, 3, 4]])]
+    )
     assert equal(sums[0].x, [[306]])
 
 
@@ -253,7 +286,9 @@ def test_products_are_rounded_before_they_are_added() -> None:
     received = one_token(0, 1, num_experts=2, num_ranks=1, layout=Layout.EXPERT_MAJOR)
     rows = [column(-(1 + 2**-11), 1 + 2**-12, dtype=torch.float32)]
     weights = [torch.tensor([[1, 1 + 2**-12]])]
-    assert equal(combine(rows, received, weighted=True, topk_weights=weights)[0].x, [[0]])  # fused: 2 ** -24
+    assert equal(
+        combine(rows, received, weighted=True, topk_weights=weights)[0].x, [[0]]
+    )  # fused: 2 ** -24
 
 
 def test_bias_is_added_last_one_after_the_other() -> None:
@@ -269,8 +304,13 @@ def test_bias_is_added_last_one_after_the_other() -> None:
 
 def test_reduce_weights_stay_float32_and_keep_every_entry() -> None:
     received = dispatched(Layout.FLAT)
-    entries = [torch.tensor([[1.0, 2], [3, 4], [257, 6]]), torch.tensor([[10.0, 20], [30, 40], [1, 60]])]
-    sums = combine([each.x for each in received], received, reduce_weights=entries, ranks_per_node=1)
+    entries = [
+        torch.tensor([[1.0, 2], [3, 4], [257, 6]]),
+        torch.tensor([[10.0, 20], [30, 40], [1, 60]]),
+    ]
+    sums = combine(
+        [each.x for each in received], received, reduce_weights=entries, ranks_per_node=1
+    )
     assert equal(sums[0].topk_weights, [[11, 22], [3, 4]])
     assert equal(sums[1].topk_weights, [[30, 40], [258, 66]])
     assert equal(sums[1].x, [[20], [42]])
@@ -295,7 +335,10 @@ def test_combine_for_some_owners() -> None:
 
 
 def test_combine_refuses() -> None:
-    flat, major = dispatched(Layout.FLAT), one_token(0, num_experts=1, num_ranks=1, layout=Layout.EXPERT_MAJOR)
+    flat, major = (
+        dispatched(Layout.FLAT),
+        one_token(0, num_experts=1, num_ranks=1, layout=Layout.EXPERT_MAJOR),
+    )
     with pytest.raises(ValueError, match="the rows are FLAT"):
         combine([each.x for each in flat], flat, weighted=True, topk_weights=WEIGHTS)
     with pytest.raises(ValueError, match="needs weights"):
@@ -306,7 +349,9 @@ def test_combine_refuses() -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """``num_experts``, then ``x`` (integers), picks (equal ones and -1 among them) and weights (integers) per rank."""
+    """``num_experts``, then ``x`` (integers), picks (equal ones and -1 among them) and weights
+    (integers) per rank.
+    """
     num_experts, num_topk = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -315,17 +360,28 @@ def batches(draw: st.DrawFn) -> Batch:
         return [torch.randint(low, high, (size, width), generator=generator) for size in sizes]
 
     x = [each.bfloat16() for each in integers(-6, 7, 3)]
-    return num_experts, x, integers(-1, num_experts, num_topk), [each.float() for each in integers(0, 9, num_topk)]
+    return (
+        num_experts,
+        x,
+        integers(-1, num_experts, num_topk),
+        [each.float() for each in integers(0, 9, num_topk)],
+    )
 
 
 def owners(num_experts: int, num_ranks: int) -> list[int]:
     """The rank of each expert."""
-    return [rank for rank, part in enumerate(torch.arange(num_experts).tensor_split(num_ranks)) for _ in part]
+    return [
+        rank
+        for rank, part in enumerate(torch.arange(num_experts).tensor_split(num_ranks))
+        for _ in part
+    ]
 
 
 def counts(idx: Tensor, label: list[int]) -> Tensor:
     """``[T, 1]``: how many different labels the picks of a token have."""
-    hit: list[set[int]] = [{label[expert] for expert in picks if expert >= 0} for picks in ints(idx)]
+    hit: list[set[int]] = [
+        {label[expert] for expert in picks if expert >= 0} for picks in ints(idx)
+    ]
     return column(*(len(each) for each in hit))
 
 
@@ -335,7 +391,9 @@ def test_combine_multiplies_by_the_ranks_hit(batch: Batch, ranks_per_node: int) 
     num_experts, x, idx, weights = batch
     received = dispatch(x, idx, weights, num_experts=num_experts)
     entries = [present(each.topk_weights) for each in received]
-    sums = combine([r.x for r in received], received, reduce_weights=entries, ranks_per_node=ranks_per_node)
+    sums = combine(
+        [r.x for r in received], received, reduce_weights=entries, ranks_per_node=ranks_per_node
+    )
     for rank, total in enumerate(sums):
         assert equal(total.x, counts(idx[rank], owners(num_experts, len(x))) * x[rank])
         assert equal(total.topk_weights, merge_picks(idx[rank], weights[rank])[1])
@@ -343,10 +401,18 @@ def test_combine_multiplies_by_the_ranks_hit(batch: Batch, ranks_per_node: int) 
 
 @settings(deadline=None, max_examples=60)
 @given(batches(), st.sampled_from(EXPERT_LAYOUTS), st.integers(1, 4))
-def test_combine_multiplies_by_the_experts_hit(batch: Batch, layout: Layout, alignment: int) -> None:
+def test_combine_multiplies_by_the_experts_hit(
+    batch: Batch, layout: Layout, alignment: int
+) -> None:
     num_experts, x, idx, weights = batch
     received = dispatch(
-        x, idx, weights, num_experts=num_experts, layout=layout, expert_alignment=alignment, max_tokens_per_rank=5
+        x,
+        idx,
+        weights,
+        num_experts=num_experts,
+        layout=layout,
+        expert_alignment=alignment,
+        max_tokens_per_rank=5,
     )
     rows = [each.x for each in received]
     plain, weighted = combine(rows, received), combine(rows, received, weighted=True)
@@ -360,7 +426,9 @@ def test_combine_multiplies_by_the_experts_hit(batch: Batch, layout: Layout, ali
 @given(batches(), st.integers(1, 4))
 def test_every_token_and_expert_appears_once_in_order(batch: Batch, alignment: int) -> None:
     num_experts, x, idx, _ = batch
-    received = dispatch(x, idx, num_experts=num_experts, layout=Layout.EXPERT_MAJOR, expert_alignment=alignment)
+    received = dispatch(
+        x, idx, num_experts=num_experts, layout=Layout.EXPERT_MAJOR, expert_alignment=alignment
+    )
     found: list[list[int]] = []
     for rows in received:
         begins = ints(present(rows.expert_offsets))
@@ -384,7 +452,15 @@ def test_every_token_and_expert_appears_once_in_order(batch: Batch, alignment: i
 def test_expert_blocks_are_the_flat_rows_of_the_expert(batch: Batch) -> None:
     num_experts, x, idx, weights = batch
     flat, major, padded = (
-        dispatch(x, idx, weights, num_experts=num_experts, layout=layout, expert_alignment=2, max_tokens_per_rank=5)
+        dispatch(
+            x,
+            idx,
+            weights,
+            num_experts=num_experts,
+            layout=layout,
+            expert_alignment=2,
+            max_tokens_per_rank=5,
+        )
         for layout in Layout
     )
     for flat_rows, major_rows, padded_rows in zip(flat, major, padded, strict=True):
@@ -394,7 +470,10 @@ def test_expert_blocks_are_the_flat_rows_of_the_expert(batch: Batch) -> None:
             begin = int(present(major_rows.expert_offsets)[expert])
             for rows in (major_rows.x[begin:], padded_rows.x[expert]):
                 assert equal(rows[:count], flat_rows.x[has_pick])
-            for row_weights in (present(major_rows.row_weights)[begin:], present(padded_rows.row_weights)[expert]):
+            for row_weights in (
+                present(major_rows.row_weights)[begin:],
+                present(padded_rows.row_weights)[expert],
+            ):
                 assert equal(row_weights[:count], present(flat_rows.topk_weights)[is_pick])
             begins, sizes = present(padded_rows.source_ranges)[expert].T
             ranks = flat_rows.source[has_pick] >> 32

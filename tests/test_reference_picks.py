@@ -1,4 +1,6 @@
-"""The oracle's picks against examples worked by hand: equal ones merged, and what those weigh that a sum lacks."""
+"""The oracle's picks against examples worked by hand: equal ones merged, and what those weigh that
+a sum lacks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tokenyard.types import Layout
 NAN = float("nan")
 EXPERT_LAYOUTS = [Layout.EXPERT_MAJOR, Layout.EXPERT_PADDED]
 
-# Two ranks with two tokens each, four experts (0, 1 | 2, 3), two picks. Hidden is 1, so that a row is a number.
+# Two ranks with two tokens each, four experts (0, 1 | 2, 3), two picks. Hidden is 1, so that a row
+# is a number.
 X = [torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])]
 IDX = [torch.tensor([[0, 3], [1, 0]]), torch.tensor([[2, -1], [3, 1]])]
 WEIGHTS = [torch.tensor([[0.5, 0.25], [0.125, 1.0]]), torch.tensor([[2.0, NAN], [3.0, 4.0]])]
@@ -29,16 +32,25 @@ def equal(actual: Tensor | None, expected: Any) -> bool:
 
 def lost(sums: list[ReferenceCombined]) -> list[list[float]]:
     """Of each rank."""
-    return [[float(each) for each in mine.lost_weights] for mine in sums if mine.lost_weights is not None]
+    return [
+        [float(each) for each in mine.lost_weights]
+        for mine in sums
+        if mine.lost_weights is not None
+    ]
 
 
 def test_merge_picks() -> None:
-    given, weights = torch.tensor([[3, 1, 3, 3, -1, 1]], dtype=torch.int32), torch.tensor([[2.0**24, 5, 1, 1, NAN, 7]])
+    given, weights = (
+        torch.tensor([[3, 1, 3, 3, -1, 1]], dtype=torch.int32),
+        torch.tensor([[2.0**24, 5, 1, 1, NAN, 7]]),
+    )
     idx, merged, first_pick = merge_picks(given, weights)
     assert equal(given, [[3, 1, 3, 3, -1, 1]]) and equal(weights[:, [0, 1, 5]], [[2.0**24, 5, 7]])
     assert equal(idx, [[3, 1, -1, -1, -1, -1]])
     assert idx.dtype == torch.int32
-    assert equal(merged, [[2.0**24, 12, 0, 0, 0, 0]])  # in pick order each 1 is rounded away; 1 + 1 first would not be
+    assert equal(
+        merged, [[2.0**24, 12, 0, 0, 0, 0]]
+    )  # in pick order each 1 is rounded away; 1 + 1 first would not be
     assert equal(first_pick, [[0, 1, 0, 0, 4, 1]])
     assert merge_picks(torch.tensor([[-1, -1]]))[1] is None
 
@@ -69,10 +81,16 @@ def test_weights_that_are_lost(layout: Layout) -> None:
         ((4, 5, 6, 7), (2.0**24, 1, 1, 1), 2.0**24),  # each 1 is rounded away
         ((4, 5, 6, 7), (1, 1, 2.0**24, 1), 2.0**24 + 4),
         ((4, 5, 6, 0), (1, 2, 4, 8), 7),  # expert 0 is not lost
-        ((5, 4, -1, 5), (1, 1, 8, 2.0**24), 2.0**24),  # equal picks are merged first, 1 + 2 ** 24, and that is even
+        (
+            (5, 4, -1, 5),
+            (1, 1, 8, 2.0**24),
+            2.0**24,
+        ),  # equal picks are merged first, 1 + 2 ** 24, and that is even
     ],
 )
-def test_lost_weights_add_in_pick_order(idx: tuple[int, ...], weights: tuple[float, ...], expected: float) -> None:
+def test_lost_weights_add_in_pick_order(
+    idx: tuple[int, ...], weights: tuple[float, ...], expected: float
+) -> None:
     received = dispatch(
         [torch.ones(1, 1), torch.ones(0, 1)],
         [torch.tensor([idx]), torch.zeros(0, 4, dtype=torch.int64)],

@@ -1,4 +1,6 @@
-"""The oracle's quantisation and the engines', against scales and bytes worked by hand, and quantised payloads."""
+"""The oracle's quantisation and the engines', against scales and bytes worked by hand, and
+quantised payloads.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def test_quantize_fp8(cast: Cast) -> None:
     x[0, :3] = torch.tensor([3.0, 2.25, -1.5])
     x[0, 256:] = torch.tensor([0.0, 1e-4])
     quantized = cast(x, Quantize.FP8)
-    # 3 / 448, an empty group at the floor of 1e-4, and 1e-4 in a group of two channels. 3 * (1 / 448) is 0x3BDB6DB8.
+    # 3 / 448, an empty group at the floor of 1e-4, and 1e-4 in a group of two channels. 3 * (1 /
+    # 448) is 0x3BDB6DB8.
     assert equal(quantized.scales.view(torch.int32), [[0x3BDB6DB7, 0x346FACAD, 0x346FACAD]])
     data = quantized.data.view(torch.uint8)[0]
     # 448, 336 (a tie: 320; 2.25 * ((1 / 3) * 448) gives 352) and -224.
@@ -52,7 +55,10 @@ def powers_of_two() -> Tensor:
 
 @both
 def test_quantize_powers_of_two(cast: Cast) -> None:
-    plain, packed = cast(powers_of_two(), Quantize.FP8_POW2), cast(powers_of_two(), Quantize.FP8_UE8M0)
+    plain, packed = (
+        cast(powers_of_two(), Quantize.FP8_POW2),
+        cast(powers_of_two(), Quantize.FP8_UE8M0),
+    )
     assert equal(plain.scales, [[1, 2**-8, 2**-22, 2, 2]])
     assert equal(packed.scales.view(torch.uint8), [[127, 119, 105, 128, 128, 0, 0, 0]])
     assert equal(packed.scales, [[0x8069777F - 2**32, 128]])
@@ -85,7 +91,9 @@ def test_dequantize() -> None:
 
 
 @both
-@pytest.mark.parametrize(("mode", "num_scales"), [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2)])
+@pytest.mark.parametrize(
+    ("mode", "num_scales"), [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2)]
+)
 def test_quantize_no_tokens(cast: Cast, mode: Quantize, num_scales: int) -> None:
     quantized = cast(torch.zeros(0, 520), mode)
     assert quantized.data.shape == (0, 520)
@@ -107,7 +115,9 @@ def test_payload_and_scales_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
     scales = torch.tensor([[-1, 2**31 - 1], [3, 4]], dtype=torch.int32).T  # column major
     assert not scales.is_contiguous()
     payload = Quantized(data.view(dtype), scales)
-    rows = dispatch([payload], [torch.tensor([[1], [0]])], num_experts=2, layout=Layout.EXPERT_MAJOR)[0]
+    rows = dispatch(
+        [payload], [torch.tensor([[1], [0]])], num_experts=2, layout=Layout.EXPERT_MAJOR
+    )[0]
     assert rows.x.dtype == dtype
     assert equal(rows.x.view(torch.uint8), data.flip(0))
     assert equal(rows.scales, [[2**31 - 1, 4], [-1, 3]])
@@ -119,7 +129,9 @@ def test_float_payload_keeps_nan_bits() -> None:
     assert equal(rows[0].x.view(torch.int16), bits)
 
 
-@pytest.mark.parametrize("scales", [torch.ones(2, 1), torch.ones(2, 8), torch.ones(2, 2, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "scales", [torch.ones(2, 1), torch.ones(2, 8), torch.ones(2, 2, dtype=torch.int32)]
+)
 def test_scales_of_another_form_are_refused(scales: Tensor) -> None:
     """256 channels: two float32 scales, or one word of UE8M0."""
     with pytest.raises(ValueError, match="words per row of 256 channels"):

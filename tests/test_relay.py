@@ -1,6 +1,8 @@
-"""Engine ``collective`` on a grid of nodes: the shared test bodies with the relay, and what only the relay has.
+"""Engine ``collective`` on a grid of nodes: the shared test bodies with the relay, and what only
+the relay has.
 
-The grid is given (``on_grid``), so that the ranks of one machine stand for several hosts; ``test_hosts.py`` has two real networks.
+The grid is given (``on_grid``), so that the ranks of one machine stand for several hosts;
+``test_hosts.py`` has two real networks.
 """
 
 from __future__ import annotations
@@ -36,9 +38,14 @@ EXPERTS, ROOM = 11, 17
 
 
 def run_grid(
-    ranks: Ranks, grid: tuple[int, int], seeds: range, prepare: Callable[[Any], None] = lambda ep: None
+    ranks: Ranks,
+    grid: tuple[int, int],
+    seeds: range,
+    prepare: Callable[[Any], None] = lambda ep: None,
 ) -> None:
-    """One object, many calls: layouts, kinds of shapes, payloads and routings in turn, all ways to combine."""
+    """One object, many calls: layouts, kinds of shapes, payloads and routings in turn, all ways to
+    combine.
+    """
     sizes = {"num_tokens": ROOM, "num_experts": EXPERTS}
     with on_grid(*grid), Case(ranks.world_size, **sizes).make(ranks) as ep, poisoned():
         assert ep.topology == ty.Topology(*grid) and "once per node" in ep.why
@@ -73,7 +80,9 @@ def test_2x2(ranks: Ranks) -> None:
 
 
 def first_six(ranks: Ranks) -> Ranks | None:
-    """The first six of eight ranks as ranks of a group of their own: cheaper than workers of their own."""
+    """The first six of eight ranks as ranks of a group of their own: cheaper than workers of their
+    own.
+    """
     group = dist.new_group(range(6))
     return replace(ranks, group=group, world_size=6) if ranks.rank < 6 else None
 
@@ -88,7 +97,9 @@ def test_2x3_and_3x2_and_2x4(ranks: Ranks) -> None:
 
 @distributed_test(world_size=4)
 def test_on_a_wire_that_keeps_counts_from_the_host(ranks: Ranks) -> None:
-    """As with NCCL: no headers where shapes are static, every place of a static shape moves, blocks of a peer without gaps."""
+    """As with NCCL: no headers where shapes are static, every place of a static shape moves, blocks
+    of a peer without gaps.
+    """
 
     def rewire(ep: Any) -> None:
         engine = ep._calls.engine
@@ -98,7 +109,9 @@ def test_on_a_wire_that_keeps_counts_from_the_host(ranks: Ranks) -> None:
 
 
 def test_a_leg_by_hand() -> None:
-    """Rank 0 of nodes (0, 1) and (2, 3), an expert each. Relayed: tokens for ranks 0 and 1, for rank 1, and for nobody here."""
+    """Rank 0 of nodes (0, 1) and (2, 3), an expert each. Relayed: tokens for ranks 0 and 1, for
+    rank 1, and for nobody here.
+    """
     sizes = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 2, "timeout": 1.0}
     mover: Any = SimpleNamespace(counts_on_host=False)
     relay = Relay(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), mover)
@@ -117,7 +130,16 @@ def test_a_leg_by_hand() -> None:
     leg = relay.plan(ids, [1, 0, 2, 1], Spec(layout=FLAT, exact=False))
     assert leg.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
     assert leg.joins.tolist() == [[0, 4], [-1, 5], [-1, -1], [-1, -1]]
-    assert leg.arrange.tolist() == [0, 3, 5, 6, 1, 2, 4, 7]  # ranks 0, 2, 2 and 3 sent rows; then places without one
+    assert leg.arrange.tolist() == [
+        0,
+        3,
+        5,
+        6,
+        1,
+        2,
+        4,
+        7,
+    ]  # ranks 0, 2, 2 and 3 sent rows; then places without one
     assert (leg.spans.send_counts, leg.spans.recv_counts) == ([1, 2, 0, 0], [3, 1, 0, 0])
     assert (leg.spans.send_starts, leg.spans.recv_starts) == ([0, 4, 0, 0], [0, 4, 0, 0])
 
@@ -143,7 +165,10 @@ BODIES: dict[str, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {
         (gradients.test_a_layer_equals_the_dense_one, (MAJOR, True, "dropped")),
         (gradients.test_a_layer_equals_the_dense_one, (PADDED, False, "empty_ranks")),
         (gradients.test_weights_of_the_owner_get_their_gradient, (MAJOR,)),
-        *((gradients.test_backward_of_dispatch_is_combine_bit_for_bit, (each, each is FLAT)) for each in ty.Layout),
+        *(
+            (gradients.test_backward_of_dispatch_is_combine_bit_for_bit, (each, each is FLAT))
+            for each in ty.Layout
+        ),
         (gradients.test_gradients_of_weights_only_and_of_unused_picks, (True,)),
         (gradients.test_reduced_weights_and_bias_have_gradients, ()),
         (gradients.test_handles_serve_any_number_of_times_in_any_order, ()),
@@ -152,7 +177,10 @@ BODIES: dict[str, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {
     ],
     "later": [
         (asynchronous.test_results_are_those_of_a_waiting_call, (MAJOR, True, {"async_op": True})),
-        (asynchronous.test_results_are_those_of_a_waiting_call, (FLAT, False, {"return_hook": True})),
+        (
+            asynchronous.test_results_are_those_of_a_waiting_call,
+            (FLAT, False, {"return_hook": True}),
+        ),
         (asynchronous.test_two_batches_overlap, ()),
         (asynchronous.test_asynchronous_calls_are_differentiable, (FLAT,)),
         (asynchronous.test_close_finishes_what_was_started, ()),
@@ -181,7 +209,9 @@ def test_compilers_know_the_shapes(ranks: Ranks) -> None:
         with on_grid(2, 2), case.make(ranks) as ep:
             spec = [layout.value, int(exact), 1, -1]
             arguments = (leaves.x, None, leaves.idx, leaves.weights, ep._calls.number, spec, 0, 0)
-            torch.library.opcheck(torch.ops.tokenyard.dispatch.default, arguments, test_utils="test_faketensor")
+            torch.library.opcheck(
+                torch.ops.tokenyard.dispatch.default, arguments, test_utils="test_faketensor"
+            )
 
 
 # What crosses the network
@@ -203,7 +233,9 @@ def check_counted(ranks: Ranks) -> None:
         with on_grid(*grid), case.make(ranks) as ep:
             recv = dispatch(ranks, ep, case)
             before = ep.stats()
-            with replace(case, exact=False).make(ranks) as static:  # places without a row do not move
+            with replace(case, exact=False).make(
+                ranks
+            ) as static:  # places without a row do not move
                 padded = dispatch(ranks, static, replace(case, exact=False))
                 static.combine(rows_to_combine(padded, case, rank), padded.handle)
                 static.dispatch(own_payload(ranks, case), handle=padded.handle)
@@ -215,9 +247,15 @@ def check_counted(ranks: Ranks) -> None:
             cached = ep.stats()
         assert (count.rows_sent, count.rows_received) == (cached.rows_sent, cached.rows_received)
         assert (count.inside, count.across) == (cached.inside, cached.across)
-        to_nodes = [in_ranks.unflatten(1, grid).any(2) if nodes > 1 else in_ranks for in_ranks in hit]
+        to_nodes = [
+            in_ranks.unflatten(1, grid).any(2) if nodes > 1 else in_ranks for in_ranks in hit
+        ]
         node = rank // each
-        rail = [peer for peer in range(6) if peer % each == rank % each and peer != rank] if nodes > 1 else []
+        rail = (
+            [peer for peer in range(6) if peer % each == rank % each and peer != rank]
+            if nodes > 1
+            else []
+        )
         sent = int(sum(to_nodes[rank][:, peer // each].sum() for peer in rail))
         received = int(sum(to_nodes[peer][:, node].sum() for peer in rail))
         assert (there.rows_sent, there.rows_received) == (sent, received)
@@ -238,7 +276,9 @@ def check_counted(ranks: Ranks) -> None:
             if peer != rank
         )
         assert before.inside.rows_sent == inside
-        assert before.calls == {"dispatch": 1} | ({"dispatch, inside the node": 1} if nodes > 1 else {})
+        assert before.calls == {"dispatch": 1} | (
+            {"dispatch, inside the node": 1} if nodes > 1 else {}
+        )
         counted[grid] = sum(before.rows_sent)
     assert counted[1, 6] == int(hit[rank].sum())
 
@@ -249,11 +289,21 @@ def check_counted(ranks: Ranks) -> None:
 @pytest.mark.parametrize("hop", ["first", "second"])
 @distributed_test(world_size=4, timeout=30.0)
 def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
-    """Rank 1 of nodes (0, 1) and (2, 3): whoever waits for it, or for a rank that does, names it."""
+    """Rank 1 of nodes (0, 1) and (2, 3): whoever waits for it, or for a rank that does,
+    names it.
+    """
     plot = Plot(ranks, "rows", lambda: meet(ranks))
     waits = {
-        "first": {0: ", inside the node #0, rows", 2: ", inside the node #0, rows", 3: "dispatch #0, rows"},
-        "second": {0: ", inside the node #0, rows", 2: "combine #1, counts", 3: "combine #1, counts"},
+        "first": {
+            0: ", inside the node #0, rows",
+            2: ", inside the node #0, rows",
+            3: "dispatch #0, rows",
+        },
+        "second": {
+            0: ", inside the node #0, rows",
+            2: "combine #1, counts",
+            3: "combine #1, counts",
+        },
     }[hop]
 
     def play() -> None:
@@ -261,8 +311,12 @@ def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
         with on_grid(2, 2):
             ep = plot.ep = make(ranks)
         everywhere = torch.tensor([0, 3, 6], device=ranks.device).expand(5, -1)
-        everywhere = torch.where(torch.arange(5, device=ranks.device).unsqueeze(1) % 2 == 0, everywhere, everywhere + 1)
-        plot._inside(ep._calls.engine._wire, "exchange", before="rows", times=1 if hop == "first" else 2)
+        everywhere = torch.where(
+            torch.arange(5, device=ranks.device).unsqueeze(1) % 2 == 0, everywhere, everywhere + 1
+        )
+        plot._inside(
+            ep._calls.engine._wire, "exchange", before="rows", times=1 if hop == "first" else 2
+        )
         recv = ep.dispatch(inputs.x, everywhere)
         ep.combine(recv.x, recv.handle)
 
@@ -287,7 +341,12 @@ def test_ids_out_of_range_on_one_rank(ranks: Ranks) -> None:
         for exact in (True, False):
             error = error_of(lambda exact=exact: ep.dispatch(inputs.x, idx, exact=exact))
             meet(ranks)
-            check(error, ValueError if ranks.rank == 2 else ty.PeerError, "topk_idx[3, 1] is 8", "8 experts")
+            check(
+                error,
+                ValueError if ranks.rank == 2 else ty.PeerError,
+                "topk_idx[3, 1] is 8",
+                "8 experts",
+            )
             assert_works(ranks, ep)
 
 

@@ -1,7 +1,8 @@
-"""Constructions meet in rounds (``rendezvous.py``): what ranks did before never keeps them from the next attempt of all.
+"""Constructions meet in rounds (``rendezvous.py``): what ranks did before never keeps them from the
+next attempt of all.
 
-The explorer runs ranks as threads that take turns at every operation of the store, by seed. A wait may end at any turn, and
-an interrupt may strike at any operation, also while a rank is leaving.
+The explorer runs ranks as threads that take turns at every operation of the store, by seed. A wait
+may end at any turn, and an interrupt may strike at any operation, also while a rank is leaving.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def together(world_size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 class Turns:
-    """Lets one of several threads run at a time: at each turn the choice says which, and whether something befalls it."""
+    """Lets one of several threads run at a time: at each turn the choice says which, and whether
+    something befalls it.
+    """
 
     def __init__(self, world_size: int, seed: int) -> None:
         self.random = random.Random(seed)
@@ -52,7 +55,9 @@ class Turns:
         self.pass_on(lambda: True)
 
     def pass_on(self, ready: Callable[[], bool], ends: bool = False) -> None:
-        """Let others run; back when chosen, which is once ``ready()``, or if it ``ends`` when nobody else can go on."""
+        """Let others run; back when chosen, which is once ``ready()``, or if it ``ends`` when
+        nobody else can go on.
+        """
         with self._turn:
             me = self._ranks.rank
             self._ready[me] = ready
@@ -74,7 +79,9 @@ class Turns:
     def _choose(self) -> None:
         if len(self._ready) < self._running or not self._ready:
             return
-        able = [rank for rank, ready in sorted(self._ready.items()) if ready()] or sorted(self._ends)
+        able = [rank for rank, ready in sorted(self._ready.items()) if ready()] or sorted(
+            self._ends
+        )
         self.stuck = not able
         self._next = self.random.choice(able) if able else None
         self._turn.notify_all()
@@ -93,7 +100,9 @@ class Turns:
 
 
 class Explored(CooperativeStore):
-    """Every operation is a turn. While the turns are hostile, waits end at any time and operations are interrupted."""
+    """Every operation is a turn. While the turns are hostile, waits end at any time and operations
+    are interrupted.
+    """
 
     def __init__(self, turns: Turns) -> None:
         super().__init__(lambda: None)
@@ -115,9 +124,13 @@ class Explored(CooperativeStore):
         super().set(key, str(total))
         return total
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
         self._step()
-        expected = expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
+        expected = (
+            expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
+        )
         if self._values.get(key, b"") == expected:
             super().set(key, desired_value)
         return self._values.get(key, expected)
@@ -128,18 +141,26 @@ class Explored(CooperativeStore):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         ended = self.turns.befalls(0.3)
-        self.turns.pass_on(lambda: ended or all(key in self._values for key in keys), ends=self.turns.hostile)
+        self.turns.pass_on(
+            lambda: ended or all(key in self._values for key in keys), ends=self.turns.hostile
+        )
         if not all(key in self._values for key in keys):
             raise dist.DistStoreError("wait timeout")
 
 
-def attempt(store: dist.Store, rank: int, world_size: int, word: str, refusal: str = "") -> tuple[str, Any]:
-    """How an attempt ends: the part that it may work in and everybody's word, or the kind of error."""
+def attempt(
+    store: dist.Store, rank: int, world_size: int, word: str, refusal: str = ""
+) -> tuple[str, Any]:
+    """How an attempt ends: the part that it may work in and everybody's word, or the kind
+    of error.
+    """
     try:
         part, words = agree(store, rank, world_size, {"hidden": 64}, refusal, PATIENCE, word)
         if refusal:
             return "refused", ""
-        return part.compare_set("name", "", word).decode(), words  # one name for all that have this part
+        return part.compare_set(
+            "name", "", word
+        ).decode(), words  # one name for all that have this part
     except (PeerTimeout, PeerError) as error:
         return type(error).__name__, str(error)
     except KeyboardInterrupt:
@@ -154,7 +175,9 @@ def test_whatever_happened_before_the_next_attempt_of_all_works(world_size: int)
         turns = Turns(world_size, seed)
         store, met = Explored(turns), [0]
 
-        def body(rank: int, turns: Turns = turns, store: Explored = store, met: list[int] = met) -> list[Any]:
+        def body(
+            rank: int, turns: Turns = turns, store: Explored = store, met: list[int] = met
+        ) -> list[Any]:
             turns.begin(rank)
             try:
                 done: list[Any] = []
@@ -191,7 +214,10 @@ def test_the_example_of_the_docstring() -> None:
     """And what a round left is gone once everybody has come to a later one."""
     store = dist.HashStore()
     for rank in (0, 1):
-        with pytest.raises(PeerTimeout, match=rf"rank {rank} waited 0.05 s at ExpertParallel.*rank\(s\) {1 - rank}:"):
+        with pytest.raises(
+            PeerTimeout,
+            match=rf"rank {rank} waited 0.05 s at ExpertParallel.*rank\(s\) {1 - rank}:",
+        ):
             agree(store, rank, 2, {}, "", 0.05)
     for _ in range(3):
         made = together(2, lambda rank: agree(store, rank, 2, {}, "", PATIENCE, f"host {rank}"))
@@ -199,21 +225,29 @@ def test_the_example_of_the_docstring() -> None:
     made[0][0].set("mine", "")
     assert made[1][0].check(["mine"])
     assert store.compare_set("round", "", "") == b"6"
-    left = [store.check([f"round/{number}/{key}"]) for number in range(7) for key in ("verdict", "here", "0", "1")]
+    left = [
+        store.check([f"round/{number}/{key}"])
+        for number in range(7)
+        for key in ("verdict", "here", "0", "1")
+    ]
     assert left == [False] * 20 + [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize("patience", [0.05, PATIENCE, float("nan"), "soon", None], ids=repr)
 def test_a_rank_that_refuses_alone(patience: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the others, as long as it makes sense to; they are told, and later attempts go their own way."""
+    """It waits for the others, as long as it makes sense to; they are told, and later attempts go
+    their own way.
+    """
     monkeypatch.setattr("tokenyard.rendezvous.REFUSAL_WAIT", 0.2)
     store = dist.HashStore()
     assert agree(store, 1, 2, {}, "E is 0", patience)[1] == []
-    with pytest.raises(PeerTimeout, match=r"rank 1 had given up an attempt before this one: E is 0"):
+    with pytest.raises(
+        PeerTimeout, match=r"rank 1 had given up an attempt before this one: E is 0"
+    ):
         agree(store, 0, 2, {}, "", 0.05)
-    assert [hosts for _, hosts in together(2, lambda rank: agree(store, rank, 2, {}, "", PATIENCE, "h"))] == [
-        ["h"] * 2
-    ] * 2
+    assert [
+        hosts for _, hosts in together(2, lambda rank: agree(store, rank, 2, {}, "", PATIENCE, "h"))
+    ] == [["h"] * 2] * 2
     monkeypatch.undo()
 
     def body(rank: int) -> Any:
@@ -237,12 +271,15 @@ def test_who_waits_learns_at_once_that_another_has_given_up() -> None:
 
     together(3, body)
     assert [error.rank for error in errors] == [2, 2]
-    assert any(str(error).startswith("rank 1 came to ExpertParallel(...), but rank 0 has given up waiting there for rank(s) 2")
+    assert any(str(error).startswith("rank 1 came to ExpertParallel(...), but rank 0 has given up "
+                                     "waiting there for rank(s) 2")
                for error in errors)  # fmt: skip
 
 
 def test_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gives up when all have just come does not; and the last one to come completes nothing that was given up."""
+    """Whoever gives up when all have just come does not; and the last one to come completes nothing
+    that was given up.
+    """
     store = dist.HashStore()
     one, other = Round(store, 0, 2), Round(store, 1, 2)
 
@@ -259,13 +296,17 @@ def test_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.num_keys() == 0
     with pytest.raises(PeerTimeout, match=r"rank 0 waited 0.01 s at the test for rank\(s\) 1:"):
         one.come("the test", "a", 0.01)
-    with pytest.raises(PeerTimeout, match="rank 1 came to the test, but rank 0 has given up waiting there"):
+    with pytest.raises(
+        PeerTimeout, match="rank 1 came to the test, but rank 0 has given up waiting there"
+    ):
         other.come("the test", "b", PATIENCE)
     assert one.given_up_by() == 0
 
 
 def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits with the interrupted rank (for rank 3) raises at once, and the next attempt works."""
+    """Whoever waits with the interrupted rank (for rank 3) raises at once, and the next attempt
+    works.
+    """
     store = dist.HashStore()
 
     def wait(part: dist.Store, key: str, timeout: float) -> bool:
@@ -284,11 +325,15 @@ def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said[2] == "KeyboardInterrupt()"
     assert all("rank 2 has given up waiting there" in each for each in said[:2]), said
     monkeypatch.undo()
-    assert [hosts for _, hosts in together(4, lambda rank: agree(store, rank, 4, {}, "", PATIENCE))] == [[""] * 4] * 4
+    assert [
+        hosts for _, hosts in together(4, lambda rank: agree(store, rank, 4, {}, "", PATIENCE))
+    ] == [[""] * 4] * 4
 
 
 def test_a_rank_that_was_stopped_before_it_could_say_so() -> None:
-    """By a second Ctrl-C, say. It finds its mark and gives that round up: nobody goes on with its earlier self."""
+    """By a second Ctrl-C, say. It finds its mark and gives that round up: nobody goes on with its
+    earlier self.
+    """
     store = dist.HashStore()
     store.set("round", "1")
     store.set("round/1/0", '{"refusal": "", "host": "long ago"}')
@@ -316,9 +361,16 @@ def test_ranks_that_disagree_can_try_again() -> None:
 def lone(ranks: Ranks, way: str) -> None:
     """One rank's attempt at an object that no other rank makes."""
     if way == "times out":
-        check(error_of(lambda: make(ranks, timeout=0.2)), PeerTimeout, "ExpertParallel(...)", "every rank of the group")
+        check(
+            error_of(lambda: make(ranks, timeout=0.2)),
+            PeerTimeout,
+            "ExpertParallel(...)",
+            "every rank of the group",
+        )
     elif way == "refuses":
-        check(error_of(lambda: make(ranks, timeout=0.2, num_experts=0)), ValueError, "num_experts (0)")
+        check(
+            error_of(lambda: make(ranks, timeout=0.2, num_experts=0)), ValueError, "num_experts (0)"
+        )
     else:
         alarm = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -331,11 +383,15 @@ def lone(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [["times out"], ["refuses"], ["is interrupted"], ["times out", "refuses", "times out"]], ids=str
+    "ways",
+    [["times out"], ["refuses"], ["is interrupted"], ["times out", "refuses", "times out"]],
+    ids=str,
 )
 @distributed_test(world_size=3)
 def test_a_group_recovers_from_ranks_that_tried_alone(ranks: Ranks, ways: list[str]) -> None:
-    """Each way, on different ranks in turn, on all ranks of a subgroup too; then all make objects, back to back."""
+    """Each way, on different ranks in turn, on all ranks of a subgroup too; then all make objects,
+    back to back.
+    """
     pair: Any = dist.new_group([0, 2], backend="gloo")
     for at, way in enumerate(ways):
         for rank in (at % 3, 2):
@@ -343,7 +399,12 @@ def test_a_group_recovers_from_ranks_that_tried_alone(ranks: Ranks, ways: list[s
                 lone(ranks, way)
             meet(ranks)
     if ranks.rank == 2:
-        check(error_of(lambda: make(ranks, pair, timeout=0.1)), PeerTimeout, "rank 1 waited", "rank(s) 0")
+        check(
+            error_of(lambda: make(ranks, pair, timeout=0.1)),
+            PeerTimeout,
+            "rank 1 waited",
+            "rank(s) 0",
+        )
     meet(ranks)
     with make_patient(ranks) as one, make_patient(ranks) as two:
         assert_works(ranks, two)

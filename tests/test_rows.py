@@ -1,4 +1,6 @@
-"""Rows in one process: sums in blocks, memory that two tensors share, and what only a GPU's tensors take otherwise."""
+"""Rows in one process: sums in blocks, memory that two tensors share, and what only a GPU's tensors
+take otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NAN = float("nan")
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Tensors say that they are on another device than a CPU, and what is made for that device is made here."""
+    """Tensors say that they are on another device than a CPU, and what is made for that device is
+    made here.
+    """
 
     device = torch.device("meta")
 
@@ -55,7 +59,11 @@ def test_a_gpu_is_feigned() -> None:
 
 
 def by_hand(
-    rows: Tensor, index: Tensor, out: Tensor, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
+    rows: Tensor,
+    index: Tensor,
+    out: Tensor,
+    weights: Tensor | None = None,
+    bias: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """What :func:`sum_rows` promises, one row and one addition after the other."""
     sums = torch.empty(index.shape[0], rows.shape[1])
@@ -75,28 +83,44 @@ def by_hand(
 @pytest.mark.parametrize("block", [1, 3, 4, 11, 12])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_in_blocks(device: str, block: int, dtype: torch.dtype) -> None:
-    """11 sums in blocks of any size; rows that nobody names hold NaN, and so does memory that nobody has written."""
+    """11 sums in blocks of any size; rows that nobody names hold NaN, and so does memory that
+    nobody has written.
+    """
     random = torch.Generator().manual_seed(block)
     rows = torch.randn(9, HIDDEN, generator=random).to(dtype)
     rows[[0, 4]] = NAN
     index = torch.randint(1, 9, (11, 3), generator=random)
     index[(torch.rand(11, 3, generator=random) < 0.4) | (index == 4)] = -1
     index[5] = -1
-    weights, first = torch.randn(9, generator=random), torch.randn(11, HIDDEN, generator=random).bfloat16()
+    weights, first = (
+        torch.randn(9, generator=random),
+        torch.randn(11, HIDDEN, generator=random).bfloat16(),
+    )
     second = torch.randn(HIDDEN, 11, generator=random).t()
     second[3] = 2.0**24
     names = ("SUM_BLOCK_BYTES", "SUM_BLOCK_BYTES_CPU")
-    with mock.patch.multiple(tokenyard_rows, **dict.fromkeys(names, 4 * HIDDEN * block)), poisoned():
-        for scale, bias in product((None, weights), ((), (first,), (first, second), (second, first))):
+    with (
+        mock.patch.multiple(tokenyard_rows, **dict.fromkeys(names, 4 * HIDDEN * block)),
+        poisoned(),
+    ):
+        for scale, bias in product(
+            (None, weights), ((), (first,), (first, second), (second, first))
+        ):
             out = torch.empty(11, HIDDEN, dtype=dtype)
             with on(device):
                 sum_rows(rows, index, out, weights=scale, bias=bias)
-            assert_same_bits(out, by_hand(rows, index, out, scale, bias), what=f"{len(bias)} biases")
+            assert_same_bits(
+                out, by_hand(rows, index, out, scale, bias), what=f"{len(bias)} biases"
+            )
 
 
 @devices
 def test_rows_longer_than_a_block_are_summed_one_by_one(device: str) -> None:
-    rows, index, out = torch.randn(3, HIDDEN), torch.tensor([[2, 0], [-1, 1], [1, -1]]), torch.empty(3, HIDDEN)
+    rows, index, out = (
+        torch.randn(3, HIDDEN),
+        torch.tensor([[2, 0], [-1, 1], [1, -1]]),
+        torch.empty(3, HIDDEN),
+    )
     with mock.patch.multiple(tokenyard_rows, SUM_BLOCK_BYTES=8, SUM_BLOCK_BYTES_CPU=8), on(device):
         sum_rows(rows, index, out)
     assert_same_bits(out, by_hand(rows, index, out), what="sums")
@@ -116,7 +140,9 @@ def test_sums_of_no_rows(device: str) -> None:
 @devices
 @pytest.mark.parametrize("zeros", [True, False])
 def test_rows_of_results(device: str, zeros: bool) -> None:
-    """Taken and spread: what no row is named for is zeros, or with ``zeros=False`` of a spread anything. No view of the buffer."""
+    """Taken and spread: what no row is named for is zeros, or with ``zeros=False`` of a spread
+    anything. No view of the buffer.
+    """
     form = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
     x, scales = torch.randn(4, 5).bfloat16(), torch.randn(4, 3)
     routing = Routing(torch.tensor([[3, -1], [0, 1], [2, 3], [1, 0]]), torch.rand(4, 2))
@@ -126,12 +152,16 @@ def test_rows_of_results(device: str, zeros: bool) -> None:
         token, ids, weights = form.routing(buffer)
         taken = form.take(buffer, torch.tensor([3, -1, 0, 0, -1]))
         whole = form.take(buffer, None)
-        spread = form.spread(buffer, torch.tensor([[6, 1], [-1, 2], [-1, -1], [0, -1]]), 7, zeros=zeros)
+        spread = form.spread(
+            buffer, torch.tensor([[6, 1], [-1, 2], [-1, -1], [0, -1]]), 7, zeros=zeros
+        )
         none = form.take(form.buffer(0, x.device), torch.tensor([-1, -1]))
     assert token.tolist() == [2, 0, -1, 3]
     assert ids.tolist() == [[2, 3], [3, -1], [-1, -1], [1, 0]]
     assert weights is not None
-    assert_same_bits(weights, take_values(routing.weights, torch.tensor([2, 0, -1, 3]), 0.0), what="weights")
+    assert_same_bits(
+        weights, take_values(routing.weights, torch.tensor([2, 0, -1, 3]), 0.0), what="weights"
+    )
     buffer.fill_(0xFF)
     for got, want in ((taken.x, x), (taken.scales, scales)):
         assert_same_bits(got, take_values(want, torch.tensor([3, -1, 2, 2, -1]), 0.0), what="taken")
@@ -146,7 +176,9 @@ def test_rows_of_results(device: str, zeros: bool) -> None:
 
 
 def test_rows_of_nobody() -> None:
-    """Token and ids are -1, of some rows or of all; payload, scales and weights stay as they are."""
+    """Token and ids are -1, of some rows or of all; payload, scales and weights stay as
+    they are.
+    """
     form = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
     buffer = form.buffer(3, torch.device("cpu")).zero_()
     for unused, nobody in ((torch.tensor([False, True, False]), [0, -1, 0]), (None, [-1, -1, -1])):
@@ -160,8 +192,14 @@ def test_rows_of_nobody() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_rows_that_are_taken_as_they_are_are_copies(num_rows: int) -> None:
-    """Also where a row is nothing but its payload, and where there is one row: the buffer is used again."""
-    for form in (RowFormat(4, torch.float32), RowFormat(5, torch.int8, scale_words=2), RowFormat(8, torch.bfloat16)):
+    """Also where a row is nothing but its payload, and where there is one row: the buffer is used
+    again.
+    """
+    for form in (
+        RowFormat(4, torch.float32),
+        RowFormat(5, torch.int8, scale_words=2),
+        RowFormat(8, torch.bfloat16),
+    ):
         buffer = form.buffer(num_rows, torch.device("cpu")).zero_()
         taken = form.take(buffer, None)
         buffer.fill_(1)
@@ -169,14 +207,18 @@ def test_rows_that_are_taken_as_they_are_are_copies(num_rows: int) -> None:
         assert taken.scales is None or not taken.scales.any()
 
 
-def of(memory: Tensor, dtype: torch.dtype, begin: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
+def of(
+    memory: Tensor, dtype: torch.dtype, begin: int, shape: tuple[int, int], strides: tuple[int, int]
+) -> Tensor:
     """A view of ``memory`` from byte ``begin``."""
     return memory.view(dtype).as_strided(shape, strides, begin // dtype.itemsize)
 
 
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32])
 def test_memory_that_two_tensors_share(other: torch.dtype) -> None:
-    """float32 over 16 bits and the reverse, at every distance: from the first byte of one to the last byte of the other."""
+    """float32 over 16 bits and the reverse, at every distance: from the first byte of one to the
+    last byte of the other.
+    """
     memory = torch.zeros(256, dtype=torch.uint8)
     one = of(
         memory, torch.bfloat16, 98, (3, 4), (6, 1)

@@ -11,12 +11,16 @@ from tokenyard.engines.select import Asked
 
 SMS = 132
 DISPATCHES, COMBINES, SLOTS = 4, 2, 2
-"""Programs of each kind that a multiprocessor holds, by their registers: 64, 128 and 128 per thread, 256 threads."""
+"""Programs of each kind that a multiprocessor holds, by their registers: 64, 128 and 128 per
+thread, 256 threads.
+"""
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
 def test_calls_fit_beside_collectives(ranks: int) -> None:
-    """All programs of a call are resident while others hold the multiprocessors that were spared."""
+    """All programs of a call are resident while others hold the multiprocessors that were
+    spared.
+    """
     room = Asked(spare_sms=BESIDE_COLLECTIVES).room(SMS)
     assert room == SMS - BESIDE_COLLECTIVES
     shape = rings.shape_for(room, ranks, all_sms=True)
@@ -32,8 +36,12 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("item", "biases"), [(2, 0), (4, 0), (4, 8)])
 @pytest.mark.parametrize("num_sms", [24, SMS])
-def test_rounds_of_sums_fit_into_shared_memory(ranks: int, item: int, biases: int, num_sms: int) -> None:
-    """Of all programs on a multiprocessor; and there are always rows under way while others are added."""
+def test_rounds_of_sums_fit_into_shared_memory(
+    ranks: int, item: int, biases: int, num_sms: int
+) -> None:
+    """Of all programs on a multiprocessor; and there are always rows under way while others are
+    added.
+    """
     shape = rings.shape_for(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
     cut, together = shape.gather, -(-(shape.pushers + shape.gatherers) // shape.writers)
     row_bytes, shared = cut.block * (ranks * item + biases), rings.SHARED_BYTES // together
@@ -57,7 +65,9 @@ def test_at_most_half_is_spared() -> None:
         (8, 0, 4, 32, 32),
     ],
 )
-def test_slots_of_long_rows_are_whole_lines(channels: int, scales: int, meta: int, row: int, slot: int) -> None:
+def test_slots_of_long_rows_are_whole_lines(
+    channels: int, scales: int, meta: int, row: int, slot: int
+) -> None:
     """They begin at an address that is a multiple of 128; those of short rows do not grow."""
     form = rings.Form(channels, channels // 2, 32, scales, meta)
     assert (form.row_bytes, form.slot_bytes) == (row, slot)

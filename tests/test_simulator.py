@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from simulator_kernels import TIMEOUT_SECONDS, ring_body
-from tokenyard.kernels.sync import STATE_WORDS, STATUS_WORDS, TIMEOUT_NS, now_ns, wait_at_least, wait_for_all, words
+from tokenyard.kernels.sync import (
+    STATE_WORDS,
+    STATUS_WORDS,
+    TIMEOUT_NS,
+    now_ns,
+    wait_at_least,
+    wait_for_all,
+    words,
+)
 from tokenyard.testing.simulator import (
     Deadlock,
     Livelock,
@@ -139,7 +147,9 @@ def test_pollers_sleep_until_something_changes() -> None:
 
 @triton.jit
 def look_thrice_then_answer(mem, out):
-    """Read one word three times, which looks like polling, and only then the one that has been set."""
+    """Read one word three times, which looks like polling, and only then the one that has
+    been set.
+    """
     for _ in range(3):
         tl.load(words(mem) + 1)
     tl.store(words(out), tl.atomic_add(words(mem) + 2, 0, sem="acquire", scope="sys"))
@@ -199,7 +209,8 @@ def test_a_deadlock_names_every_waiter_its_place_and_what_it_saw() -> None:
     text = str(caught.value)
     assert "seed 5" in text and "timeouts=True" in text
     first, second = sorted(line for line in text.splitlines() if "waits at" in line)
-    # a waiter also looks whether its rank has run out of time, so the counter stands among what it polls
+    # a waiter also looks whether its rank has run out of time, so the counter stands among what it
+    # polls
     assert "rank 1, wait_kernel[0], in wait_at_least" in first
     assert "mailbox + 0x0 saw 3, compared with 9" in first
     assert "rank 1, wait_kernel[1], in wait_at_least" in second
@@ -280,7 +291,10 @@ def test_programs_wait_for_each_other_only_if_all_are_resident() -> None:
         mem, out = sim.allocate(64), np.zeros(2, np.int64)
         sim.launch(0, meet, 2, mem.ctypes.data, out.ctypes.data)
         if resident == 1:
-            with pytest.raises(Deadlock, match=r"1 of its 2 programs have not started, because 1 others? .*resident=1"):
+            with pytest.raises(
+                Deadlock,
+                match=r"1 of its 2 programs have not started, because 1 others? .*resident=1",
+            ):
                 sim.run()
         else:
             sim.run()
@@ -308,7 +322,9 @@ def test_a_dead_rank_does_nothing_more(step: int) -> None:
 
 
 def test_survivors_of_a_dead_rank_time_out() -> None:
-    """Rank 1 dies before it can have sent or taken all rows: its neighbours say so within the timeout."""
+    """Rank 1 dies before it can have sent or taken all rows: its neighbours say so within the
+    timeout.
+    """
 
     def body(ranks: SimulatedRank) -> bool:
         try:
@@ -333,7 +349,9 @@ def test_an_exception_in_a_kernel_names_the_program() -> None:
     sim = Simulator(2, seed=6)
     mem = sim.allocate(64)
     sim.launch(1, broken, 1, mem.ctypes.data)
-    with pytest.raises(ProgramError, match=r"rank 1, broken\[0\] raised .*this kernel is broken.*seed 6") as caught:
+    with pytest.raises(
+        ProgramError, match=r"rank 1, broken\[0\] raised .*this kernel is broken.*seed 6"
+    ) as caught:
         sim.run()
     assert isinstance(caught.value.__cause__, AssertionError)
 
@@ -349,7 +367,8 @@ def test_ranks_that_fail_are_named() -> None:
             raise KeyError(f"from {ranks.rank}")
 
     with pytest.raises(
-        RanksFailed, match=r"rank 1: KeyError: .*rank 2: KeyError.*seed 4|rank 2: .*rank 1: .*seed 4"
+        RanksFailed,
+        match=r"rank 1: KeyError: .*rank 2: KeyError.*seed 4|rank 2: .*rank 1: .*seed 4",
     ) as caught:
         simulate(3, body, seed=4)
     assert set(caught.value.errors) == {1, 2}

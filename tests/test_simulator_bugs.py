@@ -1,5 +1,7 @@
 # ruff: noqa: E402 (Triton is imported after the check)
-"""Planted bugs: right kernels pass under every seed, and each way to be wrong is found within a few."""
+"""Planted bugs: right kernels pass under every seed, and each way to be wrong is found within a
+few.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ BUGS: list[tuple[Body, str, int, type[BaseException]]] = [
 
 
 @pytest.mark.parametrize(
-    ("body", "bug", "seeds", "finding"), BUGS, ids=[f"{body.__name__}-{bug}" for body, bug, *_ in BUGS]
+    ("body", "bug", "seeds", "finding"),
+    BUGS,
+    ids=[f"{body.__name__}-{bug}" for body, bug, *_ in BUGS],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_planted_bug_is_found(

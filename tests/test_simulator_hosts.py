@@ -63,8 +63,12 @@ def test_launches_memory_and_host_words() -> None:
         with memory.tensors():
             out = torch.zeros(1, dtype=torch.int64)
         memory.gate()
-        memory.bind(add_to_all, 2, num_warps=4, R=ranks.world_size)(region.addresses.data_ptr(), 1 + ranks.rank)
-        memory.bind(copy_when, 1, num_warps=4)(region.local.data_ptr(), 12, host.data_ptr(), out.data_ptr())
+        memory.bind(add_to_all, 2, num_warps=4, R=ranks.world_size)(
+            region.addresses.data_ptr(), 1 + ranks.rank
+        )
+        memory.bind(copy_when, 1, num_warps=4)(
+            region.local.data_ptr(), 12, host.data_ptr(), out.data_ptr()
+        )
         assert memory.wait_until(lambda: bool(host[0]), 5.0)
         seen = int(host[0])
         memory.settle()
@@ -102,7 +106,9 @@ def test_a_rank_that_does_not_allocate() -> None:
 
     with pytest.raises(Deadlock, match=r"rank 0, host: waits for peers in allocate"):
         simulate(3, body)
-    with pytest.raises(RanksFailed, match=r"rank 0 waited 30.0 s in allocate\(\) for rank\(s\) \[1\]") as caught:
+    with pytest.raises(
+        RanksFailed, match=r"rank 0 waited 30.0 s in allocate\(\) for rank\(s\) \[1\]"
+    ) as caught:
         simulate(3, body, timeouts=True)
     assert isinstance(caught.value.__cause__, PeerTimeout)
 
@@ -159,7 +165,8 @@ def test_a_failure_that_makes_others_wait_for_ever_is_told_first() -> None:
         ranks.store.wait(["never"])
 
     with pytest.raises(
-        RanksFailed, match=r"rank 1: KeyError: 'the culprit'.*\n.*rank 0, host: waits for 'never' in the store"
+        RanksFailed,
+        match=r"rank 1: KeyError: 'the culprit'.*\n.*rank 0, host: waits for 'never' in the store",
     ):
         simulate(2, body)
 
@@ -223,7 +230,14 @@ def test_ranks_agree_through_the_store() -> None:
         store = dist.PrefixStore("object/1", ranks.store)
         agree(store, ranks.rank, ranks.world_size, {"hidden": 64}, "", 5.0)
         with pytest.raises(Mismatch, match="rank 0 says 0, rank 1 says 1"):
-            agree(dist.PrefixStore("2", store), ranks.rank, ranks.world_size, {"hidden": ranks.rank}, "", 5.0)
+            agree(
+                dist.PrefixStore("2", store),
+                ranks.rank,
+                ranks.world_size,
+                {"hidden": ranks.rank},
+                "",
+                5.0,
+            )
 
     for seed in range(5):
         simulate(3, body, seed=seed)
@@ -232,7 +246,9 @@ def test_ranks_agree_through_the_store() -> None:
 def test_a_rank_that_stays_away_from_the_store() -> None:
     def body(ranks: SimulatedRank) -> None:
         if ranks.rank != 1:
-            agree(dist.PrefixStore("object", ranks.store), ranks.rank, ranks.world_size, {}, "", 5.0)
+            agree(
+                dist.PrefixStore("object", ranks.store), ranks.rank, ranks.world_size, {}, "", 5.0
+            )
 
     with pytest.raises(RanksFailed) as caught:
         simulate(3, body, timeouts=True)
@@ -312,5 +328,7 @@ def skip_from(ranks: Ranks, first: int) -> None:
 def test_a_skip_must_be_that_of_every_simulated_rank() -> None:
     with pytest.raises(SkipTest, match=r"^no such grid$"):
         run_in_simulator(skip_from, "nvlink", {"first": 0}, 2, 0)
-    with pytest.raises(RuntimeError, match=r"1 of 2 ranks skipped \(no such grid\), but not every rank did"):
+    with pytest.raises(
+        RuntimeError, match=r"1 of 2 ranks skipped \(no such grid\), but not every rank did"
+    ):
         run_in_simulator(skip_from, "nvlink", {"first": 1}, 2, 0)

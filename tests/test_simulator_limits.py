@@ -34,9 +34,16 @@ def touch(address, n, STORE: tl.constexpr, DTYPE: tl.constexpr):
 @pytest.mark.parametrize("store", [True, False])
 @pytest.mark.parametrize(
     ("offset", "lanes", "message"),
-    [(0, 8, None), (0, 4, None), (32, 5, "past the end of box"), (-8, 1, "before the start of box"), (-8, 8, "box"),
-     (64, 1, "past the end of box"), (4, 1, "not aligned")],
-)  # fmt: skip
+    [
+        (0, 8, None),
+        (0, 4, None),
+        (32, 5, "past the end of box"),
+        (-8, 1, "before the start of box"),
+        (-8, 8, "box"),
+        (64, 1, "past the end of box"),
+        (4, 1, "not aligned"),
+    ],
+)
 def test_regions_have_ends(offset: int, lanes: int, message: str | None, store: bool) -> None:
     sim = Simulator(seed=8)
     box = sim.allocate(64, "box")
@@ -109,7 +116,9 @@ def test_behind_the_last_element_of_a_strided_buffer_is_nothing() -> None:
         sim.run()
 
 
-@pytest.mark.parametrize("part", [slice(2, 5), slice(0, 3), slice(5, 8), slice(0, 8), slice(3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "part", [slice(2, 5), slice(0, 3), slice(5, 8), slice(0, 8), slice(3, 3)], ids=str
+)
 @pytest.mark.parametrize("part_first", [False, True])
 def test_a_tensor_and_parts_of_it_may_both_be_registered(part: slice, part_first: bool) -> None:
     whole = np.zeros(8, np.int64)
@@ -174,7 +183,15 @@ def number(address):
 
 @pytest.mark.parametrize(
     ("grid", "count"),
-    [(0, 0), ((2, 0), 0), (3, 3), (np.int64(3), 3), ([2, 3], 6), ((2, 3, 2), 12), ((np.int32(5),), 5)],
+    [
+        (0, 0),
+        ((2, 0), 0),
+        (3, 3),
+        (np.int64(3), 3),
+        ([2, 3], 6),
+        ((2, 3, 2), 12),
+        ((np.int32(5),), 5),
+    ],
     ids=str,
 )
 def test_a_grid_is_a_number_or_up_to_three_and_none_is_no_work(grid: Any, count: int) -> None:
@@ -199,13 +216,22 @@ def test_a_launch_of_nothing_ends_for_host_code_too() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (lambda sim: sim.launch(0, number, -1, 0), r"grid \(-1\) must not be negative: .* 0 for no work"),
+    (
+        lambda sim: sim.launch(0, number, -1, 0),
+        r"grid \(-1\) must not be negative: .* 0 for no work",
+    ),
     (lambda sim: sim.launch(0, number, (2, -3), 0), r"grid \(\(2, -3\)\) must not be negative"),
     (lambda sim: sim.launch(0, number, (1, 1, 1, 1), 0), "must have 1 to 3 dimensions, not 4"),
     (lambda sim: sim.launch(0, number, (), 0), "must have 1 to 3 dimensions, not 0"),
-    (lambda sim: sim.launch(2, number, 1, 0), r"launch\(\): rank \(2\) must be from 0 to 1: .* world_size"),
+    (
+        lambda sim: sim.launch(2, number, 1, 0),
+        r"launch\(\): rank \(2\) must be from 0 to 1: .* world_size",
+    ),
     (lambda sim: sim.launch(-1, number, 1, 0), r"launch\(\): rank \(-1\) must be from 0 to 1"),
-    (lambda sim: sim.launch(0, number, 1, 0, num_warps=3), r"num_warps \(3\) must be a power of two"),
+    (
+        lambda sim: sim.launch(0, number, 1, 0, num_warps=3),
+        r"num_warps \(3\) must be a power of two",
+    ),
     (lambda sim: sim.register(np.zeros(1), 2), r"register\(\): rank \(2\) must be from 0 to 1"),
     (lambda sim: sim.kill(-1, at_step=1), r"kill\(\): rank \(-1\) must be from 0 to 1"),
     (lambda sim: sim.allocate(0), r"size \(0\) must be at least 1"),

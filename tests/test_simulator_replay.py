@@ -1,4 +1,6 @@
-"""One seed is one schedule, wherever the allocator puts tensors: what fails in a long run can be replayed alone."""
+"""One seed is one schedule, wherever the allocator puts tensors: what fails in a long run can be
+replayed alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def schedules(name: str, seed: int) -> list[tuple[int, list[int]]]:
 
 
 def test_a_seed_is_the_same_schedule_wherever_memory_lies() -> None:
-    jobs = [("nvlink", seed) for seed in range(1, 1 + 4 * SOAK)] + [("twolevel", seed) for seed in range(SOAK)]
+    jobs = [("nvlink", seed) for seed in range(1, 1 + 4 * SOAK)] + [
+        ("twolevel", seed) for seed in range(SOAK)
+    ]
     for job, runs in zip(jobs, run_all("test_simulator_replay.schedules", jobs), strict=True):
         assert len(runs) == RUNS and runs[0][0] > 500
         assert all(other == runs[0] for other in runs[1:]), job

@@ -25,7 +25,9 @@ LANES = 8
 
 @triton.jit
 def flag_at_the_end(mem, RELEASE: tl.constexpr, LANES: tl.constexpr):
-    """Each program writes a row, and then its flag: by a plain store if not RELEASE, which is wrong."""
+    """Each program writes a row, and then its flag: by a plain store if not RELEASE, which is
+    wrong.
+    """
     p = tl.program_id(0)
     row = words(mem) + 8 + p * LANES + tl.arange(0, LANES)
     tl.store(row, tl.full((LANES,), 7, tl.int64))
@@ -92,7 +94,9 @@ def test_a_flag_that_is_stored_last_is_no_release(grid: int) -> None:
 
 @triton.jit
 def add_in_place(mem, n, SHIFT: tl.constexpr, LANES: tl.constexpr, RELEASE: tl.constexpr = False):
-    """Adds 1 to ``n`` numbers where they lie; with SHIFT each thread stores to what another one has loaded."""
+    """Adds 1 to ``n`` numbers where they lie; with SHIFT each thread stores to what another one has
+    loaded.
+    """
     i = tl.arange(0, LANES)
     values = tl.load(words(mem) + 8 + i, mask=i < n)
     if RELEASE:
@@ -100,17 +104,31 @@ def add_in_place(mem, n, SHIFT: tl.constexpr, LANES: tl.constexpr, RELEASE: tl.c
     tl.store(words(mem) + 8 + i - SHIFT, values + 1, mask=(i < n + SHIFT) & (i >= SHIFT))
 
 
-def race(lanes: int, n: int | None = None, shift: int = 0, release: bool = False, **options: Any) -> bool:
+def race(
+    lanes: int, n: int | None = None, shift: int = 0, release: bool = False, **options: Any
+) -> bool:
     """Whether it is refused; otherwise all numbers have become 1."""
     sim = Simulator(seed=0)
     mem = sim.allocate(64 + 8 * lanes)
     count = lanes if n is None else n
-    sim.launch(0, add_in_place, 1, mem.ctypes.data, count, SHIFT=shift, LANES=lanes, RELEASE=release, **options)
+    sim.launch(
+        0,
+        add_in_place,
+        1,
+        mem.ctypes.data,
+        count,
+        SHIFT=shift,
+        LANES=lanes,
+        RELEASE=release,
+        **options,
+    )
     try:
         sim.run()
     except Race:
         return True
-    assert (mem.view(np.int64)[8 : 8 + count] == 1).all() and not mem.view(np.int64)[8 + count :].any()
+    assert (mem.view(np.int64)[8 : 8 + count] == 1).all() and not mem.view(np.int64)[
+        8 + count :
+    ].any()
     return False
 
 
@@ -144,8 +162,12 @@ def add_twice_over(mem, LANES: tl.constexpr, SAME: tl.constexpr, FOLD: tl.conste
     tl.store(words(mem) + i, values + 1)
 
 
-@pytest.mark.parametrize(("same", "fold", "refused"), [(True, 1, False), (False, 1, True), (True, 4, True)])
-def test_a_place_that_another_lane_has_loaded_too_stays_a_race(same: bool, fold: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("same", "fold", "refused"), [(True, 1, False), (False, 1, True), (True, 4, True)]
+)
+def test_a_place_that_another_lane_has_loaded_too_stays_a_race(
+    same: bool, fold: int, refused: bool
+) -> None:
     sim = Simulator(seed=0)
     mem = sim.allocate(8 * 256)
     sim.launch(0, add_twice_over, 1, mem.ctypes.data, LANES=256, SAME=same, FOLD=fold)

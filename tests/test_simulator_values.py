@@ -1,5 +1,7 @@
 # ruff: noqa: E402, N803, N806 (Triton is imported after the check; constants of kernels are written in capitals)
-"""What a program does to memory alone is what it would do in order, whatever the hardware does meanwhile."""
+"""What a program does to memory alone is what it would do in order, whatever the hardware does
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ WEAKEST: dict[str, Any] = {"early": 0.4, "stale": 0.9, "switch": 0.5}
 
 
 @triton.jit
-def overlapping(mem, src, out, cut, DTYPE: tl.constexpr, BYTES: tl.constexpr, BARRIER: tl.constexpr):
-    """Loads after stores that overlap: whole rows, masked lanes, every other lane, a tile, other sizes, own atomics."""
+def overlapping(
+    mem, src, out, cut, DTYPE: tl.constexpr, BYTES: tl.constexpr, BARRIER: tl.constexpr
+):
+    """Loads after stores that overlap: whole rows, masked lanes, every other lane, a tile, other
+    sizes, own atomics.
+    """
     P = tl.pointer_type(DTYPE)
     i = tl.arange(0, 16)
     a = tl.load(src.to(P) + i)
@@ -41,19 +47,32 @@ def overlapping(mem, src, out, cut, DTYPE: tl.constexpr, BYTES: tl.constexpr, BA
         tl.debug_barrier()
     tl.store(out.to(P) + 16 + i, tl.load(mem.to(P) + i, mask=i >= 2, other=0.0))
     tile = tl.arange(0, 4)[:, None] + 4 * tl.arange(0, 4)[None, :]
-    tl.store(mem.to(P) + 16 + tile, tl.load(mem.to(P) + 4 * tl.arange(0, 4)[:, None] + tl.arange(0, 4)[None, :]))
+    tl.store(
+        mem.to(P) + 16 + tile,
+        tl.load(mem.to(P) + 4 * tl.arange(0, 4)[:, None] + tl.arange(0, 4)[None, :]),
+    )
     tl.store(out.to(P) + 32 + i, tl.load(mem.to(P) + 16 + i))
     small = tl.pointer_type(tl.int8)
     tl.debug_barrier()
     tl.store(mem.to(small) + 3, tl.full((), 77, tl.int8))
-    tl.store(out.to(small) + 48 * BYTES + tl.arange(0, 16), tl.load(mem.to(small) + tl.arange(0, 16)))
+    tl.store(
+        out.to(small) + 48 * BYTES + tl.arange(0, 16), tl.load(mem.to(small) + tl.arange(0, 16))
+    )
 
 
 DTYPES = [
-    (tl.int8, torch.int8), (tl.int16, torch.int16), (tl.int32, torch.int32), (tl.int64, torch.int64), (tl.uint8, torch.uint8),
-    (tl.float16, torch.float16), (tl.bfloat16, torch.bfloat16), (tl.float32, torch.float32), (tl.float64, torch.float64),
-    (tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2),
-]  # fmt: skip
+    (tl.int8, torch.int8),
+    (tl.int16, torch.int16),
+    (tl.int32, torch.int32),
+    (tl.int64, torch.int64),
+    (tl.uint8, torch.uint8),
+    (tl.float16, torch.float16),
+    (tl.bfloat16, torch.bfloat16),
+    (tl.float32, torch.float32),
+    (tl.float64, torch.float64),
+    (tl.float8e4nv, torch.float8_e4m3fn),
+    (tl.float8e5, torch.float8_e5m2),
+]
 
 
 @pytest.mark.parametrize(("kernel_type", "dtype"), DTYPES, ids=[str(dtype) for _, dtype in DTYPES])
@@ -73,8 +92,18 @@ def test_a_program_sees_its_own_stores(kernel_type: Any, dtype: torch.dtype) -> 
     for seed in SEEDS:
         sim = Simulator(seed=seed, **WEAKEST)
         region, out = sim.allocate(32 * size), torch.zeros_like(want)
-        sim.launch(0, overlapping, 1, region.ctypes.data, src.data_ptr(), out.data_ptr(), 5, DTYPE=kernel_type, BYTES=size,
-                   BARRIER=seed % 2 == 0)  # fmt: skip
+        sim.launch(
+            0,
+            overlapping,
+            1,
+            region.ctypes.data,
+            src.data_ptr(),
+            out.data_ptr(),
+            5,
+            DTYPE=kernel_type,
+            BYTES=size,
+            BARRIER=seed % 2 == 0,
+        )
         sim.run()
         assert torch.equal(out, want)
 
@@ -102,8 +131,14 @@ def own_atomics(mem, out):
     tl.store(words(out) + i, tl.atomic_add(words(mem) + i, 10, mask=i < 4, sem="relaxed"))
     tl.debug_barrier()
     tl.store(words(mem) + 1, tl.full((), 100, tl.int64))
-    tl.store(words(out) + 8, tl.atomic_cas(words(mem) + 1, tl.full((), 100, tl.int64), tl.full((), 50, tl.int64)))
-    tl.store(words(out) + 9, tl.atomic_cas(words(mem) + 1, tl.full((), 100, tl.int64), tl.full((), 60, tl.int64)))
+    tl.store(
+        words(out) + 8,
+        tl.atomic_cas(words(mem) + 1, tl.full((), 100, tl.int64), tl.full((), 50, tl.int64)),
+    )
+    tl.store(
+        words(out) + 9,
+        tl.atomic_cas(words(mem) + 1, tl.full((), 100, tl.int64), tl.full((), 60, tl.int64)),
+    )
     tl.store(words(out) + 10, tl.atomic_max(words(mem) + 2, 40))
     tl.store(words(out) + 11, tl.atomic_xchg(words(mem) + 2, 3))
     tl.store(words(out) + 16 + i, tl.load(words(mem) + i))
@@ -115,7 +150,29 @@ def test_a_programs_atomics_see_its_own_stores() -> None:
         mem, out = sim.allocate(64), np.zeros(24, np.int64)
         sim.launch(0, own_atomics, 1, mem.ctypes.data, out.ctypes.data)
         sim.run()
-        assert out.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 100, 50, 12, 40, *[0] * 4, 10, 50, 3, 13, 4, 5, 6, 7]
+        assert out.tolist() == [
+            0,
+            1,
+            2,
+            3,
+            0,
+            0,
+            0,
+            0,
+            100,
+            50,
+            12,
+            40,
+            *[0] * 4,
+            10,
+            50,
+            3,
+            13,
+            4,
+            5,
+            6,
+            7,
+        ]
 
 
 @triton.jit
@@ -136,8 +193,15 @@ ADDED = [tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.
 
 @pytest.mark.parametrize("kernel_type", ADDED, ids=str)
 def test_no_addition_is_lost(kernel_type: Any) -> None:
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int32": torch.int32,
-             "int64": torch.int64, "uint32": torch.int32}[str(kernel_type)]  # fmt: skip
+    dtype = {
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+        "int32": torch.int32,
+        "int64": torch.int64,
+        "uint32": torch.int32,
+    }[str(kernel_type)]
     for seed in range(4):
         sim = Simulator(seed=seed)
         mem = sim.allocate(32)
@@ -175,7 +239,10 @@ def scattered(mem, out, n, LANES: tl.constexpr):
     """A column of a big matrix, across many pages, read back in reverse."""
     i = tl.arange(0, LANES)
     tl.store(words(mem) + i * 300, i.to(tl.int64), mask=i < n)
-    tl.store(words(out) + i, tl.load(words(mem) + (LANES - 1 - i) * 300, mask=LANES - 1 - i < n, other=-1))
+    tl.store(
+        words(out) + i,
+        tl.load(words(mem) + (LANES - 1 - i) * 300, mask=LANES - 1 - i < n, other=-1),
+    )
 
 
 def test_columns() -> None:

@@ -85,7 +85,8 @@ def test_who_polls_without_an_end_is_still_a_deadlock() -> None:
     mem, out = sim.allocate(64, "box"), np.zeros(1, np.int64)
     sim.launch(0, poll_at_most, 1, mem.ctypes.data, out.ctypes.data, 10**9)
     with pytest.raises(
-        Deadlock, match=r"poll_at_most\[0\], in load_acquire, waits at box \+ 0x0 saw 0, compared with 1"
+        Deadlock,
+        match=r"poll_at_most\[0\], in load_acquire, waits at box \+ 0x0 saw 0, compared with 1",
     ):
         sim.run()
 
@@ -153,7 +154,9 @@ def test_a_deadlock_names_role_expected_and_seen_of_the_engines_waits() -> None:
         sim.launch(0, roles_kernel, 2, mem.ctypes.data, state.ctypes.data)
         with pytest.raises(Deadlock) as caught:
             sim.run()
-        first, second = sorted(line for line in str(caught.value).splitlines() if "waits at" in line)
+        first, second = sorted(
+            line for line in str(caught.value).splitlines() if "waits at" in line
+        )
         assert "rank 0, roles_kernel[0], in wait_in_turn > wait_for_one > wait_at_least" in first
         assert "tails[0] (box + 0x0) saw 1, compared with 3" in first
         assert "rank 0, roles_kernel[1], in wait_for_all" in second
@@ -167,7 +170,8 @@ def test_a_program_outside_of_device_functions_has_no_role() -> None:
     mem = sim.allocate(64, "box")
     sim.launch(0, spin_until_different, 1, mem.ctypes.data)
     with pytest.raises(
-        Deadlock, match=r"rank 0, spin_until_different\[0\] waits at box \+ 0x0 saw 0, compared with 0$"
+        Deadlock,
+        match=r"rank 0, spin_until_different\[0\] waits at box \+ 0x0 saw 0, compared with 0$",
     ):
         sim.run()
 
@@ -180,5 +184,7 @@ def spin_until_different(mem):
 
 
 def test_a_planted_deadlock_tells_what_its_engine_waits_for() -> None:
-    with pytest.raises(Deadlock, match=r"in wait_for > wait_at_least.* tail of rank \d .* saw 4, compared with 5"):
+    with pytest.raises(
+        Deadlock, match=r"in wait_for > wait_at_least.* tail of rank \d .* saw 4, compared with 5"
+    ):
         simulate(2, lambda ranks: ring_body(ranks, bug="last chunk dropped"), seed=0)

@@ -1,5 +1,7 @@
 # ruff: noqa: E402, N803 (Triton is imported after the check; constants of kernels are written in capitals)
-"""The memory model: what may be seen without synchronisation is seen under some seed, what may not is not under any."""
+"""The memory model: what may be seen without synchronisation is seen under some seed, what may not
+is not under any.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ LANES = 8
 
 
 @triton.jit
-def write(mem, BARRIER: tl.constexpr, OP: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr, LANES: tl.constexpr):
+def write(
+    mem,
+    BARRIER: tl.constexpr,
+    OP: tl.constexpr,
+    SEM: tl.constexpr,
+    SCOPE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """A row of sevens behind the flag, which becomes 1."""
     tl.store(words(mem) + 8 + tl.arange(0, LANES), tl.full((LANES,), 7, tl.int64))
     if BARRIER:
@@ -35,14 +44,24 @@ def write(mem, BARRIER: tl.constexpr, OP: tl.constexpr, SEM: tl.constexpr, SCOPE
     elif OP == "max":
         tl.atomic_max(words(mem), 1, sem=SEM, scope=SCOPE)
     elif OP == "cas":
-        tl.atomic_cas(words(mem), tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem=SEM, scope=SCOPE)
+        tl.atomic_cas(
+            words(mem), tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem=SEM, scope=SCOPE
+        )
     elif OP == "vector":
         i = tl.arange(0, 4)
         tl.atomic_add(words(mem) + i, tl.full((4,), 1, tl.int64), mask=i < 1, sem=SEM, scope=SCOPE)
 
 
 @triton.jit
-def read(mem, out, want, BARRIER: tl.constexpr, OP: tl.constexpr, SCOPE: tl.constexpr, LANES: tl.constexpr):
+def read(
+    mem,
+    out,
+    want,
+    BARRIER: tl.constexpr,
+    OP: tl.constexpr,
+    SCOPE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Wait for the flag, then copy the row."""
     seen = tl.full((), 0, tl.int64)
     while seen < want:
@@ -52,10 +71,16 @@ def read(mem, out, want, BARRIER: tl.constexpr, OP: tl.constexpr, SCOPE: tl.cons
             seen = tl.load(words(mem), volatile=True)
         elif OP == "cas":
             seen = tl.atomic_cas(
-                words(mem), tl.full((), 9, tl.int64), tl.full((), 9, tl.int64), sem="acquire", scope=SCOPE
+                words(mem),
+                tl.full((), 9, tl.int64),
+                tl.full((), 9, tl.int64),
+                sem="acquire",
+                scope=SCOPE,
             )
         elif OP == "vector":
-            seen = tl.max(tl.atomic_add(words(mem) + tl.arange(0, 2), 0, sem="acquire", scope=SCOPE))
+            seen = tl.max(
+                tl.atomic_add(words(mem) + tl.arange(0, 2), 0, sem="acquire", scope=SCOPE)
+            )
         else:
             seen = tl.atomic_add(words(mem), 0, sem=OP, scope=SCOPE)
     if BARRIER:
@@ -83,14 +108,18 @@ def outcome(out: np.ndarray) -> str:
     return {(0,): "old", (7,): "new"}.get(tuple(np.unique(out)), "torn")
 
 
-def outcomes(writer: dict[str, Any], reader: dict[str, Any], reading_rank: int = 1, **options: Any) -> set[str]:
+def outcomes(
+    writer: dict[str, Any], reader: dict[str, Any], reading_rank: int = 1, **options: Any
+) -> set[str]:
     """What the reader saw, over all seeds."""
     found: set[str] = set()
     for seed in SEEDS:
         sim = Simulator(2, seed=seed, **options)
         mem, out = sim.allocate(256), np.zeros(LANES, np.int64)
         if reading_rank == 0:
-            sim.launch(0, both, 2, mem.ctypes.data, out.ctypes.data, LANES=LANES, SCOPE=writer["SCOPE"])
+            sim.launch(
+                0, both, 2, mem.ctypes.data, out.ctypes.data, LANES=LANES, SCOPE=writer["SCOPE"]
+            )
         else:
             sim.launch(0, write, 1, mem.ctypes.data, LANES=LANES, **writer)
             sim.launch(1, read, 1, mem.ctypes.data, out.ctypes.data, 1, LANES=LANES, **reader)
@@ -123,17 +152,23 @@ def test_an_acquire_and_a_barrier_see_what_was_released(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"SEM": "relaxed"}, {"SEM": "acquire"}, {"BARRIER": False}, {"SCOPE": "gpu"}], ids=str
+    "change",
+    [{"SEM": "relaxed"}, {"SEM": "acquire"}, {"BARRIER": False}, {"SCOPE": "gpu"}],
+    ids=str,
 )
 def test_without_a_release_of_the_right_kind_stores_may_stay_private_until_the_program_has_ended(
     change: dict[str, Any],
 ) -> None:
-    """The flag is the writer's last operation: its end must not publish for it. Rows may arrive in parts."""
+    """The flag is the writer's last operation: its end must not publish for it. Rows may arrive in
+    parts.
+    """
     assert outcomes(RELEASE | change, ACQUIRE) == {"old", "new", "torn"}
 
 
 @pytest.mark.parametrize(
-    "change", [{"OP": "plain"}, {"OP": "volatile"}, {"OP": "relaxed"}, {"BARRIER": False}, {"SCOPE": "gpu"}], ids=str
+    "change",
+    [{"OP": "plain"}, {"OP": "volatile"}, {"OP": "relaxed"}, {"BARRIER": False}, {"SCOPE": "gpu"}],
+    ids=str,
 )
 def test_without_an_acquire_of_the_right_kind_loads_may_be_stale(change: dict[str, Any]) -> None:
     found = outcomes(RELEASE, ACQUIRE | change)
@@ -150,7 +185,9 @@ def test_gpu_scope_is_enough_on_one_rank(scope: str) -> None:
     assert outcomes(RELEASE | {"SCOPE": scope}, ACQUIRE, reading_rank=0) == {"new"}
 
 
-@pytest.mark.parametrize(("first", "then", "expected"), [("gpu", "sys", {"new"}), ("gpu", "gpu", {"old", "new"})])
+@pytest.mark.parametrize(
+    ("first", "then", "expected"), [("gpu", "sys", {"new"}), ("gpu", "gpu", {"old", "new"})]
+)
 def test_who_has_acquired_publishes_for_others(first: str, then: str, expected: set[str]) -> None:
     found: set[str] = set()
     for seed in SEEDS:
@@ -158,7 +195,16 @@ def test_who_has_acquired_publishes_for_others(first: str, then: str, expected: 
         mem, out = sim.allocate(256), np.zeros(LANES, np.int64)
         sim.launch(0, pass_on, 2, mem.ctypes.data, FROM=first, TO=then, LANES=LANES)
         sim.launch(
-            1, read, 1, mem.ctypes.data, out.ctypes.data, 1, BARRIER=True, OP="acquire", SCOPE="sys", LANES=LANES
+            1,
+            read,
+            1,
+            mem.ctypes.data,
+            out.ctypes.data,
+            1,
+            BARRIER=True,
+            OP="acquire",
+            SCOPE="sys",
+            LANES=LANES,
         )
         sim.run()
         found.add(outcome(out))
@@ -167,7 +213,9 @@ def test_who_has_acquired_publishes_for_others(first: str, then: str, expected: 
 
 @triton.jit
 def read_for_another(mem, out, SCOPE: tl.constexpr, TELL: tl.constexpr, LANES: tl.constexpr):
-    """Program 0 waits for another rank and tells program 1, which reads what the other rank has written."""
+    """Program 0 waits for another rank and tells program 1, which reads what the other rank has
+    written.
+    """
     seen = tl.full((), 0, tl.int64)
     if tl.program_id(0) == 0:
         while seen < 1:
@@ -182,7 +230,11 @@ def read_for_another(mem, out, SCOPE: tl.constexpr, TELL: tl.constexpr, LANES: t
 
 @pytest.mark.parametrize(
     ("scope", "tell", "expected"),
-    [("sys", "release", {"new"}), ("gpu", "release", {"old", "new"}), ("sys", "relaxed", {"old", "new"})],
+    [
+        ("sys", "release", {"new"}),
+        ("gpu", "release", {"old", "new"}),
+        ("sys", "relaxed", {"old", "new"}),
+    ],
 )
 def test_who_has_acquired_acquires_for_its_rank(scope: str, tell: str, expected: set[str]) -> None:
     found: set[str] = set()
@@ -190,7 +242,16 @@ def test_who_has_acquired_acquires_for_its_rank(scope: str, tell: str, expected:
         sim = Simulator(2, seed=seed, stale=0.8)
         mem, out = sim.allocate(256), np.zeros(LANES, np.int64)
         sim.launch(0, write, 1, mem.ctypes.data, LANES=LANES, **RELEASE)
-        sim.launch(1, read_for_another, 2, mem.ctypes.data, out.ctypes.data, SCOPE=scope, TELL=tell, LANES=LANES)
+        sim.launch(
+            1,
+            read_for_another,
+            2,
+            mem.ctypes.data,
+            out.ctypes.data,
+            SCOPE=scope,
+            TELL=tell,
+            LANES=LANES,
+        )
         sim.run()
         found.add(outcome(out))
     assert found - {"torn"} == expected
@@ -200,7 +261,9 @@ def test_who_has_acquired_acquires_for_its_rank(scope: str, tell: str, expected:
 def fill(mem, value, LANES: tl.constexpr):
     """No barrier, no release. One program per row."""
     row = tl.program_id(0)
-    tl.store(words(mem) + 8 + row * LANES + tl.arange(0, LANES), tl.full((LANES,), 0, tl.int64) + value)
+    tl.store(
+        words(mem) + 8 + row * LANES + tl.arange(0, LANES), tl.full((LANES,), 0, tl.int64) + value
+    )
 
 
 @triton.jit
@@ -289,7 +352,9 @@ def race_kernel(mem, out, BARRIER: tl.constexpr):
         tl.store(row, tl.full((8,), 1, tl.int64))
 
 
-def test_a_barrier_is_needed_between_reads_and_the_release_that_lets_others_overwrite_them() -> None:
+def test_a_barrier_is_needed_between_reads_and_the_release_that_lets_others_overwrite_them() -> (
+    None
+):
     found = [str(race) for seed in SEEDS if (race := caught(seed, barrier=False))]
     assert found
     assert all("race_kernel[0]" in text and "race_kernel[1]" in text for text in found)
@@ -315,7 +380,9 @@ def test_a_barrier_is_needed_before_a_store_to_what_was_loaded() -> None:
         return mem.view(np.int64).tolist()
 
     assert run(True) == [1] * 8
-    with pytest.raises(Race, match=r"again_kernel\[0\] stores to .* which it has read without a barrier"):
+    with pytest.raises(
+        Race, match=r"again_kernel\[0\] stores to .* which it has read without a barrier"
+    ):
         run(False)
 
 

@@ -10,7 +10,9 @@ from tokenyard.stats import Stats, Traffic
 
 
 def counted() -> Stats:
-    """Rank 1 of 2x2 after an exchange of rows of 10 bytes, 1 to rank 0, 2 to itself, ... and 50 from rank 0, 60 from itself, ..."""
+    """Rank 1 of 2x2 after an exchange of rows of 10 bytes, 1 to rank 0, 2 to itself, ... and 50
+    from rank 0, 60 from itself, ...
+    """
     stats = Stats.zeros(1, 4, [0, 0, 1, 1])
     stats.record("dispatch", [1, 2, 3, 4], [50, 60, 70, 80], 10, [0.1, 0.2, 0.3, 0.4])
     return stats
@@ -26,11 +28,17 @@ def test_own_rows_count_and_cross_no_wire() -> None:
 def test_across_and_inside_are_other_ranks() -> None:
     """Rows and bytes, sent and received; of the own node without this rank."""
     stats = counted()
-    assert stats.across == Traffic(rows_sent=7, rows_received=150, bytes_sent=70, bytes_received=1500)
+    assert stats.across == Traffic(
+        rows_sent=7, rows_received=150, bytes_sent=70, bytes_received=1500
+    )
     assert stats.inside == Traffic(rows_sent=1, rows_received=50, bytes_sent=10, bytes_received=500)
     alone = Stats.zeros(0, 3)
     alone.record("dispatch", [1, 2, 3], [4, 5, 6], 1, [0.0] * 3)
-    assert (alone.nodes, alone.across, alone.inside) == ([0] * 3, Traffic(0, 0, 0, 0), Traffic(5, 11, 5, 11))
+    assert (alone.nodes, alone.across, alone.inside) == (
+        [0] * 3,
+        Traffic(0, 0, 0, 0),
+        Traffic(5, 11, 5, 11),
+    )
 
 
 def test_exchanges_add_up_by_name() -> None:
@@ -47,7 +55,11 @@ def test_what_the_host_does_not_learn_counts_as_a_call() -> None:
     stats = counted()
     stats.record_unknown("cached dispatch")
     assert stats.calls == {"dispatch": 1, "cached dispatch": 1}
-    assert stats.rows_sent == [1, 2, 3, 4] and all(map(isnan, stats.last_wait)) and len(stats.last_wait) == 4
+    assert (
+        stats.rows_sent == [1, 2, 3, 4]
+        and all(map(isnan, stats.last_wait))
+        and len(stats.last_wait) == 4
+    )
 
 
 def test_a_copy_stays_as_it_was() -> None:
@@ -59,7 +71,11 @@ def test_a_copy_stays_as_it_was() -> None:
     stats.calls["x"] = 1
     waits[0] = 7.0
     assert copy.calls == {"dispatch": 1, "combine": 1}
-    assert (copy.rows_sent, copy.bytes_received, copy.last_wait) == ([1, 2, 3, 4], [500, 0, 700, 800], [0.0] * 4)
+    assert (copy.rows_sent, copy.bytes_received, copy.last_wait) == (
+        [1, 2, 3, 4],
+        [500, 0, 700, 800],
+        [0.0] * 4,
+    )
 
 
 def test_lists_are_not_shared() -> None:

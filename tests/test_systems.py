@@ -42,7 +42,11 @@ def names_in(path: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            found |= {
+                f"{node.name}.{each.name}"
+                for each in node.body
+                if isinstance(each, ast.FunctionDef)
+            }
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {each.id for each in targets if isinstance(each, ast.Name)}
@@ -86,7 +90,9 @@ NUMBERS = {"five": 5, "eleven": 11}
 
 
 def missing_bugs(text: str) -> list[str]:
-    """What ``text`` says wrongly of planted bugs: names (or their ends) in brackets behind the test, or how many a role has."""
+    """What ``text`` says wrongly of planted bugs: names (or their ends) in brackets behind the
+    test, or how many a role has.
+    """
     bad: list[str] = []
     for file, bugs in BUGS.findall(text):
         for bug in bugs.split(", "):
@@ -103,7 +109,8 @@ def missing_bugs(text: str) -> list[str]:
 def test_planted_bugs_have_these_names() -> None:
     assert len(BUGS.findall(PAGE)) > 30 and not missing_bugs(PAGE)
     wrong_page = (
-        "`test_nvlink_planted.py::test_a_planted_bug_is_found` (last chunk dropped, no such bug, push: five bugs)"
+        "`test_nvlink_planted.py::test_a_planted_bug_is_found` (last chunk dropped, no such bug, "
+        "push: five bugs)"
     )
     assert missing_bugs(wrong_page) == ["no such bug", "push: five bugs"]
 
@@ -119,8 +126,12 @@ def test_marks_are_counted() -> None:
 
 def test_a_wrong_reference_is_found() -> None:
     source = ROOT / "src" / "tokenyard"
-    assert wrong("`kernels/nothing.py` `layout.py::nothing` `layout.py::block_offsets`", source) == [
+    assert wrong(
+        "`kernels/nothing.py` `layout.py::nothing` `layout.py::block_offsets`", source
+    ) == [
         "kernels/nothing.py",
         "layout.py::nothing",
     ]
-    assert not wrong("`engines/watch.py::Watch.wait` `engines/rings.py::DEFAULT_BUFFER_BYTES`", source)
+    assert not wrong(
+        "`engines/watch.py::Watch.wait` `engines/rings.py::DEFAULT_BUFFER_BYTES`", source
+    )

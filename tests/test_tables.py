@@ -1,4 +1,6 @@
-"""Tables of engines with kernels: what a call makes for kernels to fill, and how much work that is."""
+"""Tables of engines with kernels: what a call makes for kernels to fill, and how much work
+that is.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ SPECS = {
 
 def _kind(spec: Spec, *, weighted: bool) -> Kind:
     payload = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return kind_of(DISPATCH, payload, spec, None, CONFIG, marked=weighted, scaled=False, in_place=False)
+    return kind_of(
+        DISPATCH, payload, spec, None, CONFIG, marked=weighted, scaled=False, in_place=False
+    )
 
 
 def _rows(spec: Spec) -> int:
@@ -70,7 +74,9 @@ def _fills(plan: Plan, arrived: Arrived) -> list[tuple[torch.Tensor, int]]:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_static_tables_begin_with_holes_in_every_call(spec: Spec, weighted: bool) -> None:
-    """Also behind a call whose tables were written full; shapes and strides stay those of the first."""
+    """Also behind a call whose tables were written full; shapes and strides stay those of the
+    first.
+    """
     tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=weighted)
     first = _fills(*_call(tables, kind))
     shapes = [(table.shape, table.stride(), table.dtype) for table, _ in first]
@@ -87,7 +93,9 @@ def test_static_tables_begin_with_holes_in_every_call(spec: Spec, weighted: bool
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_static_call_fills_its_tables_in_one_go(spec: Spec) -> None:
-    """They cost more host time than exact shapes while every table was filled by a launch of its own."""
+    """They cost more host time than exact shapes while every table was filled by a launch of its
+    own.
+    """
     tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=True)
     _call(tables, kind)
     with _Count() as count:

@@ -1,4 +1,6 @@
-"""What a call tells other ranks in one word: every mode and dtype has a place of its own, with room for more."""
+"""What a call tells other ranks in one word: every mode and dtype has a place of its own, with room
+for more.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,38 @@ import torch
 from tokenyard import header
 from tokenyard.config import Config
 from tokenyard.engines import low_latency_kinds, watch
-from tokenyard.engines.watch import LARGEST, TAG_FIELDS, Watch, check_room, pack, pack_routing, unpack
+from tokenyard.engines.watch import (
+    LARGEST,
+    TAG_FIELDS,
+    Watch,
+    check_room,
+    pack,
+    pack_routing,
+    unpack,
+)
 from tokenyard.header import Fingerprint
 from tokenyard.limits import MOST_PICKS
 from tokenyard.types import Layout, Quantize
 
 pytestmark = pytest.mark.portable
 
-CONFIG = Config(num_experts=8, hidden=7168, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0)
+CONFIG = Config(
+    num_experts=8, hidden=7168, num_topk=3, max_tokens_per_rank=4, rank=0, world_size=2, timeout=1.0
+)
 PLAIN = Fingerprint(*[0] * len(fields(Fingerprint)))
 EARLIER = {
-    "op": 2, "quantize": 2, "scaled": 1, "dtype": 3, "hidden": 20, "scale_words": 11, "scale_dtype": 3, "layout": 2,
-    "exact": 1, "weighted": 1, "in_place": 1,
-}  # fmt: skip
+    "op": 2,
+    "quantize": 2,
+    "scaled": 1,
+    "dtype": 3,
+    "hidden": 20,
+    "scale_words": 11,
+    "scale_dtype": 3,
+    "layout": 2,
+    "exact": 1,
+    "weighted": 1,
+    "in_place": 1,
+}
 """Bits that each field had before there was room: what they told apart must stay so."""
 
 
@@ -52,7 +73,8 @@ def test_a_value_too_many_is_refused_at_import(name: str) -> None:
     most = (1 << TAG_FIELDS[name]) - 1
     check_room(TAG_FIELDS, {**LARGEST, name: most})
     with pytest.raises(
-        RuntimeError, match=rf"{name} goes up to {most + 1}, but TAG_FIELDS gives it {TAG_FIELDS[name]}"
+        RuntimeError,
+        match=rf"{name} goes up to {most + 1}, but TAG_FIELDS gives it {TAG_FIELDS[name]}",
     ):
         check_room(TAG_FIELDS, {**LARGEST, name: most + 1})
 
@@ -75,7 +97,9 @@ def test_a_tag_has_so_many_bits() -> None:
 @pytest.mark.parametrize("name", [name for name in TAG_FIELDS if name not in ("hidden", "routing")])
 def test_every_value_comes_back(name: str) -> None:
     for value in range(min(1 << TAG_FIELDS[name], 64)):
-        tag = pack(replace(PLAIN, **{name: value}, hidden=CONFIG.hidden), CONFIG) | pack_routing(0xABCD)
+        tag = pack(replace(PLAIN, **{name: value}, hidden=CONFIG.hidden), CONFIG) | pack_routing(
+            0xABCD
+        )
         assert 0 <= tag < 2**63
         assert unpack(tag) == {**dict.fromkeys(TAG_FIELDS, 0), name: value, "routing": 0xABCD}
 
@@ -96,16 +120,29 @@ def earlier(print_: Fingerprint) -> int:
 
 @pytest.mark.parametrize("hidden", [1, 3, 4096, 4099, 7168, 8192, 8195, 2**20 + 3, 2**31 - 1])
 def test_what_was_told_apart_still_is(hidden: int) -> None:
-    """Of payloads that an object can have: rows of its ``hidden`` channels, and weights, one for each pick."""
+    """Of payloads that an object can have: rows of its ``hidden`` channels, and weights, one for
+    each pick.
+    """
     draw, config = random.Random(hidden), replace(CONFIG, hidden=hidden)
     for top in (1, 2, 3, 8, MOST_PICKS):
         widths, tags = (hidden, top), dict[int, int]()
         sizes = (0, 1, 2047, 2048, 2049, 4095, 4096, 4097, 2**31 - 1)
         some = [draw.choice(range(8)) for _ in range(6)]
         for op, width, words, dtype, mode in product(range(3), widths, sizes, some, range(4)):
-            flags = {name: draw.randrange(2) for name in ("scaled", "exact", "weighted", "in_place")}
+            flags = {
+                name: draw.randrange(2) for name in ("scaled", "exact", "weighted", "in_place")
+            }
             more = {"scale_dtype": draw.randrange(8), "layout": draw.randrange(3)}
-            print_ = replace(PLAIN, op=op, hidden=width, scale_words=words, dtype=dtype, quantize=mode, **flags, **more)
+            print_ = replace(
+                PLAIN,
+                op=op,
+                hidden=width,
+                scale_words=words,
+                dtype=dtype,
+                quantize=mode,
+                **flags,
+                **more,
+            )
             before = tags.setdefault(pack(print_, config), earlier(print_))
             assert before == earlier(print_)
 
@@ -116,19 +153,33 @@ def test_messages_say_channels() -> None:
     found._config = CONFIG
     found._begun = [SimpleNamespace(op=header.CACHED, number=4)]  # pyright: ignore[reportAttributeAccessIssue]
     found._status = [0] * 16
-    mine, theirs = (unpack(pack(replace(PLAIN, op=header.CACHED, hidden=width), CONFIG)) for width in (7168, 3))
-    assert "hidden (cached dispatch #4): rank 0 says 7168, rank 1 says 3" in str(found._disagreement(1, mine, theirs))
+    mine, theirs = (
+        unpack(pack(replace(PLAIN, op=header.CACHED, hidden=width), CONFIG)) for width in (7168, 3)
+    )
+    assert "hidden (cached dispatch #4): rank 0 says 7168, rank 1 says 3" in str(
+        found._disagreement(1, mine, theirs)
+    )
 
 
-VALUES: dict[str, Any] = {"quantize": range(17), "dtype": range(16), "scale_dtype": range(16), "layout": range(8)}
+VALUES: dict[str, Any] = {
+    "quantize": range(17),
+    "dtype": range(16),
+    "scale_dtype": range(16),
+    "layout": range(8),
+}
 
 
 def test_low_latency_has_no_bits_to_run_out_of() -> None:
-    """Its tag of 24 bits is a digest of the whole fingerprint: every value of every field gives another, none of them 0."""
+    """Its tag of 24 bits is a digest of the whole fingerprint: every value of every field gives
+    another, none of them 0.
+    """
     for name in (each.name for each in fields(Fingerprint)):
         prints = [replace(PLAIN, **{name: value}) for value in VALUES.get(name, range(100))]
         tags = [low_latency_kinds._tag(low_latency_kinds._number(print_)) for print_ in prints]
         assert len(set(tags)) == len(tags), name
         assert all(0 < tag < 2**24 for tag in tags)
     kind = low_latency_kinds.CombineKind(kept=0, numbers=(zlib.crc32(b"a"), zlib.crc32(b"b")))
-    assert len({kind.tag(at_owner, number) for at_owner in (False, True) for number in range(100)}) == 200
+    assert (
+        len({kind.tag(at_owner, number) for at_owner in (False, True) for number in range(100)})
+        == 200
+    )

@@ -1,4 +1,6 @@
-"""Bodies on ranks. Bodies that must fail are called like functions, by tests that look at how they failed."""
+"""Bodies on ranks. Bodies that must fail are called like functions, by tests that look at how they
+failed.
+"""
 
 # Torch lacks types:
 # pyright: reportUnknownMemberType=false
@@ -99,14 +101,19 @@ def test_what_ranks_share_is_shown_once() -> None:
         "ranks 0, 2 of 3: Oh: 1\n\n--- ranks 0, 2\nTrace\n  here\nOh: 1\nno\n\n--- rank 1\npassed"
     )
     assert verdict(one, two) == (
-        "rank 0 of 2: Oh: 1; rank 1 of 2: Oh: 2\n\n--- ranks 0, 1\nTrace\n  here\nrank 0: Oh: 1\nno\nrank 1: Oh: 2\nno"
+        "rank 0 of 2: Oh: 1; rank 1 of 2: Oh: 2\n\n--- ranks 0, 1\nTrace\n  here\nrank 0: Oh: "
+        "1\nno\nrank 1: Oh: 2\nno"
     )
-    stuck, died = Outcome(Ending.STUCK, "still running", "at\n"), Outcome(Ending.DIED, "exited with code 1")
+    stuck, died = (
+        Outcome(Ending.STUCK, "still running", "at\n"),
+        Outcome(Ending.DIED, "exited with code 1"),
+    )
     assert verdict(stuck, died, one).startswith(
         "rank 2 of 3: Oh: 1; rank 1 of 3: exited with code 1; rank 0 of 3: still"
     )
     assert verdict(stuck, died, may_die=(1,)) == (
-        "rank 0 of 2: still running\n\n--- rank 0\nstill running\nat\n\n--- rank 1\nexited with code 1"
+        "rank 0 of 2: still running\n\n--- rank 0\nstill running\nat\n\n--- rank 1\nexited with "
+        "code 1"
     )
 
 
@@ -138,7 +145,9 @@ def test_ranks_that_wait_for_a_failed_one_are_ended_soon(monkeypatch: pytest.Mon
     with pytest.raises(RankFailure) as caught:
         leave_the_other_waiting()
     message = str(caught.value)
-    assert message.startswith("rank 0 of 2: KeyError: 'gone'; rank 1 of 2: still running 0.25 s after rank 0 failed\n")
+    assert message.startswith(
+        "rank 0 of 2: KeyError: 'gone'; rank 1 of 2: still running 0.25 s after rank 0 failed\n"
+    )
     assert "in barrier" in message
 
 
@@ -219,7 +228,9 @@ def test_what_pytest_collects_and_reports(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest("-v", "-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=4, failed=1, skipped=1)
-    names = [f"*test_many[[]ranks{size}-{engine}[]] PASSED*" for size, engine in ("1a", "1b", "2a", "2b")]
+    names = [
+        f"*test_many[[]ranks{size}-{engine}[]] PASSED*" for size, engine in ("1a", "1b", "2a", "2b")
+    ]
     result.stdout.fnmatch_lines_random([*names, "*not today"])
     result.stdout.fnmatch_lines(
         [
@@ -261,7 +272,9 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script, lock = tmp_path / "script.py", tmp_path / "lock"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script, lock], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script, lock], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (-9, "held\n"), done.stderr
     with lock.open() as handle:
         for _ in range(600):
@@ -273,7 +286,12 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def test_importing_the_kit_starts_nothing() -> None:
-    check = "import sys, threading, tokenyard.testing; print('pytest' in sys.modules, threading.active_count())"
+    check = (
+        "import sys, threading, tokenyard.testing; print('pytest' in sys.modules, "
+        "threading.active_count())"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "1"]

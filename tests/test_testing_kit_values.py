@@ -100,7 +100,9 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, **labels: object) -
 
 def test_same_bits_are_bits() -> None:
     nan = torch.tensor([[float("nan"), 1.0]])
-    other_nan = nan.view(torch.int32).add(torch.tensor([[1, 0]], dtype=torch.int32)).view(torch.float32)
+    other_nan = (
+        nan.view(torch.int32).add(torch.tensor([[1, 0]], dtype=torch.int32)).view(torch.float32)
+    )
     assert_same_bits(nan, nan.clone(), what="x")
     assert "column 0 is nan (0x7fc00001), expected nan (0x7fc00000)" in difference(other_nan, nan)
     assert "row 1\ncolumn 0 is -0.0 (0x8000), expected 0.0 (0x0000)" in difference(
@@ -124,14 +126,25 @@ def test_a_difference_is_described() -> None:
     source, experts = packed((0, 3), (2, 5), (2, 7), (3, 0)), torch.tensor([0, 1, 1, 4])
     labels = {"source": source, "experts": experts, "rank": 6}
     swapped = difference(expected[[0, 2, 1, 3]], expected, **labels)
-    assert swapped.startswith("rank 6: x: 2 of 4 rows are wrong, first row 1 (source rank 2, token 5, expert 1)\n")
-    assert "column 7 is 2.0 (0x40000000), expected 1.0 (0x3f800000); 1 of 8 columns differ" in swapped
+    assert swapped.startswith(
+        "rank 6: x: 2 of 4 rows are wrong, first row 1 (source rank 2, token 5, expert 1)\n"
+    )
+    assert (
+        "column 7 is 2.0 (0x40000000), expected 1.0 (0x3f800000); 1 of 8 columns differ" in swapped
+    )
     assert "it is misplaced: it equals expected row 2 (source rank 2, token 7, expert 1)" in swapped
-    changed = difference(expected + torch.eye(4, 8), expected, source=-torch.ones(4, dtype=torch.int64))
+    changed = difference(
+        expected + torch.eye(4, 8), expected, source=-torch.ones(4, dtype=torch.int64)
+    )
     assert "4 of 4 rows are wrong, first row 0 (padding)" in changed
     assert "it equals no expected row" in changed
-    assert "first row 0 (experts [4, -1])" in difference(-expected, expected, experts=torch.tensor([[4, -1]] * 4))
-    assert difference(expected[:2], expected, rank=1) == "rank 1: x: got float32 [2, 8], expected float32 [4, 8]"
+    assert "first row 0 (experts [4, -1])" in difference(
+        -expected, expected, experts=torch.tensor([[4, -1]] * 4)
+    )
+    assert (
+        difference(expected[:2], expected, rank=1)
+        == "rank 1: x: got float32 [2, 8], expected float32 [4, 8]"
+    )
     assert difference(expected.half(), expected) == "x: got float16 [4, 8], expected float32 [4, 8]"
 
 
@@ -139,7 +152,9 @@ def test_close_is_relative_to_the_norm_and_never_true_of_nan() -> None:
     expected = torch.full((2, 8), 2.0)
     assert_close(expected * 1.009, expected, relative=0.01, what="y")
     assert_close(expected.bfloat16(), expected, relative=0.0, what="y")
-    with pytest.raises(AssertionError, match=r"allowed 8\.000e-02 .* largest at \[0, 0\]: 2\.0220.*, expected 2\.0"):
+    with pytest.raises(
+        AssertionError, match=r"allowed 8\.000e-02 .* largest at \[0, 0\]: 2\.0220.*, expected 2\.0"
+    ):
         assert_close(expected * 1.011, expected, relative=0.01, what="y")
     for bad in (float("nan"), float("inf")):
         with pytest.raises(AssertionError, match="y: got 16 of 16 values that are not finite"):
@@ -147,7 +162,9 @@ def test_close_is_relative_to_the_norm_and_never_true_of_nan() -> None:
         one_bad = expected.clone()
         one_bad[1, 3] = bad
         for got, wanted, side in ((one_bad, expected, "got"), (expected, one_bad, "expected")):
-            with pytest.raises(AssertionError, match=f"y: {side} 1 of 16 values that are not finite"):
+            with pytest.raises(
+                AssertionError, match=f"y: {side} 1 of 16 values that are not finite"
+            ):
                 assert_close(got, wanted, relative=1e9, what="y")
     with pytest.raises(AssertionError, match=r"got float32 \[8\], expected float32 \[2, 8\]"):
         assert_close(expected[0], expected, relative=1.0, what="y")
@@ -168,8 +185,12 @@ def test_close_at_any_size(size: float) -> None:
     expected = torch.tensor([[size, -size], [0.0, size]], dtype=torch.float64)
     assert_close(expected * 1.0, expected, relative=0.0, what="y")
     assert_close(expected * 0.75, expected, relative=0.26, what="y")
-    with pytest.raises(AssertionError, match=r"y: norm of the difference is .* largest at \[0, 1\]"):
-        assert_close(expected * torch.tensor([[1.0, -1.0], [1.0, 1.0]]), expected, relative=0.5, what="y")
+    with pytest.raises(
+        AssertionError, match=r"y: norm of the difference is .* largest at \[0, 1\]"
+    ):
+        assert_close(
+            expected * torch.tensor([[1.0, -1.0], [1.0, 1.0]]), expected, relative=0.5, what="y"
+        )
 
 
 def test_close_of_complex_numbers_and_of_nothing() -> None:
@@ -181,14 +202,20 @@ def test_close_of_complex_numbers_and_of_nothing() -> None:
     with pytest.raises(AssertionError, match="y: norm of the difference"):
         assert_close(expected.real, expected, relative=0.01, what="y")
     with pytest.raises(AssertionError, match="y: expected 1 of 2 values that are not finite"):
-        assert_close(expected, expected + torch.tensor([0, complex(0, float("nan"))]), relative=1.0, what="y")
+        assert_close(
+            expected, expected + torch.tensor([0, complex(0, float("nan"))]), relative=1.0, what="y"
+        )
     for shape in ((0,), (0, 3), (3, 0)):
-        assert_close(torch.zeros(shape), torch.zeros(shape, dtype=torch.float16), relative=0.0, what="y")
+        assert_close(
+            torch.zeros(shape), torch.zeros(shape, dtype=torch.float16), relative=0.0, what="y"
+        )
     with pytest.raises(AssertionError, match=r"got float32 \[0, 3\], expected float32 \[0, 4\]"):
         assert_close(torch.zeros(0, 3), torch.zeros(0, 4), relative=1.0, what="y")
     assert_close(torch.tensor(-0.0), torch.tensor(0.0), relative=0.0, what="y")
     with pytest.raises(AssertionError, match=r"largest at 0: 1\.0, expected 2\.0"):
-        assert_close(torch.tensor(1.0, requires_grad=True), torch.tensor(2.0), relative=0.4, what="y")
+        assert_close(
+            torch.tensor(1.0, requires_grad=True), torch.tensor(2.0), relative=0.4, what="y"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

@@ -1,4 +1,6 @@
-"""Ranks as a grid: what is detected, what is refused and in which words, and that all ranks say the same."""
+"""Ranks as a grid: what is detected, what is refused and in which words, and that all ranks say the
+same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ import tokenyard as ty
 from cases import Case, check_received, dispatch
 from hostile import assert_works, check, error_of, make_patient, meet
 from tokenyard.testing import Ranks, distributed_test
-from tokenyard.topology import HOST_VARIABLE, Topology, check_topology, detect, node_numbers, settle_topology, this_host
+from tokenyard.topology import (
+    HOST_VARIABLE,
+    Topology,
+    check_topology,
+    detect,
+    node_numbers,
+    settle_topology,
+    this_host,
+)
 
 
 def test_ranks_of_a_grid() -> None:
@@ -28,7 +38,9 @@ def test_ranks_of_a_grid() -> None:
     assert not Topology(1, 4).has_levels and not Topology(4, 1).has_levels
 
 
-@pytest.mark.parametrize(("hosts", "grid"), [("aabb", (2, 2)), ("a", (1, 1)), ("bbbaaaccc", (3, 3)), ("abc", (3, 1))])
+@pytest.mark.parametrize(
+    ("hosts", "grid"), [("aabb", (2, 2)), ("a", (1, 1)), ("bbbaaaccc", (3, 3)), ("abc", (3, 1))]
+)
 def test_what_is_detected(hosts: str, grid: tuple[int, int]) -> None:
     assert detect(list(hosts)) == Topology(*grid)
     assert settle_topology(None, list(hosts)) == (Topology(*grid), "")
@@ -36,8 +48,17 @@ def test_what_is_detected(hosts: str, grid: tuple[int, int]) -> None:
 
 
 UNEVEN = {
-    "aaab": ["equally many ranks", "host a has 3 (ranks 0, 1, 2); host b has 1 (rank 3)", "topology=", HOST_VARIABLE],
-    "abab": ["consecutive", "host a has 2 (ranks 0, 2); host b has 2 (ranks 1, 3)", "host after host"],
+    "aaab": [
+        "equally many ranks",
+        "host a has 3 (ranks 0, 1, 2); host b has 1 (rank 3)",
+        "topology=",
+        HOST_VARIABLE,
+    ],
+    "abab": [
+        "consecutive",
+        "host a has 2 (ranks 0, 2); host b has 2 (ranks 1, 3)",
+        "host after host",
+    ],
     "abba": ["consecutive", "host a has 2 (ranks 0, 3)"],
     "aaaaaaaab": ["host a has 8 (ranks 0, 1, 2, 3, 4, 5, 6, 7); host b"],
     "aaaaaaaaab": ["host a has 9 (ranks 0, 1, 2, 3, 4, 5, 6, 7, ...); host b"],
@@ -95,13 +116,19 @@ def test_hosts_differ(where: str) -> None:
 
     def path(name: str, salt: str) -> Any:
         boot, network = "1" * 36, 5
-        if where in ("boot", "network") and where in {"boot_id": "boot", "net": "network"}[Path(name).name]:
+        if (
+            where in ("boot", "network")
+            and where in {"boot_id": "boot", "net": "network"}[Path(name).name]
+        ):
             boot, network = salt * 36, int(salt)
         return SimpleNamespace(read_text=lambda: boot, stat=lambda: SimpleNamespace(st_ino=network))
 
     def host(salt: str) -> str:
         node = f"node{salt}" if where == "machine" else "node"
-        names = {"platform.node": lambda: node, "tokenyard.topology.Path": lambda name: path(name, salt)}
+        names = {
+            "platform.node": lambda: node,
+            "tokenyard.topology.Path": lambda name: path(name, salt),
+        }
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, {HOST_VARIABLE: ""}))
             for name, value in names.items():
@@ -113,7 +140,10 @@ def test_hosts_differ(where: str) -> None:
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_a_host_without_proc_is_its_machine(error: type[OSError]) -> None:
-    with mock.patch.dict(os.environ, {HOST_VARIABLE: ""}), mock.patch.object(Path, "read_text", side_effect=error):
+    with (
+        mock.patch.dict(os.environ, {HOST_VARIABLE: ""}),
+        mock.patch.object(Path, "read_text", side_effect=error),
+    ):
         assert this_host() == platform.node()
 
 
@@ -123,7 +153,9 @@ def as_host(name: str) -> Any:
 
 @distributed_test(world_size=4)
 def test_objects(ranks: Ranks) -> None:
-    """Given, detected, none, and refused on one rank or disagreed on: everybody learns it in construction."""
+    """Given, detected, none, and refused on one rank or disagreed on: everybody learns it in
+    construction.
+    """
     with make_patient(ranks) as ep:
         assert ep.topology == Topology(1, 4) and "per node" not in ep.why
         assert ep.stats().nodes == [0, 0, 0, 0]
@@ -145,7 +177,10 @@ def test_objects(ranks: Ranks) -> None:
     meet(ranks)
     error = error_of(lambda: make_patient(ranks, topology=(2, 3) if ranks.rank == 1 else None))
     words = ("topology (2x3) has 6 ranks, but the group has 4",)
-    check(error, *((ValueError, *words) if ranks.rank == 1 else (ty.PeerError, "rank 1 could not", *words)))
+    check(
+        error,
+        *((ValueError, *words) if ranks.rank == 1 else (ty.PeerError, "rank 1 could not", *words)),
+    )
 
 
 @distributed_test(world_size=4)

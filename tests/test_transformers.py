@@ -1,4 +1,6 @@
-"""Models of the transformers library, expert-parallel, against the same unmodified models on one process."""
+"""Models of the transformers library, expert-parallel, against the same unmodified models on one
+process.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_meshes(ranks: Ranks, tmp_path: Path, mesh: str) -> None:
 
 @distributed_test(world_size=2)
 def test_ways_to_run_experts(ranks: Ranks, tmp_path: Path) -> None:
-    """The library's own kernels for the experts of a rank, and recomputed layers: the same results."""
+    """The library's own kernels for the experts of a rank, and recomputed layers: the same
+    results.
+    """
     pair = tiny.load(ranks, tmp_path, "Qwen3Moe")
     for how in ("eager", "grouped_mm", "batched_mm"):
         pair.many.set_experts_implementation(how)
@@ -63,9 +67,13 @@ def test_ways_to_run_experts(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @distributed_test(world_size=4)
 def test_experts_alone(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Ranks without tokens, ranks that receive none, picks that repeat: more than a whole model lets happen."""
+    """Ranks without tokens, ranks that receive none, picks that repeat: more than a whole model
+    lets happen.
+    """
     pair = tiny.load(ranks, tmp_path, "Qwen3Moe", dtype)
-    pair.many(tiny.even(4)[0].to(ranks.device), use_cache=False)  # FSDP wants to see the whole model first
+    pair.many(
+        tiny.even(4)[0].to(ranks.device), use_cache=False
+    )  # FSDP wants to see the whole model first
     many, one = tiny.experts(pair.many), tiny.experts(pair.one)
     relative = tiny.RELATIVE if dtype == torch.float32 else 1e-2
     for name in ("uniform", "zipf", "duplicates", "one_rank", "local", "empty_ranks"):
@@ -87,7 +95,9 @@ def test_generate(ranks: Ranks, tmp_path: Path) -> None:
     prompts = [prompt[:1] for prompt in tiny.uneven(2)]
     told = {"max_new_tokens": 6, "do_sample": False}
     last = int(pair.one.generate(prompts[1].to(ranks.device), **told)[0, -5])
-    wanted = [pair.one.generate(prompt.to(ranks.device), eos_token_id=last, **told) for prompt in prompts]
+    wanted = [
+        pair.one.generate(prompt.to(ranks.device), eos_token_id=last, **told) for prompt in prompts
+    ]
     assert wanted[0].shape[1] - prompts[0].shape[1] != wanted[1].shape[1] - prompts[1].shape[1]
     got = pair.many.generate(prompts[ranks.rank].to(ranks.device), eos_token_id=last, **told)
     assert_same_bits(got, wanted[ranks.rank], what="tokens")
@@ -95,18 +105,24 @@ def test_generate(ranks: Ranks, tmp_path: Path) -> None:
 
 @distributed_test(world_size=2)
 def test_objects_belong_to_a_model(ranks: Ranks, tmp_path: Path) -> None:
-    """One native object for two layers, another for another model, even where the first lingers on one rank; none left."""
+    """One native object for two layers, another for another model, even where the first lingers on
+    one rank; none left.
+    """
     from tokenyard.integrations import transformers as integration
 
     def natives() -> set[ty.ExpertParallel]:
         gc.collect()
-        return {native for objects in integration._known.values() for native in objects.made.values()}
+        return {
+            native for objects in integration._known.values() for native in objects.made.values()
+        }
 
     before = natives()
     first = tiny.load(ranks, tmp_path, "Qwen3Moe")
     first.check(tiny.uneven(2), "first model")
     (native,) = natives() - before
-    assert native.stats().calls == {"dispatch": 2, "combine": 4, "cached dispatch": 2}, native.stats().calls
+    assert native.stats().calls == {"dispatch": 2, "combine": 4, "cached dispatch": 2}, (
+        native.stats().calls
+    )
     lingering = first if ranks.rank == 0 else None
     del first, native
     assert len(natives() - before) == (1 if lingering else 0)
@@ -125,7 +141,10 @@ def test_a_silent_rank_has_a_name(ranks: Ranks, tmp_path: Path) -> None:
     idx = torch.arange(6, device=ranks.device).view(3, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenyardEP, "timeout", 1.0)
-        for late in (0, 1):  # rank 1 comes when rank 0 has given up, so that both have tried to make as many objects
+        for late in (
+            0,
+            1,
+        ):  # rank 1 comes when rank 0 has given up, so that both have tried to make as many objects
             if ranks.rank == late:
                 told = r"for rank.* 1" if late == 0 else "rank 0 had given up an attempt before"
                 with torch.no_grad(), pytest.raises(ty.PeerTimeout, match=told) as caught:
@@ -136,7 +155,9 @@ def test_a_silent_rank_has_a_name(ranks: Ranks, tmp_path: Path) -> None:
 
 @distributed_test(world_size=4)
 def test_the_documented_example(ranks: Ranks, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL
+    )
     assert len(block.splitlines()) <= 14
     pair = tiny.load(ranks, tmp_path, "Qwen3Moe")
     model_name = '"Qwen/Qwen3-30B-A3B"'
@@ -145,7 +166,12 @@ def test_the_documented_example(ranks: Ranks, tmp_path: Path) -> None:
     names: dict[str, Any] = {"ids": ids}
     with tiny.as_launched(ranks):
         exec(block.replace(model_name, repr(str(tmp_path))), names)
-    assert_close(names["loss"].detach(), pair.one(ids, labels=ids).loss.detach(), relative=tiny.RELATIVE, what="loss")
+    assert_close(
+        names["loss"].detach(),
+        pair.one(ids, labels=ids).loss.detach(),
+        relative=tiny.RELATIVE,
+        what="loss",
+    )
 
 
 def test_an_old_transformers_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +187,19 @@ def test_training_example() -> None:
         [sys.executable, str(ROOT / "examples" / "train_qwen3_moe.py")],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+        },
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [
-        (float(one), float(many)) for one, many in re.findall(r"^ +\d+ +(\S+) +(\S+) ", done.stdout, re.MULTILINE)
+        (float(one), float(many))
+        for one, many in re.findall(r"^ +\d+ +(\S+) +(\S+) ", done.stdout, re.MULTILINE)
     ]
     assert len(losses) == 5
     assert losses[-1][0] < 0.9 * losses[0][0]

@@ -1,4 +1,6 @@
-"""Kernels of engine twolevel as sm_90 machine code, as ``test_kernels_aot.py`` has nvlink's; with NVSHMEM's calls, as PTX."""
+"""Kernels of engine twolevel as sm_90 machine code, as ``test_kernels_aot.py`` has nvlink's; with
+NVSHMEM's calls, as PTX.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ SPILLS = {
     "two_combine_kernel FLAT bf16 @24": 60,
     "narrow rows, 2 x 8": 50,
 }
-"""Most local loads and stores where there may be some; all others have none. All roles of a kernel share one loop, and a program
-has all registers of its multiprocessor. On H200s tilings without spills were no faster, or slower (``docs/performance.md``)."""
+"""Most local loads and stores where there may be some; all others have none. All roles of a kernel
+share one loop, and a program has all registers of its multiprocessor. On H200s tilings without
+spills were no faster, or slower (``docs/performance.md``)."""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,8 @@ def test_short_rows_compile_for_nodes_of_8(facts: Facts) -> None:
 
 
 def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
-    """Of what a combine in place reads, copies to shared memory: four at once of each of two ranks' rows, in both its sums, and of
-    the other node's. It stores two kinds of sums."""
+    """Of what a combine in place reads, copies to shared memory: four at once of each of two ranks'
+    rows, in both its sums, and of the other node's. It stores two kinds of sums."""
     assert len(moving(facts)) > 16
     for name, each in moving(facts).items():
         pulls = name.startswith("two_pull")
@@ -74,7 +77,10 @@ def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
         assert each["stores 128"] >= (2 if pulls else 3), (name, each)
         if "MAJOR" not in name and "cast" not in name:
             assert each["cached loads"] == 0, (name, each)
-            assert each["kept stores"] == 0 or name.startswith(("two_combine", "two_pull")), (name, each)  # results
+            assert each["kept stores"] == 0 or name.startswith(("two_combine", "two_pull")), (
+                name,
+                each,
+            )  # results
 
 
 def test_waits_acquire_and_releases_are_fenced(facts: Facts) -> None:
@@ -89,15 +95,23 @@ def test_waits_acquire_and_releases_are_fenced(facts: Facts) -> None:
 def test_registers_suffice_and_sums_are_not_fused(facts: Facts) -> None:
     for name, each in facts.items():
         assert each["spills"] <= SPILLS.get(name, 0), (name, each)
-        assert each["fused"] == 0 or "cast" in name, (name, each)  # a cast divides, which takes fused steps
+        assert each["fused"] == 0 or "cast" in name, (
+            name,
+            each,
+        )  # a cast divides, which takes fused steps
 
 
 def test_every_put_through_the_network_is_fenced(everything: Facts) -> None:
     """And kernels that talk to other nodes do make NVSHMEM's calls; mapped rows need none."""
     through = {name: each for name, each in everything.items() if name.endswith("network")}
     assert {name.split()[0] for name in waiting(through)} == {
-        "plan_kernel", "two_greet_kernel", "two_dispatch_kernel", "two_combine_kernel", "two_direct_kernel", "two_pull_kernel",
-    }  # fmt: skip
+        "plan_kernel",
+        "two_greet_kernel",
+        "two_dispatch_kernel",
+        "two_combine_kernel",
+        "two_direct_kernel",
+        "two_pull_kernel",
+    }
     for rows in ("two_dispatch_kernel FLAT bf16", "two_direct_kernel FLAT bf16"):
         assert 0 < through[f"{rows} mapped network"]["puts"] < through[f"{rows} network"]["puts"]
     for name, each in waiting(through).items():

@@ -1,7 +1,8 @@
-"""Engine twolevel when things go wrong, on simulated ranks with a simulated clock: nobody hangs, and everybody is told why.
+"""Engine twolevel when things go wrong, on simulated ranks with a simulated clock: nobody hangs,
+and everybody is told why.
 
-``make soak`` runs many times as many seeds of deaths, of hurried workers and of a rank that stays away, and asks that all roles
-notice some death.
+``make soak`` runs many times as many seeds of deaths, of hurried workers and of a rank that stays
+away, and asks that all roles notice some death.
 """
 
 from __future__ import annotations
@@ -17,26 +18,40 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 pytestmark = without_devices
 
 DEATHS = {(2, 2): 6, (3, 2): 2}
-"""Seeds by nodes and ranks per node; six reach other nodes in each way in both parts of a life. ``make soak`` runs more."""
+"""Seeds by nodes and ranks per node; six reach other nodes in each way in both parts of a life.
+``make soak`` runs more.
+"""
 DEATHS_IN_PLACE = {(2, 2): 6, (3, 2): 2}
 """The same, in calls in place."""
 SILENT = re.compile(
-    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of rank \d+)?|its node's sums"
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of "
+    r"rank \d+)?|its node's sums"
     rf"|the end of its rows|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s "
-    r"\((?:dispatch|cached dispatch|combine) #\d+, waiting for (?:tickets|(?:arrivals|hellos|dones)\[\d+\]"
-    r"|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network sender|forwarder|combiner|reducer)\)) "
+    r"\((?:dispatch|cached dispatch|combine) #\d+, waiting for "
+    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]"
+    r"|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network "
+    r"sender|forwarder|combiner|reducer)\)) "
     r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
 )
-ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[([\d, ]+)\](; it had reported: .*)?")
+ABSENT = re.compile(
+    r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[([\d, ]+)\](; it had reported: "
+    r".*)?"
+)
 
 
 def roles_that_noticed(nodes: int, per_node: int, parts: list[tuple[int, int]]) -> set[str]:
-    """Of all ranks that have learnt of a death, in life parts by (seed, part). Everybody names who died."""
+    """Of all ranks that have learnt of a death, in life parts by (seed, part). Everybody names who
+    died.
+    """
     roles, noticed = set[str](), 0
-    deaths = run_all("twolevel_failures.death", [(nodes, per_node, seed, part) for seed, part in parts])
+    deaths = run_all(
+        "twolevel_failures.death", [(nodes, per_node, seed, part) for seed, part in parts]
+    )
     for (seed, part), (victim, when, endings) in zip(parts, deaths, strict=True):
         where = f"seed {seed}, part {part}, rank {victim} dies after {when} of 1000: {endings}"
-        assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), where
+        assert all(ending is not None or rank == victim for rank, ending in enumerate(endings)), (
+            where
+        )
         for rank, ending in enumerate(endings):
             if ending is None or ending == FINE:
                 continue
@@ -58,7 +73,9 @@ def roles_that_noticed(nodes: int, per_node: int, parts: list[tuple[int, int]]) 
 @pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), DEATHS)
 def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
-    """By all others, whichever role notices; who is one hop further learns it from the report of the one between."""
+    """By all others, whichever role notices; who is one hop further learns it from the report of
+    the one between.
+    """
     seeds = range(DEATHS[nodes, per_node] * SOAK)
     roles = roles_that_noticed(nodes, per_node, [(seed, seed % 2) for seed in seeds])
     assert len(seeds) < 20 or roles >= {"receiver", "forwarder", "combiner", "reducer"}, roles
@@ -74,8 +91,12 @@ def test_a_rank_that_dies_in_a_call_in_place_is_named(nodes: int, per_node: int)
 
 @pytest.mark.timeout(600 * SOAK)
 def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reason() -> None:
-    """A worker that has told the others to stop says whom it waited for, also if that has just come; never itself or nobody."""
-    grids = [(2, 1, seed, seed % 2) for seed in range(4 * SOAK)] + [(2, 2, seed, seed % 2) for seed in range(2 * SOAK)]
+    """A worker that has told the others to stop says whom it waited for, also if that has just
+    come; never itself or nobody.
+    """
+    grids = [(2, 1, seed, seed % 2) for seed in range(4 * SOAK)] + [
+        (2, 2, seed, seed % 2) for seed in range(2 * SOAK)
+    ]
     grids += [(2, 2, seed, 2) for seed in (109, 119, *range(2 * SOAK))] + [(3, 2, 49261, 2)]
     at_last = 0
     for grid, endings in zip(grids, run_all("twolevel_failures.hurry", grids), strict=True):
@@ -128,7 +149,9 @@ def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> N
     ids=["exact", "static", "cached", "combine"],
 )
 def test_a_refusal_reaches_all(op: int, exact: bool, in_place: bool) -> None:
-    for endings in run_all("twolevel_failures.refusal", [(op, exact, in_place, seed) for seed in range(3)]):
+    for endings in run_all(
+        "twolevel_failures.refusal", [(op, exact, in_place, seed) for seed in range(3)]
+    ):
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending
@@ -137,4 +160,7 @@ def test_a_refusal_reaches_all(op: int, exact: bool, in_place: bool) -> None:
             elif rank == CULPRIT:
                 assert (kind, "this rank refused" in text) == ("PeerError", True), text
             else:
-                assert (kind, f"rank {CULPRIT} refused its side of" in text) == ("PeerError", True), text
+                assert (kind, f"rank {CULPRIT} refused its side of" in text) == (
+                    "PeerError",
+                    True,
+                ), text

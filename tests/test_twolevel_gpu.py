@@ -1,4 +1,6 @@
-"""Engine twolevel on GPUs: grids of virtual ranks on one (``make test-virtual``), and processes with NVSHMEM between nodes."""
+"""Engine twolevel on GPUs: grids of virtual ranks on one (``make test-virtual``), and processes
+with NVSHMEM between nodes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 
 import test_cuda_graph
 import tokenyard as ty
-from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus, to
+from cases import (
+    Case,
+    check_combined,
+    check_received,
+    dispatch,
+    rows_to_combine,
+    skip_without_gpus,
+    to,
+)
 from cases import on_grid as cases_on_grid
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, distributed_test
@@ -21,7 +31,8 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        DEVICE == "cpu", reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere"
+        DEVICE == "cpu",
+        reason="needs GPUs (make test-gpu); the simulator runs these kernels elsewhere",
     ),
 ]
 
@@ -50,7 +61,11 @@ GRIDS = {"cuda": (On2x1, On2x2), "simulated": (On2x1,)}.get(DEVICE, (On2x4, On2x
 CALLS = {
     "flat": {},
     "major": {"layout": ty.Layout.EXPERT_MAJOR, "expert_alignment": 4},
-    "padded, static, FP8": {"layout": ty.Layout.EXPERT_PADDED, "exact": False, "quantize": ty.Quantize.FP8},
+    "padded, static, FP8": {
+        "layout": ty.Layout.EXPERT_PADDED,
+        "exact": False,
+        "quantize": ty.Quantize.FP8,
+    },
 }
 
 
@@ -71,11 +86,17 @@ def on_grid(ranks: Ranks, grid: type[Case], **options: object) -> Case:
 
 
 reaches = pytest.mark.parametrize(
-    "reach", [{}, {PUTS_VARIABLE: "1"}] if DEVICE == "cuda" else [{}], ids=["mapped", "puts"][: 1 + (DEVICE == "cuda")]
+    "reach",
+    [{}, {PUTS_VARIABLE: "1"}] if DEVICE == "cuda" else [{}],
+    ids=["mapped", "puts"][: 1 + (DEVICE == "cuda")],
 )
-"""How rows reach other nodes: NVSHMEM maps all GPUs of a host, so there they are put only if told to."""
+"""How rows reach other nodes: NVSHMEM maps all GPUs of a host, so there they are put only if told
+to.
+"""
 sizes = distributed_test(
-    world_size=tuple(sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})),
+    world_size=tuple(
+        sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})
+    ),
     engine="twolevel",
     timeout=240.0,
 )
@@ -85,8 +106,12 @@ sizes = distributed_test(
 @pytest.mark.parametrize("call", CALLS)
 @reaches
 @sizes
-def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str, reach: dict[str, str]) -> None:
-    """Two calls of each kind, a cached one, and sums by the tree of the grid; what crossed is once per (token, node)."""
+def test_matches_the_oracle(
+    ranks: Ranks, grid: type[Case], call: str, reach: dict[str, str]
+) -> None:
+    """Two calls of each kind, a cached one, and sums by the tree of the grid; what crossed is once
+    per (token, node).
+    """
     case = on_grid(ranks, grid, **CALLS[call])
     with mock.patch.dict(os.environ, reach), case.make(ranks) as ep:
         if DEVICE == "cuda":
@@ -109,17 +134,26 @@ def test_matches_the_oracle(ranks: Ranks, grid: type[Case], call: str, reach: di
 def test_rows_left_and_summed_in_place(
     ranks: Ranks, grid: type[Case], mode: ty.Quantize | None, reach: dict[str, str]
 ) -> None:
-    """Fresh and cached; sums of rows in the view, of rows that are copied there, and with a bias; beside calls through rings."""
+    """Fresh and cached; sums of rows in the view, of rows that are copied there, and with a bias;
+    beside calls through rings.
+    """
     case, rank = on_grid(ranks, grid, quantize=mode), ranks.rank
     want = case.combined(rank).x
-    terms = [torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16) for r in range(ranks.world_size)]
+    terms = [
+        torch.full((case.tokens_of(r), case.hidden), 0.5, dtype=torch.bfloat16)
+        for r in range(ranks.world_size)
+    ]
     biased = case.combined(rank, bias=terms).x
     with mock.patch.dict(os.environ, reach), case.make(ranks) as ep:
         for _ in range(2):
             check_received(recv := dispatch(ranks, ep, case, in_place=True), case, rank)
-            again = ep.dispatch(to(case.x[rank], ranks.device), handle=recv.handle, quantize=mode, in_place=True)
+            again = ep.dispatch(
+                to(case.x[rank], ranks.device), handle=recv.handle, quantize=mode, in_place=True
+            )
             expected = case.expected[rank].x
-            assert torch.equal(again.x[: len(expected)].view(torch.uint8).cpu(), expected.view(torch.uint8))
+            assert torch.equal(
+                again.x[: len(expected)].view(torch.uint8).cpu(), expected.view(torch.uint8)
+            )
             rows = rows_to_combine(recv, case, rank)
             view = again.x if mode is None else ep.empty_for_combine(recv.handle, in_place=True)
             for call in range(3):
@@ -140,16 +174,24 @@ def test_few_multiprocessors(ranks: Ranks, grid: type[Case]) -> None:
     case = on_grid(ranks, grid, num_tokens=700)
     with case.make(ranks, num_sms=24) as ep:
         for call in range(4):
-            check_received(recv := dispatch(ranks, ep, case, in_place=call % 2 == 0), case, ranks.rank)
-            got = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle, in_place=call % 2 == 0)
+            check_received(
+                recv := dispatch(ranks, ep, case, in_place=call % 2 == 0), case, ranks.rank
+            )
+            got = ep.combine(
+                rows_to_combine(recv, case, ranks.rank), recv.handle, in_place=call % 2 == 0
+            )
             check_combined(got, case, ranks.rank, case.combined(ranks.rank).x, f"call {call}")
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="threads of one process cannot capture side by side: make test-gpu")
+@pytest.mark.skipif(
+    DEVICE != "cuda", reason="threads of one process cannot capture side by side: make test-gpu"
+)
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
 @pytest.mark.parametrize("body", GRAPHS, ids=["flat", "padded", "in place"])
 @sizes
-def test_replays_of_a_cuda_graph(ranks: Ranks, grid: type[Case], body: tuple[str, tuple[ty.Layout, ...]]) -> None:
+def test_replays_of_a_cuda_graph(
+    ranks: Ranks, grid: type[Case], body: tuple[str, tuple[ty.Layout, ...]]
+) -> None:
     """Those of ``test_cuda_graph.py``."""
     case, (name, layout) = on_grid(ranks, grid), body
     assert case.topology is not None
@@ -160,7 +202,9 @@ def test_replays_of_a_cuda_graph(ranks: Ranks, grid: type[Case], body: tuple[str
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
 @reaches
 @sizes
-def test_a_batch_of_32_times_the_rings(ranks: Ranks, grid: type[Case], reach: dict[str, str]) -> None:
+def test_a_batch_of_32_times_the_rings(
+    ranks: Ranks, grid: type[Case], reach: dict[str, str]
+) -> None:
     """There and back; symmetric memory stays as it was."""
     case, rings = on_grid(ranks, grid, num_tokens=4000), 56 << 10
     with mock.patch.dict(os.environ, reach), case.make(ranks, buffer_bytes=rings) as ep:

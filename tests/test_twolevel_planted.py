@@ -1,4 +1,5 @@
-"""Bugs planted in the kernels of engine twolevel are found within a few seeds, and the kernels as they are pass those seeds.
+"""Bugs planted in the kernels of engine twolevel are found within a few seeds, and the kernels as
+they are pass those seeds.
 
 CI plants :data:`PLANTED`, ``make soak`` all.
 """
@@ -26,13 +27,18 @@ KINDS = {
 }
 
 SLOW = {
-    "worker: published twice", "forwarder: rings not drained", "greeting: before its tag", "placer: credit before read",
-    "placer: views not waited for", "pulling reducer: credit before read", "pulling reducer: credit before read, mapped",
+    "worker: published twice", "forwarder: rings not drained", "greeting: before its "
+                                                               "tag", "placer: credit before read",
+    "placer: views not waited for", "pulling reducer: credit before read", "pulling reducer: "
+                                                                           "credit before read, "
+                                                                           "mapped",
     "direct: workers without rows wait for nobody", "views: call counted before its end",
 }  # fmt: skip
 """10 seconds and more each, or several seeds."""
 
-TOGETHER = dict.fromkeys(("two_direct", "two_pull", "two_views"), "in place") | {"two_far": "two_dispatch"}
+TOGETHER = dict.fromkeys(("two_direct", "two_pull", "two_views"), "in place") | {
+    "two_far": "two_dispatch"
+}
 """Files that count as one."""
 
 FIRST = {

@@ -1,4 +1,6 @@
-"""Experts that do not divide among ranks: what ranks lay out for each other follows the rank with most, on every rank alike."""
+"""Experts that do not divide among ranks: what ranks lay out for each other follows the rank with
+most, on every rank alike.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Noting:
 
     def allocate(self, num_bytes: int) -> Region:
         self.noted.append(num_bytes)
-        return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(self.world_size, dtype=torch.int64))
+        return Region(
+            torch.empty(16, dtype=torch.uint8), torch.zeros(self.world_size, dtype=torch.int64)
+        )
 
     def host_words(self, count: int) -> torch.Tensor:
         self.noted.append(count)
@@ -84,27 +88,48 @@ def slotted(config: Config) -> list[Any]:
     from tokenyard.engines.rings import form_of
 
     memory = Noting(config)
-    engine = LowLatencyEngine(config, memory, Stats.zeros(config.rank, config.world_size), Shape(programs=8), None)  # type: ignore[arg-type]
+    engine = LowLatencyEngine(
+        config, memory, Stats.zeros(config.rank, config.world_size), Shape(programs=8), None
+    )  # type: ignore[arg-type]
     spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
     form = form_of(Payload(torch.empty(0, 256, dtype=torch.bfloat16), None), None, 8)
-    more: dict[str, Any] = {"wide": True, "weighted": True, "columns": False, "loads": 0, "timed": False}
+    more: dict[str, Any] = {
+        "wide": True,
+        "weighted": True,
+        "columns": False,
+        "loads": 0,
+        "timed": False,
+    }
     engine._launches.dispatch(form, None, torch.bfloat16, spec, BOTH, **more)
     engine._launches.combine(torch.bfloat16, 0, (), BOTH, kept=0, timed=False, lost=False)
     ground = engine._ground
-    return [*memory.noted, ground.slots_at, ground.num_bytes, ground.state.shape, ground.expert_bins]
+    return [
+        *memory.noted,
+        ground.slots_at,
+        ground.num_bytes,
+        ground.state.shape,
+        ground.expert_bins,
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("engine", ["nvlink", "twolevel", "low_latency"])
 def test_ranks_lay_out_alike(engine: str, world_size: int) -> None:
-    """Sizes of regions, and constants of kernels that address peers: none follows the rank's own experts."""
+    """Sizes of regions, and constants of kernels that address peers: none follows the rank's own
+    experts.
+    """
     pytest.importorskip("triton")
     grid = Topology(2, world_size // 2)
     configs = [config_of(rank, world_size, grid) for rank in range(world_size)]
     assert len({config.num_local_experts for config in configs}) == 2
-    laid = [slotted(config) if engine == "low_latency" else ringed(engine, config) for config in configs]
+    laid = [
+        slotted(config) if engine == "low_latency" else ringed(engine, config) for config in configs
+    ]
     assert all(each == laid[0] for each in laid), [
-        (mine, other) for each in laid for mine, other in zip(laid[0], each, strict=True) if mine != other
+        (mine, other)
+        for each in laid
+        for mine, other in zip(laid[0], each, strict=True)
+        if mine != other
     ]
 
 
@@ -161,9 +186,14 @@ def test_counters_of_a_combine_are_those_of_its_dispatch_turned_round(ranks: Ran
         back = ep.stats()
     own = ranks.rank + 1
     sent = [own if peer in (0, ranks.rank) else 0 for peer in range(3)]
-    received = [1, 2, 3] if ranks.rank == 0 else [own if peer == ranks.rank else 0 for peer in range(3)]
+    received = (
+        [1, 2, 3] if ranks.rank == 0 else [own if peer == ranks.rank else 0 for peer in range(3)]
+    )
     assert (there.rows_sent, there.rows_received) == (sent, received)
     assert [b - a for a, b in zip(there.rows_sent, back.rows_sent, strict=True)] == received
     assert [b - a for a, b in zip(there.rows_received, back.rows_received, strict=True)] == sent
     crossed = zip(there.bytes_sent, back.bytes_sent, there.rows_received, range(3), strict=True)
-    assert all((after > before) == (rows > 0 and peer != ranks.rank) for before, after, rows, peer in crossed)
+    assert all(
+        (after > before) == (rows > 0 and peer != ranks.rank)
+        for before, after, rows, peer in crossed
+    )

@@ -1,4 +1,6 @@
-"""Headers and counts from a peer that lies: a named error, and nothing is sized or addressed by them."""
+"""Headers and counts from a peer that lies: a named error, and nothing is sized or addressed by
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from tokenyard.testing import Ranks, distributed_test
 
 PICKS, EXPERTS, LOCAL = 3, 7, 3
 FIRST, STATUS, TEXT = 1, 1 + len(fields(Fingerprint)), NUM_TOKENS - head.TEXT_WORDS
-SAID = {"op": DISPATCH, "call": 5, "hidden": 40, "exact": 1, "expert_alignment": 1, "capacity": -1, "weighted": 1}
+SAID = {
+    "op": DISPATCH,
+    "call": 5,
+    "hidden": 40,
+    "exact": 1,
+    "expert_alignment": 1,
+    "capacity": -1,
+    "weighted": 1,
+}
 CALL = Fingerprint(**{**dict.fromkeys((f.name for f in fields(Fingerprint)), 0), **SAID})
 
 
@@ -38,7 +48,9 @@ def honest(num_ranks: int = 3) -> Tensor:
     return headers
 
 
-def verify(headers: Tensor, rank: int = 0, picks: int = PICKS, max_rows: int = head.MOST_ROWS) -> None:
+def verify(
+    headers: Tensor, rank: int = 0, picks: int = PICKS, max_rows: int = head.MOST_ROWS
+) -> None:
     config = Config(
         num_experts=EXPERTS,
         hidden=40,
@@ -76,7 +88,9 @@ LIES: dict[str, Callable[[Tensor], object]] = {
     "tokens beyond int32": lambda row: row[NUM_TOKENS].fill_(2**31),
     "everything beyond int32": lambda row: row[NUM_TOKENS:].fill_(2**40),
     "a negative count": lambda row: row[COUNTS].fill_(-1),
-    "a negative count that others make up for": lambda row: row[COUNTS:].copy_(torch.tensor([-1, 4, 4])),
+    "a negative count that others make up for": lambda row: row[COUNTS:].copy_(
+        torch.tensor([-1, 4, 4])
+    ),
     "a count above the rows": lambda row: row[COUNTS].fill_(5),
     "a huge count": lambda row: row[COUNTS].fill_(2**62),
     "counts whose sum wraps": lambda row: row[COUNTS:].fill_(2**63 - 1),
@@ -97,14 +111,18 @@ def test_impossible_numbers(lie: str) -> None:
 
 
 def to_every_rank(*lies: int) -> Tensor:
-    """Honest headers that also say how many rows go to each of three ranks; rank 1 says ``lies``."""
+    """Honest headers that also say how many rows go to each of three ranks; rank 1 says
+    ``lies``.
+    """
     headers = torch.cat([honest(), torch.tensor([6, 0, 4]).expand(3, -1)], 1)
     headers[1, COUNTS + LOCAL :] = torch.tensor(lies)
     return headers
 
 
 def test_rows_to_every_rank() -> None:
-    """What is told of other ranks is bounded as well: by the tokens that there are, and by the room for them."""
+    """What is told of other ranks is bounded as well: by the tokens that there are, and by the room
+    for them.
+    """
     verify(to_every_rank(0, 6, 6))
     for lies in ((-1, 0, 0), (0, 7, 0), (0, 0, -(2**63)), (0, 0, 2**40)):
         with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts"):
@@ -125,7 +143,9 @@ def test_more_rows_than_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_counts_for_an_expert_of_another_rank(rank: int) -> None:
-    """7 experts: rank 0 has three of them, the others two, so that their headers' third count is nobody's."""
+    """7 experts: rank 0 has three of them, the others two, so that their headers' third count is
+    nobody's.
+    """
     headers = honest()
     headers[:, COUNTS:] = torch.tensor([4, 3, 0])
     verify(headers, rank)
@@ -142,7 +162,9 @@ def test_more_picks_than_tokens_can_have() -> None:
     headers[1, NUM_ROWS] = 1
     headers[1, COUNTS:] = 1
     verify(headers)
-    with pytest.raises(ty.PeerError, match="rank 1 announced impossible counts: 1 rows of 6 tokens"):
+    with pytest.raises(
+        ty.PeerError, match="rank 1 announced impossible counts: 1 rows of 6 tokens"
+    ):
         verify(headers, picks=2)
 
 
@@ -151,12 +173,19 @@ def test_more_picks_than_tokens_can_have() -> None:
 def test_a_fingerprint_of_nonsense(name: str, value: int) -> None:
     """Numbers that are no word of ours are nobody's index."""
     headers = honest()
-    headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, **{name: value})))
+    headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(
+        astuple(replace(CALL, **{name: value}))
+    )
     with pytest.raises(ty.Mismatch, match=r"ranks disagree on .*rank 0 says .*, rank 2 says"):
         verify(headers)
 
 
-SPEC: dict[str, Any] = {"layout": ty.Layout.EXPERT_MAJOR, "exact": False, "expert_alignment": 4, "capacity": 9}
+SPEC: dict[str, Any] = {
+    "layout": ty.Layout.EXPERT_MAJOR,
+    "exact": False,
+    "expert_alignment": 4,
+    "capacity": 9,
+}
 
 
 def told(**changes: Any) -> dict[str, int]:
@@ -234,14 +263,18 @@ def test_every_rank_comes_to_the_same_verdict() -> None:
     headers = honest()
     headers[2, FIRST : FIRST + len(astuple(CALL))] = torch.tensor(astuple(replace(CALL, hidden=41)))
     for rank in range(3):
-        with pytest.raises(ty.Mismatch, match="ranks disagree on hidden: rank 0 says 40, rank 2 says 41"):
+        with pytest.raises(
+            ty.Mismatch, match="ranks disagree on hidden: rank 0 says 40, rank 2 says 41"
+        ):
             verify(headers, rank)
 
 
 def test_refusals_carry_their_reason() -> None:
     headers = honest()
     head.refuse(headers[1:2], "x has 39 channels")
-    with pytest.raises(ty.PeerError, match=r"^rank 1 refused its side of this call: x has 39 channels$"):
+    with pytest.raises(
+        ty.PeerError, match=r"^rank 1 refused its side of this call: x has 39 channels$"
+    ):
         verify(headers)
 
 
@@ -257,7 +290,9 @@ def test_the_remedy_of_a_refusal_is_not_cut_off() -> None:
     """The longest of our own messages reaches the other ranks whole."""
     headers = honest()
     error = error_of(
-        lambda: ty.ExpertParallel(**LONE).dispatch(torch.zeros(300, 8), torch.zeros(300, 2).long(), exact=False)
+        lambda: ty.ExpertParallel(**LONE).dispatch(
+            torch.zeros(300, 8), torch.zeros(300, 2).long(), exact=False
+        )
     )
     head.refuse(headers[1:2], str(error))
     with pytest.raises(ty.PeerError, match=r"or use exact=True with Layout\.FLAT or EXPERT_MAJOR$"):
@@ -285,10 +320,14 @@ def test_garbage_instead_of_text() -> None:
 def test_bad_ids_are_a_value_error_at_home_and_a_peer_error_elsewhere() -> None:
     headers = honest()
     head.mark_bad_index(headers[1:2], torch.tensor([[0, 1, 2], [3, -1, 7]]), EXPERTS)
-    with pytest.raises(ValueError, match=r"^topk_idx\[1, 2\] is 7, but there are 7 experts \(use -1 for") as caught:
+    with pytest.raises(
+        ValueError, match=r"^topk_idx\[1, 2\] is 7, but there are 7 experts \(use -1 for"
+    ) as caught:
         verify(headers, 1)
     assert type(caught.value) is ValueError
-    with pytest.raises(ty.PeerError, match=r"rank 1 refused its side of this call: topk_idx\[1, 2\] is 7"):
+    with pytest.raises(
+        ty.PeerError, match=r"rank 1 refused its side of this call: topk_idx\[1, 2\] is 7"
+    ):
         verify(headers, 0)
 
 
@@ -305,7 +344,9 @@ BAD_IDS = [
 def test_the_first_bad_id_is_the_one_that_is_named(
     ids: list[list[int]], first: tuple[int, int] | None, dtype: torch.dtype
 ) -> None:
-    """In headers, and where the host learns it later: there a call that follows does not take its place."""
+    """In headers, and where the host learns it later: there a call that follows does not take its
+    place.
+    """
     picks = torch.tensor(ids, dtype=dtype)
     header, seen = head.blank(CALL, 2, LOCAL, 2), torch.tensor([-1, -1])
     head.mark_bad_index(header, picks, EXPERTS)
@@ -345,7 +386,11 @@ def test_any_corruption_is_named_or_harmless(peer: int, changes: dict[int, int])
         verify(headers, rank=(peer + 1) % 3)
     except (ty.PeerError, ty.Mismatch):
         return
-    tokens, rows, counts = int(headers[peer, NUM_TOKENS]), int(headers[peer, NUM_ROWS]), headers[peer, COUNTS:].tolist()
+    tokens, rows, counts = (
+        int(headers[peer, NUM_TOKENS]),
+        int(headers[peer, NUM_ROWS]),
+        headers[peer, COUNTS:].tolist(),
+    )
     assert 0 <= rows <= tokens < 2**31
     assert all(0 <= count <= rows for count in counts)
     assert rows <= sum(counts) <= rows * PICKS
@@ -353,8 +398,12 @@ def test_any_corruption_is_named_or_harmless(peer: int, changes: dict[int, int])
 
 def test_spans() -> None:
     everybody = range(3)
-    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0]) == Spans([0, 2, 2], [2, 0, 3], [0, 1, 2], [1, 1, 0])
-    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0], 4) == Spans([0, 4, 8], [2, 0, 3], [0, 4, 8], [1, 1, 0])
+    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0]) == Spans(
+        [0, 2, 2], [2, 0, 3], [0, 1, 2], [1, 1, 0]
+    )
+    assert Spans.among(everybody, 3, [2, 0, 3], [1, 1, 0], 4) == Spans(
+        [0, 4, 8], [2, 0, 3], [0, 4, 8], [1, 1, 0]
+    )
     assert Spans.among(range(1), 1, [2], [1]).reversed() == Spans([0], [1], [0], [2])
     some = Spans.among(range(1, 6, 2), 6, [2, 0, 3], [1, 1, 0])
     assert (some.send_starts, some.send_counts) == ([0, 0, 0, 2, 0, 2], [0, 2, 0, 0, 0, 3])
@@ -365,7 +414,10 @@ def test_a_wire_of_one_rank_needs_no_store() -> None:
     wire = GlooWire(None, 0, 1, timeout=1.0)
     header = torch.arange(6).view(1, 6)
     assert torch.equal(wire.swap(header, "counts")(), header)
-    send, recv = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
+    send, recv = (
+        torch.arange(12, dtype=torch.uint8).view(3, 4),
+        torch.zeros(3, 4, dtype=torch.uint8),
+    )
     wire.exchange(send, recv, Spans.among(range(1), 1, [3], [3]), "rows")()
     assert torch.equal(recv, send)
     wire.close()
@@ -379,9 +431,15 @@ OBJECT_LIES: dict[str, tuple[dict[str, object], Callable[[Tensor], object]]] = {
     "magic": ({}, lambda header: header[:, 0].fill_(1)),
     "negative rows": ({}, lambda header: header[:, NUM_ROWS].fill_(-1)),
     "huge rows": ({}, lambda header: header[:, NUM_ROWS].fill_(2**50)),
-    "huge counts": ({"layout": ty.Layout.EXPERT_MAJOR}, lambda header: header[:, COUNTS].fill_(2**50)),
+    "huge counts": (
+        {"layout": ty.Layout.EXPERT_MAJOR},
+        lambda header: header[:, COUNTS].fill_(2**50),
+    ),
     "static rows beyond M": ({"exact": False}, lambda header: announce(header, M + 1)),
-    "padded rows beyond M": ({"layout": ty.Layout.EXPERT_PADDED}, lambda header: announce(header, M + 1)),
+    "padded rows beyond M": (
+        {"layout": ty.Layout.EXPERT_PADDED},
+        lambda header: announce(header, M + 1),
+    ),
 }
 
 
@@ -393,7 +451,9 @@ def announce(header: Tensor, rows: int) -> None:
 @pytest.mark.parametrize("lie", OBJECT_LIES)
 @distributed_test(world_size=2)
 def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
-    """Rank 1 sends a corrupt header: rank 0 names it before it makes room for its rows, and goes on."""
+    """Rank 1 sends a corrupt header: rank 0 names it before it makes room for its rows, and goes
+    on.
+    """
     options, corrupt = OBJECT_LIES[lie]
     inputs = Inputs.of(ranks)
     with make_patient(ranks) as ep:
@@ -403,11 +463,15 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
             wire.swap = lambda header, what: (corrupt(header), honest_swap(header, what))[1]
         mover = ep._calls.engine._mover
         buffer, mover.buffer = mover.buffer, lambda *a: asked.append(a) or buffer(*a)
-        error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options))
+        error = error_of(
+            lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
+        )
         wire.swap = honest_swap
         meet(ranks)
         check(error, ty.PeerError, "rank 1")
-        assert [name for name, *_ in asked] == ["send"]  # sized by its own tokens; nothing sized by the peer
+        assert [name for name, *_ in asked] == [
+            "send"
+        ]  # sized by its own tokens; nothing sized by the peer
         assert_works(ranks, ep)
 
 
@@ -419,7 +483,10 @@ def test_counts_for_experts_that_a_rank_does_not_have(ranks: Ranks) -> None:
         wire = ep._calls.engine._wire
         honest_swap = wire.swap
         if ranks.rank == 0:
-            wire.swap = lambda header, what: (header[1:, COUNTS + 1].fill_(1), honest_swap(header, what))[1]
+            wire.swap = lambda header, what: (
+                header[1:, COUNTS + 1].fill_(1),
+                honest_swap(header, what),
+            )[1]
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx.clamp(max=3)))
         meet(ranks)
     if ranks.rank > 0:

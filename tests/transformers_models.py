@@ -1,4 +1,5 @@
-"""Tiny random models of the transformers library: unmodified on one process, and expert-parallel, from the same weights.
+"""Tiny random models of the transformers library: unmodified on one process, and expert-parallel,
+from the same weights.
 
 ``transformers`` is imported where it is needed: collecting tests must not pay for it.
 """
@@ -42,7 +43,12 @@ COMMON = {
     "pad_token_id": 0,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    "Qwen3Moe": {
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
     "Mixtral": {"num_local_experts": EXPERTS},
     "DeepseekV3": {
         "n_routed_experts": EXPERTS,
@@ -79,7 +85,9 @@ class Pair:
     ranks: Ranks
 
     def check(self, batches: list[Tensor], what: str) -> None:
-        """Logits of this rank's batch, and every gradient of the mean of all batches' losses, as on one process."""
+        """Logits of this rank's batch, and every gradient of the mean of all batches' losses, as on
+        one process.
+        """
         for model in (self.one, self.many):
             model.zero_grad()
         mine = batches[self.mine].to(self.ranks.device)
@@ -88,7 +96,9 @@ class Pair:
         wanted = self.one(mine, use_cache=False).logits
         assert_close(logits.detach(), wanted.detach(), relative=RELATIVE, what=f"{what}: logits")
         for batch in batches:
-            (loss(self.one(batch.to(self.ranks.device), use_cache=False).logits) / len(batches)).backward()
+            (
+                loss(self.one(batch.to(self.ranks.device), use_cache=False).logits) / len(batches)
+            ).backward()
         check_gradients(self.many, self.one, RELATIVE, what)
 
 
@@ -98,7 +108,9 @@ def loss(y: Tensor) -> Tensor:
 
 
 def check_gradients(many: nn.Module, one: nn.Module, relative: float, what: str) -> None:
-    """Collective: every parameter's gradient. One that cancels to rounding errors must be as small on both sides."""
+    """Collective: every parameter's gradient. One that cancels to rounding errors must be as small
+    on both sides.
+    """
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     got = {name: parameter.grad for name, parameter in many.named_parameters()}
     assert got.keys() == expected.keys()
@@ -106,18 +118,27 @@ def check_gradients(many: nn.Module, one: nn.Module, relative: float, what: str)
     for name, grad in got.items():
         whole, wanted = grad.full_tensor() if isinstance(grad, DTensor) else grad, expected[name]
         if wanted.norm() < noise:
-            assert whole.norm() < noise, f"{what}: gradient of {name}: norm {whole.norm()}, expected {wanted.norm()}"
+            assert whole.norm() < noise, (
+                f"{what}: gradient of {name}: norm {whole.norm()}, expected {wanted.norm()}"
+            )
         else:
             assert_close(whole, wanted, relative=relative, what=f"{what}: gradient of {name}")
 
 
-def load(ranks: Ranks, folder: Path, name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> Pair:
-    """Collective: a random model of family ``name``, saved by rank 0 in ``folder``, loaded whole and expert-parallel.
+def load(
+    ranks: Ranks, folder: Path, name: str, dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Pair:
+    """Collective: a random model of family ``name``, saved by rank 0 in ``folder``, loaded whole
+    and expert-parallel.
 
-    ``sizes`` are those of ``DistributedConfig``; by default every rank has a batch of its own and its share of the experts.
+    ``sizes`` are those of ``DistributedConfig``; by default every rank has a batch of its own and
+    its share of the experts.
     """
     if ranks.device.type == "cuda" and ranks.world_size > torch.cuda.device_count():
-        pytest.skip(f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: torch's meshes need one each")
+        pytest.skip(
+            f"{ranks.world_size} ranks, {torch.cuda.device_count()} GPUs: torch's meshes need one "
+            f"each"
+        )
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -133,7 +154,9 @@ def load(ranks: Ranks, folder: Path, name: str, dtype: torch.dtype = torch.float
     one = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device)
     with as_launched(ranks):
         many = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, distributed_config=DistributedConfig(**sizes, ep_implementation=NAME)
+            folder,
+            dtype=dtype,
+            distributed_config=DistributedConfig(**sizes, ep_implementation=NAME),
         )
     batches = sizes.get("dp_replicate_size", 1) * sizes.get("fsdp_size", 1)
     return Pair(one, many, batches, ranks.rank * batches // ranks.world_size, ranks)
@@ -141,7 +164,9 @@ def load(ranks: Ranks, folder: Path, name: str, dtype: torch.dtype = torch.float
 
 @contextmanager
 def as_launched(ranks: Ranks) -> Generator[None, None, None]:
-    """What ``from_pretrained`` asks the launcher and the machine: the local rank, and which kind of device to use."""
+    """What ``from_pretrained`` asks the launcher and the machine: the local rank, and which kind of
+    device to use.
+    """
     kind = torch.device(ranks.device.type)
     local_rank = {"LOCAL_RANK": str(ranks.device.index or 0)}
     machine = mock.patch.object(torch._C, "_get_accelerator", return_value=kind)
@@ -154,7 +179,9 @@ def experts(model: Any, layer: int = -1) -> Any:
     return model.model.layers[layer].mlp.experts
 
 
-def picks_of(ranks: Ranks, name: str, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def picks_of(
+    ranks: Ranks, name: str, rank: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of one rank with a named routing, as an experts module takes them."""
     idx, weights = routing(name, rank, ranks.world_size, 9, TOPK, EXPERTS, seed=0)
     x = payload(rank, len(idx), COMMON["hidden_size"], dtype, seed=0) / 4
@@ -179,9 +206,13 @@ def uneven(count: int) -> list[Tensor]:
 
 
 def lonely(count: int) -> list[Tensor]:
-    """The same single token on every rank: it has ``TOPK`` experts, so most ranks' experts receive nothing."""
+    """The same single token on every rank: it has ``TOPK`` experts, so most ranks' experts receive
+    nothing.
+    """
     return [_tokens(1, 1, 0)] * count
 
 
 def _tokens(sequences: int, length: int, seed: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        1, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed)
+    )

@@ -1,7 +1,9 @@
-"""Two "hosts" on one machine: network namespaces with a virtual cable between them, and ranks inside. Needs Linux and root (or user
-namespaces), ``ip``, ``unshare`` and ``nsenter``. Run by ``test_hosts.py``; each rank writes what it found to ``FOLDER/RANK.json``.
+"""Two "hosts" on one machine: network namespaces with a virtual cable between them, and ranks
+inside. Needs Linux and root (or user namespaces), ``ip``, ``unshare`` and ``nsenter``. Run by
+``test_hosts.py``; each rank writes what it found to ``FOLDER/RANK.json``.
 
-    python two_hosts.py FOLDER            make the hosts and run the ranks; exit code 77 and a reason if hosts cannot be made
+    python two_hosts.py FOLDER            make the hosts and run the ranks
+        (exit code 77 and a reason if hosts cannot be made)
     python two_hosts.py FOLDER RANK       be a rank
 """
 
@@ -44,17 +46,22 @@ def must(command: list[str]) -> None:
 
 @contextmanager
 def hosts() -> Iterator[list[subprocess.Popen[str]]]:
-    """A process in a network namespace of its own per host, connected; the namespaces go when they do."""
+    """A process in a network namespace of its own per host, connected; the namespaces go when they
+    do.
+    """
     if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
         raise NoHosts(f"{', '.join(missing)} not installed")
     # A holder says "ready" when it is inside, and ends when its input does.
     holders = [
         subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo ready; exec cat"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for _ in range(HOSTS)
-    ]  # fmt: skip
+    ]
     try:
         for holder in holders:
             assert holder.stdout is not None and holder.stderr is not None
@@ -79,7 +86,8 @@ def run_ranks(holders: list[subprocess.Popen[str]], folder: str) -> int:
     environment.pop("TOKENYARD_HOST", None)
     ranks = [
         subprocess.Popen(
-            [*inside(holders[rank // RANKS_EACH]), sys.executable, __file__, folder, str(rank)], env=environment
+            [*inside(holders[rank // RANKS_EACH]), sys.executable, __file__, folder, str(rank)],
+            env=environment,
         )
         for rank in range(WORLD_SIZE)
     ]
@@ -112,7 +120,9 @@ def main(folder: str) -> int:
 
 def cable_bytes() -> tuple[int, int]:
     """Bytes that the kernel says came and went over the cable."""
-    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if f"{CABLE}:" in line)
+    line = next(
+        line for line in Path("/proc/self/net/dev").read_text().splitlines() if f"{CABLE}:" in line
+    )
     numbers = line.split(":")[1].split()
     return int(numbers[0]), int(numbers[8])
 
@@ -125,8 +135,15 @@ def be_rank(rank: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     store = dist.TCPStore(address(0), PORT, WORLD_SIZE, rank == 0, timedelta(seconds=TIMEOUT))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=TIMEOUT))
-    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOPK, "max_tokens_per_rank": TOKENS}
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=TIMEOUT)
+    )
+    sizes = {
+        "num_experts": EXPERTS,
+        "hidden": HIDDEN,
+        "num_topk": TOPK,
+        "max_tokens_per_rank": TOKENS,
+    }
     random = torch.Generator().manual_seed(rank)
     x = torch.randint(-8, 9, (TOKENS, HIDDEN), generator=random).bfloat16()
     idx = torch.rand(TOKENS, EXPERTS, generator=random).topk(TOPK).indices
@@ -145,7 +162,9 @@ def be_rank(rank: int, folder: str) -> None:
             later = cable_bytes()
             dist.barrier()
             stats = ep.stats()
-            times = torch.stack([(idx // (EXPERTS // WORLD_SIZE) == r).any(1) for r in range(WORLD_SIZE)]).sum(0)
+            times = torch.stack(
+                [(idx // (EXPERTS // WORLD_SIZE) == r).any(1) for r in range(WORLD_SIZE)]
+            ).sum(0)
             assert torch.equal(y, x * times.unsqueeze(1)), "small whole numbers add up exactly"
             far = [peer for peer in range(WORLD_SIZE) if peer // RANKS_EACH != rank // RANKS_EACH]
             found[name] = {

@@ -1,4 +1,5 @@
-"""``ExpertParallel(engine="twolevel")`` on simulated ranks, beside engine nvlink: whole numbers, so all trees give the same bits.
+"""``ExpertParallel(engine="twolevel")`` on simulated ranks, beside engine nvlink: whole numbers, so
+all trees give the same bits.
 
 ``python tests/twolevel_api.py 2 2 3``: 2 nodes of 2 ranks, seed 3.
 """
@@ -53,11 +54,18 @@ def results(ep: ty.ExpertParallel, seed: int) -> dict[str, Tensor]:
         late = ep.dispatch(x, handle=recv.handle, async_op=True)
         late.wait()
         keep("cached, later", late)
-        major = ep.dispatch(x, idx, weights.detach(), layout=ty.Layout.EXPERT_MAJOR, expert_alignment=4)
+        major = ep.dispatch(
+            x, idx, weights.detach(), layout=ty.Layout.EXPERT_MAJOR, expert_alignment=4
+        )
         keep("major", major)
         found["major: combined"] = ep.combine(major.x, major.handle, weighted=True)
         static = ep.dispatch(
-            x, idx, weights.detach(), layout=ty.Layout.EXPERT_MAJOR, exact=False, quantize=ty.Quantize.FP8
+            x,
+            idx,
+            weights.detach(),
+            layout=ty.Layout.EXPERT_MAJOR,
+            exact=False,
+            quantize=ty.Quantize.FP8,
         )
         rows = int(static.expert_offsets[-1])
         found["static: source"] = static.source.clone()
@@ -65,7 +73,8 @@ def results(ep: ty.ExpertParallel, seed: int) -> dict[str, Tensor]:
         padded = ep.dispatch(x, idx.flip(0), layout=ty.Layout.EXPERT_PADDED, exact=False)
         found["padded: counts"] = padded.tokens_per_expert.clone()
         found["padded: combined"] = ep.combine(padded.x, padded.handle)
-    out.float().sum().backward()  # the first handle, behind calls of other kinds and of another routing
+    # the first handle, behind calls of other kinds and of another routing
+    out.float().sum().backward()
     assert x.grad is not None
     assert weights.grad is not None
     found["flat: gradient of x"], found["flat: gradient of weights"] = x.grad, weights.grad
@@ -74,12 +83,23 @@ def results(ep: ty.ExpertParallel, seed: int) -> dict[str, Tensor]:
 
 
 def body(ranks: SimulatedRank, per_node: int, seed: int) -> None:
-    group, sizes = SimulatedGroup(ranks), {"num_experts": 2 * ranks.world_size, "hidden": HIDDEN, "num_topk": TOPK}
+    group, sizes = (
+        SimulatedGroup(ranks),
+        {"num_experts": 2 * ranks.world_size, "hidden": HIDDEN, "num_topk": TOPK},
+    )
     both: dict[str, dict[str, Tensor]] = {}
-    options: dict[str, Any] = {"max_tokens_per_rank": MOST, "buffer_bytes": 64 << 10, "timeout": 5.0}
+    options: dict[str, Any] = {
+        "max_tokens_per_rank": MOST,
+        "buffer_bytes": 64 << 10,
+        "timeout": 5.0,
+    }
     for engine in ("nvlink", "twolevel"):
         ep = ty.ExpertParallel(
-            group, **sizes, **options, engine=engine, topology=(ranks.world_size // per_node, per_node)
+            group,
+            **sizes,
+            **options,
+            engine=engine,
+            topology=(ranks.world_size // per_node, per_node),
         )
         assert ep.engine == engine
         both[engine] = results(ep, seed)
@@ -95,13 +115,22 @@ def check(nodes: int, per_node: int, seed: int) -> None:
 
 
 def refused_rows(what: str, dtype: torch.dtype, seed: int) -> None:
-    """One rank cannot make rows for a combine in place: it says why, and the others, which wait for it, go on."""
+    """One rank cannot make rows for a combine in place: it says why, and the others, which wait for
+    it, go on.
+    """
 
     def body(ranks: SimulatedRank) -> None:
         ep = ty.ExpertParallel(
-            SimulatedGroup(ranks), num_experts=8, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=MOST,
-            buffer_bytes=64 << 10, timeout=5.0, engine="twolevel", topology=(2, 2),
-        )  # fmt: skip
+            SimulatedGroup(ranks),
+            num_experts=8,
+            hidden=HIDDEN,
+            num_topk=TOPK,
+            max_tokens_per_rank=MOST,
+            buffer_bytes=64 << 10,
+            timeout=5.0,
+            engine="twolevel",
+            topology=(2, 2),
+        )
         x, idx, weights = inputs(ep.rank, ep.world_size, seed)
         recv = ep.dispatch(x, idx, weights)
         other = ep.dispatch(x, idx, layout=ty.Layout.EXPERT_MAJOR) if what == "layout" else recv
@@ -125,15 +154,26 @@ def refused_rows(what: str, dtype: torch.dtype, seed: int) -> None:
 
 
 def bias_in_the_view(given: str, seed: int) -> None:
-    """Terms of a sum in place may lie where its rows are copied to first: results of an earlier dispatch in place."""
+    """Terms of a sum in place may lie where its rows are copied to first: results of an earlier
+    dispatch in place.
+    """
 
     def body(ranks: SimulatedRank) -> None:
         ep = ty.ExpertParallel(
-            SimulatedGroup(ranks), num_experts=8, hidden=HIDDEN, num_topk=2, max_tokens_per_rank=MOST,
-            buffer_bytes=64 << 10, timeout=5.0, engine="twolevel", topology=(2, 2),
-        )  # fmt: skip
+            SimulatedGroup(ranks),
+            num_experts=8,
+            hidden=HIDDEN,
+            num_topk=2,
+            max_tokens_per_rank=MOST,
+            buffer_bytes=64 << 10,
+            timeout=5.0,
+            engine="twolevel",
+            topology=(2, 2),
+        )
         x, _, _ = inputs(ep.rank, ep.world_size, seed)
-        mine = torch.tensor([2 * ep.rank, 2 * ((ep.rank + 1) % 4)]).expand(len(x), 2)  # so at least as many rows come
+        mine = torch.tensor([2 * ep.rank, 2 * ((ep.rank + 1) % 4)]).expand(
+            len(x), 2
+        )  # so at least as many rows come
         recv = ep.dispatch(x, mine.contiguous(), in_place=True)
         rows = 3 * recv.x.clone()
         places = {"at its end": recv.x[-len(x) :], "over its rows": recv.x[: len(x)]}

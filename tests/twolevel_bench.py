@@ -26,27 +26,41 @@ from tokenyard.topology import Topology
 
 
 def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
-    """Rows that each rank has put to other nodes, by kind of call, as counted and as planned. Every result was right."""
+    """Rows that each rank has put to other nodes, by kind of call, as counted and as planned. Every
+    result was right.
+    """
     grid = Topology(nodes, per_node)
     size, found = grid.world_size, dict[int, tuple[list[int], list[int]]]()
     job = TwoLevel(hidden=128, topk=2, experts=2 * size).job(5)
     x = [payload(rank, job.tokens, job.hidden, torch.bfloat16, 1) for rank in range(size)]
-    picks = [routing("uniform", rank, size, job.tokens, job.topk, job.experts, 1) for rank in range(size)]
+    picks = [
+        routing("uniform", rank, size, job.tokens, job.topk, job.experts, 1) for rank in range(size)
+    ]
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
 
     def body(ranks: SimulatedRank) -> None:
         group = SimulatedGroup(ranks)
         make = partial(
-            ty.ExpertParallel, group, num_experts=job.experts, hidden=job.hidden, num_topk=job.topk,
-            max_tokens_per_rank=job.tokens, engine="twolevel", topology=(nodes, per_node), buffer_bytes=64 << 10,
-        )  # fmt: skip
+            ty.ExpertParallel,
+            group,
+            num_experts=job.experts,
+            hidden=job.hidden,
+            num_topk=job.topk,
+            max_tokens_per_rank=job.tokens,
+            engine="twolevel",
+            topology=(nodes, per_node),
+            buffer_bytes=64 << 10,
+        )
         ep, other = make(), make()
         batch = Batch(x[ep.rank], idx, weights, ep.rank, job.experts)
         probes = Library(ep, job, [batch], again=lambda: other).probes(ALL_KINDS)
         counted = [Counted(probe, [batch], grid) for probe in probes]
         for each in counted:
             each.attempt(0, GridTruth(batch, torch.cat(x), each.tree))
-        found[ep.rank] = [each.rows[0] for each in counted], [int(each.planned[ep.rank]) for each in counted]
+        found[ep.rank] = (
+            [each.rows[0] for each in counted],
+            [int(each.planned[ep.rank]) for each in counted],
+        )
         ep.close()
         other.close()
 

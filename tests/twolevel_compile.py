@@ -1,7 +1,8 @@
-"""Compiles the kernels of the two-level engine for sm_90 and tells what is in their code (``code_facts`` of ``nvlink_compile.py``).
+"""Compiles the kernels of the two-level engine for sm_90 and tells what is in their code
+(``code_facts`` of ``nvlink_compile.py``).
 
-2 nodes of 2 GPUs; with peer pointers down to machine code, with NVSHMEM's calls down to PTX (its library is not at hand).
-JSON on the standard output.
+2 nodes of 2 GPUs; with peer pointers down to machine code, with NVSHMEM's calls down to PTX (its
+library is not at hand). JSON on the standard output.
 """
 
 from __future__ import annotations
@@ -40,20 +41,36 @@ class Mapping(Recorder):
     """Maps the memory of all ranks."""
 
     def allocate(self, num_bytes: int) -> Region:
-        return Region(torch.empty(num_bytes, dtype=torch.uint8), torch.ones(self.world_size, dtype=torch.int64))
+        return Region(
+            torch.empty(num_bytes, dtype=torch.uint8),
+            torch.ones(self.world_size, dtype=torch.int64),
+        )
 
 
 def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launch]:
-    """The launches worth their seconds. ``mapped``: the network is for letters and greetings only."""
+    """The launches worth their seconds. ``mapped``: the network is for letters and
+    greetings only.
+    """
     memory: Any = Mapping() if mapped else Recorder()
     memory.ranks_per_node = GRID.ranks_per_node if network else 0
     config = Config(
-        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=TOKENS, rank=0, world_size=4, timeout=5.0,
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        num_topk=TOP,
+        max_tokens_per_rank=TOKENS,
+        rank=0,
+        world_size=4,
+        timeout=5.0,
         topology=GRID,
-    )  # fmt: skip
+    )
     tuning = tuning_for(num_sms, GRID, all_sms=num_sms == SMS)
     engine = TwolevelEngine(
-        config, memory, Stats.zeros(0, 4), tuning, DEFAULT_BUFFER_BYTES, Blame(dist.HashStore(), 0, 1.0)
+        config,
+        memory,
+        Stats.zeros(0, 4),
+        tuning,
+        DEFAULT_BUFFER_BYTES,
+        Blame(dist.HashStore(), 0, 1.0),
     )
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
@@ -72,7 +89,9 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
             engine.redispatch(plain, plan, spec, in_place=True)
             memory.label = "FLAT fp8"
             engine.dispatch(Payload(cast.data, cast.scales), idx, weights, spec, None)
-            engine.dispatch(Payload(cast.data, cast.scales), idx, weights, spec, None, in_place=True)
+            engine.dispatch(
+                Payload(cast.data, cast.scales), idx, weights, spec, None, in_place=True
+            )
             memory.label = "FLAT cast"
             engine.dispatch(plain, idx, weights, spec, Quantize.FP8)
             engine.dispatch(plain, idx, weights, spec, Quantize.FP8, in_place=True)
@@ -89,7 +108,9 @@ class Wide(Recorder):
     world_size = 16
 
     def allocate(self, num_bytes: int) -> Region:
-        return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(self.world_size, dtype=torch.int64))
+        return Region(
+            torch.empty(16, dtype=torch.uint8), torch.zeros(self.world_size, dtype=torch.int64)
+        )
 
 
 def narrow_rows() -> Launch:
@@ -98,13 +119,28 @@ def narrow_rows() -> Launch:
     memory.ranks_per_node, memory.label = 0, "narrow"
     grid = Topology(2, 8)
     config = Config(
-        num_experts=32, hidden=256, num_topk=3, max_tokens_per_rank=40, rank=0, world_size=16, timeout=5.0, topology=grid
-    )  # fmt: skip
+        num_experts=32,
+        hidden=256,
+        num_topk=3,
+        max_tokens_per_rank=40,
+        rank=0,
+        world_size=16,
+        timeout=5.0,
+        topology=grid,
+    )
     tuning = tuning_for(8, grid, all_sms=True)
     engine = TwolevelEngine(
-        config, memory, Stats.zeros(0, 16), tuning, DEFAULT_BUFFER_BYTES, Blame(dist.HashStore(), 0, 1.0)
+        config,
+        memory,
+        Stats.zeros(0, 16),
+        tuning,
+        DEFAULT_BUFFER_BYTES,
+        Blame(dist.HashStore(), 0, 1.0),
     )
-    plain, spec = Payload(torch.empty(40, 256, dtype=torch.bfloat16), None), Spec(layout=Layout.FLAT, exact=True)
+    plain, spec = (
+        Payload(torch.empty(40, 256, dtype=torch.bfloat16), None),
+        Spec(layout=Layout.FLAT, exact=True),
+    )
     _, plan, _ = engine.dispatch(plain, torch.zeros(40, 3, dtype=torch.int64), None, spec, None)
     memory.label = "cached"
     engine.redispatch(plain, plan, spec)
@@ -131,7 +167,11 @@ def network_facts(launch: Launch) -> dict[str, Any]:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     module = source.make_ir(
-        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        target,
+        options,
+        backend.get_codegen_implementation(options),
+        backend.get_module_map(),
+        context,
     )
     metadata: dict[str, Any] = {"hash": "", "target": target, **options.__dict__}
     for name, stage in stages.items():
@@ -159,10 +199,16 @@ if __name__ == "__main__":
             if num_sms == SMS or ("bf16" in name and "MAJOR" not in name)
         ]
     nvlink_compile.LAUNCHES.append(("narrow rows, 2 x 8", narrow_rows()))
-    nvlink_compile.LAUNCHES += [(f"{name} network", each) for name, each in record(SMS, network=True).items()]
     nvlink_compile.LAUNCHES += [
-        (f"{name} mapped network", each) for name, each in record(SMS, True, True).items() if name.startswith("two_d")
+        (f"{name} network", each) for name, each in record(SMS, network=True).items()
+    ]
+    nvlink_compile.LAUNCHES += [
+        (f"{name} mapped network", each)
+        for name, each in record(SMS, True, True).items()
+        if name.startswith("two_d")
     ]
     names = [name for name, _ in nvlink_compile.LAUNCHES]
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        json.dump(dict(zip(names, pool.map(facts_of_any, range(len(names))), strict=True)), sys.stdout)
+        json.dump(
+            dict(zip(names, pool.map(facts_of_any, range(len(names))), strict=True)), sys.stdout
+        )

@@ -16,7 +16,10 @@ _OWED = """            owe(
                 grid.nodes, k.channels,
             )  # fmt: skip
 """
-_EARLY_ADD = f"    add_release(words(peer_base(peers.regions, hop.source) + {_HEAD}), n.to(tl.int64), None)\n"
+_EARLY_ADD = (
+    f"    add_release(words(peer_base(peers.regions, hop.source) + {_HEAD}), n.to(tl.int64), "
+    f"None)\n"
+)
 _MOVED = "    moved, ok = n * 0, True\n"
 
 DISPATCH_PLANTS = {
@@ -64,7 +67,12 @@ DISPATCH_PLANTS = {
     "sender: one slot too many": Plant(
         "credit before read",
         "two_dispatch",
-        (("base + tl.maximum(i + n - k.ring.slots, 0)", "base + tl.maximum(i + n - k.ring.slots - 1, 0)"),),
+        (
+            (
+                "base + tl.maximum(i + n - k.ring.slots, 0)",
+                "base + tl.maximum(i + n - k.ring.slots - 1, 0)",
+            ),
+        ),
     ),
     "sender: ring not drained": Plant(
         "reused too early",
@@ -159,13 +167,23 @@ DISPATCH_PLANTS = {
     "forwarder: rings not drained": Plant(
         "reused too early",
         "two_forward",
-        (("sent + tl.maximum(counts + more - k.ring.slots, 0)", "sent + counts + more - k.ring.slots"),),
+        (
+            (
+                "sent + tl.maximum(counts + more - k.ring.slots, 0)",
+                "sent + counts + more - k.ring.slots",
+            ),
+        ),
         within=30,
     ),
     "forwarder: rows sent not counted": Plant(
         "wrong epoch",
         "two_forward",
-        (("tl.store(sent_at, sent + counts, mask=beside)", "tl.store(sent_at, sent, mask=beside)"),),
+        (
+            (
+                "tl.store(sent_at, sent + counts, mask=beside)",
+                "tl.store(sent_at, sent, mask=beside)",
+            ),
+        ),
     ),
     "forwarder: rows taken not counted": Plant(
         "wrong epoch",

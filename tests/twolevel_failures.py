@@ -1,6 +1,8 @@
-"""Failures of the two-level engine on simulated ranks: deaths at any step, disagreements and refusals across nodes.
+"""Failures of the two-level engine on simulated ranks: deaths at any step, disagreements and
+refusals across nodes.
 
-Reached through ``nvlink_pool.py``, as kernels are interpreted here. Functions return how each rank ended: ``nvlink_failures.py``.
+Reached through ``nvlink_pool.py``, as kernels are interpreted here. Functions return how each rank
+ended: ``nvlink_failures.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MOST_STEPS = 2_000_000
 
 
 def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
-    """Calls of every sort, in three parts, of which the last is in place. ``way``: which of ``twolevel_cases.REACHES``."""
+    """Calls of every sort, in three parts, of which the last is in place. ``way``: which of
+    ``twolevel_cases.REACHES``.
+    """
     ranks = nodes * per_node
     flat = Case(ranks, num_tokens=6, num_topk=2, num_experts=2 * ranks, hidden=8)
     major = replace(flat, layout=MAJOR, exact=False, hidden=16)
@@ -49,28 +53,38 @@ def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:
 
 
 STEPS = {(2, 2): (8000, 4300, 6500), (3, 2): (15000, 7500, 13000)}
-"""About so many has a life without a death, by grid and part: a death may come at any of them, or, now and then, too late."""
+"""About so many has a life without a death, by grid and part: a death may come at any of them, or,
+now and then, too late.
+"""
 
 
 def death(nodes: int, per_node: int, seed: int, part: int) -> tuple[int, int, list[Ending | None]]:
-    """A rank dies at some step of this part of its life. Which, when (of 1000), and how all ended."""
+    """A rank dies at some step of this part of its life. Which, when (of 1000), and how
+    all ended.
+    """
     random = Random(seed)
     way, victim = seed // 2 % 3, random.randrange(nodes * per_node)
     scenario, steps = life(nodes, per_node, part, way), STEPS[nodes, per_node][part]
     step = random.randrange(steps)
-    endings, _ = play(scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS)
+    endings, _ = play(
+        scenario, lambda mine: live(mine, scenario), seed, kill={victim: step}, max_steps=MOST_STEPS
+    )
     return victim, 1000 * step // steps, endings
 
 
 def hurry(nodes: int, per_node: int, seed: int, part: int) -> list[Ending | None]:
-    """All live, but workers give up after as long as it takes to serve them: deadlines pass as counters arrive."""
+    """All live, but workers give up after as long as it takes to serve them: deadlines pass as
+    counters arrive.
+    """
     scenario = replace(life(nodes, per_node, part, seed // 2 % 3), workers=1 + seed % 2)
     with planted("hurried"):
         return play(scenario, lambda mine: live(mine, scenario), seed, max_steps=MOST_STEPS)[0]
 
 
 def queued_on(nodes: int, absent_from: int, closes: bool = False) -> list[Ending | None]:
-    """See :func:`nvlink_failures.queued`; on so many ``nodes`` of 2, or 3 ranks of engine nvlink (0)."""
+    """See :func:`nvlink_failures.queued`; on so many ``nodes`` of 2, or 3 ranks of engine nvlink
+    (0).
+    """
     scenario = life(nodes, 2, 0, absent_from % 3) if nodes else nvlink_failures.life(3, 0)
     return queued(scenario, absent_from, absent_from, closes)
 
@@ -119,7 +133,9 @@ def disagreement(what: str, seed: int) -> list[Ending | None]:
         elif what == "combine, in place":
             mine.combine(torch.zeros_like(recv.x), recv, in_place=culprit)
         else:
-            mine.combine(torch.zeros(recv.x.shape, dtype=torch.float16 if culprit else case.dtype), recv)
+            mine.combine(
+                torch.zeros(recv.x.shape, dtype=torch.float16 if culprit else case.dtype), recv
+            )
 
     return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
 

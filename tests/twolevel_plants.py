@@ -1,4 +1,6 @@
-"""Bugs of the two-level engine: see ``plants.py``. ``part``: which of ``twolevel_cases.REHEARSALS`` shows one."""
+"""Bugs of the two-level engine: see ``plants.py``. ``part``: which of ``twolevel_cases.REHEARSALS``
+shows one.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,39 @@ PLANTS = {
         "two_net",
         (
             (
-                "    add_release(account, num_bytes, None)  # what the program has stored, the network reads\n",
+                "    add_release(account, num_bytes, None)  # what the program has stored, the "
+                "network reads\n",
                 "",
             ),
         ),
     ),
     "put: no fence": Plant(
-        "flag before data", "two_net", (("    nvshmem_fence()\n", ""),), part="long", within=20, hint=2
+        "flag before data",
+        "two_net",
+        (("    nvshmem_fence()\n", ""),),
+        part="long",
+        within=20,
+        hint=2,
     ),
     "put between peers: flag before data": Plant(
         "flag before data",
         "two_net",
-        _moved("        add_release(words(base + counter), count, None)", "        for at in range(0, n, _BLOCK):\n"),
+        _moved(
+            "        add_release(words(base + counter), count, None)",
+            "        for at in range(0, n, _BLOCK):\n",
+        ),
         part="peers",
     ),
     # two_turns.py
     "worker: tasks begin where those of the last call ended": Plant(
         "wrong epoch",
         "two_turns",
-        (("tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))", "task += 0"),),
+        (
+            (
+                "tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))",
+                "task += 0",
+            ),
+        ),
     ),
     "worker: published twice": Plant(
         "flag before data",
@@ -49,7 +65,8 @@ PLANTS = {
         (
             (
                 "        add_release(words(counter), count, count > 0)\n",
-                '        tl.atomic_add(words(counter), count, mask=count > 0, sem="relaxed", scope="sys")\n',
+                '        tl.atomic_add(words(counter), count, mask=count > 0, sem="relaxed", '
+                'scope="sys")\n',
             ),
         ),
     ),
@@ -57,14 +74,17 @@ PLANTS = {
     **VIEW_PLANTS,
     # two_combine.py
     "combine: a round's end forgets what is owed": Plant(
-        "last chunk", "two_combine", (("                if place == 0:", "                if place < 0:"),)
+        "last chunk",
+        "two_combine",
+        (("                if place == 0:", "                if place < 0:"),),
     ),
     "combine: a kernel ends without publishing": Plant(
         "last chunk",
         "two_combine",
         (
             (
-                "            before = left\n        publish(state, worker, c, TASKS, WORKERS, R, G, C)\n",
+                "            before = left\n        publish(state, worker, c, TASKS, WORKERS, R, "
+                "G, C)\n",
                 "            before = left\n",
             ),
         ),
@@ -74,7 +94,8 @@ PLANTS = {
         "two_combine",
         (
             (
-                "        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)\n        tl.debug_barrier()\n",
+                "        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)\n       "
+                " tl.debug_barrier()\n",
                 "        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)\n",
             ),
         ),
@@ -108,7 +129,12 @@ PLANTS = {
     "combiner: tail of the whole chunk, mapped": Plant(
         "flag before data",
         "two_combine",
-        (("                n = (i - i0).to(tl.int64)\n", "                n = (end - i0).to(tl.int64)\n"),),
+        (
+            (
+                "                n = (i - i0).to(tl.int64)\n",
+                "                n = (end - i0).to(tl.int64)\n",
+            ),
+        ),
         part="long peers",
         within=20,
     ),
@@ -120,23 +146,34 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & (taken > before), R, G, C)\n",
+                "            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & "
+                "(taken > before), R, G, C)\n",
                 "",
             ),
             (
-                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)\n",
+                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), "
+                "axis=1)\n",
                 "                add_release(heads, upto - taken, others & (upto > taken))\n"
-                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)\n",
+                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), "
+                "axis=1)\n",
             ),
         ),
     ),
     "combiner: ring not drained": Plant(
-        "reused too early", "two_combine", (("base + tl.maximum(end - NQ, 0)", "base + end - NQ"),), within=30
+        "reused too early",
+        "two_combine",
+        (("base + tl.maximum(end - NQ, 0)", "base + end - NQ"),),
+        within=30,
     ),
     "combiner: rows taken not counted": Plant(
         "wrong epoch",
         "two_combine",
-        (("tl.store(bases_at, bases + taken, mask=others)", "tl.store(bases_at, bases, mask=others)"),),
+        (
+            (
+                "tl.store(bases_at, bases + taken, mask=others)",
+                "tl.store(bases_at, bases, mask=others)",
+            ),
+        ),
     ),
     "combiner: rows of an earlier turn forgotten": Plant(
         "wrong epoch",
@@ -158,13 +195,16 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            add_release(heads, taken - before, (awaited if MAPPED else near) & (taken > before))\n",
+                "            add_release(heads, taken - before, (awaited if MAPPED else near) & "
+                "(taken > before))\n",
                 "",
             ),
             (
-                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]\n",
+                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, "
+                ":]\n",
                 "                add_release(heads, upto - taken, near & (upto > taken))\n"
-                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]\n",
+                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, "
+                ":]\n",
             ),
         ),
     ),
@@ -181,7 +221,12 @@ PLANTS = {
     "reducer: credits of an earlier turn forgotten": Plant(
         "last chunk",
         "two_combine",
-        (("            tl.store(owed_at, owed, mask=far)", "            tl.store(owed_at, owed * 0, mask=far)"),),
+        (
+            (
+                "            tl.store(owed_at, owed, mask=far)",
+                "            tl.store(owed_at, owed * 0, mask=far)",
+            ),
+        ),
         part="long",
         within=20,
     ),
@@ -232,7 +277,10 @@ HURRIED = Plant(
     "deadline",
     "two_turns",
     (
-        ("since + tl.load(words(state) + TIMEOUT_NS) + grace_ns", "since + 200 + grace_ns // 1000000"),
+        (
+            "since + tl.load(words(state) + TIMEOUT_NS) + grace_ns",
+            "since + 200 + grace_ns // 1000000",
+        ),
         ("SPINS = tl.constexpr(16)", "SPINS = tl.constexpr(2)"),
     ),
 )
@@ -241,7 +289,12 @@ HURRIED = Plant(
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Inside, engines launch kernels with the bug ``name``, or ``hurried``; "" for copies without one."""
+    """Inside, engines launch kernels with the bug ``name``, or ``hurried``; "" for copies without
+    one.
+    """
     plant = HURRIED if name == "hurried" else PLANTS[name] if name else None
-    with planted_in("tokenyard.engines.launches", plant), planted_in("tokenyard.engines.twolevel_launches", plant):
+    with (
+        planted_in("tokenyard.engines.launches", plant),
+        planted_in("tokenyard.engines.twolevel_launches", plant),
+    ):
         yield

@@ -23,7 +23,17 @@ from tokenyard.kernels.two_region import letter_words, num_tasks, short_letter_w
 from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
-from twolevel_cases import CACHED_SLOT, FRESH_SLOT, PUTS, counted, draw, draw_in_place, long_batch, rehearsal, skew_of
+from twolevel_cases import (
+    CACHED_SLOT,
+    FRESH_SLOT,
+    PUTS,
+    counted,
+    draw,
+    draw_in_place,
+    long_batch,
+    rehearsal,
+    skew_of,
+)
 from twolevel_plants import PLANTS, planted
 
 MOST_STEPS = 2_000_000
@@ -51,7 +61,9 @@ def check_lines(reach: dict[str, bool], seed: int) -> None:
 
 
 def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
-    """A batch many times as large as all rings of a rank together. Rows that one rank gets, slots, memory before and after."""
+    """A batch many times as large as all rings of a rank together. Rows that one rank gets, slots,
+    memory before and after.
+    """
     scenario = long_batch(per_node, seed)
     each, found = scenario.rounds[0], list[tuple[int, int, int, int]]()
 
@@ -59,10 +71,22 @@ def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
         mine = RankRun(ranks, scenario)
         ground, before = mine.engine._ground, mine.engine.buffer_bytes
         mine.round(each)
-        form = form_of(payload_of(each.case, 0), None, meta_words(each.case.num_topk, experts=False, weighted=True))
-        slots = scenario.world_size * ground.slots(form) + (ground.grid.num_nodes - 1) * ground.net_ring(form).slots
+        form = form_of(
+            payload_of(each.case, 0),
+            None,
+            meta_words(each.case.num_topk, experts=False, weighted=True),
+        )
+        slots = (
+            scenario.world_size * ground.slots(form)
+            + (ground.grid.num_nodes - 1) * ground.net_ring(form).slots
+        )
         found.append(
-            (len(each.case.expected[mine.rank].x), scenario.channels * slots, before, mine.engine.buffer_bytes)
+            (
+                len(each.case.expected[mine.rank].x),
+                scenario.channels * slots,
+                before,
+                mine.engine.buffer_bytes,
+            )
         )
         mine.engine.close()
 
@@ -71,14 +95,17 @@ def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
 
 
 def network_rows(nodes: int, per_node: int, reach: dict[str, bool]) -> tuple[list[Any], list[Any]]:
-    """What a dispatch, a cached one and a combine put to other nodes: rows (sent, received) and bytes to each rank, by rank.
+    """What a dispatch, a cached one and a combine put to other nodes: rows (sent, received) and
+    bytes to each rank, by rank.
 
     As the engine has counted, and as the picks say.
     """
     scenario, puts = counted(nodes, per_node, reach), reach == PUTS
     case = scenario.rounds[0].case
     grid = Topology(nodes, per_node)
-    goes = [[set((idx[idx >= 0] // 2 // per_node).tolist()) for idx in picks] for picks, _ in case.picks]
+    goes = [
+        [set((idx[idx >= 0] // 2 // per_node).tolist()) for idx in picks] for picks, _ in case.picks
+    ]
 
     def to_node(rank: int, node: int) -> int:
         return sum(node in token for token in goes[rank])
@@ -101,10 +128,18 @@ def network_rows(nodes: int, per_node: int, reach: dict[str, bool]) -> tuple[lis
         stats, ground = mine.engine.stats, mine.engine._ground
         far = [peer for peer in grid.rail_of(mine.rank) if peer != mine.rank]
         sizes = grid.world_size, scenario.channels, ground.header_words
-        letters = 8 * ((per_node - 1) * short_letter_words(*sizes) + letter_words(sizes[0], per_node, *sizes[1:]))
+        letters = 8 * (
+            (per_node - 1) * short_letter_words(*sizes)
+            + letter_words(sizes[0], per_node, *sizes[1:])
+        )
         control = letters + per_node * 3 * 8  # one plan, three greetings, to every rank of a node
-        credits = [0 if not puts else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer] for peer in far]
-        assert all(0 <= each <= 16 * (sum(planned[mine.rank][1])) and each % 16 == 0 for each in credits)
+        credits = [
+            0 if not puts else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer]
+            for peer in far
+        ]
+        assert all(
+            0 <= each <= 16 * (sum(planned[mine.rank][1])) and each % 16 == 0 for each in credits
+        )
         num_bytes = [0] * grid.world_size
         for peer, extra in zip(far, credits, strict=True):
             num_bytes[peer] = stats.bytes_sent[peer] - control - extra
@@ -127,7 +162,9 @@ def shared_body(module: str, name: str, arguments: dict[str, Any], seed: int) ->
 
 
 def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
-    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``twolevel_plants.py``), and how; -1 if all pass."""
+    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``twolevel_plants.py``),
+    and how; -1 if all pass.
+    """
     part, fits = PLANTS[plant].part, False
     try:
         with planted(plant):

@@ -6,7 +6,10 @@ from plants import Plant
 
 _END = "        if step < OVER:\n            end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"
 _BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
-_DONE_FIRST = ((_END, ""), (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"))
+_DONE_FIRST = (
+    (_END, ""),
+    (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"),
+)
 _WRITTEN = """            end_in_views(
                 regions, state, k.channels * grid.workers, k.ranks, grid.ranks_per_node, k.channels,
                 k.rank_bins,
@@ -18,7 +21,9 @@ _WRITTEN_FIRST = (
 )
 _UNASKED = ("left += tl.where(ready, 0, 1)\n", "left += 0\n")
 _ROWS = "            for j in range(0, n, k.rows_forwarded):\n"
-_CREDITED = "            return_credits(peers, mine, home, source, node, turn, i0, {i1}, {last}, k)\n"
+_CREDITED = (
+    "            return_credits(peers, mine, home, source, node, turn, i0, {i1}, {last}, k)\n"
+)
 _SUMS = "            if ok:\n"
 _NOTED = "                tl.store(owed_at, taken - before, mask=far)\n"
 _ADD_EARLY = """                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
@@ -29,9 +34,15 @@ _OWED = "                owed += tl.where(far, taken - before, 0)\n"
 _OWE_EARLY = """                early = tl.where(far, upto - taken, 0)
                 return_network_credits(state, mine, home, local, c, early, left > 0, R, P, C, RP, W, CREDIT, FAR)
 """
-_PUT = "                put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)\n"
+_PUT = (
+    "                put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, "
+    "tail, n.to(tl.int64), 2, True)\n"
+)
 _LAST = "j + b < n - (n == left).to(tl.int32)"
-_FIRST = "            first = i0 % NQ  # chunks begin at multiples of NCHUNK, and so does the end of the ring\n"
+_FIRST = (
+    "            first = i0 % NQ  # chunks begin at multiples of NCHUNK, and so does the end of "
+    "the ring\n"
+)
 _PUT_EARLY = """            at, num_bytes = first.to(tl.int64) * SLOT, n.to(tl.int64) * SLOT
             account, tail = net_bytes(state, node, R, G, C), net_tail(home, c, C, FAR)
             put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)
@@ -40,7 +51,10 @@ _PUT_EARLY = """            at, num_bytes = first.to(tl.int64) * SLOT, n.to(tl.i
 VIEW_PLANTS = {
     # two_direct.py
     "placer: views not waited for": Plant(
-        "reused too early", "two_direct", (("(seen >= want) & ready", "(seen >= want)"),), part="views"
+        "reused too early",
+        "two_direct",
+        (("(seen >= want) & ready", "(seen >= want)"),),
+        part="views",
     ),
     "near rows: views not waited for": Plant(
         "reused too early",
@@ -63,7 +77,12 @@ VIEW_PLANTS = {
     "near rows: last row dropped": Plant(
         "last chunk",
         "two_direct",
-        (("t, here = c * share + i0 + j + b, j + b < n", f"t, here = c * share + i0 + j + b, {_LAST}"),),
+        (
+            (
+                "t, here = c * share + i0 + j + b, j + b < n",
+                f"t, here = c * share + i0 + j + b, {_LAST}",
+            ),
+        ),
         part="views",
     ),
     "near rows: behind one's own": Plant(
@@ -94,7 +113,10 @@ VIEW_PLANTS = {
         "two_direct",
         (
             ("        want = base + i0 + 1\n", "        want = base + i0\n"),
-            ("tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)", "tl.minimum(left, net.chunk)"),
+            (
+                "tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)",
+                "tl.minimum(left, net.chunk)",
+            ),
         ),
         part="views",
         hint=4,
@@ -141,7 +163,12 @@ VIEW_PLANTS = {
     "placer: landings of the next channel": Plant(
         "wrong row",
         "two_direct",
-        (("local, number, q, c, k.plan_ranks", "local, number, q, (c + 1) % k.channels, k.plan_ranks"),),
+        (
+            (
+                "local, number, q, c, k.plan_ranks",
+                "local, number, q, (c + 1) % k.channels, k.plan_ranks",
+            ),
+        ),
         part="views channels",
     ),
     "placer: landings of the next rank": Plant(
@@ -150,7 +177,9 @@ VIEW_PLANTS = {
         (("local, number, q, c, k.plan_ranks", "local, number, (q + 1) % P, c, k.plan_ranks"),),
         part="views",
     ),
-    "direct: done before the rows": Plant("flag before data", "two_direct", _WRITTEN_FIRST, part="views"),
+    "direct: done before the rows": Plant(
+        "flag before data", "two_direct", _WRITTEN_FIRST, part="views"
+    ),
     "direct: a round's end forgets what is owed": Plant(
         "last chunk",
         "two_direct",
@@ -181,17 +210,26 @@ VIEW_PLANTS = {
         "wrong epoch", "two_views", (("(calls + 1) * programs", "calls * programs"),), part="views"
     ),
     "views: all workers but one": Plant(
-        "last chunk", "two_views", (("(calls + 1) * programs", "(calls + 1) * programs - 1"),), part="views"
+        "last chunk",
+        "two_views",
+        (("(calls + 1) * programs", "(calls + 1) * programs - 1"),),
+        part="views",
     ),
     "views: calls not counted": Plant(
-        "wrong epoch", "two_views", (("DIRECT_CALLS, calls + 1)", "DIRECT_CALLS, calls)"),), part="views"
+        "wrong epoch",
+        "two_views",
+        (("DIRECT_CALLS, calls + 1)", "DIRECT_CALLS, calls)"),),
+        part="views",
     ),
     "views: call counted before its end": Plant(
         "wrong epoch",
         "two_views",
         (
             ("        count_call(state)\n", ""),
-            ("        dones, want = done_of(", "        count_call(state)\n        dones, want = done_of("),
+            (
+                "        dones, want = done_of(",
+                "        count_call(state)\n        dones, want = done_of(",
+            ),
         ),
         part="apart pulls",
         within=20,
@@ -215,25 +253,44 @@ VIEW_PLANTS = {
         part="views",
     ),
     "landings: behind the source's own rows": Plant(
-        "wrong row", "two_letters", (("mask=(s < source)[:, None]", "mask=(s <= source)[:, None]"),), part="views"
+        "wrong row",
+        "two_letters",
+        (("mask=(s < source)[:, None]", "mask=(s <= source)[:, None]"),),
+        part="views",
     ),
     "landings: in the channel before": Plant(
         "wrong row",
         "two_letters",
-        (("(tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)", "tl.cumsum(rows, 0).to(tl.int64), mask=c < C)"),),
+        (
+            (
+                "(tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)",
+                "tl.cumsum(rows, 0).to(tl.int64), mask=c < C)",
+            ),
+        ),
         part="views channels",
     ),
     # two_pull.py
     "puller: rows of ranks that are not there": Plant(
-        "flag before data", "two_pull", (("(room >= want) & ready", "(room >= want)"),), part="pulls"
+        "flag before data",
+        "two_pull",
+        (("(room >= want) & ready", "(room >= want)"),),
+        part="pulls",
     ),
     "pulling reducer: rows of ranks that are not there": Plant(
-        "flag before data", "two_pull", (("    if (left > 0) & ready:\n", "    if left > 0:\n"),), part="pulls"
+        "flag before data",
+        "two_pull",
+        (("    if (left > 0) & ready:\n", "    if left > 0:\n"),),
+        part="pulls",
     ),
     "puller: no barrier behind its look": Plant(
         "barrier",
         "two_pull",
-        (("C, FAR)))\n        tl.debug_barrier()\n        if reports(", "C, FAR)))\n        if reports("),),
+        (
+            (
+                "C, FAR)))\n        tl.debug_barrier()\n        if reports(",
+                "C, FAR)))\n        if reports(",
+            ),
+        ),
         part="pulls peers",
     ),
     "pulling reducer: no barrier behind its look": Plant(
@@ -250,7 +307,10 @@ VIEW_PLANTS = {
         hint=2,
     ),
     "puller: put before its rows": Plant(
-        "flag before data", "two_pull", ((_PUT, "                pass\n"), (_FIRST, _FIRST + _PUT_EARLY)), part="pulls"
+        "flag before data",
+        "two_pull",
+        ((_PUT, "                pass\n"), (_FIRST, _FIRST + _PUT_EARLY)),
+        part="pulls",
     ),
     "puller: tail without its row, mapped": Plant(
         "flag before data",
@@ -264,7 +324,10 @@ VIEW_PLANTS = {
         part="pulls peers",
     ),
     "puller: last row dropped": Plant(
-        "last chunk", "two_pull", (("inside, row = j + b < n,", f"inside, row = {_LAST},"),), part="pulls"
+        "last chunk",
+        "two_pull",
+        (("inside, row = j + b < n,", f"inside, row = {_LAST},"),),
+        part="pulls",
     ),
     "puller: rows sent not counted": Plant(
         "wrong epoch",
@@ -280,16 +343,29 @@ VIEW_PLANTS = {
     "puller: landings of the next channel": Plant(
         "wrong row",
         "two_pull",
-        (("other(node, home), q, c, D, P, C), mask=q < P", "other(node, home), q, (c + 1) % C, D, P, C), mask=q < P"),),
+        (
+            (
+                "other(node, home), q, c, D, P, C), mask=q < P",
+                "other(node, home), q, (c + 1) % C, D, P, C), mask=q < P",
+            ),
+        ),
         part="pulls channels",
     ),
     "pulling reducer: rows behind one's own": Plant(
-        "wrong row", "two_pull", (("rows_at = starts + firsts.to(tl.int64) * ROW", "rows_at = starts"),), part="pulls"
+        "wrong row",
+        "two_pull",
+        (("rows_at = starts + firsts.to(tl.int64) * ROW", "rows_at = starts"),),
+        part="pulls",
     ),
     "pulling reducer: network rows not waited for": Plant(
         "flag before data",
         "two_pull",
-        (("ok = (lacking(found, bases + upto, far) == 0) & (step == ON_TIME)", "ok = step == ON_TIME"),),
+        (
+            (
+                "ok = (lacking(found, bases + upto, far) == 0) & (step == ON_TIME)",
+                "ok = step == ON_TIME",
+            ),
+        ),
         part="pulls",
     ),
     "pulling reducer: last row not awaited": Plant(
@@ -299,7 +375,10 @@ VIEW_PLANTS = {
         part="pulls",
     ),
     "pulling reducer: last token dropped": Plant(
-        "last chunk", "two_pull", (("            here = t < t1\n", "            here = t < t1 - 1\n"),), part="pulls"
+        "last chunk",
+        "two_pull",
+        (("            here = t < t1\n", "            here = t < t1 - 1\n"),),
+        part="pulls",
     ),
     "pulling reducer: credit before read": Plant(
         "credit before read",
@@ -331,10 +410,17 @@ VIEW_PLANTS = {
     "pulling reducer: rows taken not counted": Plant(
         "wrong epoch",
         "two_pull",
-        (("tl.store(taken_from, bases + taken, mask=far)", "tl.store(taken_from, bases, mask=far)"),),
+        (
+            (
+                "tl.store(taken_from, bases + taken, mask=far)",
+                "tl.store(taken_from, bases, mask=far)",
+            ),
+        ),
         part="pulls",
     ),
-    "pull: done before the reads": Plant("credit before read", "two_pull", _DONE_FIRST, part="pulls"),
+    "pull: done before the reads": Plant(
+        "credit before read", "two_pull", _DONE_FIRST, part="pulls"
+    ),
     "pull: a round's end forgets what is owed": Plant(
         "last chunk",
         "two_pull",
@@ -364,7 +450,10 @@ VIEW_PLANTS = {
         part="pulls peers",
     ),
     "pull: credits of reducers forgotten": Plant(
-        "last chunk", "two_pull", (("(worker == 0) & MAPPED", "(worker < 0) & MAPPED"),), part="long pulls peers"
+        "last chunk",
+        "two_pull",
+        (("(worker == 0) & MAPPED", "(worker < 0) & MAPPED"),),
+        part="long pulls peers",
     ),
 }
 """By name."""

@@ -1,4 +1,6 @@
-"""Puts ``tokenyard_deep_ep.pth`` beside the package, so that Python looks into the package last of all."""
+"""Puts ``tokenyard_deep_ep.pth`` beside the package, so that Python looks into the package last of
+all.
+"""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py

@@ -30,42 +30,44 @@ from tokenyard.types import Layout, Quantize, Quantized
 _log = logging.getLogger("tokenyard")
 
 BESIDE_COLLECTIVES = 32
-"""A ``spare_sms`` for calls that overlap with NCCL's collectives (``docs/protocols.md``, Limits)."""
+"""A ``spare_sms`` for calls that overlap with NCCL's collectives (``docs/protocols.md``, Limits).
+"""
 
 
 class ExpertParallel:
     """Sends tokens to the ranks that hold their experts, and their results back.
 
-    Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and their backwards: every rank
-    calls them in the same order with the same options. One object serves one thread at a time; different objects are
-    independent. Up to ``tokenyard.lane.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook of engine
-    low_latency is, no other call begins.
+    Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and
+    their backwards: every rank calls them in the same order with the same options. One object
+    serves one thread at a time; different objects are independent. Up to
+    ``tokenyard.lane.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook of
+    engine low_latency is, no other call begins.
 
-    Args:
-        group: a ``torch.distributed`` group (default: the default group; without one this process is alone).
-        num_experts: E, at most 65536, split contiguously over the ranks; the first ``E mod R`` hold one more.
-        hidden: H, channels of a token.
-        num_topk: K, picks per token, at most 4096.
-        max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
-        engine: "auto", "collective", "nvlink" (GPUs that map each other's memory), "twolevel" (GPUs of several nodes that form a
-            grid, ``docs/twolevel.md``) or "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink
-            where it can work.
-        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default: 128 MiB. Engine low_latency: its
-            slots; default: what rows of 2 bytes per channel need.
-        num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks. Default: all.
-        spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers too, may hold when a call
-            begins: NCCL's on another stream, say, for which ``BESIDE_COLLECTIVES`` is enough. Default: none.
-        timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
-        device: where tensors live. Default: the accelerator if the group has a backend for it; over gloo any.
-        topology: ``(num_nodes, ranks_per_node)``, nodes of consecutive ranks. Default: by host (``docs/semantics.md``, Nodes).
+    Args: group: a ``torch.distributed`` group (default: the default group; without one this process
+        is alone). num_experts: E, at most 65536, split contiguously over the ranks; the first ``E
+        mod R`` hold one more. hidden: H, channels of a token. num_topk: K, picks per token, at most
+        4096. max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of
+        tokens. engine: "auto", "collective", "nvlink" (GPUs that map each other's memory),
+        "twolevel" (GPUs of several nodes that form a grid, ``docs/twolevel.md``) or "low_latency"
+        (as nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
+        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
+        128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel need.
+        num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
+        Default: all. spare_sms: multiprocessors (all but collective) that others' kernels, if they
+        wait for peers too, may hold when a call begins: NCCL's on another stream, say, for which
+        ``BESIDE_COLLECTIVES`` is enough. Default: none. timeout: seconds that a silent peer is
+        waited for (over NCCL the group's watchdog decides). device: where tensors live. Default:
+        the accelerator if the group has a backend for it; over gloo any. topology: ``(num_nodes,
+        ranks_per_node)``, nodes of consecutive ranks. Default: by host (``docs/semantics.md``,
+        Nodes).
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
         topology: the :class:`Topology` given or detected; None if hosts are uneven.
 
-    Raises:
-        ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError: another rank refused.
-        PeerTimeout: a rank did not come. NotSupported: the engine asked for cannot work here; says why.
+    Raises: ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError:
+    another rank refused. PeerTimeout: a rank did not come. NotSupported: the engine asked for
+    cannot work here; says why.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class ExpertParallel:
             sizes, timeout = checks.check_sizes(sizes), checks.check_timeout(timeout)
             optional = checks.check_optional(optional)
             if engine not in ENGINES:
-                raise ValueError(f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
+                raise ValueError(
+                    f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}"
+                )
             where = None if device is None else checks.check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:
@@ -109,19 +113,29 @@ class ExpertParallel:
         hosts = [this_host()]
         if store is not None:
             same = {**sizes, **optional, "engine": engine, "topology": str(grid)}
-            store, hosts = agree(store, self.rank, self.world_size, same, str(refusal or ""), timeout, hosts[0])
+            store, hosts = agree(
+                store, self.rank, self.world_size, same, str(refusal or ""), timeout, hosts[0]
+            )
         if refusal is not None:
             raise refusal
         self.topology, no_grid = settle_topology(grid, hosts)
         self.config = Config(
-            **sizes, rank=self.rank, world_size=self.world_size, timeout=timeout, topology=self.topology
+            **sizes,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            topology=self.topology,
         )
-        choice = choose(self.group, store, self.config, Asked(engine, where, **optional, no_grid=no_grid))
+        choice = choose(
+            self.group, store, self.config, Asked(engine, where, **optional, no_grid=no_grid)
+        )
         self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
         with torch.inference_mode(False):  # it may outlive the block that it is made in
             self._calls = Calls(self.config, choice.make(self._stats), choice.device)
         self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
-        self._most_bytes = most_result_bytes(choice.device, ranks_sharing(self.group, choice.device, hosts, self.rank))
+        self._most_bytes = most_result_bytes(
+            choice.device, ranks_sharing(self.group, choice.device, hosts, self.rank)
+        )
         if self.rank == 0:
             _log.info(self.why)
 
@@ -145,54 +159,71 @@ class ExpertParallel:
         return_hook: bool = False,
         options: CallOptions | None = None,
     ) -> Received:
-        """Send every token once to each rank that holds one of its experts (``docs/semantics.md``, Dispatch).
+        """Send every token once to each rank that holds one of its experts (``docs/semantics.md``,
+        Dispatch).
 
-        Args:
-            x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``.
-            topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 = none.
-            topk_weights: ``[T, K]`` float, rides along as float32.
-            handle: repeat the routing (and layout) of an earlier dispatch; then leave out everything that describes routing.
-            layout: ``Layout.FLAT`` by default.
-            exact: exactly the rows that came (the host learns the counts), or static shapes bounded by M.
+        Args: x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``. topk_idx: ``[T, K]``
+            int64 or int32 global expert ids, -1 = none. topk_weights: ``[T, K]`` float, rides along
+            as float32. handle: repeat the routing (and layout) of an earlier dispatch; then leave
+            out everything that describes routing. layout: ``Layout.FLAT`` by default. exact:
+            exactly the rows that came (the host learns the counts), or static shapes bounded by M.
             expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
-            capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
-            quantize: cast plain rows in the send.
-            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes. Engine low_latency makes one launch
-                that sends now and one that receives in the hook, both in the current stream.
-            options: of engine low_latency.
-            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, twolevel; ``FLAT``, T <= M): no copy. They
-                are good until this object's next dispatch with ``in_place=True``; using them later raises.
-            after: what the call waits for instead of the current stream: an event or anything with ``wait()``.
+            capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``. quantize: cast
+            plain rows in the send. async_op, return_hook: return at once; ``recv.wait()`` or
+            ``recv.hook()`` finishes. Engine low_latency makes one launch that sends now and one
+            that receives in the hook, both in the current stream. options: of engine low_latency.
+            in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, twolevel;
+            ``FLAT``, T <= M): no copy. They are good until this object's next dispatch with
+            ``in_place=True``; using them later raises. after: what the call waits for instead of
+            the current stream: an event or anything with ``wait()``.
 
-        Raises:
-            ValueError: bad arguments on this rank (the others get ``PeerError`` within the call).
-            Mismatch: ranks disagree on dtype, layout or another option. PeerTimeout: a rank stayed silent.
-            NotSupported: this engine cannot do it.
+        Raises: ValueError: bad arguments on this rank (the others get ``PeerError`` within the
+        call). Mismatch: ranks disagree on dtype, layout or another option. PeerTimeout: a rank
+        stayed silent. NotSupported: this engine cannot do it.
         """
         self._calls.check_open()
         known = None
         try:
-            when = self._calls.when(async_op, return_hook, after, options, checks.is_cast(topk_weights))
+            when = self._calls.when(
+                async_op, return_hook, after, options, checks.is_cast(topk_weights)
+            )
             payload = checks.check_payload(x, self.config, quantize)
             self._check_device(payload.x)
             if handle is not None:
-                routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "layout": layout, "capacity": capacity}
+                routing = {
+                    "topk_idx": topk_idx,
+                    "topk_weights": topk_weights,
+                    "layout": layout,
+                    "capacity": capacity,
+                }
                 known = checks.check_handle(handle, self._calls.number)
                 checks.check_cached(known, payload, routing, exact, expert_alignment)
                 weights, spec = None, known.spec
             else:
-                weights = checks.check_picks(topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config)
+                weights = checks.check_picks(
+                    topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config
+                )
                 spec = checks.check_spec(layout, exact, expert_alignment, capacity)
                 checks.check_bound(payload.x.shape[0], spec, self.config)
                 check_result(payload, quantize, spec, self.config, self.engine, self._most_bytes)
             checks.check_flag("in_place", in_place)
             if in_place:
-                checks.check_in_place(self.engine, spec, payload, topk_weights, self.config, self._most_bytes)
+                checks.check_in_place(
+                    self.engine, spec, payload, topk_weights, self.config, self._most_bytes
+                )
             self._calls.check_dispatch(
-                payload, weights, spec, quantize, cached=known is not None, in_place=in_place, options=options
+                payload,
+                weights,
+                spec,
+                quantize,
+                cached=known is not None,
+                in_place=in_place,
+                options=options,
             )
         except (ValueError, NotSupported) as error:
-            raise self._calls.refuse(DISPATCH if handle is None else CACHED, exact is not False, error) from None
+            raise self._calls.refuse(
+                DISPATCH if handle is None else CACHED, exact is not False, error
+            ) from None
         if known is not None:
             return self._calls.redispatch(payload, quantize, known, when, in_place)
         assert topk_idx is not None
@@ -252,21 +283,19 @@ class ExpertParallel:
     ) -> Tensor | Combined:
         """Sum the rows of each token, back at its owner (``docs/semantics.md``, Combine).
 
-        Args:
-            x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype on the wire.
-            handle: of the dispatch that made the rows.
-            weighted: expert layouts only: multiply each row by its routing weight first.
-            topk_weights: ``[T, K]`` at the owner, instead of the weights that rode along.
-            reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
-            bias: ``[T, H]``, or two of them, added last.
-            out: ``[T, H]`` to write into; not differentiable.
-            in_place: rows go to their sums without rings (nvlink and twolevel, ``FLAT``, T <= M). Takes symmetric memory: for the
-                rows that come back, or (twolevel) for ``x``: no copy then, if it is the ``recv.x`` of the last dispatch in place or
-                from ``empty_for_combine``; else ``x`` is first copied over it. Not differentiable.
-            options: of engine low_latency.
+        Args: x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype
+            on the wire. handle: of the dispatch that made the rows. weighted: expert layouts only:
+            multiply each row by its routing weight first. topk_weights: ``[T, K]`` at the owner,
+            instead of the weights that rode along. reduce_weights: ``[N, K]`` float32 (``FLAT``),
+            summed to ``[T, K]`` alongside. bias: ``[T, H]``, or two of them, added last. out: ``[T,
+            H]`` to write into; not differentiable. in_place: rows go to their sums without rings
+            (nvlink and twolevel, ``FLAT``, T <= M). Takes symmetric memory: for the rows that come
+            back, or (twolevel) for ``x``: no copy then, if it is the ``recv.x`` of the last
+            dispatch in place or from ``empty_for_combine``; else ``x`` is first copied over it. Not
+            differentiable. options: of engine low_latency.
 
-        Returns:
-            ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or ``return_hook`` was given.
+        Returns: ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or
+        ``return_hook`` was given.
         """
         self._calls.check_open()
         try:
@@ -275,35 +304,48 @@ class ExpertParallel:
             checks.check_flag("in_place", in_place)
             known = checks.check_handle(handle, self._calls.number)
             rows = checks.check_rows(x, known, self.config)
-            at_owner = checks.check_weighting(known, weighted, topk_weights, reduce_weights, self.config)
+            at_owner = checks.check_weighting(
+                known, weighted, topk_weights, reduce_weights, self.config
+            )
             terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
             carried = known.arrived.weights if weighted and at_owner is None else None
             checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
             if in_place:
                 given, most = (rows, *terms), self._most_bytes
-                checks.check_combine_in_place(self.engine, known, reduce_weights, given, rows.dtype, self.config, most)
+                checks.check_combine_in_place(
+                    self.engine, known, reduce_weights, given, rows.dtype, self.config, most
+                )
             self._calls.check_combine((rows, at_owner, carried, *terms), known, options)
         except (ValueError, NotSupported) as error:
             raise self._calls.refuse(COMBINE, True, error) from None
         weights = carried if at_owner is None else self._calls.fetch_weights(at_owner, known)
         reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
         combined = self._calls.combine(
-            rows, known, weights=weights, reduce_weights=reduce, bias=terms, out=out, when=when, in_place=in_place
+            rows,
+            known,
+            weights=weights,
+            reduce_weights=reduce,
+            bias=terms,
+            out=out,
+            when=when,
+            in_place=in_place,
         )
         if not when.later:
             combined.wait()
         return combined if when.later or reduce is not None else combined.x
 
     def warmup(self) -> None:
-        """Collective: set up connections, and compile the kernels of BF16 rows with weights in ``FLAT`` (engine low_latency:
-        ``EXPERT_PADDED``), so that the first such call does not pay for them. Other kinds of calls pay when they first come.
-        Gradients cost nothing more."""
+        """Collective: set up connections, and compile the kernels of BF16 rows with weights in
+        ``FLAT`` (engine low_latency: ``EXPERT_PADDED``), so that the first such call does not pay
+        for them. Other kinds of calls pay when they first come. Gradients cost nothing more."""
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
         picks = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device)
         exact = self._calls.low is None
         weights = torch.empty(0, self.config.num_topk, device=device)
-        recv = self.dispatch(x, picks, weights, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact)
+        recv = self.dispatch(
+            x, picks, weights, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact
+        )
         self.combine(recv.x, recv.handle)
 
     # One rank at a time
@@ -311,16 +353,20 @@ class ExpertParallel:
     def empty_for_combine(
         self, handle: Handle, dtype: torch.dtype = torch.bfloat16, *, in_place: bool = False
     ) -> Tensor:
-        """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where combine moves them best.
+        """Uninitialised rows in the shape of ``recv.x`` for the experts to write into, from where
+        combine moves them best.
 
-        ``in_place``: for a combine in place. Any memory will do for engine nvlink. Engine twolevel has it symmetric: collective, as
-        it may have to grow; earlier results in place and earlier such rows end as with a dispatch in place.
+        ``in_place``: for a combine in place. Any memory will do for engine nvlink. Engine twolevel
+        has it symmetric: collective, as it may have to grow; earlier results in place and earlier
+        such rows end as with a dispatch in place.
         """
         try:
             known = checks.check_handle(handle, self._calls.number)
             checks.check_row_dtype(dtype)
             if in_place:
-                checks.check_combine_in_place(self.engine, known, None, (), dtype, self.config, self._most_bytes)
+                checks.check_combine_in_place(
+                    self.engine, known, None, (), dtype, self.config, self._most_bytes
+                )
         except (ValueError, NotSupported):
             if in_place:
                 self._calls.come_to_rows_in_place(dtype)
@@ -329,7 +375,9 @@ class ExpertParallel:
             return self._calls.rows_in_place(known.num_rows, dtype)
         padded = (self.config.num_local_experts, self.config.padded_rows)
         shape = padded if known.layout is Layout.EXPERT_PADDED else (known.num_rows,)
-        return torch.empty(*shape, self.config.hidden, dtype=dtype, device=known.plan.returns.device)
+        return torch.empty(
+            *shape, self.config.hidden, dtype=dtype, device=known.plan.returns.device
+        )
 
     def stats(self) -> Stats:
         """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""
@@ -338,9 +386,9 @@ class ExpertParallel:
     def check(self) -> None:
         """Wait for the device; raise what went wrong there since the last check.
 
-        Raises:
-            ValueError: a static dispatch without host wait was given ids out of range; names the first such pick.
-            PeerTimeout, PeerError, Mismatch: a call that the host has not waited for came to this.
+        Raises: ValueError: a static dispatch without host wait was given ids out of range; names
+        the first such pick. PeerTimeout, PeerError, Mismatch: a call that the host has not waited
+        for came to this.
         """
         self._calls.check()
 
@@ -357,20 +405,26 @@ class ExpertParallel:
 
     @property
     def active_mask(self) -> Tensor:
-        """The same as int32 ``[R]`` on the device, 0 for ranks left out (engine low_latency): kernels read and write it."""
+        """The same as int32 ``[R]`` on the device, 0 for ranks left out (engine low_latency):
+        kernels read and write it.
+        """
         return self._calls.need_low("has no mask").active
 
     def mask(self, rank: int) -> None:
-        """Leave a rank out (engine low_latency), from the next launch on, the second one of an open hook too. Queued in the current
-        stream, so CUDA graphs hold it."""
+        """Leave a rank out (engine low_latency), from the next launch on, the second one of an open
+        hook too. Queued in the current stream, so CUDA graphs hold it."""
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank)
 
     def unmask(self, rank: int) -> None:
-        """Let a rank in again, whose object has made as many calls as this one: see ``docs/low_latency.md``."""
+        """Let a rank in again, whose object has made as many calls as this one: see
+        ``docs/low_latency.md``.
+        """
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank, active=True)
 
     def close(self) -> None:
-        """Finish outstanding calls and let go of connections and buffers. Closing again does nothing."""
+        """Finish outstanding calls and let go of connections and buffers. Closing again does
+        nothing.
+        """
         self._calls.close()
 
     def __enter__(self) -> ExpertParallel:
@@ -382,9 +436,13 @@ class ExpertParallel:
 
     def _check_device(self, x: Tensor) -> None:
         if self.device is None and x.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of them")
+            raise ValueError(
+                f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of "
+                f"them"
+            )
         if self.device is not None and x.device != self.device:
             raise ValueError(
-                f"x is on {x.device}, but this object works on {self.device}: move x there, or pass device={str(x.device)!r} "
+                f"x is on {x.device}, but this object works on {self.device}: move x there, or "
+                f"pass device={str(x.device)!r} "
                 "to ExpertParallel"
             )

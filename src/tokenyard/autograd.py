@@ -1,9 +1,10 @@
 """Calls that autograd, a compiler or a transform of ``torch.func`` must see.
 
-Eager ones are ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one, and nothing is imported in a call
-(torch's custom operators import ``torch._dynamo`` when they are first called). Compilers and dispatch modes (selective
-checkpointing, say) see the operators of ``ops.py``. What a call returns belongs to the caller: results are no views, so that
-they may be changed in place.
+Eager ones are ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one, and
+nothing is imported in a call (torch's custom operators import ``torch._dynamo`` when they are first
+called). Compilers and dispatch modes (selective checkpointing, say) see the operators of
+``ops.py``. What a call returns belongs to the caller: results are no views, so that they may be
+changed in place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _PLAN = len(Plan._fields)
 _HINT = (
-    " (this call moves tangents: inside forward_ad.dual_level() all calls do, of ranks whose tensors have none too, so every rank "
+    " (this call moves tangents: inside forward_ad.dual_level() all calls do, of ranks whose "
+    "tensors have none too, so every rank "
     "has to enter it)"
 )
 
@@ -56,9 +58,11 @@ def _by_operator(x: Tensor) -> bool:
 
 
 class _Call:
-    """One call on its way through a ``Function``: what it needs besides tensors, and what it returns besides them.
+    """One call on its way through a ``Function``: what it needs besides tensors, and what it
+    returns besides them.
 
-    It also is how the object's calls along the plan are made that derivatives need (:class:`gradients.Moves`).
+    It also is how the object's calls along the plan are made that derivatives need
+    (:class:`gradients.Moves`).
     """
 
     def __init__(
@@ -78,9 +82,13 @@ class _Call:
         self.arrived: Arrived
         self.num_rows = 0
 
-    def combine(self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool) -> tuple[Tensor, Tensor]:
+    def combine(
+        self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
+    ) -> tuple[Tensor, Tensor]:
         self._refuse_vmap(COMBINE, rows)
-        x, reduced = combine(self.calls, rows, self.plan, self.spec, reduce_weights=reduce_weights, raw=raw)
+        x, reduced = combine(
+            self.calls, rows, self.plan, self.spec, reduce_weights=reduce_weights, raw=raw
+        )
         return x, rows.new_empty(0) if reduced is None else reduced
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
@@ -94,10 +102,14 @@ class _Call:
 
 
 def _remember(ctx: Any, call: _Call, *more: Tensor) -> None:
-    """Keep what derivatives need; the object itself only by its number, so that a graph does not keep it alive."""
+    """Keep what derivatives need; the object itself only by its number, so that a graph does not
+    keep it alive.
+    """
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
     ctx.save_for_backward(*(_lasting(tensor) for tensor in (*call.plan, *more)))
-    ctx.call = call if transforms.forward_level() >= 0 else None  # else the graph would hold all of it
+    ctx.call = (
+        call if transforms.forward_level() >= 0 else None
+    )  # else the graph would hold all of it
     ctx.set_materialize_grads(True)
 
 
@@ -109,7 +121,9 @@ def _lasting(tensor: Tensor) -> Tensor:
 def _recall(ctx: Any) -> tuple[_Call, tuple[Tensor, ...]]:
     """What :func:`_remember` kept. Once only: non-reentrant checkpointing allows no second look."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
-    return _Call(ops.owner_of(ctx.owner), ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[_PLAN:]
+    return _Call(ops.owner_of(ctx.owner), ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[
+        _PLAN:
+    ]
 
 
 def _solid(tangent: Tensor) -> Tensor:
@@ -118,11 +132,16 @@ def _solid(tangent: Tensor) -> Tensor:
 
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
-    """``moved``, with a tangent of zeros if tangents are followed and neither it nor ``others`` have one.
+    """``moved``, with a tangent of zeros if tangents are followed and neither it nor ``others``
+    have one.
 
     Other ranks' may have one: then theirs come here, and all take part.
     """
-    if transforms.in_functorch() or not transforms.in_forward_mode() or transforms.has_tangent(moved, *others):
+    if (
+        transforms.in_functorch()
+        or not transforms.in_forward_mode()
+        or transforms.has_tangent(moved, *others)
+    ):
         return moved
     make_dual: Any = torch._VF._make_dual  # pyright: ignore  (forward_ad.make_dual imports torch's decompositions)
     return make_dual(moved, torch.zeros_like(moved), level=transforms.forward_level())
@@ -158,7 +177,9 @@ class _Dispatch(Function):
         return rows.data, None if weights is None else arrived.weights.data
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+    ) -> None:
         x, scales, _, _, call = inputs
         ctx.plain = call.mode is None and scales is None and x.dtype.is_floating_point
         ids = call.spec.layout is Layout.FLAT and ctx.needs_input_grad[3]
@@ -183,7 +204,9 @@ class _Dispatch(Function):
             rows = call.redispatch(_solid(x), raw=False) if ctx.plain else None
             if weights is None:
                 return rows, None
-            return rows, gradients.weights_there(call, _solid(weights), call.arrived.topk_idx, call.num_rows)
+            return rows, gradients.weights_there(
+                call, _solid(weights), call.arrived.topk_idx, call.num_rows
+            )
 
 
 def dispatch(
@@ -198,7 +221,9 @@ def dispatch(
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
     if _by_operator(payload.x):
         quantize, numbers = 0 if mode is None else mode.value, ops.spec_numbers(spec)
-        flat = ops.dispatch_op(payload.x, payload.scales, topk_idx, weights, calls.number, numbers, quantize, ticket)
+        flat = ops.dispatch_op(
+            payload.x, payload.scales, topk_idx, weights, calls.number, numbers, quantize, ticket
+        )
         plan, arrived = Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
         return Payload(flat[0], flat[1] if flat[1].dim() == 2 else None), plan, arrived
     call, x = _Call(calls, spec, ticket, mode=mode), payload.x
@@ -217,7 +242,9 @@ def dispatch(
 class _Redispatch(Function):
     @staticmethod
     def forward(x: Tensor, scales: Tensor | None, call: _Call) -> Tensor:
-        moved = call.calls.run_redispatch(Payload(x, scales), call.plan, call.spec, call.raw, call.ticket, call.mode)
+        moved = call.calls.run_redispatch(
+            Payload(x, scales), call.plan, call.spec, call.raw, call.ticket, call.mode
+        )
         call.scales = moved.scales
         return moved.x.data
 
@@ -254,7 +281,9 @@ def redispatch(
         return calls.run_redispatch(payload, plan, spec, raw, ticket, mode)
     if _by_operator(payload.x):
         numbers = ops.spec_numbers(spec, mode)
-        x, scales = ops.redispatch_op(payload.x, payload.scales, list(plan), calls.number, numbers, raw, ticket)
+        x, scales = ops.redispatch_op(
+            payload.x, payload.scales, list(plan), calls.number, numbers, raw, ticket
+        )
         return Payload(x, scales if scales.dim() == 2 else None)
     call = _Call(calls, spec, ticket, plan=plan, mode=mode, raw=raw)
     x = payload.x
@@ -270,7 +299,11 @@ def redispatch(
 class _Combine(Function):
     @staticmethod
     def forward(
-        rows: Tensor, weights: Tensor | None, reduce_weights: Tensor | None, call: _Call, *bias: Tensor
+        rows: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        call: _Call,
+        *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         x, reduced = call.calls.run_combine(
             rows,
@@ -285,7 +318,9 @@ class _Combine(Function):
         return x.data, None if reduced is None else reduced.data
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+    ) -> None:
         rows, weights, _, call, *bias = inputs
         ctx.bias_dtypes = [term.dtype for term in bias]
         weighting = () if weights is None else (rows, weights)
@@ -304,7 +339,13 @@ class _Combine(Function):
             grad_rows, grad_weights = gradients.of_combine(call, grad, pair, ctx.raw)
         if needs[2]:
             grad_reduce = call.redispatch(grad_reduced, raw=True)
-        return grad_rows, grad_weights, grad_reduce, None, *(grad.to(dtype) for dtype in ctx.bias_dtypes)
+        return (
+            grad_rows,
+            grad_weights,
+            grad_reduce,
+            None,
+            *(grad.to(dtype) for dtype in ctx.bias_dtypes),
+        )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
@@ -314,11 +355,21 @@ class _Combine(Function):
         rows = _solid(tangents[0])
         if weights is not None:
             rows_at, weights_at = ctx.saved_tensors
-            rows = gradients.weighted_tangent(rows, rows_at, weights_at, weights, call.plan.gather >= 0)
+            rows = gradients.weighted_tangent(
+                rows, rows_at, weights_at, weights, call.plan.gather >= 0
+            )
         reduce = None if reduce_weights is None else _solid(reduce_weights)
         terms = tuple(_solid(term) for term in bias)
         with _Hinted():
-            return combine(call.calls, rows, call.plan, call.spec, reduce_weights=reduce, bias=terms, raw=call.raw)
+            return combine(
+                call.calls,
+                rows,
+                call.plan,
+                call.spec,
+                reduce_weights=reduce,
+                bias=terms,
+                raw=call.raw,
+            )
 
 
 def combine(
@@ -334,13 +385,26 @@ def combine(
     raw: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A combine, tracked if need be."""
-    given: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias, "raw": raw}
+    given: dict[str, Any] = {
+        "weights": weights,
+        "reduce_weights": reduce_weights,
+        "bias": bias,
+        "raw": raw,
+    }
     if not is_tracked(rows, weights, reduce_weights, *bias):
         return calls.run_combine(rows, plan, spec, ticket, **given)
     if _by_operator(rows):
         numbers = ops.spec_numbers(spec)
         x, reduced = ops.combine_op(
-            rows, weights, reduce_weights, list(bias), list(plan), calls.number, numbers, raw, ticket
+            rows,
+            weights,
+            reduce_weights,
+            list(bias),
+            list(plan),
+            calls.number,
+            numbers,
+            raw,
+            ticket,
         )
         return x, None if reduce_weights is None else reduced
     call = _Call(calls, spec, ticket, plan=plan, raw=raw)
@@ -353,7 +417,9 @@ def combine(
 
 class _Dequantize(Function):
     @staticmethod
-    def forward(sent: Tensor, data: Tensor, scales: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    def forward(
+        sent: Tensor, data: Tensor, scales: Tensor, call: _Call, dtype: torch.dtype
+    ) -> Tensor:
         return dequantized(data, scales, dtype)
 
     @staticmethod
@@ -368,17 +434,27 @@ class _Dequantize(Function):
 
 
 def dequantize(
-    calls: Calls, sent: Tensor, data: Tensor, scales: Tensor, plan: Plan, spec: Spec, dtype: torch.dtype
+    calls: Calls,
+    sent: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    plan: Plan,
+    spec: Spec,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Received data times its scales; its gradient goes to ``sent``, straight through."""
     if not is_tracked(sent):
         return dequantized(data, scales, dtype)
     if _by_operator(sent):
-        return ops.dequantize_op(sent, data, scales, list(plan), calls.number, ops.spec_numbers(spec), dtype)
+        return ops.dequantize_op(
+            sent, data, scales, list(plan), calls.number, ops.spec_numbers(spec), dtype
+        )
     return _Dequantize.apply(sent, data, scales, _Call(calls, spec, plan=plan), dtype)  # pyright: ignore
 
 
-def dequantizer(calls: Calls, sent: Tensor, plan: Plan, spec: Spec) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+def dequantizer(
+    calls: Calls, sent: Tensor, plan: Plan, spec: Spec
+) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
     """Turns received data and scales into rows whose gradient goes to ``sent``."""
 
     def plain(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,9 @@
-"""From checked arguments to results: order of calls, autograd, waiting now or later. One per ``ExpertParallel``.
+"""From checked arguments to results: order of calls, autograd, waiting now or later. One per
+``ExpertParallel``.
 
-Every call goes one of two ways with the same engine underneath: straight to it, or through a custom operator where autograd
-or a compiler must see it. An asynchronous call starts on detached tensors and is picked up by its ticket when it is waited for.
+Every call goes one of two ways with the same engine underneath: straight to it, or through a custom
+operator where autograd or a compiler must see it. An asynchronous call starts on detached tensors
+and is picked up by its ticket when it is waited for.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from tokenyard.types import Layout, Quantize
 Result = TypeVar("Result")
 _NOW = When(later=False, after=None)
 """Of a call that nobody asked more of."""
-_NO_TANGENTS = "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or detach() it"
+_NO_TANGENTS = (
+    "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
+    "detach() it"
+)
 
 
 class Calls:
@@ -40,7 +45,9 @@ class Calls:
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
         self.config, self.engine = config, engine
         self.lane = Lane(threaded=engine.waits_on_host, device=device)
-        self.low = engine if isinstance(engine, LowLatency) else None  # asked once: it looks at every attribute
+        self.low = (
+            engine if isinstance(engine, LowLatency) else None
+        )  # asked once: it looks at every attribute
         self.number = ops.enlist(self)
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows
@@ -64,10 +71,14 @@ class Calls:
                 return error
         except PeerTimeout:
             return error
-        return type(error)(f"{error} (other ranks cannot be told: those in this call wait until their own timeout)")
+        return type(error)(
+            f"{error} (other ranks cannot be told: those in this call wait until their own timeout)"
+        )
 
     def check(self) -> None:
-        """Wait for all calls so far; raise what went wrong on the device, or that this object is closed."""
+        """Wait for all calls so far; raise what went wrong on the device, or that this object is
+        closed.
+        """
         if self.closed:  # one that lost a peer says which below
             self.check_open()
         self._in_turn(self.engine.check, "check(), after call")
@@ -101,9 +112,16 @@ class Calls:
         return self.low
 
     def when(
-        self, async_op: bool, return_hook: bool, after: Waitable | None, options: CallOptions | None, derives: bool
+        self,
+        async_op: bool,
+        return_hook: bool,
+        after: Waitable | None,
+        options: CallOptions | None,
+        derives: bool,
     ) -> When:
-        """When and how a call is to be made. ``derives``: it works on its arguments at once, so ``after`` is waited for here."""
+        """When and how a call is to be made. ``derives``: it works on its arguments at once, so
+        ``after`` is waited for here.
+        """
         transforms.check(async_op or return_hook)
         if not (async_op or return_hook) and after is None and options is None:
             return _NOW
@@ -118,21 +136,40 @@ class Calls:
         if self.low is None:
             return When(async_op or return_hook, after)
         if async_op and return_hook:
-            raise ValueError("async_op and return_hook exclude each other with engine 'low_latency': give one of them")
+            raise ValueError(
+                "async_op and return_hook exclude each other with engine 'low_latency': give one "
+                "of them"
+            )
         extras: dict[str, Any] = {} if options is None else {"options": options}
-        return When(async_op or return_hook, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
+        return When(
+            async_op or return_hook,
+            after,
+            return_hook,
+            extras | ({"in_two": True} if return_hook else {}),
+        )
 
     def check_dispatch(
-        self, payload: Payload, weights: Tensor | None, spec: Spec, mode: Quantize | None, **more: Any
+        self,
+        payload: Payload,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        **more: Any,
     ) -> None:
-        """Raise if tangents cannot be moved, or the engine for decoding cannot make a dispatch; others decide themselves."""
+        """Raise if tangents cannot be moved, or the engine for decoding cannot make a dispatch;
+        others decide themselves.
+        """
         if mode is not None or payload.scales is not None:
-            transforms.check_tangents(payload, "quantised rows carry none: dispatch plain rows, or x.detach()")
+            transforms.check_tangents(
+                payload, "quantised rows carry none: dispatch plain rows, or x.detach()"
+            )
         if self.low is not None:
             transforms.check_tangents((*payload, weights), _NO_TANGENTS)
             self.low.check_dispatch(payload, spec, mode, **more)
 
-    def check_combine(self, given: tuple[Any, ...], handle: Handle, options: CallOptions | None) -> None:
+    def check_combine(
+        self, given: tuple[Any, ...], handle: Handle, options: CallOptions | None
+    ) -> None:
         """The same for a combine. ``given``: rows, and all other tensors."""
         if self.low is not None:
             transforms.check_tangents(given, _NO_TANGENTS)
@@ -152,7 +189,16 @@ class Calls:
         **extras: Any,
     ) -> tuple[Payload, Plan, Arrived]:
         """A fresh dispatch, or the result of the one behind ``ticket``."""
-        call = partial(self.engine.dispatch, payload, topk_idx, weights, spec, mode, in_place=in_place, **extras)
+        call = partial(
+            self.engine.dispatch,
+            payload,
+            topk_idx,
+            weights,
+            spec,
+            mode,
+            in_place=in_place,
+            **extras,
+        )
         return self._run(call, ticket, "dispatch")
 
     def run_redispatch(
@@ -167,7 +213,9 @@ class Calls:
     ) -> Payload:
         """A cached dispatch, or the result of the one behind ``ticket``."""
         return self._run(
-            lambda: self.engine.redispatch(payload, plan, spec, mode=mode, raw=raw, in_place=in_place),
+            lambda: self.engine.redispatch(
+                payload, plan, spec, mode=mode, raw=raw, in_place=in_place
+            ),
             ticket,
             "cached dispatch",
         )
@@ -176,7 +224,9 @@ class Calls:
         self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """A combine, or the result of the one behind ``ticket``."""
-        return self._run(lambda: self.engine.combine(rows, plan, spec, **options), ticket, "combine")
+        return self._run(
+            lambda: self.engine.combine(rows, plan, spec, **options), ticket, "combine"
+        )
 
     def _run(self, call: Callable[[], Result], ticket: int, op: str) -> Result:
         if ticket:
@@ -191,12 +241,17 @@ class Calls:
         return self._waited(partial(self.lane.run, self._watched(call, op)))
 
     def _watched(self, call: Callable[[], Result], op: str) -> Callable[[], Result]:
-        """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever waits for it."""
+        """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever
+        waits for it.
+        """
 
         def watched() -> Result:
             if self._lost is not None:
                 raise afresh(self._lost)
-            self._doing = op, getattr(self.engine, "_calls", None)  # engines that number calls count those begun so
+            self._doing = (
+                op,
+                getattr(self.engine, "_calls", None),
+            )  # engines that number calls count those begun so
             try:
                 return call()
             except Exception as error:
@@ -210,7 +265,8 @@ class Calls:
         return partial(self._waited, watched)
 
     def _waited(self, wait: Callable[[], Result]) -> Result:
-        """What ``wait()`` returns. If Ctrl-C ends it, this rank has left a call: it tells the others, and makes no more calls.
+        """What ``wait()`` returns. If Ctrl-C ends it, this rank has left a call: it tells the
+        others, and makes no more calls.
 
         A rank alone has left nobody, and goes on.
         """
@@ -220,7 +276,10 @@ class Calls:
             alone = self.config.world_size == 1 and self.engine.waits_on_host
             if is_from_outside(error) and not alone and self._lost is None:
                 op, number = self._doing
-                where = f"was interrupted in {op if number is None else f'{op} #{number}'} ({type(error).__name__})"
+                where = (
+                    f"was interrupted in {op if number is None else f'{op} #{number}'} "
+                    f"({type(error).__name__})"
+                )
                 self.gone = f"{where}, so no rank can use it any more"
                 self._lost = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
                 self.engine.interrupt(f"rank {self.config.rank} {where}")
@@ -243,7 +302,9 @@ class Calls:
         ticket, extras, ahead = NO_TICKET, when.extras or {}, None
         if when.later or tracked:
             still, fixed = Payload(payload.x.detach(), payload.scales), autograd.detached(weights)
-            call = partial(self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place)
+            call = partial(
+                self.engine.dispatch, still, topk_idx, fixed, spec, mode, in_place=in_place
+            )
             ticket, extras = self._begin(call, payload.x.device, when, "dispatch"), {}
         elif when.after is not None:
             when.after.wait()
@@ -253,11 +314,15 @@ class Calls:
                 moved = autograd.dispatch(self, payload, topk_idx, weights, spec, mode, ticket)
                 scales = moved[0].scales
                 options: CallOptions | None = (when.extras or {}).get("options")
-                if scales is not None and options is not None and options.scales_by_column:  # the operator has rows
+                if (
+                    scales is not None and options is not None and options.scales_by_column
+                ):  # the operator has rows
                     scales = by_column(scales.view(*self._padded, scales.shape[1]))
                     moved = Payload(moved[0].x, scales), *moved[1:]
             else:
-                moved = self.run_dispatch(payload, topk_idx, weights, spec, mode, ticket, in_place, **extras)
+                moved = self.run_dispatch(
+                    payload, topk_idx, weights, spec, mode, ticket, in_place, **extras
+                )
             return ahead or fields(*moved)
 
         def fields(received: Payload, plan: Plan, arrived: Arrived) -> dict[str, Any]:
@@ -265,7 +330,9 @@ class Calls:
                 owner=self.number,
                 spec=spec,
                 num_tokens=payload.x.shape[0],
-                num_rows=self._padded_rows if spec.layout is Layout.EXPERT_PADDED else received.x.shape[0],
+                num_rows=self._padded_rows
+                if spec.layout is Layout.EXPERT_PADDED
+                else received.x.shape[0],
                 has_weights=weights is not None,
                 index_dtype=topk_idx.dtype,
                 plan=plan,
@@ -281,14 +348,22 @@ class Calls:
         return received
 
     def redispatch(
-        self, payload: Payload, mode: Quantize | None, handle: Handle, when: When, in_place: bool = False
+        self,
+        payload: Payload,
+        mode: Quantize | None,
+        handle: Handle,
+        when: When,
+        in_place: bool = False,
     ) -> Received:
-        """A cached dispatch of checked arguments: the rows, with the routing that the handle knows."""
+        """A cached dispatch of checked arguments: the rows, with the routing that the
+        handle knows.
+        """
         plan, spec = handle.plan, handle.spec
         still = Payload(payload.x.detach(), payload.scales)
         ticket = self.lane.begin(
             self._watched(
-                lambda: self.engine.redispatch(still, plan, spec, mode=mode, in_place=in_place), "cached dispatch"
+                lambda: self.engine.redispatch(still, plan, spec, mode=mode, in_place=in_place),
+                "cached dispatch",
             ),
             payload.x.device,
             when,
@@ -315,18 +390,25 @@ class Calls:
         when: When,
         in_place: bool = False,
     ) -> Combined:
-        """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb, K]``.
+        """A combine of checked arguments, still to be waited for. ``reduce_weights`` is ``[Nb,
+        K]``.
 
         ``in_place`` ones are not tracked.
         """
         plan, spec = handle.plan, handle.spec
         tracked = not in_place and autograd.is_tracked(rows, weights, reduce_weights, *bias)
-        options: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
+        options: dict[str, Any] = {
+            "weights": weights,
+            "reduce_weights": reduce_weights,
+            "bias": bias,
+        }
         if in_place:
             options["in_place"] = True
         ticket, extras = NO_TICKET, when.extras or {}
         if when.later or tracked:
-            still: dict[str, Any] = {name: autograd.detached(value) for name, value in options.items()}
+            still: dict[str, Any] = {
+                name: autograd.detached(value) for name, value in options.items()
+            }
             call = partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still)
             ticket, extras = self._begin(call, rows.device, when, "combine"), {}
         elif when.after is not None:
@@ -335,10 +417,14 @@ class Calls:
         def finish() -> dict[str, Any]:
             if tracked:
                 x, reduced = autograd.combine(self, rows, plan, spec, ticket, **options)
-                if out is not None and not ticket:  # under a compiler: operators write to nothing they are given
+                if (
+                    out is not None and not ticket
+                ):  # under a compiler: operators write to nothing they are given
                     x = out.copy_(x)
             else:
-                x, reduced = self.run_combine(rows, plan, spec, ticket, out=out, **options, **extras)
+                x, reduced = self.run_combine(
+                    rows, plan, spec, ticket, out=out, **options, **extras
+                )
             return {"x": x, "topk_weights": reduced if reduce_weights is not None else None}
 
         combined = Combined(finish, self.lane.work_of(ticket) if ticket else None)
@@ -347,13 +433,19 @@ class Calls:
         return combined
 
     def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, H]`` for a combine in place, of an engine that has it (:class:`InPlace`)."""
+        """Uninitialised ``[num_rows, H]`` for a combine in place, of an engine that has it
+        (:class:`InPlace`).
+        """
         self.check_open()
-        call = partial(cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype)
+        call = partial(
+            cast("InPlace", self.engine).rows_in_place, num_rows, self.config.hidden, dtype
+        )
         return self._in_turn(call, "empty_for_combine(), after call")
 
     def come_to_rows_in_place(self, dtype: Any) -> None:
-        """Of a rank that refuses to make rows: the others come to where memory may grow, as much as their dtype asks."""
+        """Of a rank that refuses to make rows: the others come to where memory may grow, as much as
+        their dtype asks.
+        """
         if hasattr(self.engine, "rows_in_place"):
             self.rows_in_place(0, dtype if dtype in checks.FLOAT_DTYPES else torch.bfloat16)
 
@@ -370,7 +462,9 @@ class Calls:
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
 
     def _begin(self, call: Callable[..., Any], device: torch.device, when: When, op: str) -> int:
-        """Start a call and return its ticket; ``NO_TICKET`` if it is to be made at once, without extras."""
+        """Start a call and return its ticket; ``NO_TICKET`` if it is to be made at once, without
+        extras.
+        """
         if not when.extras:
             return self.lane.begin(self._watched(call, op), device, when)
         call = partial(call, **when.extras)

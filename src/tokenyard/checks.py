@@ -1,4 +1,6 @@
-"""Checks of what a caller passes: each message names the argument, the limit, the value and the remedy."""
+"""Checks of what a caller passes: each message names the argument, the limit, the value and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from tokenyard.limits import MOST_EXPERTS, MOST_PICKS, check_view
 from tokenyard.memory.base import MOST_BYTES
 from tokenyard.rows import Payload
 from tokenyard.transforms import is_followed
-from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES, Layout, Quantize, Quantized
+from tokenyard.types import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    QUANTIZED_DTYPES,
+    SCALE_DTYPES,
+    Layout,
+    Quantize,
+    Quantized,
+)
 from tokenyard.whole import LARGEST, check_whole, real
 
 LONGEST = 1e9
@@ -34,21 +44,29 @@ _MOST = {"num_experts": MOST_EXPERTS, "num_topk": MOST_PICKS}
 
 def check_sizes(sizes: dict[str, Any]) -> dict[str, int]:
     """Construction arguments, positive whole numbers, as ints."""
-    return {name: check_whole(name, value, 1, _MOST.get(name, LARGEST)) for name, value in sizes.items()}
+    return {
+        name: check_whole(name, value, 1, _MOST.get(name, LARGEST)) for name, value in sizes.items()
+    }
 
 
 def check_timeout(timeout: Any) -> float:
     """A timeout in seconds."""
     seconds = real(timeout)
     if not 0 < seconds <= LONGEST:
-        raise ValueError(f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+        raise ValueError(
+            f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}"
+        )
     return seconds
 
 
 def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
-    """Sizes that have a default: whole numbers of at least 1, as ints, or None. Bytes may be many."""
+    """Sizes that have a default: whole numbers of at least 1, as ints, or None. Bytes may
+    be many.
+    """
     given = {name: value for name, value in sizes.items() if value is not None}
-    return sizes | {name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()}
+    return sizes | {
+        name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()
+    }
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -62,7 +80,9 @@ def check_device(device: torch.device | str) -> torch.device:
         if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
             raise ValueError
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"device ({device!r}) must be cpu or a CUDA device that this process sees") from None
+        raise ValueError(
+            f"device ({device!r}) must be cpu or a CUDA device that this process sees"
+        ) from None
     return known
 
 
@@ -74,7 +94,7 @@ def check_after(after: Any) -> None:
 
 def check_in_place(
     engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config, most_bytes: int
-) -> None:  # fmt: skip
+) -> None:
     """Whether rows can be left in symmetric memory, of which they may take ``most_bytes``."""
     _check_view(engine, spec, payload.x.shape[0], config)
     check_view(config, payload.x.dtype, most_bytes)
@@ -82,9 +102,14 @@ def check_in_place(
 
 
 def check_combine_in_place(
-    engine: str, handle: Handle, reduce_weights: Any, given: tuple[Tensor, ...], dtype: torch.dtype, config: Config,
+    engine: str,
+    handle: Handle,
+    reduce_weights: Any,
+    given: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    config: Config,
     most_bytes: int,
-) -> None:  # fmt: skip
+) -> None:
     """Whether rows of ``dtype`` can be combined in place. ``given``: all tensors of the call.
 
     ``most_bytes``: of symmetric memory that they may take.
@@ -93,12 +118,15 @@ def check_combine_in_place(
     check_view(config, dtype, most_bytes)
     if reduce_weights is not None:
         raise NotSupported(
-            f"engine {engine!r} reduces no weights in place: use in_place=False, or combine without reduce_weights"
+            f"engine {engine!r} reduces no weights in place: use in_place=False, or combine "
+            f"without reduce_weights"
         )
     if handle.num_rows > config.padded_rows:
         raise ValueError(
-            f"{handle.num_rows} rows came, but in_place=True has room for {config.padded_rows}: a rank has more tokens than "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}; make it larger, split the batch, or use in_place=False"
+            f"{handle.num_rows} rows came, but in_place=True has room for {config.padded_rows}: a "
+            f"rank has more tokens than "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; make it larger, split the batch, "
+            f"or use in_place=False"
         )
     _check_no_grad_in_place(given)
 
@@ -107,15 +135,18 @@ def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> Non
     """Whether rows of a call fit into a view of symmetric memory."""
     if engine not in ("nvlink", "twolevel"):
         raise NotSupported(
-            f"engine {engine!r} has no symmetric memory for in_place=True; engines 'nvlink' and 'twolevel' do"
+            f"engine {engine!r} has no symmetric memory for in_place=True; engines 'nvlink' and "
+            f"'twolevel' do"
         )
     if spec.layout is not Layout.FLAT:
         raise NotSupported(
-            f"engine {engine!r} has only Layout.FLAT in place, not {spec.layout.name}: use in_place=False, which any engine can"
+            f"engine {engine!r} has only Layout.FLAT in place, not {spec.layout.name}: use "
+            f"in_place=False, which any engine can"
         )
     if num_tokens > config.max_tokens_per_rank:
         raise ValueError(
-            f"{num_tokens} tokens, but in_place=True has room for max_tokens_per_rank={config.max_tokens_per_rank}; "
+            f"{num_tokens} tokens, but in_place=True has room for "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; "
             "make it larger, split the batch, or use in_place=False"
         )
 
@@ -123,12 +154,15 @@ def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> Non
 def _check_no_grad_in_place(given: Sequence[Tensor]) -> None:
     if is_followed(*given):
         raise ValueError(
-            "in_place=True cannot be differentiated: the rows would be gone in the backward; use in_place=False"
+            "in_place=True cannot be differentiated: the rows would be gone in the backward; use "
+            "in_place=False"
         )
 
 
 class _Shape(NamedTuple):
-    """A shape as errors tell it: in symbols, in numbers (a symbol where there is none), and what these are."""
+    """A shape as errors tell it: in symbols, in numbers (a symbol where there is none), and what
+    these are.
+    """
 
     symbols: str
     sizes: tuple[Any, ...]
@@ -143,23 +177,35 @@ def _tensor(name: str, value: Any, shape: _Shape) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout is not torch.strided:
-        raise ValueError(f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use .to_dense()")
+        raise ValueError(
+            f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use "
+            f".to_dense()"
+        )
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
     if value.dim() != len(shape.sizes):
-        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {len(shape.sizes)} dimensions: {shape}")
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must have {len(shape.sizes)} dimensions: "
+            f"{shape}"
+        )
     return value
 
 
 def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
     if tensor.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but must be one of {names}{hint}")
+        raise ValueError(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but must be one of "
+            f"{names}{hint}"
+        )
 
 
 def _device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but must be on {device}: move it with .to({str(device)!r})")
+        raise ValueError(
+            f"{name} is on {tensor.device}, but must be on {device}: move it with "
+            f".to({str(device)!r})"
+        )
 
 
 def _shape(name: str, tensor: Tensor, shape: _Shape) -> None:
@@ -174,7 +220,12 @@ def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
     if isinstance(x, Quantized):
         return _check_quantized(x, config, quantize)
     _tensor("x", x, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
-    _dtype("x", x, FLOAT_DTYPES, "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)")
+    _dtype(
+        "x",
+        x,
+        FLOAT_DTYPES,
+        "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)",
+    )
     _check_hidden("x", x, config)
     return Payload(x, None)
 
@@ -182,22 +233,31 @@ def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
 def _check_hidden(name: str, rows: Tensor, config: Config) -> None:
     if rows.shape[1] != config.hidden:
         raise ValueError(
-            f"{name} has {rows.shape[1]} channels (shape {list(rows.shape)}), but this object was made with "
-            f"hidden={config.hidden}, for [T, H] = [T, {config.hidden}]: make one ExpertParallel per hidden size"
+            f"{name} has {rows.shape[1]} channels (shape {list(rows.shape)}), but this object was "
+            f"made with "
+            f"hidden={config.hidden}, for [T, H] = [T, {config.hidden}]: make one ExpertParallel "
+            f"per hidden size"
         )
 
 
 def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) -> Payload:
     if quantize is not None:
-        raise ValueError(f"quantize={quantize} casts plain rows, but x is already Quantized: leave quantize out")
+        raise ValueError(
+            f"quantize={quantize} casts plain rows, but x is already Quantized: leave quantize out"
+        )
     data = _tensor("x.data", x.data, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
-    scales = _tensor("x.scales", x.scales, _Shape("[T, S]", (data.shape[0], "S"), "rows of x.data, scales of each"))
+    scales = _tensor(
+        "x.scales",
+        x.scales,
+        _Shape("[T, S]", (data.shape[0], "S"), "rows of x.data, scales of each"),
+    )
     _dtype("x.data", data, QUANTIZED_DTYPES)
     _dtype("x.scales", scales, SCALE_DTYPES)
     _check_hidden("x.data", data, config)
     if scales.shape[0] != data.shape[0] or scales.shape[1] == 0:
         raise ValueError(
-            f"x.scales has shape {list(scales.shape)}, but must be [T, S] = [{data.shape[0]}, S] with S >= 1 (one row per "
+            f"x.scales has shape {list(scales.shape)}, but must be [T, S] = [{data.shape[0]}, S] "
+            f"with S >= 1 (one row per "
             "token)"
         )
     _device("x.scales", scales, data.device)
@@ -207,10 +267,14 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
 def check_picks(
     topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config
 ) -> Tensor | None:
-    """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the engine."""
+    """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the
+    engine.
+    """
     shape = _Shape("[T, K]", (num_tokens, config.num_topk), "tokens of x, num_topk")
     if topk_idx is None:
-        raise ValueError(f"topk_idx is missing: give {shape} expert ids, or handle= of an earlier dispatch")
+        raise ValueError(
+            f"topk_idx is missing: give {shape} expert ids, or handle= of an earlier dispatch"
+        )
     _tensor("topk_idx", topk_idx, shape)
     _dtype("topk_idx", topk_idx, INDEX_DTYPES)
     _shape("topk_idx", topk_idx, shape)
@@ -243,12 +307,14 @@ def check_spec(layout: Any, exact: Any, expert_alignment: Any, capacity: Any) ->
     expert_alignment = check_whole("expert_alignment", expert_alignment, 1, LARGEST)
     if expert_alignment > 1 and layout is not Layout.EXPERT_MAJOR:
         raise ValueError(
-            f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout is {layout.name}"
+            f"expert_alignment={expert_alignment} pads the blocks of EXPERT_MAJOR, but the layout "
+            f"is {layout.name}"
         )
     if capacity is not None:
         if exact or layout is not Layout.EXPERT_MAJOR:
             raise ValueError(
-                f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and Layout.EXPERT_MAJOR"
+                f"capacity={capacity} bounds static EXPERT_MAJOR rows: it needs exact=False and "
+                f"Layout.EXPERT_MAJOR"
             )
         capacity = check_whole("capacity", capacity, 0, LARGEST, ", of rows")
     make = Spec if torch.compiler.is_compiling() else _spec  # Dynamo warns of caches
@@ -267,7 +333,8 @@ def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
     if static and num_tokens > config.max_tokens_per_rank:
         what = "static shapes were" if not spec.exact else "EXPERT_PADDED was"
         raise ValueError(
-            f"{num_tokens} tokens, but {what} made for max_tokens_per_rank={config.max_tokens_per_rank}; "
+            f"{num_tokens} tokens, but {what} made for "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; "
             "make it larger, split the batch, or use exact=True with Layout.FLAT or EXPERT_MAJOR"
         )
 
@@ -275,7 +342,9 @@ def check_bound(num_tokens: int, spec: Spec, config: Config) -> None:
 def check_row_dtype(dtype: Any) -> None:
     """The dtype of rows to combine."""
     if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"dtype ({dtype!r}) must be torch.bfloat16, torch.float16 or torch.float32")
+        raise ValueError(
+            f"dtype ({dtype!r}) must be torch.bfloat16, torch.float16 or torch.float32"
+        )
 
 
 def check_handle(handle: Any, owner: int) -> Handle:
@@ -283,24 +352,33 @@ def check_handle(handle: Any, owner: int) -> Handle:
     if not isinstance(handle, Handle):
         raise ValueError(f"handle must be the .handle of a dispatch, not {type(handle).__name__}")
     if handle.owner != owner:
-        raise ValueError("this handle belongs to another ExpertParallel: combine with the object that dispatched")
+        raise ValueError(
+            "this handle belongs to another ExpertParallel: combine with the object that dispatched"
+        )
     return handle
 
 
-def check_cached(handle: Handle, payload: Payload, routing: dict[str, Any], exact: Any, expert_alignment: Any) -> None:
-    """A cached dispatch takes its routing and its shapes from the handle alone, and as many tokens as it had."""
+def check_cached(
+    handle: Handle, payload: Payload, routing: dict[str, Any], exact: Any, expert_alignment: Any
+) -> None:
+    """A cached dispatch takes its routing and its shapes from the handle alone, and as many tokens
+    as it had.
+    """
     given = [name for name, value in routing.items() if value is not None]
     given += ["exact"] if exact is not True else []
     given += ["expert_alignment"] if expert_alignment != 1 else []
     if given:
         raise ValueError(
-            f"{', '.join(given)} given together with handle=: a cached dispatch takes routing and shapes from the handle; "
+            f"{', '.join(given)} given together with handle=: a cached dispatch takes routing and "
+            f"shapes from the handle; "
             "leave it out"
         )
     if payload.x.shape[0] != handle.num_tokens:
         raise ValueError(
-            f"x has {payload.x.shape[0]} tokens (shape {list(payload.x.shape)}), but the handle was "
-            f"made for {handle.num_tokens}: give [T, H] = [{handle.num_tokens}, {payload.x.shape[1]}]"
+            f"x has {payload.x.shape[0]} tokens (shape {list(payload.x.shape)}), but the handle "
+            f"was "
+            f"made for {handle.num_tokens}: give [T, H] = [{handle.num_tokens}, "
+            f"{payload.x.shape[1]}]"
         )
 
 
@@ -325,16 +403,24 @@ def check_weighting(
     flat, device = handle.layout is Layout.FLAT, handle.plan.returns.device
     if weighted and flat:
         raise ValueError(
-            "weighted=True multiplies rows of one expert each, but FLAT rows are per rank: weigh them where the experts run"
+            "weighted=True multiplies rows of one expert each, but FLAT rows are per rank: weigh "
+            "them where the experts run"
         )
     if topk_weights is not None and not weighted:
         raise ValueError("topk_weights are used with weighted=True only")
     if weighted and topk_weights is None and not handle.has_weights:
-        raise ValueError("weighted=True needs weights: dispatch with topk_weights, or give combine topk_weights=[T, K]")
+        raise ValueError(
+            "weighted=True needs weights: dispatch with topk_weights, or give combine "
+            "topk_weights=[T, K]"
+        )
     if reduce_weights is not None:
         if not flat:
-            raise ValueError(f"reduce_weights belong to FLAT rows, but the layout is {handle.layout.name}")
-        shape = _Shape("[N, K]", (handle.num_rows, config.num_topk), "the shape of recv.topk_weights")
+            raise ValueError(
+                f"reduce_weights belong to FLAT rows, but the layout is {handle.layout.name}"
+            )
+        shape = _Shape(
+            "[N, K]", (handle.num_rows, config.num_topk), "the shape of recv.topk_weights"
+        )
         _tensor("reduce_weights", reduce_weights, shape)
         _dtype("reduce_weights", reduce_weights, FLOAT_DTYPES)
         _shape("reduce_weights", reduce_weights, shape)
@@ -352,7 +438,9 @@ def check_weighting(
 def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
     """Bias as a tuple of ``[T, hidden]``; ``out`` of that shape and of the dtype of the rows."""
     given: Any = bias
-    terms: tuple[Any, ...] = () if bias is None else tuple(given) if isinstance(bias, (tuple, list)) else (bias,)
+    terms: tuple[Any, ...] = (
+        () if bias is None else tuple(given) if isinstance(bias, (tuple, list)) else (bias,)
+    )
     if len(terms) > 2:
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
     shape = _Shape("[T, H]", (num_tokens, rows.shape[1]), "tokens dispatched, hidden")
@@ -367,11 +455,15 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
         _shape("out", out, shape)
         _device("out", out, rows.device)
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
-            raise ValueError("out has elements that share memory (stride 0): give it memory of its own")
+            raise ValueError(
+                "out has elements that share memory (stride 0): give it memory of its own"
+            )
     return terms
 
 
 def check_no_grad_into(out: Any, *inputs: Any) -> None:
     """``out=`` is for inference: writing into it cannot be differentiated."""
     if out is not None and is_followed(out, *inputs):
-        raise ValueError("out= cannot be differentiated: leave it out, or call combine under torch.no_grad()")
+        raise ValueError(
+            "out= cannot be differentiated: leave it out, or call combine under torch.no_grad()"
+        )

@@ -12,7 +12,9 @@ MOST_MATRIX_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Sizes that stay for the life of an object. ``timeout`` is in seconds; ``topology`` is None if ranks form no grid."""
+    """Sizes that stay for the life of an object. ``timeout`` is in seconds; ``topology`` is None if
+    ranks form no grid.
+    """
 
     num_experts: int
     hidden: int
@@ -30,7 +32,9 @@ class Config:
 
     @property
     def num_local_experts(self) -> int:
-        share, extra = divmod(self.num_experts, self.world_size)  # as in bounds, which calls need not make
+        share, extra = divmod(
+            self.num_experts, self.world_size
+        )  # as in bounds, which calls need not make
         return share + (self.rank < extra)
 
     @property
@@ -40,7 +44,9 @@ class Config:
 
     @property
     def matrix_ranks(self) -> int:
-        """R if every rank is to learn how many rows every rank sends to every rank, else 0: it would grow with R * R."""
+        """R if every rank is to learn how many rows every rank sends to every rank, else 0: it
+        would grow with R * R.
+        """
         return self.world_size if self.world_size <= MOST_MATRIX_RANKS else 0
 
     @property

@@ -10,8 +10,8 @@ _Error = TypeVar("_Error", bound=Exception)
 class Mismatch(ValueError):
     """Ranks passed different arguments to one collective call. Every rank raises.
 
-    The object stays usable where ranks compare before rows move: always over gloo, and in a fresh dispatch with exact shapes.
-    Elsewhere make a new one.
+    The object stays usable where ranks compare before rows move: always over gloo, and in a fresh
+    dispatch with exact shapes. Elsewhere make a new one.
     """
 
 
@@ -20,11 +20,14 @@ class NotSupported(NotImplementedError):
 
 
 class PeerError(RuntimeError):
-    """Another rank refused its side of the call (its own error says why). The object stays usable as after :class:`Mismatch`."""
+    """Another rank refused its side of the call (its own error says why). The object stays usable
+    as after :class:`Mismatch`.
+    """
 
 
 class PeerTimeout(RuntimeError):
-    """A peer stayed silent past the timeout. Afterwards the object accepts only ``stats`` and ``close``.
+    """A peer stayed silent past the timeout. Afterwards the object accepts only ``stats`` and
+    ``close``.
 
     Attributes:
         rank: the silent rank (group rank), or -1 if it could not be told.
@@ -40,10 +43,14 @@ class PeerLost(PeerTimeout):
 
 
 def afresh(error: _Error) -> _Error:
-    """The same error without a traceback: to be kept, or raised again. A traceback keeps all that its frames had."""
+    """The same error without a traceback: to be kept, or raised again. A traceback keeps all that
+    its frames had.
+    """
     kind = type(error)
     try:
-        new = kind.__new__(kind, *error.args)  # not made again: that may take other arguments than it shows
+        new = kind.__new__(
+            kind, *error.args
+        )  # not made again: that may take other arguments than it shows
         new.__dict__.update(error.__dict__)
     except Exception:
         return error
@@ -51,11 +58,15 @@ def afresh(error: _Error) -> _Error:
 
 
 def ended_from_outside(error: BaseException) -> BaseException:
-    """``error``, which a signal's handler has raised in a wait, so marked that :func:`is_from_outside` knows it."""
+    """``error``, which a signal's handler has raised in a wait, so marked that
+    :func:`is_from_outside` knows it.
+    """
     error.__dict__["_tokenyard_ended_a_wait"] = True
     return error
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether an exception came from outside (Ctrl-C, a signal's handler) while a call was under way, and so ended the call."""
+    """Whether an exception came from outside (Ctrl-C, a signal's handler) while a call was under
+    way, and so ended the call.
+    """
     return not isinstance(error, Exception) or "_tokenyard_ended_a_wait" in error.__dict__

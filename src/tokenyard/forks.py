@@ -1,7 +1,9 @@
-"""A forked child has its parent's objects, but not their threads; and their sockets are the parent's.
+"""A forked child has its parent's objects, but not their threads; and their sockets are the
+parent's.
 
-So in a child every object of the parent is out of use: calls raise at once. Nothing that it holds is ever destroyed
-there: gloo would wait for threads that the child lacks, and shut down the connections of the parent, which aborts then.
+So in a child every object of the parent is out of use: calls raise at once. Nothing that it holds
+is ever destroyed there: gloo would wait for threads that the child lacks, and shut down the
+connections of the parent, which aborts then.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ class Disownable(Protocol):
     """What :func:`watch` takes."""
 
     def disown(self, why: str) -> None:
-        """Called in a child: the parent goes on with this object, and the child must neither use nor destroy what it holds."""
+        """Called in a child: the parent goes on with this object, and the child must neither use
+        nor destroy what it holds.
+        """
         ...
 
 
@@ -54,7 +58,8 @@ class Disowned:
 
 def _in_child() -> None:
     why = (
-        f"belongs to process {os.getppid()}, of which this one is a fork (start processes that need one by 'spawn' or "
+        f"belongs to process {os.getppid()}, of which this one is a fork (start processes that "
+        f"need one by 'spawn' or "
         "'forkserver', or make it, and its process group, in the child)"
     )
     for thing in list(_watched):

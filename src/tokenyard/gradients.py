@@ -1,6 +1,8 @@
-"""Formulas of derivatives, backward and forward. A dispatch's gradient is a combine, a combine's a cached dispatch.
+"""Formulas of derivatives, backward and forward. A dispatch's gradient is a combine, a combine's a
+cached dispatch.
 
-``ops.py`` (for compilers) and ``autograd.py`` (eager) use the same ones, each with its own way to move rows.
+``ops.py`` (for compilers) and ``autograd.py`` (eager) use the same ones, each with its own way to
+move rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from tokenyard.types import Layout
 
 
 class Moves(Protocol):
-    """Differentiable calls of one object along one plan. ``raw``: rows are in arrival order, whatever the layout."""
+    """Differentiable calls of one object along one plan. ``raw``: rows are in arrival order,
+    whatever the layout.
+    """
 
     @property
     def plan(self) -> Plan: ...
@@ -26,7 +30,9 @@ class Moves(Protocol):
     @property
     def spec(self) -> Spec: ...
 
-    def combine(self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool) -> tuple[Tensor, Tensor]:
+    def combine(
+        self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
+    ) -> tuple[Tensor, Tensor]:
         """Sums ``[T, H]``, and sums of weights ``[T, K]`` (empty without ``reduce_weights``)."""
         ...
 
@@ -38,11 +44,14 @@ class Moves(Protocol):
 def of_dispatch(
     moves: Moves, rows: Tensor | None, weights: Tensor | None, topk_idx: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``x`` and of ``topk_weights`` from those of the received ``rows`` and ``weights``.
+    """Gradients of ``x`` and of ``topk_weights`` from those of the received ``rows`` and
+    ``weights``.
 
     None where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``.
     """
-    reduce = None if weights is None else _in_arrival_order(weights, moves.plan, moves.spec, topk_idx)
+    reduce = (
+        None if weights is None else _in_arrival_order(weights, moves.plan, moves.spec, topk_idx)
+    )
     grad_x = reduced = None
     if rows is not None:
         grad_x, reduced = moves.combine(rows, reduce, raw=False)
@@ -54,20 +63,26 @@ def of_dispatch(
 
 
 def _in_arrival_order(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) -> Tensor:
-    """Gradients of the weights that a dispatch returned, as ``[Nb, K]`` of arrived rows, 0 where a pick is elsewhere."""
+    """Gradients of the weights that a dispatch returned, as ``[Nb, K]`` of arrived rows, 0 where a
+    pick is elsewhere.
+    """
     if spec.layout is Layout.FLAT:
         assert topk_idx is not None
         here = torch.where(topk_idx < 0, 0.0, grad)
         return take_values(here, plan.slots[:, 0], 0.0) if spec.placed else here
     values = take_values(grad, plan.slots.reshape(-1), 0.0).view(plan.slots.shape)
-    spread = torch.zeros(plan.slots.shape[0], plan.first_pick.shape[1], dtype=torch.float32, device=grad.device)
+    spread = torch.zeros(
+        plan.slots.shape[0], plan.first_pick.shape[1], dtype=torch.float32, device=grad.device
+    )
     return spread.scatter_add(1, plan.picks, values)
 
 
 def of_combine(
     moves: Moves, grad: Tensor, weighting: tuple[Tensor, Tensor] | None, raw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of rows and of their weights. ``weighting``: rows and weights, of a weighted combine."""
+    """Gradients of rows and of their weights. ``weighting``: rows and weights, of a weighted
+    combine.
+    """
     there = moves.redispatch(grad, raw=raw)
     if weighting is None:
         return there, None
@@ -83,10 +98,14 @@ def weights_there(moves: Moves, weights: Tensor, topk_idx: Tensor, num_rows: int
     arrived = moves.redispatch(merge_weights(weights, plan.first_pick), raw=True)
     if spec.layout is not Layout.FLAT:
         return weights_of_rows(arrived, plan.slots, plan.picks, num_rows)
-    return torch.where(topk_idx < 0, 0.0, take_values(arrived, plan.gather, 0.0) if spec.placed else arrived)
+    return torch.where(
+        topk_idx < 0, 0.0, take_values(arrived, plan.gather, 0.0) if spec.placed else arrived
+    )
 
 
-def weighted_tangent(tangent: Tensor, rows: Tensor, weights: Tensor, of_weights: Tensor, valid: Tensor) -> Tensor:
+def weighted_tangent(
+    tangent: Tensor, rows: Tensor, weights: Tensor, of_weights: Tensor, valid: Tensor
+) -> Tensor:
     """Tangent of ``weights * rows`` in the dtype of the rows, 0 on rows that are not ``valid``."""
     product = weights.unsqueeze(1) * tangent.float() + of_weights.unsqueeze(1) * rows.float()
     return torch.where(valid.unsqueeze(1), product, 0.0).to(rows.dtype)

@@ -14,22 +14,34 @@ from tokenyard.types import Layout
 
 
 class Plan(NamedTuple):
-    """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can belong together."""
+    """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can
+    belong together.
+    """
 
-    splits: Tensor  # int64, CPU: rows to each rank [R], from each rank [R], a number for the routing; if the host knows (exact
-    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``); ``Engine.hop_counts`` numbers of
-    # the engine's own; if the host knows, tokens per local expert [L]
-    route: Tensor  # the engine's own: token of each row sent [S] int64 (``engines/relay.py`` puts more behind), or the tables
-    # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency, ``engines/low_latency_kinds.py``)
-    returns: Tensor  # [T, J] places in send order of each token's rows, by destination; then -1. [T, 0] if ``route`` has them
-    slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they arrive
+    # int64, CPU: rows to each rank [R], from each rank [R], a number for the routing; if the host
+    # knows (exact
+    splits: Tensor
+    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``);
+    # ``Engine.hop_counts`` numbers of the engine's own; if the host knows, tokens per local expert
+    # [L] the engine's own: token of each row sent [S] int64 (``engines/relay.py`` puts more
+    # behind), or the tables
+    route: Tensor
+    # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency,
+    # ``engines/low_latency_kinds.py``) [T, J] places in send order of each token's rows, by
+    # destination; then -1. [T, 0] if ``route`` has them
+    returns: Tensor
+    # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they
+    # arrive
+    slots: Tensor
     picks: Tensor  # [Nb, J] the pick behind each slot
     gather: Tensor  # [rows] the arrived row behind each result row, -1 on padding
     first_pick: Tensor  # [T, K] the pick that each pick was merged into
 
 
 class Arrived(NamedTuple):
-    """Routing of the rows that a dispatch returns; see :class:`tokenyard.Received`. What a layout lacks is empty."""
+    """Routing of the rows that a dispatch returns; see :class:`tokenyard.Received`. What a layout
+    lacks is empty.
+    """
 
     topk_idx: Tensor  # FLAT [N, K]
     weights: Tensor  # FLAT [N, K], else [rows]; float32
@@ -57,7 +69,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handle:
-    """Result of one dispatch's routing: frozen, reusable any number of times and in any order, until its object is closed.
+    """Result of one dispatch's routing: frozen, reusable any number of times and in any order,
+    until its object is closed.
 
     Attributes:
         spec: layout and shapes of the rows.
@@ -83,7 +96,8 @@ class Handle:
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """As ``Tensor.record_stream``, of what a GPU's calls with this handle read.
 
-        Needed if they are made on ``stream``, the dispatch was made on another, and the handle may be let go before they are done.
+        Needed if they are made on ``stream``, the dispatch was made on another, and the handle may
+        be let go before they are done.
         """
         keep_for((*self.plan, *self.arrived), stream)
 

@@ -1,7 +1,9 @@
-"""The header that ranks exchange before rows move: what call this is, with which arguments, and how many rows follow.
+"""The header that ranks exchange before rows move: what call this is, with which arguments, and how
+many rows follow.
 
-Every rank sees every rank's header, so that all come to the same verdict: go on, or raise (``Mismatch``, ``PeerError``, or
-the rank's own ``ValueError``). Numbers from a peer are checked here before anything is sized or addressed by them.
+Every rank sees every rank's header, so that all come to the same verdict: go on, or raise
+(``Mismatch``, ``PeerError``, or the rank's own ``ValueError``). Numbers from a peer are checked
+here before anything is sized or addressed by them.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def fingerprint_of(
     scaled: bool,
     in_place: bool = False,
 ) -> Fingerprint:
-    """The fingerprint of one call. ``routing`` is the digest that a handle knows, -1 without one."""
+    """The fingerprint of one call. ``routing`` is the digest that a handle knows, -1
+    without one.
+    """
     scales = payload.scales
     return Fingerprint(
         op=op,
@@ -119,11 +123,14 @@ STATUS = _FINGERPRINT + len(_NAMES)
 """This word says whether the rank goes on; two more say where and what a bad id is."""
 _TEXT = STATUS + 4
 ROUTING = _TEXT + TEXT_WORDS
-"""Digest of the sender's routing. All of them together tell one routing from another, on every rank alike."""
+"""Digest of the sender's routing. All of them together tell one routing from another, on every rank
+alike.
+"""
 NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
 COUNTS = NUM_ROWS + 1
-"""From this word on: rows for each of the receiver's experts, as many words as the rank with most has experts; then, where the wire
-carries them (``Config.matrix_ranks``), rows to each rank; then, where rows are relayed, rows to the receiver's node."""
+"""From this word on: rows for each of the receiver's experts, as many words as the rank with most
+has experts; then, where the wire carries them (``Config.matrix_ranks``), rows to each rank; then,
+where rows are relayed, rows to the receiver's node."""
 
 DISAGREE = "ranks disagree on "
 """How a reason to refuse begins that concerns all ranks alike."""
@@ -153,7 +160,9 @@ def refuse(header: Tensor, reason: str) -> None:
 
 
 def digest(topk_idx: Tensor) -> Tensor:
-    """A number for ``topk_idx [T, K]``, on its device; other ids or another order give another (in all likelihood)."""
+    """A number for ``topk_idx [T, K]``, on its device; other ids or another order give another (in
+    all likelihood).
+    """
     flat = topk_idx.reshape(-1).long() + 2
     place = torch.arange(1, flat.numel() + 1, device=flat.device)
     mixed = (flat * 0x9E3779B97F4A7C1 + place) * 0x2545F4914F6CDD1
@@ -174,13 +183,17 @@ def mixed(digests: list[int]) -> int:
 
 
 def matrix_of(headers: Tensor, config: Config) -> list[int]:
-    """Rows from each rank to each (``Config.matrix_ranks``), row by row, from ``headers [R, words]``."""
+    """Rows from each rank to each (``Config.matrix_ranks``), row by row, from ``headers [R,
+    words]``.
+    """
     begin = COUNTS + config.most_local_experts
     return host_ints(headers[:, begin : begin + config.matrix_ranks].reshape(-1))
 
 
 def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
-    """Write whether and where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``, without asking the host."""
+    """Write whether and where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``, without asking the
+    host.
+    """
     if topk_idx.numel() == 0:
         return
     flat = topk_idx.reshape(-1)
@@ -194,7 +207,10 @@ def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
 
 def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str:
     token, pick = divmod(at, num_picks)
-    return f'topk_idx[{token}, {pick}] is {value}, but there are {num_experts} experts (use -1 for "no expert")'
+    return (
+        f"topk_idx[{token}, {pick}] is {value}, but there are {num_experts} experts "
+        '(use -1 for "no expert")'
+    )
 
 
 def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
@@ -210,7 +226,8 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
     for peer, row in enumerate(rows):
         if row[0] != MAGIC:
             raise PeerError(
-                f"rank {peer} sent something that is not a tokenyard header; do all ranks run the same version?"
+                f"rank {peer} sent something that is not a tokenyard header; do all ranks run the "
+                f"same version?"
             )
         if row[STATUS] == REFUSED:
             text = _text(headers[peer])
@@ -221,10 +238,13 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
             )
         if row[STATUS] not in (OK, REFUSED, BAD_INDEX):
             raise PeerError(
-                f"rank {peer} sent a header of unknown status {row[STATUS]}; do all ranks run the same version?"
+                f"rank {peer} sent a header of unknown status {row[STATUS]}; do all ranks run the "
+                f"same version?"
             )
         if row[STATUS] == BAD_INDEX:
-            where = bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), config.num_experts)
+            where = bad_index_text(
+                row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), config.num_experts
+            )
             raise PeerError(f"rank {peer} refused its side of this call: {where}")
     _check_agreement(rows)
     for peer, row in enumerate(rows):
@@ -233,7 +253,9 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
 
 def _check_own(row: list[int], num_experts: int) -> None:
     if row[STATUS] == BAD_INDEX:
-        raise ValueError(bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), num_experts))
+        raise ValueError(
+            bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), num_experts)
+        )
 
 
 def _text(row: Tensor) -> str:
@@ -247,7 +269,8 @@ def _check_agreement(rows: list[list[int]]) -> None:
             if row[at] != rows[0][at]:
                 raise Mismatch(
                     f"ranks disagree on {name_of(name)}: "
-                    f"rank 0 says {shown(name, rows[0][at])}, rank {peer} says {shown(name, row[at])}"
+                    f"rank 0 says {shown(name, rows[0][at])}, rank {peer} says "
+                    f"{shown(name, row[at])}"
                 )
 
 
@@ -267,10 +290,13 @@ def shown(name: str, value: int) -> object:
 def _check_counts(peer: int, row: list[int], config: Config, max_rows: int) -> None:
     num_tokens, num_rows, end = row[NUM_TOKENS], row[NUM_ROWS], COUNTS + config.most_local_experts
     counts, sent = row[COUNTS:end], row[end:]
-    possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(0 <= count <= num_rows for count in counts)
+    possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(
+        0 <= count <= num_rows for count in counts
+    )
     possible = possible and num_rows <= max_rows and not any(counts[config.num_local_experts :])
     possible = possible and all(0 <= rows <= min(num_tokens, max_rows) for rows in sent)
     if not possible or not num_rows <= sum(counts) <= num_rows * config.num_topk:
         raise PeerError(
-            f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per expert {counts}"
+            f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per "
+            f"expert {counts}"
         )

@@ -1,7 +1,8 @@
 """The order of calls on one object: one after the other, whether the caller waits or not.
 
-Over gloo an asynchronous call runs on a thread of the object's own; over NCCL it is issued on a communication stream (CUDA
-tensors have that stream either way). A synchronous call comes after every call started before it.
+Over gloo an asynchronous call runs on a thread of the object's own; over NCCL it is issued on a
+communication stream (CUDA tensors have that stream either way). A synchronous call comes after
+every call started before it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ MAX_OUTSTANDING = 8
 
 
 class Waitable(Protocol):
-    """What ``after=`` takes: a CUDA event, a result of an asynchronous call, anything with ``wait()``."""
+    """What ``after=`` takes: a CUDA event, a result of an asynchronous call, anything with
+    ``wait()``.
+    """
 
     def wait(self) -> Any: ...
 
@@ -33,7 +36,8 @@ class Waitable(Protocol):
 class When(NamedTuple):
     """Whether the caller waits for a call now or later, and what the call waits for first.
 
-    ``in_two``: make its first half now, in the caller's stream, and the second when it is waited for. ``extras``: for the engine.
+    ``in_two``: make its first half now, in the caller's stream, and the second when it is waited
+    for. ``extras``: for the engine.
     """
 
     later: bool
@@ -48,7 +52,8 @@ class Lane:
     def __init__(self, *, threaded: bool, device: torch.device | None = None) -> None:
         """``device``: that calls work on, if it is always the same.
 
-        ``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread of their own.
+        ``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread
+        of their own.
         """
         self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
@@ -83,9 +88,11 @@ class Lane:
         return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")
 
     def _in_turn(self, call: Callable[[], Any]) -> Any:
-        """A call on the current stream comes after the one before it, wherever that ran: calls of one object share memory.
+        """A call on the current stream comes after the one before it, wherever that ran: calls of
+        one object share memory.
 
-        A call that is captured in a CUDA graph runs when the graph does, so its order is the caller's affair.
+        A call that is captured in a CUDA graph runs when the graph does, so its order is the
+        caller's affair.
         """
         if not self._on_gpu() or torch.cuda.is_current_stream_capturing():
             return _without_grad(call)
@@ -96,7 +103,9 @@ class Lane:
         try:
             return _without_grad(call)
         finally:  # torch's object of the stream is made only now that the launches are out
-            self._done = self._events.get(index) or self._events.setdefault(index, torch.cuda.Event())
+            self._done = self._events.get(index) or self._events.setdefault(
+                index, torch.cuda.Event()
+            )
             self._done.record(torch.cuda.current_stream(index))
             self._where = here
 
@@ -104,11 +113,13 @@ class Lane:
         """Take the lock, which is the caller's to release."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                "this ExpertParallel is in use by another thread: one object serves one thread at a time"
+                "this ExpertParallel is in use by another thread: one object serves one thread at "
+                "a time"
             )
 
     def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
-        """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it now, by :meth:`run`.
+        """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it
+        now, by :meth:`run`.
 
         Raises:
             RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
@@ -126,11 +137,16 @@ class Lane:
     def _start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
-                f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may be: wait() for one first"
+                f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may "
+                f"be: wait() for one first"
             )
         self._tickets += 1
         ticket = self._tickets
-        body = self._on_stream(ticket, call, device, after) if device.type == "cuda" else _on_host(call, after)
+        body = (
+            self._on_stream(ticket, call, device, after)
+            if device.type == "cuda"
+            else _on_host(call, after)
+        )
         try:
             self._started[ticket] = self._submit(body) if self._threaded else _made(body)
         except BaseException:  # interrupted in the middle of the call
@@ -161,13 +177,19 @@ class Lane:
     def _on_stream(
         self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
     ) -> Callable[[], Any]:
-        """``call`` on the communication stream, behind what the current stream holds now (or behind ``after``)."""
+        """``call`` on the communication stream, behind what the current stream holds now (or behind
+        ``after``).
+        """
         here = torch.cuda.current_stream(device)
         stream = self._streams.get(here.device_index) or self._streams.setdefault(
             here.device_index, torch.cuda.Stream(device)
         )
         ready, done = here.record_event() if after is None else after, torch.cuda.Event()
-        self._issued[ticket] = (done, here, call)  # the call holds its inputs, which the stream still reads
+        self._issued[ticket] = (
+            done,
+            here,
+            call,
+        )  # the call holds its inputs, which the stream still reads
 
         def body() -> Any:
             with torch.cuda.stream(stream):
@@ -180,7 +202,9 @@ class Lane:
         return body
 
     def take(self, ticket: int) -> Any:
-        """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return its result."""
+        """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return
+        its result.
+        """
         future = self._started[ticket]
         try:
             result = _result_of(future)
@@ -202,11 +226,17 @@ class Lane:
         return result
 
     def work_of(self, ticket: int) -> Work | None:
-        """What is done when the call behind ``ticket`` is, its result still to be taken; None where nothing was started."""
+        """What is done when the call behind ``ticket`` is, its result still to be taken; None where
+        nothing was started.
+        """
         issued, future = self._issued.get(ticket), self._started.get(ticket)
-        if future is None or (isinstance(future, _Made) and (issued is None or future.error is not None)):
+        if future is None or (
+            isinstance(future, _Made) and (issued is None or future.error is not None)
+        ):
             return None
-        return Work(future if isinstance(future, Future) else None, None if issued is None else issued[0])
+        return Work(
+            future if isinstance(future, Future) else None, None if issued is None else issued[0]
+        )
 
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
@@ -223,8 +253,18 @@ class Lane:
             done.wait(begun_on)
 
     def disown(self) -> None:
-        """In a forked child (``forks.py``), where what was started never ends: nothing is left here to wait for, or to destroy."""
-        for held in (self._pool, self._started, self._issued, self._halves, self._dropped, self._done, self._events):
+        """In a forked child (``forks.py``), where what was started never ends: nothing is left here
+        to wait for, or to destroy.
+        """
+        for held in (
+            self._pool,
+            self._started,
+            self._issued,
+            self._halves,
+            self._dropped,
+            self._done,
+            self._events,
+        ):
             forks.keep_for_ever(held)
         self._started, self._issued, self._halves = {}, {}, {}
 
@@ -235,7 +275,9 @@ class Lane:
 
 
 class Work:
-    """A call under way: on another thread, on a stream (then ``done`` is recorded behind it), or both. It keeps no result."""
+    """A call under way: on another thread, on a stream (then ``done`` is recorded behind it), or
+    both. It keeps no result.
+    """
 
     def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
         self._future, self._done = None if future is None else weakref.ref(future), done
@@ -243,14 +285,19 @@ class Work:
         self._process = os.getpid()
 
     def can_be_waited_for(self) -> bool:
-        """Whether the current stream may wait: events of a CUDA graph's capture are for it alone, and others not for it."""
+        """Whether the current stream may wait: events of a CUDA graph's capture are for it alone,
+        and others not for it.
+        """
         return self._done is None or self._captured == torch.cuda.is_current_stream_capturing()
 
     def wait(self) -> None:
-        """Wait for it, the current stream instead of the host where it is on a stream; raise what it raised."""
+        """Wait for it, the current stream instead of the host where it is on a stream; raise what
+        it raised.
+        """
         if self._process != os.getpid():
             raise RuntimeError(
-                f"this call was begun by process {self._process}, of which this one is a fork: wait for it there"
+                f"this call was begun by process {self._process}, of which this one is a fork: "
+                f"wait for it there"
             )
         future = None if self._future is None else self._future()
         if future is not None:
@@ -260,7 +307,9 @@ class Work:
 
 
 def _result_of(future: Future[Any] | _Made) -> Any:
-    """Wait for a call and return its result. A signal's handler may end the wait; that is no error of the call."""
+    """Wait for a call and return its result. A signal's handler may end the wait; that is no error
+    of the call.
+    """
     try:
         return future.result()
     except BaseException as error:
@@ -313,7 +362,9 @@ def _made(body: Callable[[], Any]) -> _Made:
 
 
 def keep_for(tensors: Any, stream: Any) -> None:
-    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple or list, that are in memory of another stream."""
+    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple or list, that are in
+    memory of another stream.
+    """
     if isinstance(tensors, torch.Tensor):
         if tensors.is_cuda and tensors.numel():
             tensors.record_stream(stream)

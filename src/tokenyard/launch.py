@@ -1,4 +1,6 @@
-"""Start ranks: local processes around a store that the parent holds (no port to guess), or the ranks of ``torchrun``."""
+"""Start ranks: local processes around a store that the parent holds (no port to guess), or the
+ranks of ``torchrun``.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,52 @@ def under_torchrun() -> bool:
 
 
 def local_store() -> dist.TCPStore:
-    """A store on a free loopback port, held by the calling (parent) process; children reach it by ``.port``."""
+    """A store on a free loopback port, held by the calling (parent) process; children reach it by
+    ``.port``.
+    """
     return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 def backend_for(device: str, world_size: int) -> str:
-    """``nccl`` where every rank has a GPU of its own, ``gloo`` elsewhere (also for several ranks on one GPU)."""
+    """``nccl`` where every rank has a GPU of its own, ``gloo`` elsewhere (also for several ranks on
+    one GPU).
+    """
     return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
 
 
 @contextmanager
 def joined_by_launcher(device: str = "cpu") -> Generator[torch.device, None, None]:
-    """Be the rank that ``torchrun`` made this process, for a while; yields the device to work on."""
+    """Be the rank that ``torchrun`` made this process, for a while; yields the device to
+    work on.
+    """
     with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as here:
         yield here
 
 
 @contextmanager
 def joined(
-    rank: int, world_size: int, device: str = "cpu", *, port: int | None = None, name: str = "", timeout: float = 600.0
+    rank: int,
+    world_size: int,
+    device: str = "cpu",
+    *,
+    port: int | None = None,
+    name: str = "",
+    timeout: float = 600.0,
 ) -> Generator[torch.device, None, None]:
     """Be rank ``rank`` of a process group for a while; yields the device to work on.
 
-    ``port`` is that of the parent's :func:`local_store`, and ``name`` sets this group apart from others in that store.
-    Without a port the launcher's environment (``torchrun``) says where the others are.
+    ``port`` is that of the parent's :func:`local_store`, and ``name`` sets this group apart from
+    others in that store. Without a port the launcher's environment (``torchrun``) says where the
+    others are.
     """
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
         torch.cuda.set_device(local % torch.cuda.device_count())
-    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    here = (
+        torch.device("cuda", torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device("cpu")
+    )
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     backend = backend_for(device, local_world)
     wait = timedelta(seconds=timeout)
@@ -62,7 +81,9 @@ def joined(
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.PrefixStore(name, dist.TCPStore(LOOPBACK, port, is_master=False, timeout=wait))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait
+        )
     try:
         yield here
     finally:
@@ -70,7 +91,13 @@ def joined(
 
 
 def _rank_main(
-    rank: int, world_size: int, device: str, port: int, fn: Callable[..., Any], args: tuple[Any, ...], out: Any
+    rank: int,
+    world_size: int,
+    device: str,
+    port: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    out: Any,
 ) -> None:
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -82,16 +109,19 @@ def _rank_main(
 
 
 def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
-    """Run ``fn(device, *args)`` on ``world_size`` local ranks and return their results in rank order.
+    """Run ``fn(device, *args)`` on ``world_size`` local ranks and return their results in rank
+    order.
 
-    The first rank that raises ends the others; its traceback is the message of the ``RuntimeError`` raised here. Only
-    ``NotSupported``, of which the message says all, is raised as it is.
+    The first rank that raises ends the others; its traceback is the message of the ``RuntimeError``
+    raised here. Only ``NotSupported``, of which the message says all, is raised as it is.
     """
     store = local_store()
     context = mp.get_context("spawn")
     out = context.SimpleQueue()
     ranks = [
-        context.Process(target=_rank_main, args=(r, world_size, device, store.port, fn, args, out), daemon=True)
+        context.Process(
+            target=_rank_main, args=(r, world_size, device, store.port, fn, args, out), daemon=True
+        )
         for r in range(world_size)
     ]
     for process in ranks:
@@ -102,7 +132,9 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
             while out.empty():
                 dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0)]
                 if dead and out.empty():
-                    raise RuntimeError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")
+                    raise RuntimeError(
+                        f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}"
+                    )
                 time.sleep(0.02)
             rank, ok, value = out.get()
             if not ok and isinstance(value, NotSupported):

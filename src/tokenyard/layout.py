@@ -1,7 +1,9 @@
-"""The plan: who sends which row where. Pure integer functions on any device; no communication, no payload.
+"""The plan: who sends which row where. Pure integer functions on any device; no communication, no
+payload.
 
-``docs/semantics.md`` defines the terms. Functions marked *static* never ask the host for a value, so that a CUDA graph can
-hold them; the others may (``nonzero``). All index tensors are int64 unless said otherwise, and "no row" is -1.
+``docs/semantics.md`` defines the terms. Functions marked *static* never ask the host for a value,
+so that a CUDA graph can hold them; the others may (``nonzero``). All index tensors are int64 unless
+said otherwise, and "no row" is -1.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Merged(NamedTuple):
 def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None, *, static: bool = False) -> Merged:
     """Let the first pick of an expert in a token stand for all of them; weights add in pick order.
 
-    Static if asked; otherwise the host looks whether there is anything to merge, which usually there is not.
+    Static if asked; otherwise the host looks whether there is anything to merge, which usually
+    there is not.
 
     >>> merge_picks(torch.tensor([[7, 3, 7]]), torch.tensor([[0.5, 0.25, 1.0]]))[:2]
     (tensor([[ 7,  3, -1]]), tensor([[1.5000, 0.2500, 0.0000]]))
@@ -98,7 +101,8 @@ def _repeats(idx: Tensor) -> bool:
 
 
 def merge_weights(topk_weights: Tensor, first_pick: Tensor) -> Tensor:
-    """Add the weight of each merged pick to that of the pick it was merged into, in pick order. Static, differentiable.
+    """Add the weight of each merged pick to that of the pick it was merged into, in pick order.
+    Static, differentiable.
 
     >>> merge_weights(torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([[0, 1, 0]]))
     tensor([[1.5000, 0.2500, 0.0000]])
@@ -124,7 +128,8 @@ def tokens_in_ranks(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tenso
 
 
 def count_keys(keys: Tensor, num_keys: int) -> Tensor:
-    """How often each of ``0 .. num_keys - 1`` occurs; other values are ignored: ``[num_keys]``. Static.
+    """How often each of ``0 .. num_keys - 1`` occurs; other values are ignored: ``[num_keys]``.
+    Static.
 
     >>> count_keys(torch.tensor([2, 0, -1, 2, 3, 9, -7]), 3)
     tensor([1, 0, 2])
@@ -132,7 +137,9 @@ def count_keys(keys: Tensor, num_keys: int) -> Tensor:
     flat = keys.reshape(-1)
     inside = (flat >= 0) & (flat < num_keys)
     bins = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
-    return bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())[:num_keys]
+    return bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())[
+        :num_keys
+    ]
 
 
 def send_order(in_ranks: Tensor) -> Tensor:
@@ -145,7 +152,8 @@ def send_order(in_ranks: Tensor) -> Tensor:
 
 
 def send_order_static(in_ranks: Tensor, max_tokens: int) -> Tensor:
-    """The same with ``max_tokens`` places per destination, unused ones holding token -1: ``[R * M]``. Static.
+    """The same with ``max_tokens`` places per destination, unused ones holding token -1: ``[R *
+    M]``. Static.
 
     >>> send_order_static(torch.tensor([[True, True], [False, True]]), 3)
     tensor([ 0, -1, -1,  0,  1, -1])
@@ -162,7 +170,8 @@ def send_order_static(in_ranks: Tensor, max_tokens: int) -> Tensor:
 def return_places(in_ranks: Tensor, stride: int | None, width: int) -> Tensor:
     """Places in send order of each token's rows, by rank, -1 for none: ``[T, width]``. Static.
 
-    Blocks of destinations follow each other, or begin ``stride`` rows apart. No token goes to more than ``width`` ranks.
+    Blocks of destinations follow each other, or begin ``stride`` rows apart. No token goes to more
+    than ``width`` ranks.
 
     >>> return_places(torch.tensor([[True, True], [False, True]]), None, 2)
     tensor([[ 0,  1],
@@ -182,7 +191,8 @@ def return_places(in_ranks: Tensor, stride: int | None, width: int) -> Tensor:
 
 
 def block_offsets(counts: Tensor, alignment: int) -> Tensor:
-    """Where each expert's block starts when blocks are padded to ``alignment``, and the end: ``[L + 1]``. Static.
+    """Where each expert's block starts when blocks are padded to ``alignment``, and the end: ``[L +
+    1]``. Static.
 
     >>> block_offsets(torch.tensor([3, 0, 5]), 4)
     tensor([ 0,  4,  4, 12])
@@ -199,8 +209,11 @@ class Placement(NamedTuple):
     gather: Tensor  # [rows] the arrived row behind each result row; -1 on padding
 
 
-def place_rows(local_idx: Tensor, starts: Tensor, num_local: int, num_rows: int, *, static: bool) -> Placement:
-    """Place one result row per (arrived row, local expert) in expert blocks that begin at ``starts [L + 1]``.
+def place_rows(
+    local_idx: Tensor, starts: Tensor, num_local: int, num_rows: int, *, static: bool
+) -> Placement:
+    """Place one result row per (arrived row, local expert) in expert blocks that begin at ``starts
+    [L + 1]``.
 
     Inside a block the order is that of arrival. Places ``>= num_rows`` are dropped.
 
@@ -208,12 +221,17 @@ def place_rows(local_idx: Tensor, starts: Tensor, num_local: int, num_rows: int,
         local_idx: ``[Nb, K]`` local expert ids or -1, no expert twice in one row.
         static: use shapes that do not depend on the ids.
 
-    >>> place_rows(torch.tensor([[1, 0], [-1, 1]]), torch.tensor([0, 2, 4]), 2, 4, static=False).gather
+    >>> ids, offsets = torch.tensor([[1, 0], [-1, 1]]), torch.tensor([0, 2, 4])
+    >>> place_rows(ids, offsets, 2, 4, static=False).gather
     tensor([ 0, -1,  0,  1])
     """
     arrived, num_picks = local_idx.shape
     flat = torch.where(local_idx < 0, num_local, local_idx).reshape(-1).long()
-    pairs = torch.arange(flat.numel(), device=flat.device) if static else (flat < num_local).nonzero().squeeze(1)
+    pairs = (
+        torch.arange(flat.numel(), device=flat.device)
+        if static
+        else (flat < num_local).nonzero().squeeze(1)
+    )
     ordered, order = torch.sort(flat[pairs], stable=True)
     pairs = pairs[order]
     first = torch.nn.functional.pad(count_keys(flat, num_local).cumsum(0), (1, 0))
@@ -231,7 +249,8 @@ def place_rows(local_idx: Tensor, starts: Tensor, num_local: int, num_rows: int,
 
 
 def compact_rows(counts: Tensor, stride: int) -> Placement:
-    """Bring blocks of ``stride`` arrived rows, ``counts [R]`` of them valid, to the front of ``R * stride`` rows. Static.
+    """Bring blocks of ``stride`` arrived rows, ``counts [R]`` of them valid, to the front of ``R *
+    stride`` rows. Static.
 
     >>> compact_rows(torch.tensor([1, 2]), 2).gather
     tensor([ 0,  2,  3, -1])
@@ -249,7 +268,8 @@ def compact_rows(counts: Tensor, stride: int) -> Placement:
 
 
 def source_ranges(counts: Tensor) -> Tensor:
-    """(begin, count) of every source inside each expert's block, from ``counts [R, L]``: int32 ``[L, R, 2]``. Static.
+    """(begin, count) of every source inside each expert's block, from ``counts [R, L]``: int32
+    ``[L, R, 2]``. Static.
 
     >>> source_ranges(torch.tensor([[2, 0], [1, 3]])).tolist()
     [[[0, 2], [2, 1]], [[0, 0], [0, 3]]]

@@ -1,6 +1,8 @@
-"""How large things may be that arguments alone decide: checked before anything is exchanged or allocated.
+"""How large things may be that arguments alone decide: checked before anything is exchanged or
+allocated.
 
-``docs/semantics.md``, Limits, has the list. What tokens bring themselves is not bounded here: it costs no more than the data.
+``docs/semantics.md``, Limits, has the list. What tokens bring themselves is not bounded here: it
+costs no more than the data.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def memory_of(device: torch.device) -> int:
 
 
 def most_result_bytes(device: torch.device | None, sharing: int) -> int:
-    """Bytes that a result may take whose size is known ahead: half of the memory, as the experts' output takes as much again.
+    """Bytes that a result may take whose size is known ahead: half of the memory, as the experts'
+    output takes as much again.
 
     ``device``: None for host memory. ``sharing``: ranks that share it.
     """
@@ -51,11 +54,14 @@ def most_result_bytes(device: torch.device | None, sharing: int) -> int:
 
 
 def check_symmetric(num_bytes: int, device: torch.device, argument: str) -> None:
-    """Raise unless ``num_bytes`` of symmetric memory can be. ``argument``: what asked for them, with its value."""
+    """Raise unless ``num_bytes`` of symmetric memory can be. ``argument``: what asked for them,
+    with its value.
+    """
     most = memory_of(device)
     if num_bytes > most:
         raise ValueError(
-            f"{argument} takes {num_bytes} bytes of symmetric memory on each rank, but {device} has "
+            f"{argument} takes {num_bytes} bytes of symmetric memory on each rank, but {device} "
+            f"has "
             f"{most} bytes in all: make it smaller"
         )
 
@@ -66,13 +72,17 @@ def check_view(config: Config, dtype: torch.dtype, most: int) -> None:
     if num_bytes > most:
         raise ValueError(
             f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks takes "
-            f"{num_bytes} bytes for in_place=True, but it may take {most} (half of the rank's share of "
+            f"{num_bytes} bytes for in_place=True, but it may take {most} (half of the rank's "
+            f"share of "
             "the memory): make it smaller, or use in_place=False"
         )
 
 
-def check_result(payload: Payload, mode: Quantize | None, spec: Spec, config: Config, engine: str, most: int) -> None:
-    """Raise unless rows of a fresh dispatch can be counted, and unless those that it makes whatever comes fit into ``most`` bytes.
+def check_result(
+    payload: Payload, mode: Quantize | None, spec: Spec, config: Config, engine: str, most: int
+) -> None:
+    """Raise unless rows of a fresh dispatch can be counted, and unless those that it makes whatever
+    comes fit into ``most`` bytes.
 
     The same on all ranks that say the same.
     """
@@ -80,33 +90,41 @@ def check_result(payload: Payload, mode: Quantize | None, spec: Spec, config: Co
     tokens, width = payload.x.shape[0], 1 if flat else min(config.num_topk, local)
     if tokens * config.world_size * width > LARGEST:
         raise ValueError(
-            f"x has {tokens} tokens: if each of {config.world_size} ranks has as many, {width} rows of each "
+            f"x has {tokens} tokens: if each of {config.world_size} ranks has as many, {width} "
+            f"rows of each "
             f"on one rank are more than the {LARGEST} that int32 counts: split the batch"
         )
     if flat and spec.exact:
         return
     alignment, static = spec.expert_alignment, not spec.exact or spec.layout is Layout.EXPERT_PADDED
-    tables = padded if static or engine != "collective" else 0  # kernels have tables for so many rows of each expert
+    tables = (
+        padded if static or engine != "collective" else 0
+    )  # kernels have tables for so many rows of each expert
     if not flat and alignment > 1 and (alignment + tables) * local > LARGEST:
         raise ValueError(
-            f"expert_alignment ({alignment}) x {local} local experts makes more rows than int32 counts, "
+            f"expert_alignment ({alignment}) x {local} local experts makes more rows than int32 "
+            f"counts, "
             f"{LARGEST}: make it smaller"
         )
     if alignment > MOST_ALIGNMENT:
         raise ValueError(
-            f"expert_alignment ({alignment}) must be at most {MOST_ALIGNMENT}: each expert's block may be "
+            f"expert_alignment ({alignment}) must be at most {MOST_ALIGNMENT}: each expert's block "
+            f"may be "
             "padded by so many rows; make it smaller"
         )
     if tables * (1 if flat else local) > LARGEST:
         raise ValueError(
             f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks"
-            f"{'' if flat else f' x {local} local experts'} makes more rows than int32 counts, {LARGEST}: make "
+            f"{'' if flat else f' x {local} local experts'} makes more rows than int32 counts, "
+            f"{LARGEST}: make "
             "it smaller, or use exact=True with engine 'collective'"
         )
     _check_bytes(payload, mode, spec, config, most)
 
 
-def _check_bytes(payload: Payload, mode: Quantize | None, spec: Spec, config: Config, most: int) -> None:
+def _check_bytes(
+    payload: Payload, mode: Quantize | None, spec: Spec, config: Config, most: int
+) -> None:
     tokens, room, padding = _bytes_ahead(payload, mode, spec, config)
     total = tokens + room + padding
     if total <= most:
@@ -114,17 +132,24 @@ def _check_bytes(payload: Payload, mode: Quantize | None, spec: Spec, config: Co
     taken = {
         f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks": tokens,
         f"capacity ({spec.capacity})": room,
-        f"expert_alignment ({spec.expert_alignment}) x {config.most_local_experts} local experts": padding,
+        f"expert_alignment ({spec.expert_alignment}) x {config.most_local_experts} local "
+        f"experts": padding,
     }
     raise ValueError(
-        f"{max(taken, key=lambda each: taken[each])} makes a dispatch of {spec.layout.name} take {total} bytes "
-        f"on a rank, whatever is sent, but it may take {most} (half of the rank's share of the memory): "
+        f"{max(taken, key=lambda each: taken[each])} makes a dispatch of {spec.layout.name} take "
+        f"{total} bytes "
+        f"on a rank, whatever is sent, but it may take {most} (half of the rank's share of the "
+        f"memory): "
         "make it smaller"
     )
 
 
-def _bytes_ahead(payload: Payload, mode: Quantize | None, spec: Spec, config: Config) -> tuple[int, int, int]:
-    """What a dispatch takes even of nothing: by ``max_tokens_per_rank``, by ``capacity``, and by ``expert_alignment``."""
+def _bytes_ahead(
+    payload: Payload, mode: Quantize | None, spec: Spec, config: Config
+) -> tuple[int, int, int]:
+    """What a dispatch takes even of nothing: by ``max_tokens_per_rank``, by ``capacity``, and by
+    ``expert_alignment``.
+    """
     local, bound, top = config.most_local_experts, config.padded_rows, config.num_topk
     channels, item, words = payload.x.shape[1], payload.x.dtype.itemsize, 0
     if mode is not None:

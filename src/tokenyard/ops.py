@@ -1,7 +1,9 @@
-"""Custom operators: dispatch and combine for ``torch.compile`` and dispatch modes (``autograd.py`` has the eager calls).
+"""Custom operators: dispatch and combine for ``torch.compile`` and dispatch modes (``autograd.py``
+has the eager calls).
 
-The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch, along the same plan. An
-operator's arguments must be tensors and numbers, so it knows its object by number; the table below holds no object alive.
+The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch,
+along the same plan. An operator's arguments must be tensors and numbers, so it knows its object by
+number; the table below holds no object alive.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 _numbers = count(1)
 
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
-_NO_TANGENTS = "compiled calls move no tangents (forward-mode AD): make those calls outside of torch.compile"
+_NO_TANGENTS = (
+    "compiled calls move no tangents (forward-mode AD): make those calls outside of torch.compile"
+)
 
 
 def enlist(calls: Calls) -> int:
@@ -58,7 +62,9 @@ def owner_of(number: int) -> Calls:
 
 
 def _called(number: int, op: int, exact: bool = True) -> Calls:
-    """The object of an operator that is called; one of a compiled graph gets tensors without their tangents."""
+    """The object of an operator that is called; one of a compiled graph gets tensors without their
+    tangents.
+    """
     calls = owner_of(number)
     if forward_level() >= 0:
         raise calls.refuse(op, exact, NotSupported(_NO_TANGENTS))
@@ -66,7 +72,9 @@ def _called(number: int, op: int, exact: bool = True) -> Calls:
 
 
 def spec_numbers(spec: Spec, mode: Quantize | None = None) -> list[int]:
-    """A ``Spec`` as an operator takes it: ``int[]``, and behind it how a cached dispatch casts, if it does."""
+    """A ``Spec`` as an operator takes it: ``int[]``, and behind it how a cached dispatch casts, if
+    it does.
+    """
     capacity = -1 if spec.capacity is None else spec.capacity
     cast = [] if mode is None else [mode.value]
     return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity, *cast]
@@ -75,7 +83,9 @@ def spec_numbers(spec: Spec, mode: Quantize | None = None) -> list[int]:
 def _spec(numbers: Sequence[int]) -> Spec:
     layout, exact, alignment, capacity = numbers[:4]
     bound = None if capacity < 0 else capacity
-    return Spec(layout=Layout(layout), exact=bool(exact), expert_alignment=alignment, capacity=bound)
+    return Spec(
+        layout=Layout(layout), exact=bool(exact), expert_alignment=alignment, capacity=bound
+    )
 
 
 def _new_size() -> Any:
@@ -88,10 +98,16 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Results of an operator must not share memory; those of engines do (what is empty, tables of static shapes)."""
+    """Results of an operator must not share memory; those of engines do (what is empty, tables of
+    static shapes).
+    """
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
-    shared = [not tensor.numel() or storages[at] in storages[:at] for at, tensor in enumerate(tensors)]
-    return [tensor.clone() if again else tensor for tensor, again in zip(tensors, shared, strict=True)]
+    shared = [
+        not tensor.numel() or storages[at] in storages[:at] for at, tensor in enumerate(tensors)
+    ]
+    return [
+        tensor.clone() if again else tensor for tensor, again in zip(tensors, shared, strict=True)
+    ]
 
 
 class _Moves(NamedTuple):
@@ -105,8 +121,20 @@ class _Moves(NamedTuple):
     def spec(self) -> Spec:
         return _spec(self.numbers)
 
-    def combine(self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool) -> tuple[Tensor, Tensor]:
-        return combine_op(rows, None, reduce_weights, [], list(self.plan), self.owner, self.numbers, raw, NO_TICKET)
+    def combine(
+        self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
+    ) -> tuple[Tensor, Tensor]:
+        return combine_op(
+            rows,
+            None,
+            reduce_weights,
+            [],
+            list(self.plan),
+            self.owner,
+            self.numbers,
+            raw,
+            NO_TICKET,
+        )
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
         return redispatch_op(x, None, list(self.plan), self.owner, self.numbers, raw, NO_TICKET)[0]
@@ -118,9 +146,8 @@ class _Moves(NamedTuple):
 @custom_op(
     "tokenyard::dispatch",
     mutates_args=(),
-    schema="(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, int quantize, int ticket) -> ("
-    + ", ".join(["Tensor"] * (2 + _PLAN + _ARRIVED))
-    + ")",
+    schema="(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
+    "int quantize, int ticket) -> (" + ", ".join(["Tensor"] * (2 + _PLAN + _ARRIVED)) + ")",
 )
 def dispatch_op(
     x: Tensor,
@@ -134,10 +161,16 @@ def dispatch_op(
 ) -> tuple[Tensor, ...]:
     mode = Quantize(quantize) if quantize else None
     calls, payload = _called(owner, DISPATCH, bool(spec[1])), Payload(x, scales)
-    (rows, scales), plan, arrived = calls.run_dispatch(payload, topk_idx, weights, _spec(spec), mode, ticket)
+    (rows, scales), plan, arrived = calls.run_dispatch(
+        payload, topk_idx, weights, _spec(spec), mode, ticket
+    )
     scales = _or_empty(scales, x) if scales is None else scales.flatten(0, -2)
     arrived = arrived._replace(source=arrived.source.flatten())
-    return (rows.flatten(0, -2).data, scales, *_apart((*plan, *arrived)))  # no view: it may be changed in place
+    return (
+        rows.flatten(0, -2).data,
+        scales,
+        *_apart((*plan, *arrived)),
+    )  # no view: it may be changed in place
 
 
 @register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -153,7 +186,12 @@ def _(
 ) -> tuple[Tensor, ...]:
     wanted, engine = _spec(spec), owner_of(owner).engine
     config = engine.config
-    size, top, local, hidden = config.world_size, config.num_topk, config.num_local_experts, x.shape[1]
+    size, top, local, hidden = (
+        config.world_size,
+        config.num_topk,
+        config.num_local_experts,
+        x.shape[1],
+    )
     route, route_dtype, arrived = engine.route_shapes(topk_idx.shape[0], wanted, _new_size)
     grows = wanted.exact and wanted.layout is Layout.EXPERT_MAJOR
     rows = _new_size() if grows else num_result_rows(wanted, config, None, arrived)
@@ -175,7 +213,10 @@ def _(
         x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
         x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
         torch.empty(
-            2 * size + 1 + engine.hop_counts + (config.matrix_ranks**2 + local if wanted.exact else 0),
+            2 * size
+            + 1
+            + engine.hop_counts
+            + (config.matrix_ranks**2 + local if wanted.exact else 0),
             dtype=torch.int64,
             device="cpu",
         ),
@@ -207,14 +248,18 @@ def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
     ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
-    ctx.save_for_backward(*output[2 : 2 + _PLAN + 1])  # not the weights: they may be changed in place
+    ctx.save_for_backward(
+        *output[2 : 2 + _PLAN + 1]
+    )  # not the weights: they may be changed in place
     weights_at = 2 + _PLAN + 1
     fixed = [t for at, t in enumerate(output) if at != weights_at and (at or not ctx.plain)]
     ctx.mark_non_differentiable(*fixed)  # a second call would take the first one back
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *plan, topk_idx = ctx.saved_tensors  # once only: non-reentrant checkpointing allows no second look
+    *plan, topk_idx = (
+        ctx.saved_tensors
+    )  # once only: non-reentrant checkpointing allows no second look
     rows = grads[0] if ctx.needs_input_grad[0] and ctx.plain else None
     weights = grads[2 + _PLAN + 1] if ctx.needs_input_grad[3] and ctx.weighted else None
     moves = _Moves(Plan(*plan), ctx.owner, ctx.spec)
@@ -231,7 +276,8 @@ register_autograd("tokenyard::dispatch", _dispatch_backward, setup_context=_disp
 @custom_op(
     "tokenyard::redispatch",
     mutates_args=(),
-    schema="(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, int ticket) "
+    "-> (Tensor, Tensor)",
 )
 def redispatch_op(
     x: Tensor,
@@ -243,7 +289,9 @@ def redispatch_op(
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
     mode = Quantize(spec[4]) if spec[4:] else None
-    payload = _called(owner, CACHED).run_redispatch(Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket, mode)
+    payload = _called(owner, CACHED).run_redispatch(
+        Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket, mode
+    )
     return payload.x.data, _or_empty(payload.scales, x)
 
 
@@ -261,7 +309,9 @@ def _(
     rows = (known.slots if raw else known.gather).shape[0] if _spec(spec).placed else _new_size()
     num_scales, scale_dtype = _scale_shape(scales, x.shape[1], quantize)
     moved = x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype)
-    return x.new_empty((rows, x.shape[1]), dtype=torch.float8_e4m3fn if quantize else x.dtype), moved
+    return x.new_empty(
+        (rows, x.shape[1]), dtype=torch.float8_e4m3fn if quantize else x.dtype
+    ), moved
 
 
 def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -284,7 +334,8 @@ register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_
 @custom_op(
     "tokenyard::combine",
     mutates_args=(),
-    schema="(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, int owner, "
+    schema="(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
+    "int owner, "
     "int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
 )
 def combine_op(
@@ -359,7 +410,8 @@ register_autograd("tokenyard::combine", _combine_backward, setup_context=_combin
 @custom_op(
     "tokenyard::dequantize",
     mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, ScalarType dtype) -> Tensor",
+    schema="(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, "
+    "ScalarType dtype) -> Tensor",
 )
 def dequantize_op(
     x: Tensor,
@@ -394,7 +446,13 @@ def _dequantize_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 def _dequantize_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     moves = _Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
-    return (moves.combine(grad, raw=False)[0].to(ctx.dtype), None, None, [None] * _PLAN, *(None,) * 3)
+    return (
+        moves.combine(grad, raw=False)[0].to(ctx.dtype),
+        None,
+        None,
+        [None] * _PLAN,
+        *(None,) * 3,
+    )
 
 
 register_autograd("tokenyard::dequantize", _dequantize_backward, setup_context=_dequantize_context)

@@ -1,7 +1,9 @@
-"""The oracle: everything ``docs/semantics.md`` states, in plain torch, in one process that holds every rank's data.
+"""The oracle: everything ``docs/semantics.md`` states, in plain torch, in one process that holds
+every rank's data.
 
-Slow and obvious on purpose, and independent of the engines. Tensors are on the CPU. Lists of tensors have one entry per
-rank. Letters: T tokens on a rank, K picks, R ranks, L experts on a rank, H hidden, M ``max_tokens_per_rank``, N rows.
+Slow and obvious on purpose, and independent of the engines. Tensors are on the CPU. Lists of
+tensors have one entry per rank. Letters: T tokens on a rank, K picks, R ranks, L experts on a rank,
+H hidden, M ``max_tokens_per_rank``, N rows.
 """
 
 from __future__ import annotations
@@ -19,12 +21,22 @@ from tokenyard.reference_picks import lists, lost_weights, merge_picks
 from tokenyard.reference_quant import dequantize, quantize
 from tokenyard.types import Layout, Quantize, Quantized
 
-__all__ = ["ReferenceCombined", "ReferenceRows", "combine", "dequantize", "dispatch", "merge_picks", "quantize"]
+__all__ = [
+    "ReferenceCombined",
+    "ReferenceRows",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "merge_picks",
+    "quantize",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReferenceRows:
-    """What one rank receives, in exact shapes. ``[N]`` below reads ``[L, R * M]`` for ``EXPERT_PADDED``."""
+    """What one rank receives, in exact shapes. ``[N]`` below reads ``[L, R * M]`` for
+    ``EXPERT_PADDED``.
+    """
 
     x: Tensor  # [N, H], dtype of the payload; zeros on padding rows
     scales: Tensor | None  # [N, S] float32 or int32; zeros on padding rows
@@ -32,9 +44,15 @@ class ReferenceRows:
     topk_weights: Tensor | None  # FLAT: [N, K] float32, 0 where the id is -1
     row_weights: Tensor | None  # expert layouts: [N] float32, 0 on padding rows
     tokens_per_expert: Tensor  # [L] int32, unaligned; counts dropped rows too
-    aligned_tokens_per_expert: Tensor  # [L] int32, each rounded up to a multiple of expert_alignment
-    expert_offsets: Tensor | None  # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity
-    source_ranges: Tensor | None  # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block
+    aligned_tokens_per_expert: (
+        Tensor  # [L] int32, each rounded up to a multiple of expert_alignment
+    )
+    expert_offsets: (
+        Tensor | None
+    )  # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity
+    source_ranges: (
+        Tensor | None
+    )  # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block
     source: Tensor  # [N] int64, source rank << 32 | source token; -1 on padding rows
     overflow: int  # rows dropped because their place was >= capacity
     row_of_pick: tuple[Tensor, ...]  # for combine: per source rank [T, K] int64, see _row_of_pick
@@ -48,11 +66,15 @@ class ReferenceCombined:
 
     x: Tensor  # [T, H], dtype of the rows
     topk_weights: Tensor | None  # [T, K] float32, the summed reduce_weights
-    lost_weights: Tensor | None  # expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks
+    lost_weights: (
+        Tensor | None
+    )  # expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks
 
 
 class _Pick(NamedTuple):
-    """A merged pick. Picks sort by source rank, then token, then position among the token's picks."""
+    """A merged pick. Picks sort by source rank, then token, then position among the
+    token's picks.
+    """
 
     source: int
     token: int
@@ -104,8 +126,8 @@ def dispatch(
         capacity: rows that a rank can hold (``EXPERT_MAJOR``); later ones are dropped.
         quantize: how to cast ``x`` first.
 
-    Raises:
-        ValueError: ``EXPERT_PADDED`` without M or with more than M tokens, or ``capacity`` with another layout.
+    Raises: ValueError: ``EXPERT_PADDED`` without M or with more than M tokens, or ``capacity`` with
+    another layout.
     """
     _check_dispatch(topk_idx, layout, max_tokens_per_rank, capacity)
     sent = _send(x, topk_idx, topk_weights, quantize)
@@ -114,15 +136,25 @@ def dispatch(
     form = _Form(layout=layout, alignment=expert_alignment, block=block, capacity=capacity)
     experts_of_ranks = _split_experts(num_experts, len(x))
     weights = [None] * len(x) if topk_weights is None else topk_weights
-    return [_receive(sent, picks, form, *each) for each in zip(experts_of_ranks, topk_idx, weights, strict=True)]
+    return [
+        _receive(sent, picks, form, *each)
+        for each in zip(experts_of_ranks, topk_idx, weights, strict=True)
+    ]
 
 
-def _check_dispatch(topk_idx: Sequence[Tensor], layout: Layout, max_tokens: int | None, capacity: int | None) -> None:
+def _check_dispatch(
+    topk_idx: Sequence[Tensor], layout: Layout, max_tokens: int | None, capacity: int | None
+) -> None:
     if capacity is not None and layout is not Layout.EXPERT_MAJOR:
-        raise ValueError(f"capacity ({capacity}) belongs to EXPERT_MAJOR, but layout is {layout.name}; leave it out")
+        raise ValueError(
+            f"capacity ({capacity}) belongs to EXPERT_MAJOR, but layout is {layout.name}; leave it "
+            f"out"
+        )
     most = max(len(idx) for idx in topk_idx)
     if layout is Layout.EXPERT_PADDED and (max_tokens is None or most > max_tokens):
-        raise ValueError(f"max_tokens_per_rank ({max_tokens}) must be at least {most}, the most tokens on a rank")
+        raise ValueError(
+            f"max_tokens_per_rank ({max_tokens}) must be at least {most}, the most tokens on a rank"
+        )
 
 
 def _int32(values: list[int]) -> Tensor:
@@ -135,10 +167,14 @@ def _send(
     topk_weights: Sequence[Tensor] | None,
     mode: Quantize | None,
 ) -> _Sent:
-    payloads = [each if isinstance(each, Quantized) or mode is None else quantize(each, mode) for each in x]
+    payloads = [
+        each if isinstance(each, Quantized) or mode is None else quantize(each, mode) for each in x
+    ]
     scales = [each.scales for each in payloads if isinstance(each, Quantized)]
     given_weights = [None] * len(topk_idx) if topk_weights is None else topk_weights
-    merged = [merge_picks(idx, weights) for idx, weights in zip(topk_idx, given_weights, strict=True)]
+    merged = [
+        merge_picks(idx, weights) for idx, weights in zip(topk_idx, given_weights, strict=True)
+    ]
     return _Sent(
         data=[each.data if isinstance(each, Quantized) else each for each in payloads],
         scales=scales or None,
@@ -148,7 +184,9 @@ def _send(
 
 
 def _split_experts(num_experts: int, num_ranks: int) -> list[range]:
-    """The global experts of each rank: contiguous, the first ``num_experts % num_ranks`` ranks hold one more."""
+    """The global experts of each rank: contiguous, the first ``num_experts % num_ranks`` ranks hold
+    one more.
+    """
     each, extra = divmod(num_experts, num_ranks)
     ends = list(accumulate((each + (rank < extra) for rank in range(num_ranks)), initial=0))
     return [range(ends[rank], ends[rank + 1]) for rank in range(num_ranks)]
@@ -166,8 +204,13 @@ def _picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list
 
 
 def _receive(
-    sent: _Sent, picks: list[list[_Pick]], form: _Form, experts: range, owned_topk_idx: Tensor, owned_topk_weights: Tensor | None
-) -> ReferenceRows:  # fmt: skip
+    sent: _Sent,
+    picks: list[list[_Pick]],
+    form: _Form,
+    experts: range,
+    owned_topk_idx: Tensor,
+    owned_topk_weights: Tensor | None,
+) -> ReferenceRows:
     """The rows of the rank that holds ``experts`` and owns the tokens of ``owned_topk_idx``."""
     local = [picks[expert] for expert in experts]
     places = _places(local, form)
@@ -209,7 +252,11 @@ def _places(local: list[list[_Pick]], form: _Form) -> list[_Pick | None]:
         return list(first_picks.values())
     places: list[_Pick | None] = []
     for picks in local:
-        padding = form.block - len(picks) if form.layout is Layout.EXPERT_PADDED else -len(picks) % form.alignment
+        padding = (
+            form.block - len(picks)
+            if form.layout is Layout.EXPERT_PADDED
+            else -len(picks) % form.alignment
+        )
         places += [*picks, *[None] * padding]
     return places
 
@@ -217,18 +264,26 @@ def _places(local: list[list[_Pick]], form: _Form) -> list[_Pick | None]:
 def _row_of_pick(places: list[_Pick | None], topk_idx: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Per source rank ``[T, K]`` int64: the row made for each pick, -1 if there is none here.
 
-    A ``FLAT`` row stands for all local picks of its token, but is entered at the first only: combine adds it once.
+    A ``FLAT`` row stands for all local picks of its token, but is entered at the first only:
+    combine adds it once.
     """
     tables = [lists(torch.full_like(idx, -1)) for idx in topk_idx]
     for row, pick in enumerate(places):
         if pick is not None:
             tables[pick.source][pick.token][pick.position] = row
-    return tuple(torch.tensor(table).long().reshape(idx.shape) for table, idx in zip(tables, topk_idx, strict=True))
+    return tuple(
+        torch.tensor(table).long().reshape(idx.shape)
+        for table, idx in zip(tables, topk_idx, strict=True)
+    )
 
 
 def _gather(sources: Sequence[Tensor], rows: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Copy ``sources`` (per rank ``[T, W]``) bit for bit to their rows, ``[*shape, W]``; other rows are zeros."""
-    as_bytes = [source.clone(memory_format=torch.contiguous_format).view(torch.uint8) for source in sources]
+    """Copy ``sources`` (per rank ``[T, W]``) bit for bit to their rows, ``[*shape, W]``; other rows
+    are zeros.
+    """
+    as_bytes = [
+        source.clone(memory_format=torch.contiguous_format).view(torch.uint8) for source in sources
+    ]
     received = torch.zeros(math.prod(shape), as_bytes[0].shape[1], dtype=torch.uint8)
     for source, row_of_pick in zip(as_bytes, rows, strict=True):
         token, position = (row_of_pick >= 0).nonzero(as_tuple=True)
@@ -248,7 +303,9 @@ def _flat_picks(
     return local_idx, torch.where(is_local, _gather(sent.topk_weights, rows, shape), 0.0)
 
 
-def _row_weights(topk_weights: Sequence[Tensor], rows: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+def _row_weights(
+    topk_weights: Sequence[Tensor], rows: Sequence[Tensor], shape: tuple[int, ...]
+) -> Tensor:
     """Expert layouts: the merged weight of each row's pick, ``shape`` float32, 0 on padding."""
     row_weights = torch.zeros(math.prod(shape))
     for weights, row_of_pick in zip(topk_weights, rows, strict=True):
@@ -258,7 +315,9 @@ def _row_weights(topk_weights: Sequence[Tensor], rows: Sequence[Tensor], shape: 
 
 
 def _source_ranges(local: list[list[_Pick]], num_ranks: int) -> Tensor:
-    """``[L, R, 2]`` int32: where the rows of a source rank begin inside an expert's block, and how many they are."""
+    """``[L, R, 2]`` int32: where the rows of a source rank begin inside an expert's block, and how
+    many they are.
+    """
     counts = torch.zeros(len(local), num_ranks, dtype=torch.int32)
     for expert, picks in enumerate(local):
         for pick in picks:
@@ -282,20 +341,17 @@ def combine(
 ) -> list[ReferenceCombined]:
     """Sum the rows of each token at its owner, along the tree of ``docs/semantics.md``.
 
-    Args:
-        rows: the experts' output, shaped as ``received[rank].x``; any float dtype.
-        received: what :func:`dispatch` returned.
-        weighted: multiply each row by its weight first (expert layouts).
-        topk_weights: ``[T, K]`` at the owners, unmerged; used if ``weighted``, instead of those that rode along.
-        reduce_weights: ``[N, K]`` (``FLAT``), summed back to the owners in float32.
-        bias: ``[T, H]``, or two of them, added last.
-        ranks_per_node: consecutive ranks that form a node; None is one node.
-        wire_dtype: what partial sums are rounded to; None is the dtype of the rows.
-        absent: per owner, ranks whose sums do not come to it (engine low_latency).
-        owners: ranks whose sums are returned, in this order; None is all.
+    Args: rows: the experts' output, shaped as ``received[rank].x``; any float dtype. received: what
+    :func:`dispatch` returned. weighted: multiply each row by its weight first (expert layouts).
+    topk_weights: ``[T, K]`` at the owners, unmerged; used if ``weighted``, instead of those that
+    rode along. reduce_weights: ``[N, K]`` (``FLAT``), summed back to the owners in float32. bias:
+    ``[T, H]``, or two of them, added last. ranks_per_node: consecutive ranks that form a node; None
+    is one node. wire_dtype: what partial sums are rounded to; None is the dtype of the rows.
+    absent: per owner, ranks whose sums do not come to it (engine low_latency). owners: ranks whose
+    sums are returned, in this order; None is all.
 
-    Raises:
-        ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with another layout.
+    Raises: ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with
+    another layout.
     """
     _check_combine(received[0], weighted, topk_weights is not None, reduce_weights is not None)
     row_weights = _combine_weights(received, topk_weights) if weighted else [None] * len(received)
@@ -304,43 +360,72 @@ def combine(
     for owner in range(len(received)) if owners is None else owners:
         gone = () if absent is None else absent[owner]
         tables = [
-            torch.full_like(each.row_of_pick[owner], -1) if rank in gone else each.row_of_pick[owner]
+            torch.full_like(each.row_of_pick[owner], -1)
+            if rank in gone
+            else each.row_of_pick[owner]
             for rank, each in enumerate(received)
         ]
-        total = _sum_ranks(map(_sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype)
+        total = _sum_ranks(
+            map(_sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype
+        )
         own_bias = () if bias is None else bias[owner]
         for addend in own_bias if isinstance(own_bias, tuple) else (own_bias,):
             total = total + addend.float()
         weights = map(_sum_rows, reduce_weights or [], tables)
-        reduced = None if reduce_weights is None else _sum_ranks(weights, ranks_per_node, torch.float32)
+        reduced = (
+            None if reduce_weights is None else _sum_ranks(weights, ranks_per_node, torch.float32)
+        )
         own = received[owner]
         given = own.owned_topk_weights if topk_weights is None else topk_weights[owner]
-        lost = lost_weights(own.owned_topk_idx, given if weighted else None, tables) if own.topk_idx is None else None
-        combined.append(ReferenceCombined(x=total.to(dtype), topk_weights=reduced, lost_weights=lost))
+        lost = (
+            lost_weights(own.owned_topk_idx, given if weighted else None, tables)
+            if own.topk_idx is None
+            else None
+        )
+        combined.append(
+            ReferenceCombined(x=total.to(dtype), topk_weights=reduced, lost_weights=lost)
+        )
     return combined
 
 
-def _check_combine(received: ReferenceRows, weighted: bool, owners_have_weights: bool, reduces_weights: bool) -> None:
+def _check_combine(
+    received: ReferenceRows, weighted: bool, owners_have_weights: bool, reduces_weights: bool
+) -> None:
     is_flat = received.topk_idx is not None
     if weighted and is_flat:
-        raise ValueError("weighted=True needs one row per expert, but the rows are FLAT; apply the weights to the rows")
+        raise ValueError(
+            "weighted=True needs one row per expert, but the rows are FLAT; apply the weights to "
+            "the rows"
+        )
     if weighted and not owners_have_weights and received.row_weights is None:
         raise ValueError("weighted=True needs weights; give topk_weights to combine or to dispatch")
     if reduces_weights and not is_flat:
-        raise ValueError("reduce_weights needs FLAT rows, but there is one row per expert; dispatch with layout=FLAT")
+        raise ValueError(
+            "reduce_weights needs FLAT rows, but there is one row per expert; dispatch with "
+            "layout=FLAT"
+        )
 
 
-def _combine_weights(received: Sequence[ReferenceRows], topk_weights: Sequence[Tensor] | None) -> list[Tensor | None]:
+def _combine_weights(
+    received: Sequence[ReferenceRows], topk_weights: Sequence[Tensor] | None
+) -> list[Tensor | None]:
     """The weight of every row of every rank, ``[N]`` float32."""
     if topk_weights is None:
-        return [None if each.row_weights is None else each.row_weights.flatten() for each in received]
-    merged = [merge_picks(each.owned_topk_idx, own)[1] for each, own in zip(received, topk_weights, strict=True)]
+        return [
+            None if each.row_weights is None else each.row_weights.flatten() for each in received
+        ]
+    merged = [
+        merge_picks(each.owned_topk_idx, own)[1]
+        for each, own in zip(received, topk_weights, strict=True)
+    ]
     given = [weights for weights in merged if weights is not None]
     return [_row_weights(given, each.row_of_pick, (each.source.numel(),)) for each in received]
 
 
 def _sum_rows(rows: Tensor, row_of_pick: Tensor, row_weights: Tensor | None = None) -> Tensor:
-    """One owner's tokens ``[T, W]`` float32: the rows that one rank holds for them, added in pick order."""
+    """One owner's tokens ``[T, W]`` float32: the rows that one rank holds for them, added in pick
+    order.
+    """
     rows = rows.flatten(0, -2)
     total = torch.zeros(row_of_pick.shape[0], rows.shape[1])
     for position in range(row_of_pick.shape[1]):
@@ -353,11 +438,18 @@ def _sum_rows(rows: Tensor, row_of_pick: Tensor, row_weights: Tensor | None = No
     return total
 
 
-def _sum_ranks(rank_sums: Iterable[Tensor], ranks_per_node: int | None, wire: torch.dtype) -> Tensor:
-    """Add the sums of all ranks, float32: ranks of a node in order, then nodes; each hop rounds to ``wire``."""
+def _sum_ranks(
+    rank_sums: Iterable[Tensor], ranks_per_node: int | None, wire: torch.dtype
+) -> Tensor:
+    """Add the sums of all ranks, float32: ranks of a node in order, then nodes; each hop rounds to
+    ``wire``.
+    """
     parts = list(rank_sums)
     per_node = ranks_per_node or len(parts)
-    nodes = [_ordered_sum(parts[begin : begin + per_node], wire) for begin in range(0, len(parts), per_node)]
+    nodes = [
+        _ordered_sum(parts[begin : begin + per_node], wire)
+        for begin in range(0, len(parts), per_node)
+    ]
     return _ordered_sum(nodes, wire) if len(nodes) > 1 else nodes[0]
 
 

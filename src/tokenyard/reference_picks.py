@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 
-def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+def merge_picks(
+    topk_idx: Tensor, topk_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Let the first of a token's equal picks hold them all.
 
     Args:
         topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 for none.
         topk_weights: ``[T, K]`` float32, or None.
 
-    Returns:
-        ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick order, 0 where ``idx`` is
-        -1) or None, and ``first_pick [T, K]`` int64: the position that now holds this pick (its own, if unmerged).
+    Returns: ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick
+    order, 0 where ``idx`` is -1) or None, and ``first_pick [T, K]`` int64: the position that now
+    holds this pick (its own, if unmerged).
     """
     idx = topk_idx.clone()
     weights = None if topk_weights is None else topk_weights.to(torch.float32, copy=True)
@@ -38,7 +40,9 @@ def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None = None) -> tuple[T
     return idx, weights, first_pick
 
 
-def lost_weights(topk_idx: Tensor, topk_weights: Tensor | None, rows_of_picks: Sequence[Tensor]) -> Tensor:
+def lost_weights(
+    topk_idx: Tensor, topk_weights: Tensor | None, rows_of_picks: Sequence[Tensor]
+) -> Tensor:
     """What the merged picks weigh that no rank has a row for, added in pick order: ``[T]`` float32.
 
     Args:

@@ -1,4 +1,6 @@
-"""The oracle's quantisation: FP8 E4M3 with one scale per group of 128 channels (``docs/semantics.md``)."""
+"""The oracle's quantisation: FP8 E4M3 with one scale per group of 128 channels
+(``docs/semantics.md``).
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ _NOT_FINITE = 255
 def quantize(x: Tensor, mode: Quantize) -> Quantized:
     """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3.
 
-    Returns:
-        ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, or for ``FP8_UE8M0``
-        ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the exponent byte 255 or a non-finite scale.
+    Returns: ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, or for
+    ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the exponent byte
+    255 or a non-finite scale.
     """
     num_tokens, hidden = x.shape
     num_groups = -(-hidden // SCALE_GROUP)
     groups = pad(x.float(), (0, -hidden % SCALE_GROUP)).reshape(num_tokens, num_groups, SCALE_GROUP)
     amax = groups.abs().amax(dim=-1).clamp(min=_SMALLEST_AMAX)
-    # Tensors on both sides: torch may turn ``448 / amax`` and ``amax / 448`` into products with a rounded reciprocal.
+    # Tensors on both sides: torch may turn ``448 / amax`` and ``amax / 448`` into products with a
+    # rounded reciprocal.
     fp8_max = torch.full_like(amax, _FP8_MAX)
     scales = torch.div(amax, fp8_max)
     if mode is Quantize.FP8:
@@ -40,10 +43,8 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``data * scale`` in float32, rounded once to ``dtype``.
 
-    Args:
-        data: ``[..., H]`` float8 or int8.
-        scales: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent bytes each).
-        dtype: of the result ``[..., H]``.
+    Args: data: ``[..., H]`` float8 or int8. scales: ``[..., ceil(H / 128)]`` float32, or ``[...,
+    ceil(H / 512)]`` int32 (four exponent bytes each). dtype: of the result ``[..., H]``.
     """
     hidden = data.shape[-1]
     if scales.dtype == torch.int32:
@@ -54,14 +55,20 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
 
 
 def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
-    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T, H]``. Every NaN is 0x7F."""
+    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T,
+    H]``. Every NaN is 0x7F.
+    """
     scaled = groups * factors[..., None]
-    scaled = torch.where(scaled.isnan(), float("nan"), scaled)  # the sign of a NaN is the processor's choice
+    scaled = torch.where(
+        scaled.isnan(), float("nan"), scaled
+    )  # the sign of a NaN is the processor's choice
     return scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
 
 
 def _pow2_exponents(scales: Tensor) -> Tensor:
-    """Biased exponent (int32) of the smallest power of two ``>= scales`` (positive normal float32)."""
+    """Biased exponent (int32) of the smallest power of two ``>= scales`` (positive normal
+    float32).
+    """
     bits = scales.view(torch.int32)
     has_fraction = (bits & _MANTISSA_MASK) != 0
     return ((bits >> _MANTISSA_BITS) + has_fraction.int()).clamp(max=_NOT_FINITE)
@@ -73,6 +80,8 @@ def _pow2_from_exponents(exponents: Tensor) -> Tensor:
 
 
 def _pack(exponents: Tensor) -> Tensor:
-    """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32, group ``4j + i`` in byte ``i`` (little endian)."""
+    """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32, group ``4j + i`` in byte ``i`` (little
+    endian).
+    """
     padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % UE8M0_PER_WORD))
     return padded.contiguous().view(torch.int32)

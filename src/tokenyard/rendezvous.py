@@ -1,33 +1,39 @@
-"""How the ranks of one ``ExpertParallel`` find each other, and make sure that they were made with the same arguments.
+"""How the ranks of one ``ExpertParallel`` find each other, and make sure that they were made with
+the same arguments.
 
-Through the group's store, not through a collective: a rank that stays away is named within the timeout, whatever the
-backend, and a rank that refuses its arguments tells the others why.
+Through the group's store, not through a collective: a rank that stays away is named within the
+timeout, whatever the backend, and a rank that refuses its arguments tells the others why.
 
-Constructions on a group are rounds, numbered by what the store says and not by what a rank remembers:
+Constructions on a group are rounds, numbered by what the store says and not by what a rank
+remembers:
 
-- ``round`` in the store is the number of the open round, 1 at first. A rank that constructs reads it and comes to that
-  round (one :class:`Round`): it leaves its arguments there and waits for the verdict.
-- The verdict is written once, atomically: "all here" by the rank that completes the round, or "given up" by one that has
-  waited for its timeout or is interrupted.
-- Before a rank leaves a round, however it does, there is a verdict, and it has moved ``round`` on by one (compare and
-  set, so that a round is closed once).
+- ``round`` in the store is the number of the open round, 1 at first. A rank that constructs reads
+  it and comes to that round (one :class:`Round`): it leaves its arguments there and waits for the
+  verdict.
+- The verdict is written once, atomically: "all here" by the rank that completes the round, or
+  "given up" by one that has waited for its timeout or is interrupted.
+- Before a rank leaves a round, however it does, there is a verdict, and it has moved ``round`` on
+  by one (compare and set, so that a round is closed once).
 
-So: (1) A rank is in a round at most once, since the number that it reads next is larger. A rank that was killed in the
-middle of leaving (a second Ctrl-C) finds its own mark when it comes again, gives that round up and goes on to the next.
-(2) Hence "all here" means that every rank is in this very round: a rank of an old round never meets one of a new round, and
-what is made in a round has a part of the store that no other round has. (3) Every rank of a round gets the same verdict; if
-it is "given up", all of them raise. (4) Nothing that ranks do alone moves others: whatever they tried, the next attempt
-that all of them make finds one open round, is completed by the last one that comes, and works. (5) Nobody waits for longer
-than its timeout. A rank that comes after its peers have given up opens the next round: it meets them there if they try
-again, and gives up after its own timeout if they do not. It cannot know which, since to it an attempt that failed before
-looks the same as one that its peers made alone. (6) A fast rank may be in round n + 1 while a slow one still reads round n:
-round n is forgotten only once everybody has come to a later one.
+So: (1) A rank is in a round at most once, since the number that it reads next is larger. A rank
+that was killed in the middle of leaving (a second Ctrl-C) finds its own mark when it comes again,
+gives that round up and goes on to the next. (2) Hence "all here" means that every rank is in this
+very round: a rank of an old round never meets one of a new round, and what is made in a round has a
+part of the store that no other round has. (3) Every rank of a round gets the same verdict; if it is
+"given up", all of them raise. (4) Nothing that ranks do alone moves others: whatever they tried,
+the next attempt that all of them make finds one open round, is completed by the last one that
+comes, and works. (5) Nobody waits for longer than its timeout. A rank that comes after its peers
+have given up opens the next round: it meets them there if they try again, and gives up after its
+own timeout if they do not. It cannot know which, since to it an attempt that failed before looks
+the same as one that its peers made alone. (6) A fast rank may be in round n + 1 while a slow one
+still reads round n: round n is forgotten only once everybody has come to a later one.
 
-A rank that refuses its arguments comes too, with the reason, and waits for the others (at most :data:`REFUSAL_WAIT`
-seconds): all fail in the same round.
+A rank that refuses its arguments comes too, with the reason, and waits for the others (at most
+:data:`REFUSAL_WAIT` seconds): all fail in the same round.
 
-Example: rank 0 tries alone and gives up (round 1). Rank 1 tries alone and gives up (round 2). Both try: rank 1 is first,
-reads 3 and waits; rank 0 reads 3 and completes the round: both work on in round 3.
+Example: rank 0 tries alone and gives up (round 1). Rank 1 tries alone and gives up (round 2). Both
+try: rank 1 is first, reads 3 and waits; rank 0 reads 3 and completes the round: both work on in
+round 3.
 """
 
 from __future__ import annotations
@@ -46,19 +52,24 @@ from tokenyard.memory.base import MemoryGroup
 from tokenyard.memory.meeting import Round
 
 REFUSAL_WAIT = 10.0
-"""Most seconds that a rank which refuses its arguments waits for the others, so that they learn why."""
+"""Most seconds that a rank which refuses its arguments waits for the others, so that they learn
+why.
+"""
 _ROUND, _OLDEST = "round", "oldest round"
 _WHAT = "ExpertParallel(...)"
 
 
-def check_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGroup | MemoryGroup | None:
+def check_group(
+    group: dist.ProcessGroup | MemoryGroup | None,
+) -> dist.ProcessGroup | MemoryGroup | None:
     """The group to work in; None if this process is alone."""
     if isinstance(group, MemoryGroup):
         return group
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ValueError(
-                "group was given, but torch.distributed is not initialised: call init_process_group() first"
+                "group was given, but torch.distributed is not initialised: call "
+                "init_process_group() first"
             )
         return None
     given: object = group  # an int stands for "not a member"
@@ -66,10 +77,13 @@ def check_group(group: dist.ProcessGroup | MemoryGroup | None) -> dist.ProcessGr
         raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
     group = group or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
-        raise ValueError("this process is not a member of the group: make ExpertParallel on its members only")
+        raise ValueError(
+            "this process is not a member of the group: make ExpertParallel on its members only"
+        )
     if forks.is_inherited(group):
         raise RuntimeError(
-            f"the group belongs to process {os.getppid()}, of which this one is a fork: start processes by 'spawn' or 'forkserver' "
+            f"the group belongs to process {os.getppid()}, of which this one is a fork: start "
+            f"processes by 'spawn' or 'forkserver' "
             "and call init_process_group() in them"
         )
     return group
@@ -79,11 +93,17 @@ def place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:
     """This rank and the number of ranks."""
     if group is None:
         return 0, 1
-    return (group.rank(), group.size()) if isinstance(group, MemoryGroup) else (dist.get_rank(group), group.size())
+    return (
+        (group.rank(), group.size())
+        if isinstance(group, MemoryGroup)
+        else (dist.get_rank(group), group.size())
+    )
 
 
 def group_store(group: dist.ProcessGroup | MemoryGroup | None) -> dist.Store | None:
-    """The part of the default store in which constructions on ``group`` meet; None for a rank alone."""
+    """The part of the default store in which constructions on ``group`` meet; None for a rank
+    alone.
+    """
     if group is None:
         return None
     if isinstance(group, MemoryGroup):
@@ -101,18 +121,19 @@ def agree(
     timeout: Any,
     host: str = "",
 ) -> tuple[dist.Store, list[str]]:
-    """Publish this rank's arguments (or why it refuses them), read everybody's, and raise unless all agree.
+    """Publish this rank's arguments (or why it refuses them), read everybody's, and raise unless
+    all agree.
 
-    Returns a part of ``store`` for what these ranks make now, and everybody's ``host`` by rank (nothing if this rank refuses).
+    Returns a part of ``store`` for what these ranks make now, and everybody's ``host`` by rank
+    (nothing if this rank refuses).
 
     Args:
         store: of the group, the same for every construction on it.
         timeout: seconds; whatever was given, if it is what this rank refuses.
 
-    Raises:
-        PeerTimeout: a rank did not come within ``timeout`` seconds, or one gave up before all had come.
-        PeerError: another rank refused its arguments.
-        Mismatch: ranks disagree; names the argument, two ranks and their values.
+    Raises: PeerTimeout: a rank did not come within ``timeout`` seconds, or one gave up before all
+    had come. PeerError: another rank refused its arguments. Mismatch: ranks disagree; names the
+    argument, two ranks and their values.
     """
     if refusal:
         given = timeout if isinstance(timeout, (int, float)) and timeout > 0 else REFUSAL_WAIT
@@ -135,7 +156,10 @@ def agree(
         if theirs["refusal"]:
             raise PeerError(f"rank {peer} could not make its ExpertParallel: {theirs['refusal']}")
     if lost is not None:
-        hint = f"; every rank of the group makes every object, in the same order{_earlier(store, rank, world_size, number)}"
+        hint = (
+            f"; every rank of the group makes every object, in the same "
+            f"order{_earlier(store, rank, world_size, number)}"
+        )
         raise PeerTimeout(f"{lost}{hint}", lost.rank) from None
     if rank == 0:
         _forget(store, world_size, number)
@@ -144,13 +168,16 @@ def agree(
         for peer, theirs in everybody.items():
             if theirs.get(name) != first.get(name):
                 raise Mismatch(
-                    f"ranks disagree on {name}: rank 0 says {first.get(name)}, rank {peer} says {theirs.get(name)}"
+                    f"ranks disagree on {name}: rank 0 says {first.get(name)}, rank {peer} says "
+                    f"{theirs.get(name)}"
                 )
     return part, [theirs["host"] for theirs in everybody.values()]
 
 
 def _come(store: dist.Store, rank: int, world_size: int) -> int:
-    """The number of the open round. One that a rank was stopped in, and could not leave in order, is closed first."""
+    """The number of the open round. One that a rank was stopped in, and could not leave in order,
+    is closed first.
+    """
     while True:
         number = int(store.compare_set(_ROUND, "", "1"))
         here = _round(store, rank, world_size, number)
@@ -177,18 +204,26 @@ def _earlier(store: dist.Store, rank: int, world_size: int, number: int) -> str:
     if first is None:
         return ""
     refusal = json.loads(before.heard().get(first, '{"refusal": ""}'))["refusal"]
-    return f" (rank {first} had given up an attempt before this one{f': {refusal}' if refusal else ''})"
+    return (
+        f" (rank {first} had given up an attempt before this "
+        f"one{f': {refusal}' if refusal else ''})"
+    )
 
 
 def _forget(store: dist.Store, world_size: int, number: int) -> None:
-    """Delete the rounds before this one, to which every rank has come: nobody reads them any more."""
+    """Delete the rounds before this one, to which every rank has come: nobody reads them
+    any more.
+    """
     for earlier in range(int(store.compare_set(_OLDEST, "", "1")), number):
         _round(store, 0, world_size, earlier).forget()
     store.set(_OLDEST, str(number))
 
 
 def ranks_sharing(
-    group: dist.ProcessGroup | MemoryGroup | None, device: torch.device | None, hosts: list[str], rank: int
+    group: dist.ProcessGroup | MemoryGroup | None,
+    device: torch.device | None,
+    hosts: list[str],
+    rank: int,
 ) -> int:
     """Ranks whose rows lie in the memory of this one's device."""
     if isinstance(group, MemoryGroup):  # ranks of one process, on one GPU

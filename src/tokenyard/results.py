@@ -24,17 +24,26 @@ class Later:
 
     _finish: Callable[[], dict[str, Any]] | None
 
-    def __init__(self, finish: Callable[[], dict[str, Any]] | None = None, work: Work | None = None) -> None:
+    def __init__(
+        self, finish: Callable[[], dict[str, Any]] | None = None, work: Work | None = None
+    ) -> None:
         """``work``: what there is to wait for without finishing the call."""
         self._finish, self._work = finish, work
 
     def work(self) -> Waitable:
-        """What another call waits for to come behind this one, wherever it runs; the result stays with whoever reads it."""
+        """What another call waits for to come behind this one, wherever it runs; the result stays
+        with whoever reads it.
+        """
         finished = self._finish is None
-        return self if self._work is None or (finished and not self._work.can_be_waited_for()) else self._work
+        return (
+            self
+            if self._work is None or (finished and not self._work.can_be_waited_for())
+            else self._work
+        )
 
     def wait(self) -> None:
-        """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting again does nothing.
+        """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting
+        again does nothing.
 
         Raises:
             PeerTimeout, PeerError, Mismatch, ValueError: whatever the call came to.
@@ -59,7 +68,8 @@ class Later:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.__dict__.get("_finish") is None:
             raise AttributeError(
-                f"{type(self).__name__} has no {name!r} here: see its docstring for what each layout and call has"
+                f"{type(self).__name__} has no {name!r} here: see its docstring for what each "
+                f"layout and call has"
             )
         self.wait()
         return getattr(self, name)
@@ -68,21 +78,20 @@ class Later:
 class Received(Later):
     """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/semantics.md``.
 
-    Attributes:
-        x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with ``in_place=True`` symmetric memory).
-        scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32 if the payload is quantised, else None. Row by row, unless
-            ``CallOptions.scales_by_column`` asks otherwise.
-        topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype of the argument; else None.
-        topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else, and without weights, None. Differentiable.
-        row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else, and without weights, None.
-            Differentiable.
-        tokens_per_expert: ``[L]`` int32 on the device, unaligned.
-        expert_offsets: ``EXPERT_MAJOR``: ``[L + 1]`` int32, cumulative aligned; else None.
-        source_ranges: ``EXPERT_PADDED``: ``[L, R, 2]`` int32 (begin, count); else None.
-        source: int64 per row, ``source_rank << 32 | source_token``, -1 on padding.
-        overflow: ``[1]`` int32, rows dropped for want of ``capacity``; None without ``capacity``.
-        handle: for combine, backward and cached dispatches.
-        ahead: with ``return_hook=True`` on engine low_latency: all of these at once, tensors that :meth:`hook` is still to fill.
+    Attributes: x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with
+        ``in_place=True`` symmetric memory). scales: ``[N, S]`` (``[L, R * M, S]``) float32 or int32
+        if the payload is quantised, else None. Row by row, unless ``CallOptions.scales_by_column``
+        asks otherwise. topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype
+        of the argument; else None. topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is
+        -1; else, and without weights, None. Differentiable. row_weights: expert layouts: ``[N]``
+        (``[L, R * M]``) float32, 0 on padding; else, and without weights, None. Differentiable.
+        tokens_per_expert: ``[L]`` int32 on the device, unaligned. expert_offsets: ``EXPERT_MAJOR``:
+        ``[L + 1]`` int32, cumulative aligned; else None. source_ranges: ``EXPERT_PADDED``: ``[L, R,
+        2]`` int32 (begin, count); else None. source: int64 per row, ``source_rank << 32 |
+        source_token``, -1 on padding. overflow: ``[1]`` int32, rows dropped for want of
+        ``capacity``; None without ``capacity``. handle: for combine, backward and cached
+        dispatches. ahead: with ``return_hook=True`` on engine low_latency: all of these at once,
+        tensors that :meth:`hook` is still to fill.
     """
 
     ahead: Received
@@ -105,22 +114,28 @@ class Received(Later):
         handle = self.handle
         if not handle.spec.exact:
             raise ValueError(
-                "tokens_per_expert_list needs exact=True: with static shapes the counts stay on the device"
+                "tokens_per_expert_list needs exact=True: with static shapes the counts stay on "
+                "the device"
             )
         return rows_of_experts(handle)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to the dispatched tensor."""
+        """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to
+        the dispatched tensor.
+        """
         scales = self.scales
         if scales is None:
             raise ValueError(
-                "dequantize() needs a dispatch with quantize= or a Quantized payload; this one carried plain rows"
+                "dequantize() needs a dispatch with quantize= or a Quantized payload; this one "
+                "carried plain rows"
             )
         return self._dequantize(self.x, scales, dtype)
 
 
 def rows_of_experts(handle: Handle) -> list[int]:
-    """Rows of each local expert in a dispatch with exact shapes, unaligned; the host does not wait."""
+    """Rows of each local expert in a dispatch with exact shapes, unaligned; the host does
+    not wait.
+    """
     known: list[int] = handle.plan.splits.tolist()  # pyright: ignore[reportUnknownVariableType]
     del known[: len(known) - handle.arrived.tokens_per_expert.numel()]
     return known
@@ -139,17 +154,23 @@ class Combined(Later):
 
 
 def by_column(scales: Tensor) -> Tensor:
-    """Scales ``[L, R * M, S]`` copied so that they lie column by column in each block: a view of ``[L, S, R * M]``.
+    """Scales ``[L, R * M, S]`` copied so that they lie column by column in each block: a view of
+    ``[L, S, R * M]``.
 
-    A single column lies as it is, with strides as usual: ``contiguous().view(torch.uint8)`` would not take others.
+    A single column lies as it is, with strides as usual: ``contiguous().view(torch.uint8)`` would
+    not take others.
     """
     if scales.shape[2] == 1:
         return scales
     return scales.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def received_fields(x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
-    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``; ``x``, scales and source may have it."""
+def received_fields(
+    x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``; ``x``,
+    scales and source may have it.
+    """
     arrived, layout = handle.arrived, handle.spec.layout
     flat, source = layout is Layout.FLAT, arrived.source
     weights = arrived.weights if handle.has_weights else None

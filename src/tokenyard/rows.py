@@ -1,7 +1,9 @@
-"""Rows on the wire: payload, scales, token, ids and weights of one row side by side, moved as whole words by torch.
+"""Rows on the wire: payload, scales, token, ids and weights of one row side by side, moved as whole
+words by torch.
 
-A row is ``[payload | scales | token | ids | weights]``; everything behind the payload is made of 4-byte words. Because rows
-from one peer follow those of another, the buffer that peers fill is already the ``FLAT`` result in another stride.
+A row is ``[payload | scales | token | ids | weights]``; everything behind the payload is made of
+4-byte words. Because rows from one peer follow those of another, the buffer that peers fill is
+already the ``FLAT`` result in another stride.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor
 
 ROW_ALIGNMENT = 16
 SUM_BLOCK_BYTES, SUM_BLOCK_BYTES_CPU = 64 << 20, 8 << 20
-"""Rows are summed in blocks of about this many float32 bytes: memory stays bounded, and on a CPU the sum stays in cache."""
+"""Rows are summed in blocks of about this many float32 bytes: memory stays bounded, and on a CPU
+the sum stays in cache.
+"""
 
 
 def padded(num_bytes: int) -> int:
@@ -31,7 +35,9 @@ class Payload(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing that moves with each row of a fresh dispatch: all picks of its token, whoever holds them."""
+    """Routing that moves with each row of a fresh dispatch: all picks of its token, whoever holds
+    them.
+    """
 
     topk_idx: Tensor  # [T, K] global expert ids, -1 for none
     weights: Tensor | None  # [T, K] float32
@@ -45,14 +51,23 @@ def _word(num_bytes: int) -> torch.dtype:
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """``rows [n, m]`` viewed as bytes. An empty tensor says that it is contiguous, whatever its strides."""
+    """``rows [n, m]`` viewed as bytes. An empty tensor says that it is contiguous, whatever its
+    strides.
+    """
     if rows.numel() == 0:
-        return torch.empty(rows.shape[0], rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
+        return torch.empty(
+            rows.shape[0],
+            rows.shape[1] * rows.element_size(),
+            dtype=torch.uint8,
+            device=rows.device,
+        )
     return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], -1)
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at the same speed."""
+    """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at
+    the same speed.
+    """
     if rows.numel() == 0:
         return as_bytes(rows)
     word = _word(rows.shape[1] * rows.element_size())
@@ -63,9 +78,16 @@ def as_words(rows: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: whether the bytes from the first to the last element do."""
+    """Whether two tensors may share memory: whether the bytes from the first to the last element
+    do.
+    """
     spans = [
-        (tensor.data_ptr(), sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        (
+            tensor.data_ptr(),
+            sum(
+                (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+            ),
+        )
         for tensor in (one, other)
     ]
     (a, last_a), (b, last_b) = spans
@@ -107,26 +129,41 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row. A bare payload is not padded, so that a contiguous tensor of rows can be sent as it is."""
+        """Bytes of one row. A bare payload is not padded, so that a contiguous tensor of rows can
+        be sent as it is.
+        """
         if not self.scale_words and not self.routed and not self.weighted:
             return self.payload_bytes
-        words = self.routing_at + (1 + self.picks if self.routed else 0) + (self.picks if self.weighted else 0)
+        words = (
+            self.routing_at
+            + (1 + self.picks if self.routed else 0)
+            + (self.picks if self.weighted else 0)
+        )
         return padded(words * 4)
 
     def buffer(self, num_rows: int, device: torch.device) -> Tensor:
         """An uninitialised uint8 buffer ``[num_rows, row_bytes]``."""
         return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
 
-    def _words(self, buffer: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def _words(
+        self, buffer: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32
+    ) -> Tensor:
         if buffer.numel() == 0:
             return torch.empty(buffer.shape[0], count, dtype=dtype, device=buffer.device)
         return buffer.view(dtype)[:, at : at + count]
 
     def payload(self, buffer: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The payload part of ``buffer`` as ``[n, H]``, or as words of ``dtype``: a strided view."""
+        """The payload part of ``buffer`` as ``[n, H]``, or as words of ``dtype``: a
+        strided view.
+        """
         dtype = dtype or self.dtype
         if buffer.numel() == 0:
-            return torch.empty(buffer.shape[0], self.payload_bytes // dtype.itemsize, dtype=dtype, device=buffer.device)
+            return torch.empty(
+                buffer.shape[0],
+                self.payload_bytes // dtype.itemsize,
+                dtype=dtype,
+                device=buffer.device,
+            )
         return buffer.view(dtype)[:, : self.payload_bytes // dtype.itemsize]
 
     def scales(self, buffer: Tensor) -> Tensor:
@@ -143,10 +180,14 @@ class RowFormat:
         return self._words(buffer, behind, self.picks, torch.float32)
 
     def routing(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copies of token ``[n]``, ids ``[n, K]`` and weights ``[n, K]``, read out of the wide rows in one pass."""
+        """Copies of token ``[n]``, ids ``[n, K]`` and weights ``[n, K]``, read out of the wide rows
+        in one pass.
+        """
         count = 1 + self.picks * (2 if self.weighted else 1)
         words = self._words(buffer, self.routing_at, count).clone()
-        weights = words[:, 1 + self.picks :].contiguous().view(torch.float32) if self.weighted else None
+        weights = (
+            words[:, 1 + self.picks :].contiguous().view(torch.float32) if self.weighted else None
+        )
         return words[:, 0], words[:, 1 : 1 + self.picks], weights
 
     def vacate(self, buffer: Tensor, unused: Tensor | None = None) -> None:
@@ -157,8 +198,12 @@ class RowFormat:
         else:
             words.masked_fill_(unused.unsqueeze(1), -1)
 
-    def pack(self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor) -> None:
-        """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1: any row)."""
+    def pack(
+        self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor
+    ) -> None:
+        """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1:
+        any row).
+        """
         if payload.x.shape[0] and order.numel():
             some = order.clamp(min=0)
             words = as_words(payload.x)
@@ -176,7 +221,9 @@ class RowFormat:
         return self._moved(buffer, lambda part: _take(part, gather))
 
     def spread(self, buffer: Tensor, slots: Tensor, num_rows: int, *, zeros: bool) -> Payload:
-        """``num_rows`` result rows: those named by ``slots [n, J]`` hold the rows of ``buffer``, others zeros or anything."""
+        """``num_rows`` result rows: those named by ``slots [n, J]`` hold the rows of ``buffer``,
+        others zeros or anything.
+        """
         return self._moved(buffer, lambda part: _spread(part, slots, num_rows, zeros))
 
     def _moved(self, buffer: Tensor, move: Callable[[Tensor], Tensor]) -> Payload:
@@ -210,15 +257,23 @@ def _spread(rows: Tensor, slots: Tensor, num_rows: int, zeros: bool) -> Tensor:
 
 
 def take_values(values: Tensor, index: Tensor, fill: float) -> Tensor:
-    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix). Branch-free, for compilers."""
+    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix).
+    Branch-free, for compilers.
+    """
     widened = torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])
     return widened[torch.where(index < 0, values.shape[0], index)]
 
 
 def sum_rows(
-    rows: Tensor, index: Tensor, out: Tensor, *, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
+    rows: Tensor,
+    index: Tensor,
+    out: Tensor,
+    *,
+    weights: Tensor | None = None,
+    bias: tuple[Tensor, ...] = (),
 ) -> None:
-    """``out[i] = round(sum over j of weights[index[i, j]] * rows[index[i, j]] + bias[i])``, in float32 and in that order.
+    """``out[i] = round(sum over j of weights[index[i, j]] * rows[index[i, j]] + bias[i])``, in
+    float32 and in that order.
 
     Args:
         rows: ``[n, H]``, any float dtype, any row stride.
@@ -248,7 +303,11 @@ def _sum_block(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
             if which.numel() == 0:
                 continue
             term = _terms(rows, at[which], weights)
-            total = total.add_(term) if which.numel() == at.numel() else total.index_add_(0, which, term)
+            total = (
+                total.add_(term)
+                if which.numel() == at.numel()
+                else total.index_add_(0, which, term)
+            )
         else:
             term = _terms(rows, at.clamp(min=0), weights)
             total += torch.where((at >= 0).unsqueeze(1), term, 0.0)

@@ -21,13 +21,12 @@ class Traffic(NamedTuple):
 class Stats:
     """Totals since construction; one entry per rank in each list.
 
-    Attributes:
-        nodes: the node of each rank.
-        calls: exchanges of rows by name ("dispatch", "cached dispatch", "combine"; the second hop of a relayed one has
-            ", inside the node" behind).
-        rows_sent, rows_received: rows to and from each rank, this one included; a relayed row counts on each hop.
-        bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this rank.
-        last_wait: seconds from the start of the last exchange until each rank's rows had come (nan if the backend hides it).
+    Attributes: nodes: the node of each rank. calls: exchanges of rows by name ("dispatch", "cached
+        dispatch", "combine"; the second hop of a relayed one has ", inside the node" behind).
+        rows_sent, rows_received: rows to and from each rank, this one included; a relayed row
+        counts on each hop. bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this
+        rank. last_wait: seconds from the start of the last exchange until each rank's rows had come
+        (nan if the backend hides it).
     """
 
     rank: int
@@ -56,13 +55,17 @@ class Stats:
     @property
     def across(self) -> Traffic:
         """What crossed the network: to and from ranks of other nodes."""
-        return self._with([peer for peer, node in enumerate(self.nodes) if node != self.nodes[self.rank]])
+        return self._with(
+            [peer for peer, node in enumerate(self.nodes) if node != self.nodes[self.rank]]
+        )
 
     @property
     def inside(self) -> Traffic:
         """What stayed inside the node: to and from its other ranks."""
         mine = self.nodes[self.rank]
-        return self._with([peer for peer, node in enumerate(self.nodes) if node == mine and peer != self.rank])
+        return self._with(
+            [peer for peer, node in enumerate(self.nodes) if node == mine and peer != self.rank]
+        )
 
     def _with(self, peers: list[int]) -> Traffic:
         counted = (self.rows_sent, self.rows_received, self.bytes_sent, self.bytes_received)
@@ -72,7 +75,9 @@ class Stats:
         """The counters as they are now."""
         return deepcopy(self)
 
-    def record(self, op: str, sent: list[int], received: list[int], row_bytes: int, last_wait: list[float]) -> None:
+    def record(
+        self, op: str, sent: list[int], received: list[int], row_bytes: int, last_wait: list[float]
+    ) -> None:
         """Count one exchange of rows of ``row_bytes`` bytes."""
         self.calls[op] = self.calls.get(op, 0) + 1
         self.last_wait = list(last_wait)

@@ -1,7 +1,8 @@
 """Ranks as a grid: which ranks share a host, and what to call them.
 
-``rank = node * ranks_per_node + local``. Ranks of one node reach each other fast (NVLink, or a host's own memory); nodes
-reach each other over a network. The grid is given, or read off the hosts that ranks say they are on.
+``rank = node * ranks_per_node + local``. Ranks of one node reach each other fast (NVLink, or a
+host's own memory); nodes reach each other over a network. The grid is given, or read off the hosts
+that ranks say they are on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Topology:
             value = getattr(self, name)
             number = whole(value)
             if number is None or number < 1:
-                raise ValueError(f"{name} ({value!r}) of a topology must be a whole number of at least 1")
+                raise ValueError(
+                    f"{name} ({value!r}) of a topology must be a whole number of at least 1"
+                )
             object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
@@ -67,7 +70,8 @@ class Topology:
 
 
 def this_host() -> str:
-    """A name for the host of this process: machine, boot and network namespace, or what ``TOKENYARD_HOST`` says.
+    """A name for the host of this process: machine, boot and network namespace, or what
+    ``TOKENYARD_HOST`` says.
 
     Containers with networks of their own are hosts of their own, even on one machine.
     """
@@ -83,7 +87,8 @@ def this_host() -> str:
 
 
 def check_topology(given: Any, world_size: int) -> Topology | None:
-    """``topology=`` as the caller gave it: None, a :class:`Topology`, or a pair (num_nodes, ranks_per_node).
+    """``topology=`` as the caller gave it: None, a :class:`Topology`, or a pair (num_nodes,
+    ranks_per_node).
 
     Raises:
         ValueError: it is none of them, or its ranks are not as many as the group's.
@@ -93,7 +98,8 @@ def check_topology(given: Any, world_size: int) -> Topology | None:
     grid = given if isinstance(given, Topology) else _pair(given)
     if grid.world_size != world_size:
         raise ValueError(
-            f"topology ({grid}) has {grid.world_size} ranks, but the group has {world_size}: num_nodes * ranks_per_node must be "
+            f"topology ({grid}) has {grid.world_size} ranks, but the group has {world_size}: "
+            f"num_nodes * ranks_per_node must be "
             "the number of ranks"
         )
     return grid
@@ -115,8 +121,8 @@ def detect(hosts: Sequence[str]) -> Topology:
     >>> detect(["a", "a", "b", "b"])
     Topology(num_nodes=2, ranks_per_node=2)
 
-    Raises:
-        ValueError: ranks of a host are not consecutive, or hosts have different numbers of ranks. Says which host has which.
+    Raises: ValueError: ranks of a host are not consecutive, or hosts have different numbers of
+    ranks. Says which host has which.
     """
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -124,19 +130,28 @@ def detect(hosts: Sequence[str]) -> Topology:
     each = len(hosts) // len(ranks)
     if all(list(range(mine[0], mine[0] + each)) == mine for mine in ranks.values()):
         return Topology(len(ranks), each)
-    shown = [f"host {host} has {len(mine)} ({_few(mine)})" for host, mine in list(ranks.items())[:_MOST_NAMED]]
+    shown = [
+        f"host {host} has {len(mine)} ({_few(mine)})"
+        for host, mine in list(ranks.items())[:_MOST_NAMED]
+    ]
     more = f"; and {len(ranks) - _MOST_NAMED} more hosts" if len(ranks) > _MOST_NAMED else ""
     even = len({len(mine) for mine in ranks.values()}) == 1
-    wanted = "ranks of one host must be consecutive" if even else "hosts must have equally many ranks"
+    wanted = (
+        "ranks of one host must be consecutive" if even else "hosts must have equally many ranks"
+    )
     raise ValueError(
-        f"{wanted}, but of {len(hosts)} ranks {'; '.join(shown)}{more}: launch the same number on each host, host after host "
-        f"(as torchrun does), or say topology=(num_nodes, ranks_per_node), or name hosts by {HOST_VARIABLE}"
+        f"{wanted}, but of {len(hosts)} ranks {'; '.join(shown)}{more}: launch the same number on "
+        f"each host, host after host "
+        f"(as torchrun does), or say topology=(num_nodes, ranks_per_node), or name hosts by "
+        f"{HOST_VARIABLE}"
     )
 
 
 def _few(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > _MOST_NAMED else ''}"
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > _MOST_NAMED else ''}"
+    )
 
 
 def node_numbers(topology: Topology | None, hosts: Sequence[str]) -> list[int]:
@@ -148,7 +163,9 @@ def node_numbers(topology: Topology | None, hosts: Sequence[str]) -> list[int]:
 
 
 def settle_topology(given: Topology | None, hosts: Sequence[str]) -> tuple[Topology | None, str]:
-    """The grid to work with: the one given, else the one detected. Without one: None, and why there is none."""
+    """The grid to work with: the one given, else the one detected. Without one: None, and why there
+    is none.
+    """
     if given is not None:
         return given, ""
     try:

@@ -1,4 +1,6 @@
-"""Which of torch's transforms a call is made in: forward-mode AD, ``torch.func``, ``torch.vmap``."""
+"""Which of torch's transforms a call is made in: forward-mode AD, ``torch.func``,
+``torch.vmap``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from torch.autograd import forward_ad
 from tokenyard.errors import NotSupported
 
 NO_VMAP = (
-    "dispatch and combine cannot be batched by torch.vmap, nor by what uses it (torch.func.jacrev, jacfwd and hessian, "
-    "is_grads_batched=True): each is one collective call. Loop over the batch, or make it tokens with x.flatten(0, 1)"
+    "dispatch and combine cannot be batched by torch.vmap, nor by what uses it (torch.func.jacrev, "
+    "jacfwd and hessian, "
+    "is_grads_batched=True): each is one collective call. Loop over the batch, or make it tokens "
+    "with x.flatten(0, 1)"
 )
 _FUNCTORCH: Any = torch._C._functorch  # pyright: ignore
 
@@ -24,14 +28,18 @@ def in_functorch() -> bool:
 
 
 def outside_functorch() -> Any:
-    """A context in which no transform of ``torch.func`` is active: buffers that are kept may be written there."""
+    """A context in which no transform of ``torch.func`` is active: buffers that are kept may be
+    written there.
+    """
     if torch.compiler.is_compiling() or not in_functorch():
         return nullcontext()
     return torch._C._DisableFuncTorch()  # pyright: ignore
 
 
 def in_vmap(*tensors: Tensor) -> bool:
-    """Whether ``torch.vmap`` is active, at whatever depth, or any of ``tensors`` is batched by ``is_grads_batched=True``."""
+    """Whether ``torch.vmap`` is active, at whatever depth, or any of ``tensors`` is batched by
+    ``is_grads_batched=True``.
+    """
     if any(_FUNCTORCH.is_legacy_batchedtensor(tensor) for tensor in tensors):
         return True
     stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
@@ -63,7 +71,9 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def is_followed(*tensors: Any) -> bool:
     """Whether a derivative by any of these is wanted, backward or forward."""
-    if torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
+    ):
         return True
     return has_tangent(*tensors)
 
@@ -76,12 +86,15 @@ def check(later: bool) -> None:
         raise NotSupported(NO_VMAP)
     if later:
         raise NotSupported(
-            "async_op and return_hook do not work under transforms of torch.func: leave them out there, or use backward() and "
+            "async_op and return_hook do not work under transforms of torch.func: leave them out "
+            "there, or use backward() and "
             "torch.autograd.forward_ad, which take calls that are waited for later"
         )
 
 
 def check_tangents(given: tuple[Any, ...], lack: str) -> None:
-    """Raise if any of these has a tangent, which the call would drop. ``lack``: why, and what to do."""
+    """Raise if any of these has a tangent, which the call would drop. ``lack``: why, and what to
+    do.
+    """
     if has_tangent(*given):
         raise NotSupported(f"a tensor of this call has a tangent (forward-mode AD), but {lack}")

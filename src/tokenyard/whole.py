@@ -14,10 +14,15 @@ LARGEST = 2**31 - 1
 
 
 def whole(value: Any) -> int | None:
-    """``value`` as an int, or None if it is no whole number. A bool is none, nor is a tensor: it may be on a device."""
+    """``value`` as an int, or None if it is no whole number. A bool is none, nor is a tensor: it
+    may be on a device.
+    """
     if type(value) is int:
         return value
-    if isinstance(value, (bool, Tensor)) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+    if (
+        isinstance(value, (bool, Tensor))
+        or getattr(getattr(value, "dtype", None), "kind", "") == "b"
+    ):
         return None  # numpy before 2.3 gives its bools an index
     try:
         return operator.index(value)
@@ -28,12 +33,14 @@ def whole(value: Any) -> int | None:
 def check_whole(name: str, value: Any, least: int, most: int, more: str = "") -> int:
     """``value`` as an int.
 
-    Raises:
-        ValueError: it is no whole number, or not from ``least`` to ``most``. ``more`` is said behind.
+    Raises: ValueError: it is no whole number, or not from ``least`` to ``most``. ``more`` is said
+    behind.
     """
     number = whole(value)
     if number is None or not least <= number <= most:
-        raise ValueError(f"{name} ({value!r}) must be a whole number of at least {least} (at most {most}){more}")
+        raise ValueError(
+            f"{name} ({value!r}) must be a whole number of at least {least} (at most {most}){more}"
+        )
     return number
 
 

@@ -1,1 +1,3 @@
-"""The end of ``sys.path``: it holds ``deep_ep`` and ``deep_ep_cpp``. Nobody imports it as a package."""
+"""The end of ``sys.path``: it holds ``deep_ep`` and ``deep_ep_cpp``. Nobody imports it as a
+package.
+"""

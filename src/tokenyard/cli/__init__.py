@@ -1,4 +1,6 @@
-"""The command line: ``tokenyard`` and ``python -m tokenyard``. Needs the extra ``cli`` (typer, rich)."""
+"""The command line: ``tokenyard`` and ``python -m tokenyard``. Needs the extra ``cli`` (typer,
+rich).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ try:
     import rich  # noqa: F401  # pyright: ignore[reportUnusedImport]
     import typer
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"tokenyard: the command line needs {missing.name}: pip install 'tokenyard[cli]'") from None
+    raise SystemExit(
+        f"tokenyard: the command line needs {missing.name}: pip install 'tokenyard[cli]'"
+    ) from None
 
 from tokenyard import __version__
 from tokenyard.cli import bench, demo, doctor, plan
@@ -26,7 +30,10 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
 
 
 @app.callback()

@@ -1,4 +1,6 @@
-"""``tokenyard bench``: dispatch and combine beside the collectives anybody could use instead, timed in one run."""
+"""``tokenyard bench``: dispatch and combine beside the collectives anybody could use instead, timed
+in one run.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,21 @@ NVLINK_GBS = 370.0
 PIPED_WIDTH = 150
 
 SUITE = Suite()
-SWEEP_OPTIONS = ("tokens", "hidden", "topk", "experts", "skew", "dtype", "layout", "quantize", "json", "plot")
+SWEEP_OPTIONS = (
+    "tokens",
+    "hidden",
+    "topk",
+    "experts",
+    "skew",
+    "dtype",
+    "layout",
+    "quantize",
+    "json",
+    "plot",
+)
 NVLINK_OPTIONS = ("device", "engine", "link_gbs")
-"""Of the suites, only ``nvlink`` has a use for them. Names are those of :func:`bench`'s parameters."""
+"""Of the suites, only ``nvlink`` has a use for them. Names are those of :func:`bench`'s parameters.
+"""
 
 
 def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Row]:
@@ -89,7 +103,12 @@ def _grid(text: str | None, ranks: int) -> tuple[int, int]:
     """``--topology``; two nodes by default."""
     words = f"2x{ranks // 2}" if text is None else text
     nodes, _, each = words.partition("x")
-    if nodes.isdecimal() and each.isdecimal() and int(nodes) > 1 and int(nodes) * int(each) == ranks:
+    if (
+        nodes.isdecimal()
+        and each.isdecimal()
+        and int(nodes) > 1
+        and int(nodes) * int(each) == ranks
+    ):
         return int(nodes), int(each)
     raise typer.BadParameter(
         f"--topology {words!r} must be NODESxRANKS, of two nodes at least, for all {ranks} --ranks"
@@ -100,7 +119,9 @@ def _words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
     words = [word.strip().lower() for word in text.split(",")]
     for word in words:
         if word not in allowed:
-            raise typer.BadParameter(f"{option} {word!r} is unknown; use one of {', '.join(allowed)}")
+            raise typer.BadParameter(
+                f"{option} {word!r} is unknown; use one of {', '.join(allowed)}"
+            )
     return words
 
 
@@ -108,7 +129,9 @@ def _numbers(text: str, option: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not word.isdecimal() or not 1 <= int(word) <= LARGEST:
-            raise typer.BadParameter(f"{option} {word!r} must be a whole number of at least 1 (at most {LARGEST})")
+            raise typer.BadParameter(
+                f"{option} {word!r} must be a whole number of at least 1 (at most {LARGEST})"
+            )
     return [int(word) for word in words]
 
 
@@ -124,7 +147,9 @@ def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
 
 def _check_suite(context: typer.Context, suite: str, engines: Sequence[str], device: str) -> None:
     """A suite can run with the options that were given."""
-    if given := _given(context, SWEEP_OPTIONS if suite == "nvlink" else (*SWEEP_OPTIONS, *NVLINK_OPTIONS)):
+    if given := _given(
+        context, SWEEP_OPTIONS if suite == "nvlink" else (*SWEEP_OPTIONS, *NVLINK_OPTIONS)
+    ):
         raise typer.BadParameter(f"--suite {suite} has no use for {', '.join(given)}")
     if len(engines) > 1:
         raise typer.BadParameter("--suite measures one --engine at a time")
@@ -147,7 +172,9 @@ def _check_jobs(jobs: list[Job]) -> list[Job]:
     return jobs
 
 
-def _report(rows: list[Row], plan: Plan, device: str, console: Console, json: Path | None, plot: Path | None) -> None:
+def _report(
+    rows: list[Row], plan: Plan, device: str, console: Console, json: Path | None, plot: Path | None
+) -> None:
     print_report(rows, console, plan.iterations)
     if json is not None:
         write_json(json, rows, plan, device)
@@ -159,15 +186,23 @@ def _report(rows: list[Row], plan: Plan, device: str, console: Console, json: Pa
 
 def bench(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(min=1, help="Local processes; under torchrun its ranks count.")] = 4,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Local processes; under torchrun its ranks count.")
+    ] = 4,
     device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Where tensors live.", show_default="cpu; with --suite cuda")
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Where tensors live.", show_default="cpu; with --suite cuda"),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="May be given several times (with --suite: once).", show_default="auto; with --suite nvlink"),
+        typer.Option(
+            help="May be given several times (with --suite: once).",
+            show_default="auto; with --suite nvlink",
+        ),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens per rank. This and the next seven take comma lists.")] = "2048",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per rank. This and the next seven take comma lists.")
+    ] = "2048",
     hidden: Annotated[str, typer.Option(help="Channels of a token.")] = "2048",
     topk: Annotated[str, typer.Option(help="Experts per token.")] = "8",
     experts: Annotated[str, typer.Option(help="Experts over all ranks.")] = "64",
@@ -176,15 +211,27 @@ def bench(
     ] = "uniform,zipf,recorded",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32.")] = "bf16",
     layout: Annotated[str, typer.Option(help="flat, expert_major, expert_padded.")] = "flat",
-    quantize: Annotated[str, typer.Option(help="none, fp8, fp8_pow2, fp8_ue8m0: the cast in dispatch.")] = "none",
-    iterations: Annotated[int, typer.Option(min=1, help="Timed rounds; a result worth quoting has at least 20.")] = 20,
+    quantize: Annotated[
+        str, typer.Option(help="none, fp8, fp8_pow2, fp8_ue8m0: the cast in dispatch.")
+    ] = "none",
+    iterations: Annotated[
+        int, typer.Option(min=1, help="Timed rounds; a result worth quoting has at least 20.")
+    ] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="Rounds before them.")] = 3,
     link_gbs: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s of a rank's link, one way.", show_default="cuda: 370, NVLink; cpu: unknown"),
+        typer.Option(
+            min=0.001,
+            help="GB/s of a rank's link, one way.",
+            show_default="cuda: 370, NVLink; cpu: unknown",
+        ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write every figure and all raw times.")] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the figures as a PNG.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write every figure and all raw times.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw the figures as a PNG.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs and of the order of calls.")] = 0,
     suite: Annotated[
         Literal["nvlink", "low_latency", "twolevel"] | None,
@@ -194,15 +241,20 @@ def bench(
         str | None, typer.Option(help="Of --suite twolevel: NODESxRANKS.", show_default="two nodes")
     ] = None,
     out: Annotated[
-        Path, typer.Option(file_okay=False, help="Where --suite writes Markdown and JSON (nvlink: a PNG too).")
+        Path,
+        typer.Option(
+            file_okay=False, help="Where --suite writes Markdown and JSON (nvlink: a PNG too)."
+        ),
     ] = Path(),
 ) -> None:
-    """Time dispatch and combine beside plain collectives: same process group, same run, interleaved, checked first.
+    """Time dispatch and combine beside plain collectives: same process group, same run,
+    interleaved, checked first.
 
-    `--suite` goes with --ranks, --iterations, --warmup, --seed and --out; `nvlink` also with --device, --engine and --link-gbs,
-    `twolevel` with --topology.
+    `--suite` goes with --ranks, --iterations, --warmup, --seed and --out; `nvlink` also with
+    --device, --engine and --link-gbs, `twolevel` with --topology.
 
-    The exit code is 1 if any row has no time because its result was wrong or its engine could not do what was asked.
+    The exit code is 1 if any row has no time because its result was wrong or its engine could not
+    do what was asked.
     """
     leads = int(os.environ.get("RANK", 0)) == 0
     terminal = Console(quiet=not leads)
@@ -216,13 +268,19 @@ def bench(
     if suite is not None:
         _check_suite(context, suite, engines, where)
         if suite == "low_latency":
-            timed = _run_decode(Decode(iterations=iterations, warmup=warmup, seed=seed), ranks, out, console)
+            timed = _run_decode(
+                Decode(iterations=iterations, warmup=warmup, seed=seed), ranks, out, console
+            )
             raise typer.Exit(int(any(line.error for line in timed)))
         if suite == "twolevel":
-            grid = _grid(topology, int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else ranks)
+            grid = _grid(
+                topology, int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else ranks
+            )
             network = TwoLevel(topology=grid, iterations=iterations, warmup=warmup, seed=seed)
             raise typer.Exit(int(any(line.error for line in _run_twolevel(network, out, console))))
-        preset = replace(SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed)
+        preset = replace(
+            SUITE, engine=engines[0], iterations=iterations, warmup=warmup, link_gbs=rate, seed=seed
+        )
         lines = _run_suite(preset, ranks, where, out, console)
         raise typer.Exit(int(any(line.error for line in lines)))
     if given := _given(context, ["out"]):

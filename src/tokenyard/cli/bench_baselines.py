@@ -1,7 +1,7 @@
 """The collectives that anybody could use instead of the library, on the same inputs.
 
-They move rows as 8-byte words where a row allows it, so that all dtypes travel on every backend and at the same speed.
-They know every count beforehand and carry neither ids nor weights.
+They move rows as 8-byte words where a row allows it, so that all dtypes travel on every backend and
+at the same speed. They know every count beforehand and carry neither ids nor weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Case, Expected, partial_sums, wire_rows
-from tokenyard.cli.bench_inputs import QUANTIZE, Job, Sent, everything_to_everyone, traffic_back, traffic_there
+from tokenyard.cli.bench_inputs import (
+    QUANTIZE,
+    Job,
+    Sent,
+    everything_to_everyone,
+    traffic_back,
+    traffic_there,
+)
 from tokenyard.layout import send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
 
@@ -28,12 +35,16 @@ _untyped: Any = dist
 # torch 2.13 renames these two and warns about the old names.
 all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
 """``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
-_reduce_scatter_sum = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+_reduce_scatter_sum = (
+    getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One input of a plain exchange: everything known beforehand. Rows are words (``row_words``)."""
+    """One input of a plain exchange: everything known beforehand. Rows are words
+    (``row_words``).
+    """
 
     x: Tensor  # [T, words]
     order: Tensor  # [S] token of each row sent, by destination
@@ -53,7 +64,9 @@ class _Exchange:
 
 
 def baseline_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """The collectives on the same inputs. ``inputs[number][rank]`` is what that rank sends. Collective."""
+    """The collectives on the same inputs. ``inputs[number][rank]`` is what that rank sends.
+    Collective.
+    """
     return [
         *_exchange_cases(job, inputs, device),
         _exchange_back_case(job, inputs, device),
@@ -82,9 +95,14 @@ def _room(rows: list[int], like: Tensor) -> Tensor:
 
 
 def _exchange_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """One ``all_to_all_single`` of the rows, alone and with the copies around it that the job needs."""
+    """One ``all_to_all_single`` of the rows, alone and with the copies around it that the job
+    needs.
+    """
     prepared, landing = _exchanges(job, inputs, device, QUANTIZE[job.quantize])
-    packed, arrived = _room([each.order.numel() for each in prepared], landing), torch.empty_like(landing)
+    packed, arrived = (
+        _room([each.order.numel() for each in prepared], landing),
+        torch.empty_like(landing),
+    )
     traffic = traffic_there(job, inputs)
 
     def plain(number: int) -> Tensor:
@@ -112,14 +130,32 @@ def _exchange_cases(job: Job, inputs: list[list[Sent]], device: torch.device) ->
 
     alone, staged = landing.nbytes, packed.nbytes + arrived.nbytes
     return [
-        Case(PLAIN_EXCHANGE, DISPATCH, plain, check, traffic, kept_bytes=lambda: alone, note="rows ready to send"),
+        Case(
+            PLAIN_EXCHANGE,
+            DISPATCH,
+            plain,
+            check,
+            traffic,
+            kept_bytes=lambda: alone,
+            note="rows ready to send",
+        ),
         Case(FRESH_COPIES, DISPATCH, fresh, check, traffic, note="every buffer fresh"),
-        Case(KEPT_COPIES, DISPATCH, kept, check, traffic, kept_bytes=lambda: staged, note="only the result is fresh"),
+        Case(
+            KEPT_COPIES,
+            DISPATCH,
+            kept,
+            check,
+            traffic,
+            kept_bytes=lambda: staged,
+            note="only the result is fresh",
+        ),
     ]
 
 
 def _exchange_back_case(job: Job, inputs: list[list[Sent]], device: torch.device) -> Case:
-    """One ``all_to_all_single`` that takes rows back to their owners, without the sum that combine ends with."""
+    """One ``all_to_all_single`` that takes rows back to their owners, without the sum that combine
+    ends with.
+    """
     prepared, landing = _exchanges(job, inputs, device, None)
     room = _room([each.order.numel() for each in prepared], landing)
     rows: list[Tensor] = []
@@ -137,11 +173,21 @@ def _exchange_back_case(job: Job, inputs: list[list[Sent]], device: torch.device
         assert_same_bits(*result, what="returned rows")
 
     traffic, size = traffic_back(job, inputs), room.nbytes
-    return Case(PLAIN_EXCHANGE, COMBINE, run, check, traffic, kept_bytes=lambda: size, note="rows ready, no sum")
+    return Case(
+        PLAIN_EXCHANGE,
+        COMBINE,
+        run,
+        check,
+        traffic,
+        kept_bytes=lambda: size,
+        note="rows ready, no sum",
+    )
 
 
 def _gather_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """All-gather every token instead of dispatching, reduce-scatter sums of all tokens instead of combining."""
+    """All-gather every token instead of dispatching, reduce-scatter sums of all tokens instead of
+    combining.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = [wire_rows(sent[rank].x, QUANTIZE[job.quantize]).to(device) for sent in inputs]
     gathered = rows[0].new_empty(size * rows[0].shape[0], rows[0].shape[1])
@@ -160,19 +206,42 @@ def _gather_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> l
         assert_same_bits(result.cpu(), expected.gathered, what="gathered rows")
 
     def check_reduced(result: Tensor, expected: Expected) -> None:
-        assert_close(result.cpu(), expected.reduced, relative=2 * torch.finfo(result.dtype).eps, what="reduced rows")
+        assert_close(
+            result.cpu(),
+            expected.reduced,
+            relative=2 * torch.finfo(result.dtype).eps,
+            what="reduced rows",
+        )
 
     there = [everything_to_everyone(job.tokens, size, job.row_bytes)] * len(inputs)
     back = [everything_to_everyone(job.tokens, size, job.combined_row_bytes, trips)] * len(inputs)
     many, few = gathered.nbytes, reduced.nbytes
     return [
-        Case("all-gather", DISPATCH, gather, check_gathered, there, kept_bytes=lambda: many, note="all tokens to all"),
-        Case(name, COMBINE, reduce, check_reduced, back, kept_bytes=lambda: few, note="sums of all tokens ready"),
+        Case(
+            "all-gather",
+            DISPATCH,
+            gather,
+            check_gathered,
+            there,
+            kept_bytes=lambda: many,
+            note="all tokens to all",
+        ),
+        Case(
+            name,
+            COMBINE,
+            reduce,
+            check_reduced,
+            back,
+            kept_bytes=lambda: few,
+            note="sums of all tokens ready",
+        ),
     ]
 
 
 def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
-    """(name, trips over the wire, call) of the best reduce-scatter that the backend has for this dtype. Collective."""
+    """(name, trips over the wire, call) of the best reduce-scatter that the backend has for this
+    dtype. Collective.
+    """
 
     def direct(sums: Tensor) -> Tensor:
         _reduce_scatter_sum(out, sums)

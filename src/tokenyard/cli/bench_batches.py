@@ -1,7 +1,9 @@
-"""Large inputs made on the device, and what must come of them, bit for bit, from a few torch operations there.
+"""Large inputs made on the device, and what must come of them, bit for bit, from a few torch
+operations there.
 
-The oracle (``reference.py``) would take minutes for batches of this size; ``tests/test_bench_nvlink.py`` holds :class:`Truth`
-against it on small ones. Rows that go back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
+The oracle (``reference.py``) would take minutes for batches of this size;
+``tests/test_bench_nvlink.py`` holds :class:`Truth` against it on small ones. Rows that go back are
+those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def make_batches(job: Job, device: torch.device, seed: int) -> list[Batch]:
 def _batch(job: Job, device: torch.device, seed: int) -> Batch:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator(device).manual_seed(seed * size + rank)
-    x = torch.randn(job.tokens, job.hidden, dtype=torch.bfloat16, device=device, generator=generator)
+    x = torch.randn(
+        job.tokens, job.hidden, dtype=torch.bfloat16, device=device, generator=generator
+    )
     picks = routing(job.skew, rank, size, job.tokens, job.topk, job.experts, seed)
     idx, weights = (_everybodys(each.to(device)).view(size, job.tokens, job.topk) for each in picks)
     return Batch(x, idx, weights, rank, job.experts)
@@ -74,7 +78,9 @@ def share(rank: int) -> float:
 
 @dataclass(frozen=True)
 class Truth:
-    """What one batch must come to on this rank. ``x [R * T, H]`` is what all ranks send, in rank order."""
+    """What one batch must come to on this rank. ``x [R * T, H]`` is what all ranks send, in rank
+    order.
+    """
 
     batch: Batch
     x: Tensor
@@ -101,7 +107,9 @@ class Truth:
 
     @cached_property
     def by_expert(self) -> Tensor:
-        """Rows of ``x`` in the order of ``EXPERT_MAJOR``: by expert, then source rank, then token."""
+        """Rows of ``x`` in the order of ``EXPERT_MAJOR``: by expert, then source rank,
+        then token.
+        """
         token = self._here.nonzero()[:, 0]
         expert = self.batch.topk_idx.flatten(0, 1)[self._here]
         return token[torch.argsort(expert, stable=True)]
@@ -139,7 +147,9 @@ class Truth:
         assert_same_bits(recv.tokens_per_expert, counts, what="tokens_per_expert")
 
     def check_combined(self, y: Tensor) -> None:
-        """The sum of ``FLAT`` rows that every rank has multiplied by its :func:`share`, added in rank order."""
+        """The sum of ``FLAT`` rows that every rank has multiplied by its :func:`share`, added in
+        rank order.
+        """
         batch = self.batch
         total = torch.zeros(batch.x.shape, dtype=torch.float32, device=batch.x.device)
         for rank in range(batch.topk_idx.shape[0]):

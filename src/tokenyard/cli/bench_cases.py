@@ -1,4 +1,6 @@
-"""What ``tokenyard bench`` times, and what the results must be. Here are the calls of the library itself."""
+"""What ``tokenyard bench`` times, and what the results must be. Here are the calls of the library
+itself.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard import reference
-from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, Job, Sent, Traffic, traffic_back, traffic_there
+from tokenyard.cli.bench_inputs import (
+    DTYPES,
+    LAYOUTS,
+    QUANTIZE,
+    Job,
+    Sent,
+    Traffic,
+    traffic_back,
+    traffic_there,
+)
 from tokenyard.testing.compare import assert_same_bits
 
 DISPATCH, CACHED, COMBINE = PHASES = ("dispatch", "cached dispatch", "combine")
@@ -21,16 +32,13 @@ DISPATCH, CACHED, COMBINE = PHASES = ("dispatch", "cached dispatch", "combine")
 class Case:
     """Something to time.
 
-    Attributes:
-        name, phase: of its row in the table.
-        run: the timed call; takes the number of the input, returns the result.
-        check: compares a result with what the oracle says for that input; raises ``AssertionError``.
-        traffic: what crosses the wire, one entry per input.
-        cold: the same call where nothing is kept from earlier ones, to measure memory; None where ``kept_bytes`` tells.
-        kept_bytes: memory that stays allocated between calls for the sake of ``run``.
-        symmetric_bytes: symmetric memory among them; None if the engine does not tell.
-        sms: SMs that the kernels are limited to; None where that has no meaning.
-        note: a sentence about it.
+    Attributes: name, phase: of its row in the table. run: the timed call; takes the number of the
+    input, returns the result. check: compares a result with what the oracle says for that input;
+    raises ``AssertionError``. traffic: what crosses the wire, one entry per input. cold: the same
+    call where nothing is kept from earlier ones, to measure memory; None where ``kept_bytes``
+    tells. kept_bytes: memory that stays allocated between calls for the sake of ``run``.
+    symmetric_bytes: symmetric memory among them; None if the engine does not tell. sms: SMs that
+    the kernels are limited to; None where that has no meaning. note: a sentence about it.
     """
 
     name: str
@@ -70,10 +78,20 @@ class Expected:
 
 def expect(job: Job, sent: list[Sent], rank: int) -> Expected:
     """Ask the oracle. Every rank computes all ranks' results and keeps its own."""
-    x, idx, weights = [s.x for s in sent], [s.topk_idx for s in sent], [s.topk_weights for s in sent]
+    x, idx, weights = (
+        [s.x for s in sent],
+        [s.topk_idx for s in sent],
+        [s.topk_weights for s in sent],
+    )
     layout, mode = LAYOUTS[job.layout], QUANTIZE[job.quantize]
     received = reference.dispatch(
-        x, idx, weights, num_experts=job.experts, layout=layout, max_tokens_per_rank=job.tokens, quantize=mode
+        x,
+        idx,
+        weights,
+        num_experts=job.experts,
+        layout=layout,
+        max_tokens_per_rank=job.tokens,
+        quantize=mode,
     )
     flat = received
     if layout is not ty.Layout.FLAT:
@@ -100,11 +118,17 @@ def partial_sums(x: list[Tensor], rank: int) -> Tensor:
 
 
 def _plain(received: reference.ReferenceRows, dtype: torch.dtype) -> Tensor:
-    return received.x if received.scales is None else reference.dequantize(received.x, received.scales, dtype)
+    return (
+        received.x
+        if received.scales is None
+        else reference.dequantize(received.x, received.scales, dtype)
+    )
 
 
 def wire_rows(x: Tensor, mode: ty.Quantize | None) -> Tensor:
-    """``x [T, H]`` as the words a baseline sends: quantised rows hold their scales behind the data."""
+    """``x [T, H]`` as the words a baseline sends: quantised rows hold their scales behind
+    the data.
+    """
     if mode is None:
         return row_words(x, None)
     quantized = reference.quantize(x, mode)
@@ -112,7 +136,9 @@ def wire_rows(x: Tensor, mode: ty.Quantize | None) -> Tensor:
 
 
 def row_words(data: Tensor, scales: Tensor | None) -> Tensor:
-    """``data [T, H]`` with ``scales`` behind it as int64 ``[T, words]``, as uint8 if 8 bytes do not divide a row."""
+    """``data [T, H]`` with ``scales`` behind it as int64 ``[T, words]``, as uint8 if 8 bytes do not
+    divide a row.
+    """
     rows = data.contiguous().view(torch.uint8)
     if scales is not None:
         rows = torch.cat([rows, scales.contiguous().view(torch.uint8)], dim=1)
@@ -174,7 +200,16 @@ def engine_cases(
         return ep.buffer_bytes
 
     return [
-        Case(name, DISPATCH, dispatch, check_routed, there, cold_dispatch, symmetric_bytes=symmetric, note=ep.why),
+        Case(
+            name,
+            DISPATCH,
+            dispatch,
+            check_routed,
+            there,
+            cold_dispatch,
+            symmetric_bytes=symmetric,
+            note=ep.why,
+        ),
         Case(name, CACHED, cached, check_rows, there, None, kept_bytes, symmetric),
         Case(name, COMBINE, combine, check_combined, back, None, kept_bytes, symmetric),
     ]
@@ -194,20 +229,34 @@ def _to(sent: Sent, device: torch.device) -> Sent:
 
 
 def check_rows(recv: ty.Received, expected: Expected) -> None:
-    """Payload and scales, bit for bit. Rows without a source (padding of ``EXPERT_PADDED``) may hold anything."""
+    """Payload and scales, bit for bit. Rows without a source (padding of ``EXPERT_PADDED``) may
+    hold anything.
+    """
     want = expected.received
     filled = want.source >= 0 if want.source_ranges is not None else ...
     assert_same_bits(recv.source.cpu(), want.source, what="source")
     assert_same_bits(recv.x.cpu()[filled], want.x[filled], what="x", source=want.source[filled])
     if want.scales is not None:
         assert recv.scales is not None, "scales are missing"
-        assert_same_bits(recv.scales.cpu()[filled], want.scales[filled], what="scales", source=want.source[filled])
+        assert_same_bits(
+            recv.scales.cpu()[filled],
+            want.scales[filled],
+            what="scales",
+            source=want.source[filled],
+        )
 
 
 def check_routed(recv: ty.Received, expected: Expected) -> None:
     """Everything that a fresh dispatch returns, bit for bit."""
     check_rows(recv, expected)
-    for name in ("tokens_per_expert", "topk_idx", "topk_weights", "row_weights", "expert_offsets", "source_ranges"):
+    for name in (
+        "tokens_per_expert",
+        "topk_idx",
+        "topk_weights",
+        "row_weights",
+        "expert_offsets",
+        "source_ranges",
+    ):
         want = getattr(expected.received, name)
         if want is not None:
             assert_same_bits(getattr(recv, name).cpu(), want, what=name)

@@ -1,4 +1,6 @@
-"""``tokenyard bench --suite low_latency``: dispatch and combine of small batches in CUDA graphs, beside what NCCL has."""
+"""``tokenyard bench --suite low_latency``: dispatch and combine of small batches in CUDA graphs,
+beside what NCCL has.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,16 @@ class Decode:
     @property
     def stages(self) -> list[str]:
         """What a rank does, one after the other, in words."""
-        return [f"{tokens} tokens: {part}" for tokens in self.tokens for part in ("checking and capturing", "timing")]
+        return [
+            f"{tokens} tokens: {part}"
+            for tokens in self.tokens
+            for part in ("checking and capturing", "timing")
+        ]
 
     def job(self, tokens: int) -> Job:
-        return Job(tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "expert_major", "fp8")
+        return Job(
+            tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "expert_major", "fp8"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +89,9 @@ class Timed:
 
 
 class Calls:
-    """Decoding calls of one object: static shapes, FP8 cast in the send, expert-major rows, weighted sums on the way back."""
+    """Decoding calls of one object: static shapes, FP8 cast in the send, expert-major rows,
+    weighted sums on the way back.
+    """
 
     def __init__(self, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> None:
         self._ep, self._batches, self.symmetric_bytes = ep, batches, ep.buffer_bytes
@@ -92,7 +102,12 @@ class Calls:
         batch = self._batches[number % len(self._batches)]
         picks = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
         return self._ep.dispatch(
-            batch.x, *picks, layout=ty.Layout.EXPERT_MAJOR, exact=False, quantize=ty.Quantize.FP8, **options
+            batch.x,
+            *picks,
+            layout=ty.Layout.EXPERT_MAJOR,
+            exact=False,
+            quantize=ty.Quantize.FP8,
+            **options,
         )
 
     def combine(self, number: int, recv: ty.Received | None = None, **options: Any) -> Any:
@@ -104,7 +119,9 @@ class Calls:
         self.combine(number, self.dispatch(number))
 
     def check(self) -> None:
-        """Compare a pair of each input with the truth, bit for bit; and see that no rank was left out: it would cost nothing."""
+        """Compare a pair of each input with the truth, bit for bit; and see that no rank was left
+        out: it would cost nothing.
+        """
         for number, batch in enumerate(self._batches):
             truth = Truth.of(batch)
             recv = self.dispatch(number)
@@ -121,9 +138,15 @@ class Calls:
 
 
 def _summed(batch: Batch, truth: Truth) -> Tensor:
-    """What a weighted combine of the FP8 payload gives: per rank in pick order, rounded, then by rank."""
+    """What a weighted combine of the FP8 payload gives: per rank in pick order, rounded, then by
+    rank.
+    """
     size, tokens = batch.topk_idx.shape[:2]
-    rows = truth.quantized.data[batch.rank * tokens : (batch.rank + 1) * tokens].to(torch.bfloat16).float()
+    rows = (
+        truth.quantized.data[batch.rank * tokens : (batch.rank + 1) * tokens]
+        .to(torch.bfloat16)
+        .float()
+    )
     idx, weights = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
     share = batch.experts // size
     total = torch.zeros_like(rows)
@@ -137,9 +160,13 @@ def _summed(batch: Batch, truth: Truth) -> Tensor:
 
 
 def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Timed]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank. ``counter``: of ``suite.stages``."""
+    """Be one rank: measure everything. Collective; the lines are the same on every rank.
+    ``counter``: of ``suite.stages``.
+    """
     if suite.experts % dist.get_world_size():
-        raise ValueError(f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})")
+        raise ValueError(
+            f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})"
+        )
     lines: list[Timed] = []
     for tokens in suite.tokens:
         batches = make_batches(suite.job(tokens), device, suite.seed)
@@ -157,19 +184,29 @@ def _size(
     made: list[tuple[ty.ExpertParallel, Calls]] = []
     for engine in ENGINES:
         ep = ty.ExpertParallel(
-            num_experts=suite.experts, hidden=suite.hidden, num_topk=suite.topk, max_tokens_per_rank=tokens, engine=engine,
+            num_experts=suite.experts,
+            hidden=suite.hidden,
+            num_topk=suite.topk,
+            max_tokens_per_rank=tokens,
+            engine=engine,
             device=device,
-        )  # fmt: skip
+        )
         calls = Calls(ep, batches)
         made.append((ep, calls))
         line = partial(Timed, tokens=tokens, who=engine, symmetric_bytes=calls.symmetric_bytes)
         if error := failure(calls.check, engine, 0, device):
             wrong.append(line(what=PAIR, error=error))
             continue
-        for what, call in ((PAIR, calls.pair), (DISPATCH, calls.dispatch), (COMBINE, calls.combine)):
+        for what, call in (
+            (PAIR, calls.pair),
+            (DISPATCH, calls.dispatch),
+            (COMBINE, calls.combine),
+        ):
             probes.append((line(what=what), _graph(suite, call)))
         if engine == "low_latency" and tokens == suite.parts_tokens:
-            probes += [(line(what=what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
+            probes += [
+                (line(what=what), partial(_part, calls, at)) for at, what in enumerate(PARTS)
+            ]
     probes.append((Timed(tokens=tokens, who=NCCL, what=PAIR), _graph(suite, _nccl(batches))))
     advance(counter)
     _time(suite, probes, device)
@@ -204,7 +241,9 @@ def _nccl(batches: list[Batch]) -> Callable[[int], object]:
 
 
 def _graph(suite: Decode, call: Callable[[int], object]) -> Callable[[], float]:
-    """Capture ``suite.calls`` calls; a function that replays them and returns microseconds of one. Collective."""
+    """Capture ``suite.calls`` calls; a function that replays them and returns microseconds of one.
+    Collective.
+    """
     for number in range(3):
         call(number)
     torch.cuda.synchronize()
@@ -216,7 +255,9 @@ def _graph(suite: Decode, call: Callable[[int], object]) -> Callable[[], float]:
 
 
 def _elapsed(run: Callable[[], object]) -> float:
-    """Microseconds of the GPU, ranks aligned there and launches queued before it gets to them. Collective."""
+    """Microseconds of the GPU, ranks aligned there and launches queued before it gets to them.
+    Collective.
+    """
     meet = torch.zeros(1, device="cuda")
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     torch.cuda.synchronize()
@@ -231,7 +272,9 @@ def _elapsed(run: Callable[[], object]) -> float:
 
 
 def _part(calls: Calls, which: int) -> float:
-    """Microseconds of one of the four launches of a pair in two, the bytes of its sending part having arrived."""
+    """Microseconds of one of the four launches of a pair in two, the bytes of its sending part
+    having arrived.
+    """
     recv = calls.dispatch(0, return_hook=True) if which else None
     if recv is None:
         kept: list[ty.Received] = []
@@ -247,7 +290,9 @@ def _part(calls: Calls, which: int) -> float:
     return spent if which == 2 else after
 
 
-def _time(suite: Decode, probes: Sequence[tuple[Timed, Callable[[], float]]], device: torch.device) -> None:
+def _time(
+    suite: Decode, probes: Sequence[tuple[Timed, Callable[[], float]]], device: torch.device
+) -> None:
     """Fill in the times: every round times each probe once, in changing order."""
     order, shuffled = list(range(len(probes))), random.Random(suite.seed)
     times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)

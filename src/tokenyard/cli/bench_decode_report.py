@@ -21,7 +21,7 @@ from tokenyard.cli.bench_decode import (
     PARTS,
     Decode,
     Timed,
-)  # fmt: skip
+)
 from tokenyard.cli.bench_report import command_line, commit, device_names, versions
 from tokenyard.cli.timing import summarise
 
@@ -34,10 +34,16 @@ def write_decode_record(out: Path, lines: list[Timed], suite: Decode, device: st
     now, names = datetime.now(timezone.utc), device_names(device)
     stem = f"low_latency-{len(names)}x{names[0].split()[-1].lower()}-{now:%Y%m%d}"
     facts: dict[str, Any] = {
-        "date": now.isoformat(timespec="seconds"), "command": command_line(), "commit": commit(), "versions": versions(),
-        "devices": names, "suite": asdict(suite),
-    }  # fmt: skip
-    (out / f"{stem}.json").write_text(json.dumps({**facts, "rows": [asdict(line) for line in lines]}, indent=1) + "\n")
+        "date": now.isoformat(timespec="seconds"),
+        "command": command_line(),
+        "commit": commit(),
+        "versions": versions(),
+        "devices": names,
+        "suite": asdict(suite),
+    }
+    (out / f"{stem}.json").write_text(
+        json.dumps({**facts, "rows": [asdict(line) for line in lines]}, indent=1) + "\n"
+    )
     path = out / f"{stem}.md"
     path.write_text(decode_markdown(lines, suite, facts))
     return path
@@ -50,10 +56,14 @@ def decode_markdown(lines: list[Timed], suite: Decode, facts: dict[str, Any]) ->
     known = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     parts = [
         f"# Engine `low_latency` on {devices}",
-        f"Commit {facts['commit'] or 'unknown'}, {known}, {facts['date'][:10]}. `{facts['command']}`",
-        f"hidden {suite.hidden}, top-{suite.topk} of {suite.experts} experts, uniform routing. Dispatch casts BF16 to FP8 and "
-        f"leaves rows by expert; combine is weighted, BF16. Static shapes, {suite.calls} calls in a CUDA graph (inputs rotate "
-        f"inside), its time divided by them: microseconds of the slowest rank per round, **median** (min, p99) of "
+        f"Commit {facts['commit'] or 'unknown'}, {known}, {facts['date'][:10]}. "
+        f"`{facts['command']}`",
+        f"hidden {suite.hidden}, top-{suite.topk} of {suite.experts} experts, uniform routing. "
+        f"Dispatch casts BF16 to FP8 and "
+        f"leaves rows by expert; combine is weighted, BF16. Static shapes, {suite.calls} calls in "
+        f"a CUDA graph (inputs rotate "
+        f"inside), its time divided by them: microseconds of the slowest rank per round, "
+        f"**median** (min, p99) of "
         f"{suite.iterations} rounds, all rows of a column timed in turn in one process group. "
         "Every result was compared bit for bit before and after.",
         _table(lines, suite),
@@ -65,7 +75,9 @@ def decode_markdown(lines: list[Timed], suite: Decode, facts: dict[str, Any]) ->
 
 
 def _find(lines: list[Timed], who: str, what: str, tokens: int) -> Timed | None:
-    return next((line for line in lines if (line.who, line.what, line.tokens) == (who, what, tokens)), None)
+    return next(
+        (line for line in lines if (line.who, line.what, line.tokens) == (who, what, tokens)), None
+    )
 
 
 def _cell(line: Timed | None) -> str:
@@ -77,21 +89,37 @@ def _cell(line: Timed | None) -> str:
 
 def _table(lines: list[Timed], suite: Decode) -> str:
     head = ["tokens per rank", *map(str, suite.tokens)]
-    rows = [[f"`{who}`: {what}" if who in ENGINES else f"*{who}*", *(_cell(_find(lines, who, what, n)) for n in suite.tokens)]
-            for who, what in ROWS]  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * len(suite.tokens)], *rows))
+    rows = [
+        [
+            f"`{who}`: {what}" if who in ENGINES else f"*{who}*",
+            *(_cell(_find(lines, who, what, n)) for n in suite.tokens),
+        ]
+        for who, what in ROWS
+    ]
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * len(suite.tokens)], *rows)
+    )
 
 
 def _memory(lines: list[Timed]) -> list[str]:
-    held = [(line.tokens, line.symmetric_bytes) for line in lines if (line.who, line.what) == (ENGINES[0], PAIR)]
-    said = ", ".join(f"{tokens} tokens {num_bytes / 1e6:.1f}" for tokens, num_bytes in held if num_bytes)
+    held = [
+        (line.tokens, line.symmetric_bytes)
+        for line in lines
+        if (line.who, line.what) == (ENGINES[0], PAIR)
+    ]
+    said = ", ".join(
+        f"{tokens} tokens {num_bytes / 1e6:.1f}" for tokens, num_bytes in held if num_bytes
+    )
     return [f"Symmetric memory of a rank, MB: {said}."] if said else []
 
 
 def _hooks(lines: list[Timed], suite: Decode) -> list[str]:
-    cells = [f"{what} {_cell(_find(lines, ENGINES[0], what, suite.parts_tokens))}" for what in PARTS]
+    cells = [
+        f"{what} {_cell(_find(lines, ENGINES[0], what, suite.parts_tokens))}" for what in PARTS
+    ]
     return [
-        f"In two launches, {suite.parts_tokens} tokens (eager; receiving begins when all have sent): {'; '.join(cells)}."
+        f"In two launches, {suite.parts_tokens} tokens (eager; receiving begins when all have "
+        f"sent): {'; '.join(cells)}."
     ]
 
 

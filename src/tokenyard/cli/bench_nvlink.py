@@ -1,4 +1,6 @@
-"""``tokenyard bench --suite nvlink``: tables and curves by which engine ``nvlink`` is judged, in one process group and run."""
+"""``tokenyard bench --suite nvlink``: tables and curves by which engine ``nvlink`` is judged, in
+one process group and run.
+"""
 
 from __future__ import annotations
 
@@ -80,18 +82,30 @@ class Suite:
         """What a rank does, one after the other, in words."""
         sizes = {TOKENS: [f", {tokens} tokens" for tokens in self.curve]}
         points = [section + size for section in self.sections for size in sizes.get(section, [""])]
-        return [f"{point}: {part}" for point in points for part in ("making and checking", "timing")]
+        return [
+            f"{point}: {part}" for point in points for part in ("making and checking", "timing")
+        ]
 
     def overfull_tokens(self, num_ranks: int) -> int:
-        """Tokens per rank of which ``overfull`` times more bytes reach a rank from others than all its rings hold."""
+        """Tokens per rank of which ``overfull`` times more bytes reach a rank from others than all
+        its rings hold.
+        """
         others = self.experts - self.experts // num_ranks
         reached = 1 - math.comb(others, self.topk) / math.comb(self.experts, self.topk)
         row_bytes, peers = self.job(1).row_bytes, max(num_ranks - 1, 1)
-        return -(-math.ceil(self.overfull * self.buffer_bytes / (peers * reached * row_bytes)) // 64) * 64
+        return (
+            -(-math.ceil(self.overfull * self.buffer_bytes / (peers * reached * row_bytes)) // 64)
+            * 64
+        )
 
     def roomy_bytes(self, num_ranks: int) -> int:
-        """Rings that hold a row of every token of every rank at once, however unevenly channels share them."""
-        return int(1.25 * num_ranks * self.overfull_tokens(num_ranks) * self.job(1).row_bytes) + self.buffer_bytes
+        """Rings that hold a row of every token of every rank at once, however unevenly channels
+        share them.
+        """
+        return (
+            int(1.25 * num_ranks * self.overfull_tokens(num_ranks) * self.job(1).row_bytes)
+            + self.buffer_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +136,9 @@ class _Run:
     start: float = field(default_factory=time.monotonic)
     barrier: Callable[[], object] | None = None
 
-    def measure(self, section: str, job: Job, batches: list[Batch], probes: Sequence[Probe]) -> None:
+    def measure(
+        self, section: str, job: Job, batches: list[Batch], probes: Sequence[Probe]
+    ) -> None:
         """Check everything, then time what was right, interleaved. Collective."""
         suite = self.suite
         errors = _check(probes, batches, self.device)
@@ -145,10 +161,18 @@ class _Run:
             self._say(line)
 
     def library(
-        self, stack: ExitStack, section: str, job: Job, batches: list[Batch], *, sms: int | None = None,
+        self,
+        stack: ExitStack,
+        section: str,
+        job: Job,
+        batches: list[Batch],
+        *,
+        sms: int | None = None,
         rings: int | None = None,
-    ) -> Library | None:  # fmt: skip
-        """An object and its calls. None, and a line that says why, if it cannot be made on every rank. Collective."""
+    ) -> Library | None:
+        """An object and its calls. None, and a line that says why, if it cannot be made on every
+        rank. Collective.
+        """
         made: list[Library] = []
         num_bytes = rings or self.suite.buffer_bytes
 
@@ -156,25 +180,39 @@ class _Run:
             return stack.enter_context(_object(self.suite, job.tokens, sms, num_bytes, self.device))
 
         def make() -> None:
-            made.append(Library(ep(), job, batches, again=ep, sms=sms or _all_sms(self.device), rings=num_bytes))
+            made.append(
+                Library(
+                    ep(), job, batches, again=ep, sms=sms or _all_sms(self.device), rings=num_bytes
+                )
+            )
 
         name = f"ExpertParallel with num_sms={sms}, buffer_bytes={num_bytes}"
         error = failure(make, name, 0, self.device)
         if not error:
             self.barrier = self.barrier or _barrier(self.suite, self.device)
             return made[0]
-        self._say(Line(section=section, job=job, name=name, phase="making", sms=sms, error=error, ours=True))
+        self._say(
+            Line(
+                section=section, job=job, name=name, phase="making", sms=sms, error=error, ours=True
+            )
+        )
         return None
 
     def _say(self, line: Line) -> None:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
         if dist.get_rank() == 0:
-            print(f"{time.monotonic() - self.start:6.1f} s  {_in_short(line)}", file=sys.stderr, flush=True)
+            print(
+                f"{time.monotonic() - self.start:6.1f} s  {_in_short(line)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def run_suite(device: torch.device, suite: Suite, counter: Counter | None = None) -> list[Line]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank. ``counter``: of ``suite.stages``."""
+    """Be one rank: measure everything. Collective; the lines are the same on every rank.
+    ``counter``: of ``suite.stages``.
+    """
     run = _Run(suite, device, counter)
     for section in suite.sections:
         _MEASURE[section](run)
@@ -183,7 +221,9 @@ def run_suite(device: torch.device, suite: Suite, counter: Counter | None = None
     return run.lines
 
 
-def _object(suite: Suite, max_tokens: int, sms: int | None, num_bytes: int, device: torch.device) -> ty.ExpertParallel:
+def _object(
+    suite: Suite, max_tokens: int, sms: int | None, num_bytes: int, device: torch.device
+) -> ty.ExpertParallel:
     return ty.ExpertParallel(
         num_experts=suite.experts,
         hidden=suite.hidden,
@@ -197,7 +237,9 @@ def _object(suite: Suite, max_tokens: int, sms: int | None, num_bytes: int, devi
 
 
 def _barrier(suite: Suite, device: torch.device) -> Callable[[], object] | None:
-    """Torch's barrier of symmetric memory, where engine ``nvlink`` was made on several GPUs; None elsewhere. Collective."""
+    """Torch's barrier of symmetric memory, where engine ``nvlink`` was made on several GPUs; None
+    elsewhere. Collective.
+    """
     if suite.engine != "nvlink" or device.type != "cuda" or dist.get_world_size() == 1:
         return None
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
@@ -206,7 +248,11 @@ def _barrier(suite: Suite, device: torch.device) -> Callable[[], object] | None:
 
 def _all_sms(device: torch.device) -> int | None:
     cuda: Any = torch.cuda
-    return int(cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else None
+    return (
+        int(cuda.get_device_properties(device).multi_processor_count)
+        if device.type == "cuda"
+        else None
+    )
 
 
 # Sections
@@ -218,7 +264,11 @@ def _main(run: _Run) -> None:
     batches = make_batches(job, run.device, run.suite.seed)
     with ExitStack() as stack:
         ours = run.library(stack, MAIN, job, batches)
-        probes = ours.probes([*KINDS, BACK, BACK_IN_PLACE], bars=run.suite.engine == "nvlink") if ours else []
+        probes = (
+            ours.probes([*KINDS, BACK, BACK_IN_PLACE], bars=run.suite.engine == "nvlink")
+            if ours
+            else []
+        )
         run.measure(MAIN, job, batches, [*probes, *collectives(job, batches, fp8=True)])
 
 
@@ -273,22 +323,30 @@ def _bounded(run: _Run) -> None:
 
 
 _MEASURE: dict[str, Callable[[_Run], None]] = {
-    MAIN: _main, ZIPF: _zipf, TOKENS: _tokens, BOUNDED: _bounded, SMS: _sms,
-}  # fmt: skip
+    MAIN: _main,
+    ZIPF: _zipf,
+    TOKENS: _tokens,
+    BOUNDED: _bounded,
+    SMS: _sms,
+}
 
 
 # One line
 
 
 def _check(probes: Sequence[Probe], batches: list[Batch], device: torch.device) -> list[str]:
-    """Compare every probe with the truth on every input: what is wrong with it, "" if nothing. Collective."""
+    """Compare every probe with the truth on every input: what is wrong with it, "" if nothing.
+    Collective.
+    """
     errors = [""] * len(probes)
     for number, batch in enumerate(batches):
         truth = Truth.of(batch)
         on_ranks(0, device)
         for at, probe in enumerate(probes):
             if not errors[at]:
-                errors[at] = failure(partial(_attempt, probe, number, truth), probe.name, number, device)
+                errors[at] = failure(
+                    partial(_attempt, probe, number, truth), probe.name, number, device
+                )
     return errors
 
 
@@ -298,14 +356,24 @@ def _attempt(probe: Probe, number: int, truth: Truth) -> None:
     probe.check(probe.run(number), truth)
 
 
-def _line(section: str, probe: Probe, link_gbs: float | None, error: str, times: Series | None) -> Line:
+def _line(
+    section: str, probe: Probe, link_gbs: float | None, error: str, times: Series | None
+) -> Line:
     line = Line(
-        section=section, job=probe.job, name=probe.name, phase=probe.phase, ours=probe.ours, kind=probe.kind,
-        error=error, sms=probe.sms, rings=probe.rings, bar_us=probe.bar_us,
+        section=section,
+        job=probe.job,
+        name=probe.name,
+        phase=probe.phase,
+        ours=probe.ours,
+        kind=probe.kind,
+        error=error,
+        sms=probe.sms,
+        rings=probe.rings,
+        bar_us=probe.bar_us,
         floor_us=None if link_gbs is None else floor_us(probe.least, link_gbs),
         wire_bytes=sum(each.busiest for each in probe.traffic) / len(probe.traffic),
         symmetric_bytes=probe.symmetric_bytes,
-    )  # fmt: skip
+    )
     return line if times is None else replace(line, wall_us=times.wall, device_us=times.device)
 
 

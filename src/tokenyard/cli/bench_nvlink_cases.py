@@ -1,4 +1,6 @@
-"""What ``tokenyard bench --suite nvlink`` times: kinds of calls of one ``ExpertParallel``, and NCCL beside them."""
+"""What ``tokenyard bench --suite nvlink`` times: kinds of calls of one ``ExpertParallel``, and NCCL
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,13 @@ Outcome = Callable[[Any, Truth], None]
 class Probe:
     """Something to time.
 
-    Attributes:
-        job, name, phase: of its row.
-        run: the timed call; takes the number of the input, returns the result.
-        prepare: brings that input to where ``run`` reads it, before a result is checked. Timed calls find the last one there: they
-            take as long with any rows.
-        check: compares a result with the truth about that input.
-        traffic: what crosses the wire, per input; least: the least that the job could do with.
-        ep: the object whose call it is, None of a collective; kind: which call, a key of :data:`KINDS`.
-        sms, rings: of that object: SMs asked for, bytes of rings.
-        bar_us: what it should at most take.
+    Attributes: job, name, phase: of its row. run: the timed call; takes the number of the input,
+        returns the result. prepare: brings that input to where ``run`` reads it, before a result is
+        checked. Timed calls find the last one there: they take as long with any rows. check:
+        compares a result with the truth about that input. traffic: what crosses the wire, per
+        input; least: the least that the job could do with. ep: the object whose call it is, None of
+        a collective; kind: which call, a key of :data:`KINDS`. sms, rings: of that object: SMs
+        asked for, bytes of rings. bar_us: what it should at most take.
     """
 
     job: Job
@@ -60,12 +59,18 @@ class Probe:
     @property
     def symmetric_bytes(self) -> int | None:
         """Of the object by now, if it has symmetric memory."""
-        return self.ep.buffer_bytes if self.ep is not None and self.ep.engine in IN_PLACE_ENGINES else None
+        return (
+            self.ep.buffer_bytes
+            if self.ep is not None and self.ep.engine in IN_PLACE_ENGINES
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of dispatch. ``fp8`` is where the cast happens: "payload" (before the call), "wire" (in the send) or ""."""
+    """A kind of dispatch. ``fp8`` is where the cast happens: "payload" (before the call), "wire"
+    (in the send) or "".
+    """
 
     name: str
     fp8: str = ""
@@ -81,7 +86,9 @@ KINDS = {
     PLAIN: Kind("dispatch BF16", bar_us=500),
     "fp8": Kind("dispatch FP8", fp8="payload", bar_us=270),
     "fused": Kind("dispatch BF16, FP8 on the wire", fp8="wire", bar_us=280),
-    "major": Kind("dispatch FP8, expert-major", fp8="payload", layout=ty.Layout.EXPERT_MAJOR, bar_us=330),
+    "major": Kind(
+        "dispatch FP8, expert-major", fp8="payload", layout=ty.Layout.EXPERT_MAJOR, bar_us=330
+    ),
     VIEW: Kind("dispatch BF16, in place", in_place=True, bar_us=465),
     "view8": Kind("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
 }
@@ -96,15 +103,23 @@ BARS_RANKS = 4
 
 
 class Library:
-    """Calls of one object on some batches. Making one is collective: it dispatches every batch once.
+    """Calls of one object on some batches. Making one is collective: it dispatches every batch
+    once.
 
-    ``again`` makes another such object: combines in place are its calls (``twolevel`` reads what dispatches in place overwrite).
+    ``again`` makes another such object: combines in place are its calls (``twolevel`` reads what
+    dispatches in place overwrite).
     """
 
     def __init__(
-        self, ep: ty.ExpertParallel, job: Job, batches: list[Batch], *,
-        again: Callable[[], ty.ExpertParallel] | None = None, sms: int | None = None, rings: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ep: ty.ExpertParallel,
+        job: Job,
+        batches: list[Batch],
+        *,
+        again: Callable[[], ty.ExpertParallel] | None = None,
+        sms: int | None = None,
+        rings: int | None = None,
+    ) -> None:
         self._ep, self._job, self._batches, self._again = ep, job, batches, again
         self._sms, self._rings = sms, rings
         self._rows: list[Tensor] = []
@@ -117,8 +132,12 @@ class Library:
         self._quantized = cache(lambda: [quantize(batch.x, ty.Quantize.FP8) for batch in batches])
 
     def probes(self, kinds: Sequence[str], *, bars: bool = False) -> list[Probe]:
-        """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`BACK_IN_PLACE`), those that the engine can do. Collective."""
-        able = [kind for kind in kinds if kind not in IN_PLACE or self._ep.engine in IN_PLACE_ENGINES]
+        """Of ``kinds`` (:data:`KINDS`, :data:`BACK` and :data:`BACK_IN_PLACE`), those that the
+        engine can do. Collective.
+        """
+        able = [
+            kind for kind in kinds if kind not in IN_PLACE or self._ep.engine in IN_PLACE_ENGINES
+        ]
         make = {BACK: self._combine, BACK_IN_PLACE: self._combine_in_place}
         probes = [make[kind]() if kind in make else self._dispatch(kind) for kind in able]
         judged = bars and dist.get_world_size() == BARS_RANKS
@@ -134,7 +153,9 @@ class Library:
 
     def _dispatch(self, name: str) -> Probe:
         kind = KINDS[name]
-        job = replace(self._job, layout=kind.layout.name.lower(), quantize="fp8" if kind.fp8 else "none")
+        job = replace(
+            self._job, layout=kind.layout.name.lower(), quantize="fp8" if kind.fp8 else "none"
+        )
         sent = self._quantized() if kind.fp8 == "payload" else [batch.x for batch in self._batches]
         mode = ty.Quantize.FP8 if kind.fp8 == "wire" else None
         handles = self._handles if kind.layout is ty.Layout.FLAT else self._by_expert()
@@ -143,7 +164,9 @@ class Library:
             return self._ep.dispatch(sent[number], *self._picks(self._batches[number]))
 
         def cached(number: int) -> ty.Received:
-            return self._ep.dispatch(sent[number], handle=handles[number], quantize=mode, in_place=kind.in_place)
+            return self._ep.dispatch(
+                sent[number], handle=handles[number], quantize=mode, in_place=kind.in_place
+            )
 
         def check(recv: ty.Received, truth: Truth) -> None:
             truth.check_rows(recv) if kind.cached else truth.check_routed(recv)
@@ -194,9 +217,19 @@ class Library:
         bar: float | None,
     ) -> Probe:
         return Probe(
-            job=job, name=name, phase=phase, run=run, check=check, traffic=traffic, least=traffic, ep=self._ep, kind=kind,
-            sms=self._sms, rings=self._rings, bar_us=bar,
-        )  # fmt: skip
+            job=job,
+            name=name,
+            phase=phase,
+            run=run,
+            check=check,
+            traffic=traffic,
+            least=traffic,
+            ep=self._ep,
+            kind=kind,
+            sms=self._sms,
+            rings=self._rings,
+            bar_us=bar,
+        )
 
 
 # What anybody could use instead
@@ -205,10 +238,14 @@ EXCHANGE, GATHER = f"{PLAIN_EXCHANGE} BF16", "all-gather BF16"
 EXCHANGE_BACK, SCATTER = f"{PLAIN_EXCHANGE} back BF16", "reduce-scatter BF16"
 
 
-def collectives(job: Job, batches: list[Batch], *, fp8: bool = False, gathers: bool = True) -> list[Probe]:
-    """``all_to_all_single`` once per rank, both ways, and (``gathers``) all-gather and reduce-scatter. Collective.
+def collectives(
+    job: Job, batches: list[Batch], *, fp8: bool = False, gathers: bool = True
+) -> list[Probe]:
+    """``all_to_all_single`` once per rank, both ways, and (``gathers``) all-gather and
+    reduce-scatter. Collective.
 
-    Counts are known and rows ready to send; nothing is summed after the way back. ``fp8``: dispatches of FP8 rows as well.
+    Counts are known and rows ready to send; nothing is summed after the way back. ``fp8``:
+    dispatches of FP8 rows as well.
     """
     forms = [(job, "BF16"), *([(replace(job, quantize="fp8"), "FP8")] if fp8 else [])]
     probes: list[Probe] = []
@@ -251,7 +288,9 @@ def _swap(out: Tensor, rows: Tensor, into: list[int], out_of: list[int]) -> Tens
 
 def _exchange(job: Job, batches: list[Batch], name: str) -> Probe:
     trips = [_trip(batch, job) for batch in batches]
-    landing = trips[0].rows.new_empty(max(sum(trip.from_peers) for trip in trips), trips[0].rows.shape[1])
+    landing = trips[0].rows.new_empty(
+        max(sum(trip.from_peers) for trip in trips), trips[0].rows.shape[1]
+    )
 
     def run(number: int) -> Tensor:
         trip = trips[number]
@@ -261,7 +300,9 @@ def _exchange(job: Job, batches: list[Batch], name: str) -> Probe:
         assert_same_bits(rows, _truth_words(truth, job)[truth.flat], what="rows")
 
     traffic = [batch.traffic(job.row_bytes) for batch in batches]
-    return Probe(job=job, name=name, phase=DISPATCH, run=run, check=check, traffic=traffic, least=traffic)
+    return Probe(
+        job=job, name=name, phase=DISPATCH, run=run, check=check, traffic=traffic, least=traffic
+    )
 
 
 def _truth_words(truth: Truth, job: Job) -> Tensor:
@@ -286,7 +327,9 @@ def _exchange_back(job: Job, batches: list[Batch]) -> Probe:
         assert_same_bits(result[1], trips[result[0]].rows, what="returned rows")
 
     back = [batch.traffic(job.combined_row_bytes, back=True) for batch in batches]
-    return Probe(job=job, name=EXCHANGE_BACK, phase=COMBINE, run=run, check=check, traffic=back, least=back)
+    return Probe(
+        job=job, name=EXCHANGE_BACK, phase=COMBINE, run=run, check=check, traffic=back, least=back
+    )
 
 
 def _gather(job: Job, batches: list[Batch], name: str) -> Probe:
@@ -303,7 +346,9 @@ def _gather(job: Job, batches: list[Batch], name: str) -> Probe:
 
     traffic = [everything_to_everyone(job.tokens, size, job.row_bytes)] * len(batches)
     least = [batch.traffic(job.row_bytes) for batch in batches]
-    return Probe(job=job, name=name, phase=DISPATCH, run=run, check=check, traffic=traffic, least=least)
+    return Probe(
+        job=job, name=name, phase=DISPATCH, run=run, check=check, traffic=traffic, least=least
+    )
 
 
 def _scatter(job: Job, batches: list[Batch]) -> Probe:
@@ -316,9 +361,15 @@ def _scatter(job: Job, batches: list[Batch]) -> Probe:
 
     def check(result: Tensor, truth: Truth) -> None:
         expected = truth.batch.x.float() * sum(map(share, range(size)))
-        assert_close(result, expected, relative=2 * torch.finfo(result.dtype).eps, what="reduced rows")
+        assert_close(
+            result, expected, relative=2 * torch.finfo(result.dtype).eps, what="reduced rows"
+        )
 
-    traffic = [everything_to_everyone(job.tokens, size, job.combined_row_bytes, trips)] * len(batches)
+    traffic = [everything_to_everyone(job.tokens, size, job.combined_row_bytes, trips)] * len(
+        batches
+    )
     least = [batch.traffic(job.combined_row_bytes, back=True) for batch in batches]
     shown = SCATTER if name == "reduce-scatter" else name
-    return Probe(job=job, name=shown, phase=COMBINE, run=run, check=check, traffic=traffic, least=least)
+    return Probe(
+        job=job, name=shown, phase=COMBINE, run=run, check=check, traffic=traffic, least=least
+    )

@@ -22,7 +22,9 @@ NONE = "-"
 
 
 def write_record(out: Path, lines: list[Line], suite: Suite, device: str) -> Path:
-    """Write ``<engine>-<hardware>-<day>.md`` with ``.json`` and, where matplotlib is, ``.png``; returns the first's path."""
+    """Write ``<engine>-<hardware>-<day>.md`` with ``.json`` and, where matplotlib is, ``.png``;
+    returns the first's path.
+    """
     out.mkdir(parents=True, exist_ok=True)
     now, names = datetime.now(timezone.utc), device_names(device)
     facts: dict[str, Any] = {
@@ -43,7 +45,9 @@ def write_record(out: Path, lines: list[Line], suite: Suite, device: str) -> Pat
 
 
 def _draw(lines: list[Line], path: Path) -> bool:
-    """Draw the curves; False if that cannot be done: the figures are worth more than the picture."""
+    """Draw the curves; False if that cannot be done: the figures are worth more than the
+    picture.
+    """
     try:
         from tokenyard.cli.bench_nvlink_plot import draw
 
@@ -63,7 +67,12 @@ def markdown(lines: list[Line], suite: Suite, facts: dict[str, Any]) -> str:
     """The record without its picture. ``facts`` are those of the JSON."""
     parts = [_head(suite, facts)]
     others = [line for line in lines if line.section == MAIN and not line.ours]
-    builders = ((MAIN, _main), (SMS, partial(_sms, others=others)), (TOKENS, _tokens), (BOUNDED, _bounded))
+    builders = (
+        (MAIN, _main),
+        (SMS, partial(_sms, others=others)),
+        (TOKENS, _tokens),
+        (BOUNDED, _bounded),
+    )
     for section, build in builders:
         mine = [line for line in lines if line.section == section]
         if section == MAIN:
@@ -71,7 +80,9 @@ def markdown(lines: list[Line], suite: Suite, facts: dict[str, Any]) -> str:
         if mine:
             parts.append(build(mine))
     if wrong := [
-        f"- {line.section}, {line.job.tokens} tokens: {line.name}: {line.error}" for line in lines if line.error
+        f"- {line.section}, {line.job.tokens} tokens: {line.name}: {line.error}"
+        for line in lines
+        if line.error
     ]:
         parts.append("\n".join(["## No time", "", *wrong]))
     return "\n\n".join(parts) + "\n"
@@ -86,16 +97,24 @@ def _head(suite: Suite, facts: dict[str, Any]) -> str:
         [
             f"# Engine `{suite.engine}` on {devices}",
             "",
-            f"Commit {facts['commit'] or 'unknown'}, {known}, {facts['date'][:10]}. `{facts['command']}`",
+            f"Commit {facts['commit'] or 'unknown'}, {known}, {facts['date'][:10]}. "
+            f"`{facts['command']}`",
             "",
-            f"hidden {suite.hidden}, top-{suite.topk} of {suite.experts} experts, BF16. Microseconds of the slowest rank per "
-            f"round: **median** (min, p99) of {suite.iterations} rounds for batches over {suite.tokens} tokens per rank, "
-            f"{2 * suite.iterations} for others. All rows of a table (of a size) are timed in turn, in changing order, in one "
+            f"hidden {suite.hidden}, top-{suite.topk} of {suite.experts} experts, BF16. "
+            f"Microseconds of the slowest rank per "
+            f"round: **median** (min, p99) of {suite.iterations} rounds for batches over "
+            f"{suite.tokens} tokens per rank, "
+            f"{2 * suite.iterations} for others. All rows of a table (of a size) are timed in "
+            f"turn, in changing order, in one "
             "process group; inputs rotate; every result was checked bit for bit first.",
-            "**Kernel**: CUDA events around the call, launches queued beforehand, ranks aligned on the GPU. **End to end**: the "
-            "Python call until its results are complete. Dispatches are cached (routing known) unless a row says otherwise.",
-            f"**Wire**: busiest direction of the busiest rank, no self traffic. **Floor**: its bytes at "
-            f"{suite.link_gbs or 'an unknown number of '} GB/s. **Bar**: a goal that this project has set itself for such calls on "
+            "**Kernel**: CUDA events around the call, launches queued beforehand, ranks aligned on "
+            "the GPU. **End to end**: the "
+            "Python call until its results are complete. Dispatches are cached (routing known) "
+            "unless a row says otherwise.",
+            f"**Wire**: busiest direction of the busiest rank, no self traffic. **Floor**: its "
+            f"bytes at "
+            f"{suite.link_gbs or 'an unknown number of '} GB/s. **Bar**: a goal that this project "
+            f"has set itself for such calls on "
             "four H200, no limit of the hardware.",
         ]
     )
@@ -134,7 +153,14 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _find(lines: Iterable[Line], **wanted: Any) -> Line | None:
-    return next((line for line in lines if all(getattr(line, name) == value for name, value in wanted.items())), None)
+    return next(
+        (
+            line
+            for line in lines
+            if all(getattr(line, name) == value for name, value in wanted.items())
+        ),
+        None,
+    )
 
 
 def _unique(values: Iterable[Any]) -> list[Any]:
@@ -145,9 +171,23 @@ def _unique(values: Iterable[Any]) -> list[Any]:
 
 
 def _main(lines: list[Line]) -> str:
-    headings = ("", "kernel us", "end to end us", "wire GB/s", "% of floor", "bar us", "SMs", "symm. MB")
+    headings = (
+        "",
+        "kernel us",
+        "end to end us",
+        "wire GB/s",
+        "% of floor",
+        "bar us",
+        "SMs",
+        "symm. MB",
+    )
     shown = [line for line in lines if line.phase != "making"]
-    text = [f"## {lines[0].job.tokens} tokens per rank", "", _table(headings, map(_main_row, shown)), ""]
+    text = [
+        f"## {lines[0].job.tokens} tokens per rank",
+        "",
+        _table(headings, map(_main_row, shown)),
+        "",
+    ]
     return "\n".join([*text, *_bars(lines)])
 
 
@@ -177,7 +217,8 @@ def _bars(lines: list[Line]) -> list[str]:
             on_device = f"{fresh.device.median - cached.device.median:.1f} us on the GPU's clock, "
         end_to_end = fresh.wall.median - cached.wall.median
         said.append(
-            f"A new routing adds {on_device}{end_to_end:.1f} us end to end (bar {NEW_ROUTING_BAR_US:.0f}): layout, counts and the "
+            f"A new routing adds {on_device}{end_to_end:.1f} us end to end (bar "
+            f"{NEW_ROUTING_BAR_US:.0f}): layout, counts and the "
             "host's wait for them."
         )
     return [*said, *_missed(lines)]
@@ -190,12 +231,22 @@ def _meets(line: Line) -> bool:
 
 def _missed(lines: list[Line]) -> list[str]:
     """The bars that lines do not meet, if there are any bars."""
-    texts = [f"{line.name} {_number(_median(line))} ({_number(line.bar_us)})" for line in lines if not _meets(line)]
-    return [f"Bars missed: {'; '.join(texts) or 'none'}."] if any(line.bar_us for line in lines) else []
+    texts = [
+        f"{line.name} {_number(_median(line))} ({_number(line.bar_us)})"
+        for line in lines
+        if not _meets(line)
+    ]
+    return (
+        [f"Bars missed: {'; '.join(texts) or 'none'}."]
+        if any(line.bar_us for line in lines)
+        else []
+    )
 
 
 def _sms(lines: list[Line], others: list[Line]) -> str:
-    """Calls over SMs; of ``others``, collectives that were timed elsewhere, those with the same rows stand below."""
+    """Calls over SMs; of ``others``, collectives that were timed elsewhere, those with the same
+    rows stand below.
+    """
     timed = [line for line in lines if line.phase != "making"]
     names = _unique(line.name for line in timed)
     rows: list[list[str]] = []
@@ -203,13 +254,19 @@ def _sms(lines: list[Line], others: list[Line]) -> str:
         found = [_find(timed, sms=sms, name=name) for name in names]
         rows.append([str(sms), *(_with_rate(line) for line in found)])
     title = f"## Over SMs, {lines[0].job.tokens} tokens per rank (kernel us, wire GB/s, % of floor)"
-    bars = "; ".join(f"{line.name}, {line.sms} SMs: {_number(line.bar_us)}" for line in timed if line.bar_us)
+    bars = "; ".join(
+        f"{line.name}, {line.sms} SMs: {_number(line.bar_us)}" for line in timed if line.bar_us
+    )
     said = [f"Bars: {bars}.", *_missed(timed)] if bars else []
     jobs = [line.job for line in timed]
     beside = [f"- *{line.name}*: {_with_rate(line)}" for line in others if line.job in jobs]
     if beside:
-        beside.insert(0, "NCCL (gloo on the CPU) with as many SMs as it takes, from the first table:\n")
-    return "\n\n".join(filter(None, [title, _table(["SMs", *names], rows), "\n".join(said), "\n".join(beside)]))
+        beside.insert(
+            0, "NCCL (gloo on the CPU) with as many SMs as it takes, from the first table:\n"
+        )
+    return "\n\n".join(
+        filter(None, [title, _table(["SMs", *names], rows), "\n".join(said), "\n".join(beside)])
+    )
 
 
 def _with_rate(line: Line | None) -> str:
@@ -229,7 +286,8 @@ def _tokens(lines: list[Line]) -> str:
         rows: list[list[str]] = []
         for name in names:
             found = [
-                _find(timed, name=name, job=job) for job in _unique(line.job for line in timed if line.name == name)
+                _find(timed, name=name, job=job)
+                for job in _unique(line.job for line in timed if line.name == name)
             ]
             cells = {line.job.tokens: _with_floor(line, clock) for line in found if line}
             ours = any(line.ours for line in found if line)
@@ -259,12 +317,18 @@ def losses(lines: list[Line], clock: str) -> list[str]:
         mine = [line for line in lines if line.job.tokens == size]
         for ours in (line for line in mine if line.ours):
             time = _of(ours, clock)
-            theirs = [line for line in mine if not line.ours and (line.phase == COMBINE) == (ours.phase == COMBINE)]
+            theirs = [
+                line
+                for line in mine
+                if not line.ours and (line.phase == COMBINE) == (ours.phase == COMBINE)
+            ]
             best = min((each for line in theirs if (each := _of(line, clock))), default=None)
             if time is None or best is None or time <= best:
                 continue
             lost = [
-                f"{line.name} ({time / other:.2f}x)" for line in theirs if (other := _of(line, clock)) and time > other
+                f"{line.name} ({time / other:.2f}x)"
+                for line in theirs
+                if (other := _of(line, clock)) and time > other
             ]
             said.append(f"- {size} tokens: {ours.name} ({time:.1f} us) loses to {', '.join(lost)}")
     return said or ["No call loses to a baseline."]
@@ -277,7 +341,9 @@ def _bounded(lines: list[Line]) -> str:
     for line in timed:
         last = [other for other in timed if other.kind == line.kind][-1]
         time, reference = _median(line), _median(last)
-        num_rows = line.wire_bytes / (job.row_bytes if line.kind != BACK else job.combined_row_bytes)
+        num_rows = line.wire_bytes / (
+            job.row_bytes if line.kind != BACK else job.combined_row_bytes
+        )
         rows.append(
             [
                 line.name,
@@ -289,5 +355,15 @@ def _bounded(lines: list[Line]) -> str:
                 _number(None if line.symmetric_bytes is None else line.symmetric_bytes / MB),
             ]
         )
-    headings = ("", "rings MB", "bytes over the wire / rings", "kernel us", "ns per row", "relative speed", "symm. MB")
-    return "\n".join([f"## Bounded memory, {job.tokens} tokens per rank", "", _table(headings, rows)])
+    headings = (
+        "",
+        "rings MB",
+        "bytes over the wire / rings",
+        "kernel us",
+        "ns per row",
+        "relative speed",
+        "symm. MB",
+    )
+    return "\n".join(
+        [f"## Bounded memory, {job.tokens} tokens per rank", "", _table(headings, rows)]
+    )

@@ -1,4 +1,6 @@
-"""The figures of ``tokenyard bench`` as a picture: lines over whatever number was swept, bars if none was."""
+"""The figures of ``tokenyard bench`` as a picture: lines over whatever number was swept, bars if
+none was.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ FLOOR = "floor (bytes / link rate)"
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Write a PNG with a line of panels per kind of job: dispatch (fresh and cached) to the left, combine to the right.
+    """Write a PNG with a line of panels per kind of job: dispatch (fresh and cached) to the left,
+    combine to the right.
 
     Rows without times are left out.
 
@@ -49,7 +52,9 @@ def draw(rows: list[Row], path: Path) -> None:
             shown = [row for row in timed if _kind(row.job, axis) == kind and row.phase in phases]
             shown.sort(key=lambda row: not _is_ours(row.name))
             own = [word for word in kind if word not in shared]
-            panel.set_title(", ".join([name, *own]), loc="left", fontsize=11, fontweight="bold", color=INK)
+            panel.set_title(
+                ", ".join([name, *own]), loc="left", fontsize=11, fontweight="bold", color=INK
+            )
             style(panel)
             if axis is None:
                 _bars(panel, shown, colours)
@@ -128,15 +133,29 @@ def _bars(panel: Any, rows: list[Row], colours: dict[str, str]) -> None:
     for place, row in enumerate(rows):
         stats = _stats(row)
         panel.barh(place, stats.median / scale, color=colours[_label(row)], height=0.62)
-        text = f"{stats.median / scale:,.3g}   (min {stats.min / scale:,.3g}, p99 {stats.p99 / scale:,.3g})"
+        text = (
+            f"{stats.median / scale:,.3g}   (min {stats.min / scale:,.3g}, p99 "
+            f"{stats.p99 / scale:,.3g})"
+        )
         at = (stats.median / scale, place)
-        panel.annotate(text, at, (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+        panel.annotate(
+            text, at, (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK
+        )
     if rows and (floor := rows[0].floor_us):
         panel.axvline(floor / scale, color=INK, linestyle="--", linewidth=1)
-        panel.annotate("floor", (floor / scale, -0.5), (4, 0), textcoords="offset points", fontsize=8.5, color=INK)
+        panel.annotate(
+            "floor",
+            (floor / scale, -0.5),
+            (4, 0),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=INK,
+        )
     panel.set_yticks(range(len(rows)), [_label(row).replace(" (", "\n(") for row in rows])
     panel.set_ylim(len(rows) - 0.5, -0.75)
-    panel.set_xlim(0, ROOM_FOR_TEXT * max((_stats(row).median / scale for row in rows), default=1.0))
+    panel.set_xlim(
+        0, ROOM_FOR_TEXT * max((_stats(row).median / scale for row in rows), default=1.0)
+    )
     panel.grid(axis="x", color=GRID)
     panel.set_xlabel(unit, color=INK)
 
@@ -146,15 +165,22 @@ def _lines(panel: Any, rows: list[Row], axis: str, colours: dict[str, str]) -> N
     labels = list(dict.fromkeys(map(_label, rows)))
     markers = dict(zip(colours, cycle(MARKERS), strict=False))
     for number, label in enumerate(labels):
-        points = sorted(((_place(r, axis), _stats(r)) for r in rows if _label(r) == label), key=lambda point: point[0])
+        points = sorted(
+            ((_place(r, axis), _stats(r)) for r in rows if _label(r) == label),
+            key=lambda point: point[0],
+        )
         where = [place * DODGE ** (number - (len(labels) - 1) / 2) for place, _ in points]
-        median, low, high = ([getattr(s, name) / scale for _, s in points] for name in ("median", "min", "p99"))
+        median, low, high = (
+            [getattr(s, name) / scale for _, s in points] for name in ("median", "min", "p99")
+        )
         style: dict[str, Any] = {"color": colours[label], "marker": markers[label], "label": label}
         panel.plot(where, median, linewidth=2, markersize=5, **style)
         panel.vlines(where, low, high, color=colours[label], linewidth=1, alpha=0.55)
     floors = sorted({(_place(row, axis), row.floor_us / scale) for row in rows if row.floor_us})
     if floors:
-        panel.plot(*zip(*floors, strict=True), color=INK, linestyle="--", linewidth=1.2, label=FLOOR)
+        panel.plot(
+            *zip(*floors, strict=True), color=INK, linestyle="--", linewidth=1.2, label=FLOOR
+        )
     log_axes(panel, sorted({_place(row, axis) for row in rows}))
     panel.set_xlabel(SWEPT[axis], color=INK)
     panel.set_ylabel(unit, color=INK)
@@ -190,4 +216,6 @@ def legend(figure: Any, panels: Any, order: list[str], columns: int = 4) -> None
         entries |= dict(zip(labels, handles, strict=True))
     shown = [label for label in order if label in entries]
     handles = [entries[label] for label in shown]
-    figure.legend(handles, shown, loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5)
+    figure.legend(
+        handles, shown, loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5
+    )

@@ -35,16 +35,14 @@ MIB = 1 << 20
 class Row:
     """One line of the table. Times are microseconds of the slowest rank, one per round.
 
-    Attributes:
-        job, name, phase, note: what it is about.
-        error: why there are no times, "" if there are.
-        wall_us: the Python call until its results are complete; device_us: between CUDA events (None without a GPU).
-        wire_bytes: in the busiest direction of the busiest rank, no self traffic, mean over the inputs.
-        floor_us: what the job's least traffic (once per rank) takes at the link's rate, None if that is unknown.
-        sms: SMs that it is limited to, None where that has no meaning.
-        symmetric_bytes: symmetric memory it holds, None if unknown.
-        peak_bytes: most tensor bytes beyond the inputs, of the rank with most, buffers kept between calls included.
-        peak_per_moved: peak over bytes sent plus received on the wire, of the worst rank; None if a rank moves nothing.
+    Attributes: job, name, phase, note: what it is about. error: why there are no times, "" if there
+    are. wall_us: the Python call until its results are complete; device_us: between CUDA events
+    (None without a GPU). wire_bytes: in the busiest direction of the busiest rank, no self traffic,
+    mean over the inputs. floor_us: what the job's least traffic (once per rank) takes at the link's
+    rate, None if that is unknown. sms: SMs that it is limited to, None where that has no meaning.
+    symmetric_bytes: symmetric memory it holds, None if unknown. peak_bytes: most tensor bytes
+    beyond the inputs, of the rank with most, buffers kept between calls included. peak_per_moved:
+    peak over bytes sent plus received on the wire, of the worst rank; None if a rank moves nothing.
     """
 
     job: Job
@@ -97,15 +95,26 @@ def print_report(rows: list[Row], console: Console, iterations: int) -> None:
     for line in dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note):
         console.print(line, markup=False, highlight=False)
     if iterations < QUOTABLE_ITERATIONS:
-        console.print(f"Only {iterations} iterations: a figure worth quoting has at least {QUOTABLE_ITERATIONS}.")
+        console.print(
+            f"Only {iterations} iterations: a figure worth quoting has at least "
+            f"{QUOTABLE_ITERATIONS}."
+        )
 
 
 def _table(job: Job, rows: list[Row]) -> Table:
     title = (
-        f"{job.tokens} tokens/rank, hidden {job.hidden}, top-{job.topk} of {job.experts}, {job.skew} routing, "
-        f"{job.dtype}, {job.layout}" + ("" if job.quantize == "none" else f", {job.quantize} on the wire")
+        f"{job.tokens} tokens/rank, hidden {job.hidden}, top-{job.topk} of {job.experts}, "
+        f"{job.skew} routing, "
+        f"{job.dtype}, {job.layout}"
+        + ("" if job.quantize == "none" else f", {job.quantize} on the wire")
     )
-    table = Table(title=title, title_justify="left", title_style="bold", caption=_LEGEND, caption_justify="left")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=_LEGEND,
+        caption_justify="left",
+    )
     table.add_column("system")
     three = "\n[dim]median / p99 / min[/]"
     on_device = three if any(row.device_us for row in rows) else ""
@@ -123,8 +132,10 @@ def _table(job: Job, rows: list[Row]) -> Table:
 
 
 _LEGEND = (
-    "times of the slowest rank per round; wire: busiest direction of the busiest rank, no self traffic; "
-    "x a2a: beside all_to_all_single of the same rows; peak: tensors beyond the inputs, kept buffers included"
+    "times of the slowest rank per round; wire: busiest direction of the busiest rank, no self "
+    "traffic; "
+    "x a2a: beside all_to_all_single of the same rows; peak: tensors beyond the inputs, kept "
+    "buffers included"
 )
 
 
@@ -152,7 +163,10 @@ def _number(value: float | None, form: str) -> str:
 def _times(stats: Stats | None) -> str:
     if stats is None:
         return "n/a"
-    return " / ".join(f"{value:,.{0 if stats.min >= 1000 else 1}f}" for value in (stats.median, stats.p99, stats.min))
+    return " / ".join(
+        f"{value:,.{0 if stats.min >= 1000 else 1}f}"
+        for value in (stats.median, stats.p99, stats.min)
+    )
 
 
 def _find(rows: list[Row], name: str, phase: str) -> Row | None:
@@ -171,7 +185,9 @@ def _errors(rows: list[Row]) -> list[str]:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """Dispatch beside what copies around a plain exchange take, for each engine on one point of the sweep."""
+    """Dispatch beside what copies around a plain exchange take, for each engine on one point of the
+    sweep.
+    """
     lines: list[str] = []
     for row in rows:
         if row.phase not in (DISPATCH, CACHED) or not row.name.startswith("tokenyard") or row.error:
@@ -181,7 +197,9 @@ def verdicts(rows: list[Row]) -> list[str]:
             beside = ratio(row, _find(rows, baseline, DISPATCH))
             lines.append(f"{what}: {_times_of(beside, f'the time of {baseline}')}")
         if row.phase == DISPATCH:
-            lines.append(f"{what}: peak memory {_times_of(row.peak_per_moved, 'bytes sent + received')}")
+            lines.append(
+                f"{what}: peak memory {_times_of(row.peak_per_moved, 'bytes sent + received')}"
+            )
     return lines
 
 
@@ -221,7 +239,9 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit this package comes from ("-dirty" behind it if files differ), None if it is in no repository."""
+    """The commit this package comes from ("-dirty" behind it if files differ), None if it is in no
+    repository.
+    """
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return _git("describe", "--always", "--dirty", "--abbrev=40")
@@ -231,7 +251,9 @@ def commit() -> str | None:
 
 def _git(*command: str) -> str:
     here = Path(__file__).parent
-    return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *command], cwd=here, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def versions() -> dict[str, str | None]:

@@ -1,4 +1,6 @@
-"""What each rank of ``tokenyard bench`` does: check all cases against the oracle, then measure them."""
+"""What each rank of ``tokenyard bench`` does: check all cases against the oracle, then measure
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,25 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tokenyard.cli.bench_baselines import baseline_cases
-from tokenyard.cli.bench_cases import COMBINE, PHASES, Case, Expected, engine_cases, expect, expert_parallel
-from tokenyard.cli.bench_inputs import NUM_INPUTS, Job, Sent, Traffic, all_sent, floor_us, traffic_back, traffic_there
+from tokenyard.cli.bench_cases import (
+    COMBINE,
+    PHASES,
+    Case,
+    Expected,
+    engine_cases,
+    expect,
+    expert_parallel,
+)
+from tokenyard.cli.bench_inputs import (
+    NUM_INPUTS,
+    Job,
+    Sent,
+    Traffic,
+    all_sent,
+    floor_us,
+    traffic_back,
+    traffic_there,
+)
 from tokenyard.cli.bench_report import Row
 from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import Series, peak_extra_bytes, slowest_rank, time_interleaved
@@ -22,7 +41,9 @@ from tokenyard.cli.timing import Series, peak_extra_bytes, slowest_rank, time_in
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every rank does. ``link_gbs`` is GB/s of one rank's link in one direction, None if unknown."""
+    """What every rank does. ``link_gbs`` is GB/s of one rank's link in one direction, None if
+    unknown.
+    """
 
     jobs: list[Job]
     engines: list[str]
@@ -35,7 +56,11 @@ class Plan:
     def stages(self) -> list[str]:
         """What a rank does, one after the other, in words."""
         parts = ("checking", "measuring memory", "timing")
-        return [f"{job.tokens} tokens, {job.skew}, {job.layout}: {part}" for job in self.jobs for part in parts]
+        return [
+            f"{job.tokens} tokens, {job.skew}, {job.layout}: {part}"
+            for job in self.jobs
+            for part in parts
+        ]
 
 
 def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Row]:
@@ -49,7 +74,9 @@ def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Row]:
     return rows
 
 
-def run_job(job: Job, plan: Plan, device: torch.device, counter: Counter | None = None) -> list[Row]:
+def run_job(
+    job: Job, plan: Plan, device: torch.device, counter: Counter | None = None
+) -> list[Row]:
     """Measure every engine and baseline on one point of the sweep."""
     size = dist.get_world_size()
     inputs = [all_sent(job, size, number, plan.seed) for number in range(NUM_INPUTS)]
@@ -61,7 +88,10 @@ def run_job(job: Job, plan: Plan, device: torch.device, counter: Counter | None 
                 make = partial(expert_parallel, job, engine, device)
                 cases += engine_cases(job, inputs, device, objects.enter_context(make()), make)
             except ty.NotSupported as error:
-                refused += [Row(job=job, name=f"tokenyard {engine}", phase=phase, error=str(error)) for phase in PHASES]
+                refused += [
+                    Row(job=job, name=f"tokenyard {engine}", phase=phase, error=str(error))
+                    for phase in PHASES
+                ]
         cases += baseline_cases(job, inputs, device)
         rows = measure(cases, job, inputs, plan, device, counter)
     return [row for phase in PHASES for row in refused + rows if row.phase == phase]
@@ -79,7 +109,10 @@ def measure(
     errors = check(cases, job, inputs, device)
     advance(counter)
     right = [case for case, error in zip(cases, errors, strict=True) if not error]
-    peaks = [on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device) for each in right]
+    peaks = [
+        on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device)
+        for each in right
+    ]
     advance(counter)
     series = time_interleaved(
         [case.run for case in right],
@@ -97,12 +130,29 @@ def measure(
         if error:
             rows.append(Row(job=job, name=case.name, phase=case.phase, error=error))
         else:
-            rows.append(_row(case, job, *next(measured), back if case.phase == COMBINE else there, plan.link_gbs))
+            rows.append(
+                _row(
+                    case,
+                    job,
+                    *next(measured),
+                    back if case.phase == COMBINE else there,
+                    plan.link_gbs,
+                )
+            )
     return rows
 
 
-def _row(case: Case, job: Job, peaks: list[int], times: Series, least: list[Traffic], link_gbs: float | None) -> Row:
-    """``peaks`` has one entry per rank; ``least`` is the traffic that the job cannot do without, per input."""
+def _row(
+    case: Case,
+    job: Job,
+    peaks: list[int],
+    times: Series,
+    least: list[Traffic],
+    link_gbs: float | None,
+) -> Row:
+    """``peaks`` has one entry per rank; ``least`` is the traffic that the job cannot do without,
+    per input.
+    """
     moved = least[0].moved
     return Row(
         job=job,
@@ -116,19 +166,29 @@ def _row(case: Case, job: Job, peaks: list[int], times: Series, least: list[Traf
         sms=case.sms,
         symmetric_bytes=case.symmetric_bytes,
         peak_bytes=max(peaks),
-        peak_per_moved=max(peak / size for peak, size in zip(peaks, moved, strict=True)) if all(moved) else None,
+        peak_per_moved=max(peak / size for peak, size in zip(peaks, moved, strict=True))
+        if all(moved)
+        else None,
     )
 
 
-def check(cases: Sequence[Case], job: Job, inputs: list[list[Sent]], device: torch.device) -> list[str]:
-    """Compare every case with the oracle on every input: what is wrong with it, "" if nothing. Collective."""
+def check(
+    cases: Sequence[Case], job: Job, inputs: list[list[Sent]], device: torch.device
+) -> list[str]:
+    """Compare every case with the oracle on every input: what is wrong with it, "" if nothing.
+    Collective.
+    """
     errors = [""] * len(cases)
     for number, sent in enumerate(inputs):
         expected = expect(job, sent, dist.get_rank())
-        on_ranks(0, device)  # the oracle takes ranks unequally long, and engines wait for peers a limited time only
+        on_ranks(
+            0, device
+        )  # the oracle takes ranks unequally long, and engines wait for peers a limited time only
         for at, case in enumerate(cases):
             if not errors[at]:
-                errors[at] = failure(partial(_attempt, case, number, expected), case.title, number, device)
+                errors[at] = failure(
+                    partial(_attempt, case, number, expected), case.title, number, device
+                )
     return errors
 
 
@@ -137,18 +197,26 @@ def _attempt(case: Case, number: int, expected: Expected) -> None:
 
 
 def failure(attempt: Callable[[], None], title: str, number: int, device: torch.device) -> str:
-    """What is wrong with one result, on whichever ranks; a rank that knows more says it on stderr. Collective."""
+    """What is wrong with one result, on whichever ranks; a rank that knows more says it on stderr.
+    Collective.
+    """
     what = ""
     try:
         attempt()
     except Exception as error:
         what = str(error) or type(error).__name__
         if dist.get_rank():  # what rank 0 knows stands in the report
-            print(f"rank {dist.get_rank()}: {title}, input {number}: {what}", file=sys.stderr, flush=True)
+            print(
+                f"rank {dist.get_rank()}: {title}, input {number}: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
     wrong = [rank for rank, failed in enumerate(on_ranks(int(bool(what)), device)) if failed]
     if not wrong:
         return ""
-    return f"wrong on rank {', '.join(map(str, wrong))} (input {number})" + (f": {what}" if what else "")
+    return f"wrong on rank {', '.join(map(str, wrong))} (input {number})" + (
+        f": {what}" if what else ""
+    )
 
 
 def on_ranks(value: int, device: torch.device) -> list[int]:

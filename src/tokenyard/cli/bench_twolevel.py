@@ -1,4 +1,6 @@
-"""``tokenyard bench --suite twolevel``: what engine ``twolevel`` sends over the network, how fast, through how little memory."""
+"""``tokenyard bench --suite twolevel``: what engine ``twolevel`` sends over the network, how fast,
+through how little memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli.bench_batches import Batch, Truth, make_batches
 from tokenyard.cli.bench_inputs import Job
-from tokenyard.cli.bench_nvlink_cases import BACK, BACK_IN_PLACE, IN_PLACE, PLAIN, VIEW, Library, Probe, collectives
+from tokenyard.cli.bench_nvlink_cases import (
+    BACK,
+    BACK_IN_PLACE,
+    IN_PLACE,
+    PLAIN,
+    VIEW,
+    Library,
+    Probe,
+    collectives,
+)
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.bench_twolevel_cases import NVSHMEM, Counted, GridTruth, rows_across
 from tokenyard.cli.progress import Counter, advance, progress
@@ -29,11 +40,18 @@ from tokenyard.cli.timing import Series, Stats, peak_extra_bytes, summarise, tim
 from tokenyard.topology import Topology
 
 BAR_GBS, BAR_SMS, BAR_GRID = 100.0, 24, "2x2"
-"""Bytes of rows that every rank should put to other nodes, 1e9 a second, with so many multiprocessors on such a grid."""
+"""Bytes of rows that every rank should put to other nodes, 1e9 a second, with so many
+multiprocessors on such a grid.
+"""
 
 ALL_KINDS = (PLAIN, "fp8", "fused", BACK, VIEW, BACK_IN_PLACE)
 BOTH_WAYS = (PLAIN, BACK)
-NCCL, FIRST, FIRST_IN_PLACE, REST = "NCCL", "first calls", "first calls in place", "what was still to come"
+NCCL, FIRST, FIRST_IN_PLACE, REST = (
+    "NCCL",
+    "first calls",
+    "first calls in place",
+    "what was still to come",
+)
 HEAD_START_US = 2000.0
 """Longer than the host takes to launch the calls of a round."""
 
@@ -42,14 +60,13 @@ HEAD_START_US = 2000.0
 class TwoLevel:
     """What to measure. Defaults are the sizes of the record.
 
-    Attributes:
-        topology: nodes, ranks per node.
-        engine: what is judged; reference: what is measured beside it, in processes of its own, as torch takes symmetric memory
-            from one library only.
-        tokens: per rank, over all of ``sms``; curve: tokens per rank with :data:`BAR_SMS`.
-        sms: multiprocessors, None for all; each takes half a minute of compiling with NVSHMEM's library.
-        overfull: how many times more bytes a rank puts to other nodes than all its rings hold, in the test of bounded memory.
-        calls: behind each other in a timed round, whose time is divided by them.
+    Attributes: topology: nodes, ranks per node. engine: what is judged; reference: what is measured
+        beside it, in processes of its own, as torch takes symmetric memory from one library only.
+        tokens: per rank, over all of ``sms``; curve: tokens per rank with :data:`BAR_SMS`. sms:
+        multiprocessors, None for all; each takes half a minute of compiling with NVSHMEM's library.
+        overfull: how many times more bytes a rank puts to other nodes than all its rings hold, in
+        the test of bounded memory. calls: behind each other in a timed round, whose time is divided
+        by them.
     """
 
     topology: tuple[int, int] = (2, 2)
@@ -80,7 +97,10 @@ class TwoLevel:
         if engine == self.reference:
             return [f"{engine}, {self.tokens} tokens"]
         points = [(sms, tokens) for sms in self.sms for tokens in self.sizes(sms)]
-        return [*(f"{engine}, {sms or 'all'} SMs, {tokens} tokens" for sms, tokens in points), f"{engine}, small rings"]
+        return [
+            *(f"{engine}, {sms or 'all'} SMs, {tokens} tokens" for sms, tokens in points),
+            f"{engine}, small rings",
+        ]
 
     def job(self, tokens: int) -> Job:
         return Job(tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "flat", "none")
@@ -90,15 +110,14 @@ class TwoLevel:
 class Crossing:
     """One line: microseconds of one call of the slowest rank, per round; or why there are none.
 
-    Attributes:
-        engine, what: who does what; num_sms: multiprocessors, None for all; rings: bytes for rings, None for the default.
-        times: on the GPU (without one: as ``wall``); wall: the Python calls until their results are complete.
-        rows, put_bytes: per rank, rows and all bytes put to other nodes by one call, mean over the inputs, as the engine counted.
-        planned: rows of which the picks say so; row_bytes: payload and scales of one.
-        nvshmem: whether it lies between nodes.
-        symmetric_bytes: of the object when it was made, and after these calls (with its view, if they are in place); of the rank
-            with most.
-        other_bytes: most bytes of tensors during a call besides its result and those before it, of the worst rank.
+    Attributes: engine, what: who does what; num_sms: multiprocessors, None for all; rings: bytes
+        for rings, None for the default. times: on the GPU (without one: as ``wall``); wall: the
+        Python calls until their results are complete. rows, put_bytes: per rank, rows and all bytes
+        put to other nodes by one call, mean over the inputs, as the engine counted. planned: rows
+        of which the picks say so; row_bytes: payload and scales of one. nvshmem: whether it lies
+        between nodes. symmetric_bytes: of the object when it was made, and after these calls (with
+        its view, if they are in place); of the rank with most. other_bytes: most bytes of tensors
+        during a call besides its result and those before it, of the worst rank.
     """
 
     engine: str
@@ -123,7 +142,9 @@ class Crossing:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes of rows that every rank puts to other nodes in one call: those of the rank with fewest."""
+        """Bytes of rows that every rank puts to other nodes in one call: those of the rank with
+        fewest.
+        """
         return min(self.rows or self.planned, default=0) * self.row_bytes
 
     @property
@@ -134,7 +155,9 @@ class Crossing:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One rank of the suite. ``kept``: where rank 0 writes lines as they come, should it not live to return them."""
+    """One rank of the suite. ``kept``: where rank 0 writes lines as they come, should it not live
+    to return them.
+    """
 
     suite: TwoLevel
     engine: str
@@ -149,25 +172,38 @@ class _Run:
     def inputs(self, tokens: int) -> list[Batch]:
         """Collective, the first time."""
         if tokens not in self.batches:
-            self.batches[tokens] = make_batches(self.suite.job(tokens), self.device, self.suite.seed)
+            self.batches[tokens] = make_batches(
+                self.suite.job(tokens), self.device, self.suite.seed
+            )
         return self.batches[tokens]
 
     @contextmanager
     def made(
         self, sms: int | None, tokens: int, rings: int | None = None
     ) -> Generator[ty.ExpertParallel | None, None, None]:
-        """An object; None, and a line that says why, if it cannot be made on every rank. Collective."""
+        """An object; None, and a line that says why, if it cannot be made on every rank.
+        Collective.
+        """
         suite, found = self.suite, list[ty.ExpertParallel]()
 
         def make() -> None:
             ep = ty.ExpertParallel(
-                num_experts=suite.experts, hidden=suite.hidden, num_topk=suite.topk, max_tokens_per_rank=tokens,
-                engine=self.engine, num_sms=sms, buffer_bytes=rings, device=self.device, topology=suite.topology,
-            )  # fmt: skip
+                num_experts=suite.experts,
+                hidden=suite.hidden,
+                num_topk=suite.topk,
+                max_tokens_per_rank=tokens,
+                engine=self.engine,
+                num_sms=sms,
+                buffer_bytes=rings,
+                device=self.device,
+                topology=suite.topology,
+            )
             found.append(ep)
             self.held[ep] = ep.buffer_bytes
 
-        line = Crossing(engine=self.engine, what="making an object", tokens=tokens, num_sms=sms, rings=rings)
+        line = Crossing(
+            engine=self.engine, what="making an object", tokens=tokens, num_sms=sms, rings=rings
+        )
         line.error = failure(make, line.what, 0, self.device)
         if line.error:
             self._say(line)
@@ -181,12 +217,20 @@ class _Run:
                 torch.cuda.empty_cache()
 
     def measure(
-        self, ep: ty.ExpertParallel, kinds: Sequence[str], tokens: int, sms: int | None, *, rings: int | None = None,
+        self,
+        ep: ty.ExpertParallel,
+        kinds: Sequence[str],
+        tokens: int,
+        sms: int | None,
+        *,
+        rings: int | None = None,
         nccl: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check everything, time what was right, interleaved, and check it again. Collective."""
         job, batches = self.suite.job(tokens), self.inputs(tokens)
-        fresh, in_place = ([kind for kind in kinds if (kind in IN_PLACE) == asked] for asked in (False, True))
+        fresh, in_place = (
+            [kind for kind in kinds if (kind in IN_PLACE) == asked] for asked in (False, True)
+        )
         line = partial(Crossing, engine=self.engine, tokens=tokens, num_sms=sms, rings=rings)
         with ExitStack() as stack:
             probes = self._first(line(what=FIRST), lambda: Library(ep, job, batches).probes(fresh))
@@ -198,7 +242,9 @@ class _Run:
                 self._check_and_time(probes, batches, line)
 
     def _first(self, line: Crossing, make: Callable[[], list[Probe]]) -> list[Probe]:
-        """What ``make`` returns, which makes first calls; nothing, and the line that says why, if they fail. Collective."""
+        """What ``make`` returns, which makes first calls; nothing, and the line that says why, if
+        they fail. Collective.
+        """
         probes = list[Probe]()
         line.error = failure(lambda: probes.extend(make()), line.what, 0, self.device)
         if not line.error:
@@ -206,16 +252,24 @@ class _Run:
         self._say(line)
         return []
 
-    def _first_in_place(self, stack: ExitStack, line: Crossing, kinds: Sequence[str]) -> list[Probe]:
-        """Of objects of their own for so many tokens, as a view is for the most: one for dispatch, one for combine. Collective."""
+    def _first_in_place(
+        self, stack: ExitStack, line: Crossing, kinds: Sequence[str]
+    ) -> list[Probe]:
+        """Of objects of their own for so many tokens, as a view is for the most: one for dispatch,
+        one for combine. Collective.
+        """
         there = stack.enter_context(self.made(line.num_sms, line.tokens))
         back = None if there is None else stack.enter_context(self.made(line.num_sms, line.tokens))
         if there is None or back is None:
             return []
         job, batches = self.suite.job(line.tokens), self.inputs(line.tokens)
-        return self._first(line, lambda: Library(there, job, batches, again=lambda: back).probes(kinds))
+        return self._first(
+            line, lambda: Library(there, job, batches, again=lambda: back).probes(kinds)
+        )
 
-    def _check_and_time(self, probes: Sequence[Probe], batches: Sequence[Batch], line: partial[Crossing]) -> None:
+    def _check_and_time(
+        self, probes: Sequence[Probe], batches: Sequence[Batch], line: partial[Crossing]
+    ) -> None:
         """``line`` makes that of a call. Collective."""
         counted = [Counted(probe, batches, self.suite.grid) for probe in probes]
         errors = self._check(counted, batches, [""] * len(counted))
@@ -225,21 +279,32 @@ class _Run:
         found = [None if error else next(measured) for error in errors]
         errors = self._check(counted, batches, errors)
         for each, error, known in zip(counted, errors, found, strict=True):
-            new = line(what=each.probe.name, error=error, planned=each.planned, row_bytes=each.row_bytes)
+            new = line(
+                what=each.probe.name, error=error, planned=each.planned, row_bytes=each.row_bytes
+            )
             if each.probe.ep is None:
                 new.engine, new.num_sms = NCCL, None
             else:
                 self._fill(new, each, each.probe.ep)
             if known is not None and not new.error:
                 series, new.other_bytes = known
-                new.times, new.wall = self._per_call(series.device or series.wall), self._per_call(series.wall)
+                new.times, new.wall = (
+                    self._per_call(series.device or series.wall),
+                    self._per_call(series.wall),
+                )
             self._say(new)
 
     def _fill(self, line: Crossing, counted: Counted, ep: ty.ExpertParallel) -> None:
         """What is known of calls of the library only. Collective."""
-        totals = [on_ranks(sum(counts), self.device) for counts in (counted.rows, counted.put_bytes)]
-        line.rows, line.put_bytes = ([total / counted.num_inputs for total in each] for each in totals)
-        before, after = (max(on_ranks(size, self.device)) for size in (self.held[ep], ep.buffer_bytes))
+        totals = [
+            on_ranks(sum(counts), self.device) for counts in (counted.rows, counted.put_bytes)
+        ]
+        line.rows, line.put_bytes = (
+            [total / counted.num_inputs for total in each] for each in totals
+        )
+        before, after = (
+            max(on_ranks(size, self.device)) for size in (self.held[ep], ep.buffer_bytes)
+        )
         line.nvshmem, line.symmetric_bytes = NVSHMEM in ep.why, [before, after]
         if line.rings and before != after and not line.error:
             line.error = f"memory grew from {before} to {after} bytes"
@@ -259,8 +324,12 @@ class _Run:
             head_start_us=HEAD_START_US,
         )
 
-    def _check(self, counted: Sequence[Counted], batches: Sequence[Batch], errors: Sequence[str]) -> list[str]:
-        """What is wrong with each on any input, "" if nothing; those with an error already are left out. Collective."""
+    def _check(
+        self, counted: Sequence[Counted], batches: Sequence[Batch], errors: Sequence[str]
+    ) -> list[str]:
+        """What is wrong with each on any input, "" if nothing; those with an error already are left
+        out. Collective.
+        """
         now = list(errors)
         for number, batch in enumerate(batches):
             x = Truth.of(batch).x
@@ -289,14 +358,20 @@ class _Run:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
         if dist.get_rank() == 0:
-            print(f"{time.monotonic() - self.start:6.1f} s  {in_short(line)}", file=sys.stderr, flush=True)
+            print(
+                f"{time.monotonic() - self.start:6.1f} s  {in_short(line)}",
+                file=sys.stderr,
+                flush=True,
+            )
             if self.kept is not None:
                 with self.kept.open("a") as file:
                     file.write(json.dumps(asdict(line)) + "\n")
 
 
 def on_all_ranks(suite: TwoLevel, device: str, console: Console) -> list[Crossing]:
-    """Run on the ranks of the launcher if there is one, else on processes of our own: others for each engine."""
+    """Run on the ranks of the launcher if there is one, else on processes of our own: others for
+    each engine.
+    """
 
     def measure(engine: str, here: torch.device | None) -> list[Crossing]:
         with progress(suite.stages(engine), console, bar=False) as counter:
@@ -316,7 +391,9 @@ def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "lines"
         try:
-            return launch.spawn(run_twolevel, suite.grid.world_size, suite, engine, kept, counter, device=device)[0]
+            return launch.spawn(
+                run_twolevel, suite.grid.world_size, suite, engine, kept, counter, device=device
+            )[0]
         except RuntimeError as error:
             texts = kept.read_text().splitlines() if kept.exists() else []
             print(error, file=sys.stderr, flush=True)
@@ -326,9 +403,14 @@ def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -
 
 
 def run_twolevel(
-    device: torch.device, suite: TwoLevel, engine: str, kept: Path | None = None, counter: Counter | None = None
+    device: torch.device,
+    suite: TwoLevel,
+    engine: str,
+    kept: Path | None = None,
+    counter: Counter | None = None,
 ) -> list[Crossing]:
-    """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the same on every rank.
+    """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the
+    same on every rank.
 
     ``counter``: of its stages.
     """
@@ -345,7 +427,9 @@ def run_twolevel(
             for tokens in suite.sizes(sms):
                 if ep is not None:
                     kinds = ALL_KINDS if sms in (BAR_SMS, None) else BOTH_WAYS
-                    run.measure(ep, kinds, tokens, sms, nccl=(sms, tokens) == (BAR_SMS, suite.tokens))
+                    run.measure(
+                        ep, kinds, tokens, sms, nccl=(sms, tokens) == (BAR_SMS, suite.tokens)
+                    )
                 advance(counter)
     rings = small_rings(suite, run.inputs(most))
     with run.made(BAR_SMS, most, rings) as ep:
@@ -356,8 +440,12 @@ def run_twolevel(
 
 
 def small_rings(suite: TwoLevel, batches: Sequence[Batch]) -> int:
-    """Bytes for rings of which every rank puts ``suite.overfull`` times as many to other nodes, there and back."""
-    plans = [rows_across(batch.topk_idx, suite.experts, suite.grid, per_node=True) for batch in batches]
+    """Bytes for rings of which every rank puts ``suite.overfull`` times as many to other nodes,
+    there and back.
+    """
+    plans = [
+        rows_across(batch.topk_idx, suite.experts, suite.grid, per_node=True) for batch in batches
+    ]
     least = min(min(*plan.sent, *plan.received) for plan in plans)
     return max(1, least * suite.job(1).row_bytes // suite.overfull)
 

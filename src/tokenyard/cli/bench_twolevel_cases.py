@@ -1,4 +1,6 @@
-"""What ``tokenyard bench --suite twolevel`` expects of a call: rows that cross between nodes, and sums by the tree of the grid."""
+"""What ``tokenyard bench --suite twolevel`` expects of a call: rows that cross between nodes, and
+sums by the tree of the grid.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ NVSHMEM = "NVSHMEM between nodes"
 def rows_across(topk_idx: Tensor, num_experts: int, grid: Topology, *, per_node: bool) -> Traffic:
     """Rows of a dispatch, per rank, to and from ranks of other nodes. ``topk_idx [R, T, K]``.
 
-    A row crosses once per (token, node), to the rank of the same local index (``per_node``), or once per (token, rank).
+    A row crosses once per (token, node), to the rank of the same local index (``per_node``), or
+    once per (token, rank).
 
     >>> topk_idx = torch.tensor([[[2, 3]], [[2, 3]], [[1, 2]], [[0, -1]]])
     >>> rows_across(topk_idx, 4, Topology(2, 2), per_node=True)
@@ -34,7 +37,9 @@ def rows_across(topk_idx: Tensor, num_experts: int, grid: Topology, *, per_node:
     Traffic(sent=[2, 2, 1, 1], received=[1, 1, 2, 2])
     """
     size, nodes, each = grid.world_size, grid.num_nodes, grid.ranks_per_node
-    goes = torch.stack([tokens_in_ranks(idx, num_experts, size) for idx in topk_idx]).view(size, -1, nodes, each)
+    goes = torch.stack([tokens_in_ranks(idx, num_experts, size) for idx in topk_idx]).view(
+        size, -1, nodes, each
+    )
     if per_node:
         same_local = torch.eye(each, dtype=torch.int64, device=goes.device).repeat(nodes, 1)
         rows = goes.any(3).sum(1).unsqueeze(2) * same_local.unsqueeze(1)  # [R, nodes, each]
@@ -47,7 +52,9 @@ def rows_across(topk_idx: Tensor, num_experts: int, grid: Topology, *, per_node:
 
 @dataclass(frozen=True)
 class GridTruth(Truth):
-    """A :class:`Truth` whose sums follow a tree: of nodes of ``per_node`` ranks, rounded, then of nodes."""
+    """A :class:`Truth` whose sums follow a tree: of nodes of ``per_node`` ranks, rounded, then of
+    nodes.
+    """
 
     per_node: int
 
@@ -66,15 +73,17 @@ class GridTruth(Truth):
 class Counted:
     """A probe with what its calls must put to other nodes. Those of a collective count nothing.
 
-    Attributes:
-        tree: ranks per node in its sums. row_bytes: payload and scales of a row.
-        rows, put_bytes: that this rank has put to other nodes, per input, as the engine has counted.
+    Attributes: tree: ranks per node in its sums. row_bytes: payload and scales of a row. rows,
+    put_bytes: that this rank has put to other nodes, per input, as the engine has counted.
     """
 
     def __init__(self, probe: Probe, batches: Sequence[Batch], grid: Topology) -> None:
         self.probe, ep = probe, probe.ep
         back, per_node = probe.phase == COMBINE, ep is not None and ep.engine != "nvlink"
-        plans = [rows_across(batch.topk_idx, probe.job.experts, grid, per_node=per_node) for batch in batches]
+        plans = [
+            rows_across(batch.topk_idx, probe.job.experts, grid, per_node=per_node)
+            for batch in batches
+        ]
         self._plans = [Traffic(plan.received, plan.sent) if back else plan for plan in plans]
         self.tree = grid.ranks_per_node if per_node and grid.has_levels else grid.world_size
         self.row_bytes = probe.job.combined_row_bytes if back else probe.job.row_bytes
@@ -87,7 +96,9 @@ class Counted:
     @property
     def planned(self) -> list[float]:
         """Rows that each rank has to put to other nodes in one call, mean over the inputs."""
-        return [sum(each) / len(each) for each in zip(*(plan.sent for plan in self._plans), strict=True)]
+        return [
+            sum(each) / len(each) for each in zip(*(plan.sent for plan in self._plans), strict=True)
+        ]
 
     def attempt(self, number: int, truth: Truth) -> None:
         """Call once; check the result and what has crossed.
@@ -112,7 +123,8 @@ class Counted:
         plan, rank = self._plans[number], ep.rank
         put, got = self.rows[number], after.rows_received - before.rows_received
         assert (put, got) == (plan.sent[rank], plan.received[rank]), (
-            f"rank {rank} has put {put} rows to other nodes and got {got}, but by the plan it is {plan.sent[rank]} and "
+            f"rank {rank} has put {put} rows to other nodes and got {got}, but by the plan it is "
+            f"{plan.sent[rank]} and "
             f"{plan.received[rank]}"
         )
 

@@ -1,4 +1,6 @@
-"""Name the tensors of a layer, compare them, and add up numbers over ranks without pickling anything."""
+"""Name the tensors of a layer, compare them, and add up numbers over ranks without pickling
+anything.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from tokenyard.layout import host_ints
 
 
 def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:
-    """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate[3] gradient``, ...
+    """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate[3]
+    gradient``, ...
 
-    ``first_expert`` is the global id of the layer's first expert. A gradient that backward did not make counts as zero.
+    ``first_expert`` is the global id of the layer's first expert. A gradient that backward did not
+    make counts as zero.
     """
     named = {"output": y.detach()}
     for name in (*SHARED, *PER_EXPERT):
@@ -25,12 +29,16 @@ def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tenso
         if name in SHARED:
             named[f"{name} gradient"] = gradient
         else:
-            named |= {f"{name}[{e}] gradient": g for e, g in enumerate(gradient.unbind(0), first_expert)}
+            named |= {
+                f"{name}[{e}] gradient": g for e, g in enumerate(gradient.unbind(0), first_expert)
+            }
     return named
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or only ``want`` is 0."""
+    """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or
+    only ``want`` is 0.
+    """
     difference = cast(float, torch.linalg.vector_norm(got.double() - want.double()).item())
     size = cast(float, torch.linalg.vector_norm(want.double()).item())
     if difference == 0:

@@ -1,4 +1,6 @@
-"""The layer that ``tokenyard demo`` runs: byte embedding, softmax top-k router, SwiGLU experts. Plain torch."""
+"""The layer that ``tokenyard demo`` runs: byte embedding, softmax top-k router, SwiGLU experts.
+Plain torch.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class LayerShape:
 
 
 def make_weights(shape: LayerShape, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """The whole layer, float32, the same on every rank and device: ``embedding [256, H]``, ``router [E, H]``,
-    ``gate`` and ``up [E, F, H]``, ``down [E, H, F]``."""
+    """The whole layer, float32, the same on every rank and device: ``embedding [256, H]``, ``router
+    [E, H]``, ``gate`` and ``up [E, F, H]``, ``down [E, H, F]``."""
     generator = torch.Generator().manual_seed(seed)
     e, f, h = shape.num_experts, shape.ffn, shape.hidden
 
@@ -52,7 +54,8 @@ def make_weights(shape: LayerShape, seed: int, device: torch.device) -> dict[str
 class MoeLayer(nn.Module):
     """One MoE layer, whole or with a slice of the experts.
 
-    Called on byte values ``[T]`` it runs all of its experts in one process; an expert-parallel caller uses the parts.
+    Called on byte values ``[T]`` it runs all of its experts in one process; an expert-parallel
+    caller uses the parts.
 
     Args:
         weights: from :func:`make_weights`, with any contiguous slice of the per-expert ones.
@@ -62,7 +65,9 @@ class MoeLayer(nn.Module):
 
     def __init__(self, weights: dict[str, Tensor], num_topk: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weights = nn.ParameterDict({name: nn.Parameter(w.clone()) for name, w in weights.items()})
+        self.weights = nn.ParameterDict(
+            {name: nn.Parameter(w.clone()) for name, w in weights.items()}
+        )
         self.num_topk = num_topk
         self.dtype = dtype
 
@@ -71,23 +76,30 @@ class MoeLayer(nn.Module):
         return functional.embedding(tokens, self.weights["embedding"]).to(self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[T, H]`` to expert ids ``[T, K]`` int64 and weights ``[T, K]`` float32 that add up to 1."""
+        """Rows ``[T, H]`` to expert ids ``[T, K]`` int64 and weights ``[T, K]`` float32 that add up
+        to 1.
+        """
         scores = functional.linear(x.float(), self.weights["router"]).softmax(-1)
         top, topk_idx = scores.topk(self.num_topk)
         return topk_idx, top / top.sum(-1, keepdim=True)
 
     def mixed_experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Rows ``[N, H]`` with ids of experts held here (-1: elsewhere), each to the weighted sum over its experts.
+        """Rows ``[N, H]`` with ids of experts held here (-1: elsewhere), each to the weighted sum
+        over its experts.
 
         Expert by expert, and an expert takes its rows in order. Sums are float32 and rounded once.
         """
         experts = self._expert_weights()
         if not experts:
-            return x  # without experts there are no rows: this keeps the rank in the backward exchange
+            return (
+                x  # without experts there are no rows: this keeps the rank in the backward exchange
+            )
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, weights in enumerate(experts):
             row, pick = (topk_idx == expert).nonzero(as_tuple=True)
-            out = out.index_add(0, row, topk_weights[row, pick, None] * _swiglu(x[row], *weights).float())
+            out = out.index_add(
+                0, row, topk_weights[row, pick, None] * _swiglu(x[row], *weights).float()
+            )
         return out.to(x.dtype)
 
     def blocked_experts(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
@@ -96,7 +108,9 @@ class MoeLayer(nn.Module):
         if not experts:
             return x
         blocks = cast(tuple[Tensor, ...], x.split(list(tokens_per_expert)))
-        return torch.cat([_swiglu(block, *weights) for block, weights in zip(blocks, experts, strict=True)])
+        return torch.cat(
+            [_swiglu(block, *weights) for block, weights in zip(blocks, experts, strict=True)]
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Byte values ``[T]`` to ``[T, H]``."""
@@ -104,9 +118,13 @@ class MoeLayer(nn.Module):
         return self.mixed_experts(x, *self.route(x))
 
     def _expert_weights(self) -> list[tuple[Tensor, ...]]:
-        return list(zip(*(self.weights[name].to(self.dtype).unbind(0) for name in PER_EXPERT), strict=True))
+        return list(
+            zip(*(self.weights[name].to(self.dtype).unbind(0) for name in PER_EXPERT), strict=True)
+        )
 
 
 def _swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """``[N, H]`` to ``[N, H]``: ``(silu(x gate^T) * (x up^T)) down^T``."""
-    return functional.linear(functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down)
+    return functional.linear(
+        functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down
+    )

@@ -1,4 +1,6 @@
-"""What every rank of ``tokenyard demo`` does: run the layer expert-parallel, time it, compare it with one process."""
+"""What every rank of ``tokenyard demo`` does: run the layer expert-parallel, time it, compare it
+with one process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What to run: sizes, layout of the received rows, engine, timed steps, and the seed of weights and gradient."""
+    """What to run: sizes, layout of the received rows, engine, timed steps, and the seed of weights
+    and gradient.
+    """
 
     shape: LayerShape
     layout: ty.Layout
@@ -39,16 +43,13 @@ class DemoConfig:
 class DemoResult:
     """What the ranks saw, the same on every rank.
 
-    Attributes:
-        why: the engine that ran, and the reason for it.
-        tokens: per rank, tokens that it owns.
-        rows: per rank, rows that one dispatch brings it.
-        sent: bytes per step (forward and backward) from rank ``i`` to rank ``j``.
-        received: bytes per step at rank ``i`` from rank ``j``.
-        experts: per rank, experts that it holds (rank 0 the first ones, and so on).
-        load: per expert, tokens routed to it.
-        errors: relative error per compared tensor (named by :func:`tokenyard.cli.demo_check.results`).
-        seconds: per phase, median over the steps of the slowest rank.
+    Attributes: why: the engine that ran, and the reason for it. tokens: per rank, tokens that it
+    owns. rows: per rank, rows that one dispatch brings it. sent: bytes per step (forward and
+    backward) from rank ``i`` to rank ``j``. received: bytes per step at rank ``i`` from rank ``j``.
+    experts: per rank, experts that it holds (rank 0 the first ones, and so on). load: per expert,
+    tokens routed to it. errors: relative error per compared tensor (named by
+    :func:`tokenyard.cli.demo_check.results`). seconds: per phase, median over the steps of the
+    slowest rank.
     """
 
     why: str
@@ -84,7 +85,9 @@ class PhaseClock:
 
 
 class Problem:
-    """Tokens, output gradient and weights of the whole layer, the same on every rank, and who holds which part."""
+    """Tokens, output gradient and weights of the whole layer, the same on every rank, and who holds
+    which part.
+    """
 
     def __init__(self, config: DemoConfig, text: bytes, device: torch.device) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -94,7 +97,9 @@ class Problem:
         gradient = torch.randn(len(text), self.shape.hidden, generator=generator)
         self.gradient = gradient.to(device, self.shape.dtype)
         self.weights = make_weights(self.shape, config.seed, device)
-        self.split = expert_bounds(len(text), world)  # tokens are shared out like experts: contiguous, nearly equal
+        self.split = expert_bounds(
+            len(text), world
+        )  # tokens are shared out like experts: contiguous, nearly equal
         self.owned = expert_bounds(self.shape.num_experts, world)
         self.mine = slice(*self.split[rank : rank + 2])
         self.held = slice(*self.owned[rank : rank + 2])
@@ -116,7 +121,9 @@ class Problem:
         )
 
     def on_one_process(self) -> dict[str, Tensor]:
-        """Results of the whole layer on all tokens, without tokenyard; the output is cut to this rank's tokens."""
+        """Results of the whole layer on all tokens, without tokenyard; the output is cut to this
+        rank's tokens.
+        """
         layer = self.layer(slice(None))
         y = layer(self.tokens)
         y.backward(self.gradient)
@@ -136,7 +143,9 @@ class Problem:
 def forward(
     layer: MoeLayer, ep: ty.ExpertParallel, tokens: Tensor, layout: ty.Layout, clock: PhaseClock
 ) -> tuple[Tensor, ty.Received]:
-    """The layer on this rank's tokens ``[T]``, its experts spread over the ranks: output ``[T, H]``, and what came."""
+    """The layer on this rank's tokens ``[T]``, its experts spread over the ranks: output ``[T,
+    H]``, and what came.
+    """
     with clock.phase("embed and route"):
         x = layer.embed(tokens)
         topk_idx, topk_weights = layer.route(x)
@@ -167,13 +176,17 @@ def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
 
 
 def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Counter) -> DemoResult:
-    """Be one rank. Every rank passes the same ``text``; rank 0 counts finished stages: start, warm-up, steps."""
+    """Be one rank. Every rank passes the same ``text``; rank 0 counts finished stages: start,
+    warm-up, steps.
+    """
     problem, clock = Problem(config, text, device), PhaseClock(device)
     layer = problem.layer(problem.held)
 
     def begin_stage() -> None:
         counter.value += dist.get_rank() == 0
-        sum_over_ranks(torch.zeros(1))  # start together, so that no phase counts another rank's delay
+        sum_over_ranks(
+            torch.zeros(1)
+        )  # start together, so that no phase counts another rank's delay
 
     def step(ep: ty.ExpertParallel) -> tuple[Tensor, ty.Received]:
         begin_stage()

@@ -1,4 +1,6 @@
-"""``tokenyard doctor``: what this machine has, which engine it would get, whether dispatch and combine work on it."""
+"""``tokenyard doctor``: what this machine has, which engine it would get, whether dispatch and
+combine work on it.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,29 @@ def _size(default: str, text: str) -> object:
 
 
 def doctor(
-    tokens: Annotated[int | None, _size(str(TOKENS), "Tokens per rank of the workload to make room for.")] = None,
+    tokens: Annotated[
+        int | None, _size(str(TOKENS), "Tokens per rank of the workload to make room for.")
+    ] = None,
     hidden: Annotated[int | None, _size(str(HIDDEN), "Channels of a token.")] = None,
     experts: Annotated[int | None, _size(str(EXPERTS), "Experts over all ranks.")] = None,
     topk: Annotated[int | None, _size(str(TOPK), "Experts per token.")] = None,
     ranks: Annotated[int | None, _size("one per GPU, or 4", "Ranks of the workload.")] = None,
-    layout: Annotated[Literal["flat", "expert_major"], typer.Option(help="Order of its received rows.")] = "flat",
+    layout: Annotated[
+        Literal["flat", "expert_major"], typer.Option(help="Order of its received rows.")
+    ] = "flat",
     self_test: Annotated[bool, typer.Option(help="Dispatch and combine on real ranks.")] = True,
-    timeout: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for each answer.")] = 60.0,
-    as_document: Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for each answer.")
+    ] = 60.0,
+    as_document: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document, and nothing else.")
+    ] = False,
 ) -> None:
-    """Look at this machine: GPUs, links, libraries, limits; which engine it gets; whether dispatch and combine work.
+    """Look at this machine: GPUs, links, libraries, limits; which engine it gets; whether dispatch
+    and combine work.
 
-    The exit code is 0 if it is healthy (with or without GPUs, warnings allowed) and 1 if not; reasons and remedies come last.
-    Under torchrun the first process of each host looks.
+    The exit code is 0 if it is healthy (with or without GPUs, warnings allowed) and 1 if not;
+    reasons and remedies come last. Under torchrun the first process of each host looks.
     """
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -77,7 +88,9 @@ def doctor(
 
 def _check(experts: int, topk: int) -> None:
     if topk > experts:
-        raise typer.BadParameter(f"{topk} experts per token, but there are {experts}", param_hint="--topk")
+        raise typer.BadParameter(
+            f"{topk} experts per token, but there are {experts}", param_hint="--topk"
+        )
 
 
 def _status() -> AbstractContextManager[Say]:
@@ -99,7 +112,9 @@ class _Spinner(AbstractContextManager[Say]):
 
 
 def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
-    """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely here."""
+    """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely
+    here.
+    """
     plans = [("cpu", CPU_RANKS, "collective")]
     if facts.gpus:
         plans.append(("cuda", len(facts.gpus), likely_engine(facts).name))
@@ -108,12 +123,18 @@ def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
         say(f"self-test on {ranks} {device} ranks")
         words = ("self-test", device, str(ranks), engine, str(asker.timeout / 2))
         answers, errors = asker.process(["self-test"], *words)
-        told: dict[str, Any] = {"engine": engine, "error": errors.get("self-test", ""), **answers.get("self-test", {})}
+        told: dict[str, Any] = {
+            "engine": engine,
+            "error": errors.get("self-test", ""),
+            **answers.get("self-test", {}),
+        }
         tests.append(SelfTest(device=device, ranks=ranks, **told))
     return tests
 
 
-def diagnose(facts: Facts, workload: Workload, tests: list[SelfTest], asked: bool, asker: Asker) -> Diagnosis:
+def diagnose(
+    facts: Facts, workload: Workload, tests: list[SelfTest], asked: bool, asker: Asker
+) -> Diagnosis:
     """What the facts mean. A rule that raises becomes something that could not be told, too."""
     unknown = Engine("collective", "could not tell why")
     engine = asker.ask("engine", lambda: likely_engine(facts, workload.ranks)) or unknown

@@ -1,7 +1,9 @@
-"""The process that asks torch and the GPU driver, or runs the self-test, for ``tokenyard doctor``: it may hang or crash.
+"""The process that asks torch and the GPU driver, or runs the self-test, for ``tokenyard doctor``:
+it may hang or crash.
 
-``python -m tokenyard.cli.doctor_child RESULTS torch`` or ``... RESULTS self-test DEVICE RANKS ENGINE SECONDS`` writes one JSON
-line per answer to the file ``RESULTS``: ``{"name": ..., "value": ...}`` or ``{"name": ..., "error": ...}``.
+``python -m tokenyard.cli.doctor_child RESULTS torch`` or ``... RESULTS self-test DEVICE RANKS
+ENGINE SECONDS`` writes one JSON line per answer to the file ``RESULTS``: ``{"name": ..., "value":
+...}`` or ``{"name": ..., "error": ...}``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def _torch() -> dict[str, Any]:
         "version": torch.__version__,
         "cuda": build.cuda,
         "hip": build.hip,
-        "backends": [name for name, asks in backends.items() if dist.is_available() and getattr(dist, asks)()],
+        "backends": [
+            name for name, asks in backends.items() if dist.is_available() and getattr(dist, asks)()
+        ],
         "error": _start_error() if build.cuda or build.hip else "",
     }
 
@@ -69,7 +73,9 @@ def _nccl() -> dict[str, Any] | None:
 
 
 def _nvshmem() -> dict[str, Any]:
-    """The version is that of the installed package, and so may differ from a library loaded from elsewhere."""
+    """The version is that of the installed package, and so may differ from a library loaded from
+    elsewhere.
+    """
     package, wanted = _wanted("nvidia-nvshmem")
     try:
         version = metadata.version(package) if package else None
@@ -84,7 +90,9 @@ def _wanted(prefix: str) -> tuple[str | None, str | None]:
 
 
 def wanted_package(requirements: list[str], prefix: str) -> tuple[str | None, str | None]:
-    """Of ``nvidia-nccl-cu13==2.28.9; platform_system == ...`` the name and the version; None twice if there is none."""
+    """Of ``nvidia-nccl-cu13==2.28.9; platform_system == ...`` the name and the version; None twice
+    if there is none.
+    """
     for requirement in requirements:
         match = re.match(rf"({re.escape(prefix)}[\w-]*)\s*\(?==\s*([\d.]+)", requirement)
         if match:

@@ -1,4 +1,6 @@
-"""Which engine a machine would get, and what a workload would need there. Pure functions of :class:`Facts`."""
+"""Which engine a machine would get, and what a workload would need there. Pure functions of
+:class:`Facts`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Engine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One MoE layer: ``tokens`` per rank of ``hidden`` bfloat16 channels, ``topk`` of ``experts``; over ``ranks``."""
+    """One MoE layer: ``tokens`` per rank of ``hidden`` bfloat16 channels, ``topk`` of ``experts``;
+    over ``ranks``.
+    """
 
     tokens: int
     hidden: int
@@ -52,7 +56,9 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Of one rank: ``even`` if every expert is equally popular, ``most`` if every token comes here; ``free`` for it."""
+    """Of one rank: ``even`` if every expert is equally popular, ``most`` if every token comes here;
+    ``free`` for it.
+    """
 
     even: Bytes
     most: Bytes
@@ -63,9 +69,9 @@ class Need:
 def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
     """The engine that ``engine="auto"`` comes to on this machine, by default with one rank per GPU.
 
-    ``nvlink`` needs GPUs of compute capability 7.0, Triton 3.6 and, for two ranks or more, GPUs that all reach each other's memory
-    and torch's symmetric memory.
-    Everything else is ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
+    ``nvlink`` needs GPUs of compute capability 7.0, Triton 3.6 and, for two ranks or more, GPUs
+    that all reach each other's memory and torch's symmetric memory. Everything else is
+    ``collective``: over NCCL where each rank has a GPU of its own, over gloo otherwise.
     """
     gpus = facts.gpus or []
     if not gpus:
@@ -76,14 +82,23 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
     if not missing and ranks == 1:
         return Engine("nvlink", f"one rank, on a GPU, Triton {facts.triton}")
     if not missing:
-        return Engine("nvlink", f"{ranks} GPUs that all reach each other, Triton {facts.triton}, symmetric memory")
+        return Engine(
+            "nvlink",
+            f"{ranks} GPUs that all reach each other, Triton {facts.triton}, symmetric memory",
+        )
     has_nccl = facts.torch is not None and "nccl" in facts.torch.backends
-    wire = "NCCL, one GPU per rank" if has_nccl else "gloo, through host memory, since torch has no NCCL"
+    wire = (
+        "NCCL, one GPU per rank"
+        if has_nccl
+        else "gloo, through host memory, since torch has no NCCL"
+    )
     return Engine("collective", f"over {wire}; not nvlink: {'; '.join(missing)}")
 
 
 def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
-    """Everything that keeps ``ranks`` ranks on this machine from engine ``nvlink``, as ``engines/select.py`` would see it."""
+    """Everything that keeps ``ranks`` ranks on this machine from engine ``nvlink``, as
+    ``engines/select.py`` would see it.
+    """
     missing = list[str]()
     if "nvlink" not in facts.engines:
         missing.append("this version does not have it")
@@ -96,7 +111,10 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
     elif not triton_fits(facts.triton):
         missing.append(f"it needs Triton {TRITON}, and this is {facts.triton}")
     if old := old_gpus(facts, ranks):
-        least, names = ".".join(map(str, CAPABILITY)), ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old)
+        least, names = (
+            ".".join(map(str, CAPABILITY)),
+            ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old),
+        )
         missing.append(f"it needs compute capability {least}, and there is {names}")
     if ranks > 1 and facts.symmetric_memory != "":
         missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
@@ -113,7 +131,8 @@ def _missing_links(facts: Facts, ranks: int) -> list[str]:
     bad = unreachable(facts, ranks)
     if bad:
         missing.append(
-            f"no peer access between GPUs {pairs_text(bad)} ({len(bad)} of {len(gpu_pairs(facts, ranks))} pairs)"
+            f"no peer access between GPUs {pairs_text(bad)} ({len(bad)} of "
+            f"{len(gpu_pairs(facts, ranks))} pairs)"
         )
     elif facts.peers is not None:
         missing += facts.preflight or []
@@ -121,7 +140,9 @@ def _missing_links(facts: Facts, ranks: int) -> list[str]:
 
 
 def symmetric_bytes(workload: Workload) -> int:
-    """Symmetric memory that engine ``nvlink`` holds per GPU: a fixed region and its counters, whatever the batch."""
+    """Symmetric memory that engine ``nvlink`` holds per GPU: a fixed region and its counters,
+    whatever the batch.
+    """
     del workload
     return NVLINK_REGION_BYTES + NVLINK_CONTROL_BYTES
 
@@ -129,8 +150,9 @@ def symmetric_bytes(workload: Workload) -> int:
 def need(workload: Workload, engine: str, facts: Facts) -> Need:
     """Bytes that one rank needs while it dispatches and combines, and what is free for it.
 
-    Counts received rows with their routing, the combined result and the engine's buffers; not the experts' own tensors.
-    On GPUs free is what the fullest of them has left; on the CPU the host's memory is shared among the ranks.
+    Counts received rows with their routing, the combined result and the engine's buffers; not the
+    experts' own tensors. On GPUs free is what the fullest of them has left; on the CPU the host's
+    memory is shared among the ranks.
     """
     w, here = workload, most_local_experts(workload)
     reached = 1 - comb(w.experts - here, w.topk) / comb(w.experts, w.topk)
@@ -138,10 +160,17 @@ def need(workload: Workload, engine: str, facts: Facts) -> Need:
     if w.layout == "flat":
         rows = arrivals
     else:
-        rows = (round(w.ranks * w.tokens * w.topk * here / w.experts), w.ranks * w.tokens * min(w.topk, here))
+        rows = (
+            round(w.ranks * w.tokens * w.topk * here / w.experts),
+            w.ranks * w.tokens * min(w.topk, here),
+        )
     sent = (arrivals[0], w.tokens * min(w.topk, w.ranks))
     both = [
-        Bytes(n, result_bytes(w, n), symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back))
+        Bytes(
+            n,
+            result_bytes(w, n),
+            symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back),
+        )
         for n, out, back in zip(rows, sent, arrivals, strict=True)
     ]
     free, where = _free(workload, facts)

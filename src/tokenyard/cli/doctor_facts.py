@@ -1,6 +1,8 @@
-"""What ``tokenyard doctor`` knows about a machine: plain values, so that every verdict can be tested on made-up ones.
+"""What ``tokenyard doctor`` knows about a machine: plain values, so that every verdict can be
+tested on made-up ones.
 
-``None`` is "could not tell" (``Facts.untold`` then says why) or, where a docstring says so, "not there". Sizes are bytes.
+``None`` is "could not tell" (``Facts.untold`` then says why) or, where a docstring says so, "not
+there". Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, numbered as whoever reported it numbers them. ``mig`` is None on GPUs that cannot be partitioned."""
+    """One GPU, numbered as whoever reported it numbers them. ``mig`` is None on GPUs that cannot be
+    partitioned.
+    """
 
     index: int
     name: str
@@ -29,7 +33,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """The NVIDIA driver; ``cuda`` is the newest CUDA it serves, ``gpus`` those it sees (torch may see fewer)."""
+    """The NVIDIA driver; ``cuda`` is the newest CUDA it serves, ``gpus`` those it sees (torch may
+    see fewer).
+    """
 
     version: str | None = None
     cuda: str | None = None
@@ -38,7 +44,9 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """A build of torch. ``cuda`` and ``hip`` are None if it has none; ``error`` is why its GPUs do not start, or ""."""
+    """A build of torch. ``cuda`` and ``hip`` are None if it has none; ``error`` is why its GPUs do
+    not start, or "".
+    """
 
     version: str
     cuda: str | None = None
@@ -49,7 +57,9 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library as loaded beside torch: its version, the version torch was made for, the files it was loaded from."""
+    """A library as loaded beside torch: its version, the version torch was made for, the files it
+    was loaded from.
+    """
 
     version: str | None = None
     wanted: str | None = None
@@ -82,7 +92,9 @@ class HostName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciBus:
-    """NVIDIA GPUs on the PCI bus, with or without a driver, and the kinds of IOMMU domain that they are in."""
+    """NVIDIA GPUs on the PCI bus, with or without a driver, and the kinds of IOMMU domain that they
+    are in.
+    """
 
     gpus: int
     iommu: list[str] = field(default_factory=list[str])
@@ -92,19 +104,17 @@ class PciBus:
 class Facts:
     """Everything that was found out.
 
-    Attributes:
-        python, engines: version of Python, names that ``ExpertParallel(engine=)`` takes.
-        cpus, memory, shm, limits, hostname: of this host, or of the container it runs in. ``memory`` counts a cgroup's limit.
-        infiniband: network devices that do RDMA.
-        environment: variables that change what CUDA, NCCL, NVSHMEM, gloo or Triton do.
-        pci, driver: ``driver`` is None also if there is none.
-        torch, triton, nccl, nvshmem: ``triton`` is None also if it is not installed, ``nccl`` if torch has none.
-        symmetric_memory: why torch's symmetric memory cannot be imported, or "".
-        gpus: those that torch sees; the matrices below are indexed in the same order, ``[from][to]``.
-        peers: whether one GPU can address the other's memory.
-        preflight: why one rank per GPU could not share memory, in the words of ``tokenyard.memory.preflight``.
-        links: ``NV18``, ``PIX``, ``SYS`` ... as nvidia-smi names the path; p2p: nvidia-smi's verdict, ``OK`` or a reason.
-        untold: why a probe could not tell, by the name of the attribute.
+    Attributes: python, engines: version of Python, names that ``ExpertParallel(engine=)`` takes.
+    cpus, memory, shm, limits, hostname: of this host, or of the container it runs in. ``memory``
+    counts a cgroup's limit. infiniband: network devices that do RDMA. environment: variables that
+    change what CUDA, NCCL, NVSHMEM, gloo or Triton do. pci, driver: ``driver`` is None also if
+    there is none. torch, triton, nccl, nvshmem: ``triton`` is None also if it is not installed,
+    ``nccl`` if torch has none. symmetric_memory: why torch's symmetric memory cannot be imported,
+    or "". gpus: those that torch sees; the matrices below are indexed in the same order,
+    ``[from][to]``. peers: whether one GPU can address the other's memory. preflight: why one rank
+    per GPU could not share memory, in the words of ``tokenyard.memory.preflight``. links: ``NV18``,
+    ``PIX``, ``SYS`` ... as nvidia-smi names the path; p2p: nvidia-smi's verdict, ``OK`` or a
+    reason. untold: why a probe could not tell, by the name of the attribute.
     """
 
     python: str
@@ -133,7 +143,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """One run of dispatch and combine against the oracle; ``error`` is "" if every bit was right."""
+    """One run of dispatch and combine against the oracle; ``error`` is "" if every bit was
+    right.
+    """
 
     device: str
     ranks: int
@@ -149,7 +161,9 @@ def gpu_pairs(facts: Facts, count: int | None = None) -> list[tuple[int, int]]:
 
 
 def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]:
-    """The pairs of which one GPU at least cannot address the other's memory. Without ``peers`` there are none known."""
+    """The pairs of which one GPU at least cannot address the other's memory. Without ``peers``
+    there are none known.
+    """
     peers = facts.peers
     if peers is None:
         return []
@@ -157,8 +171,14 @@ def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]
 
 
 def old_gpus(facts: Facts, count: int | None = None) -> list[Gpu]:
-    """Those of the first ``count`` GPUs that torch sees (default: all) that are too old for kernels."""
-    return [gpu for gpu in (facts.gpus or [])[:count] if gpu.capability and numbers(gpu.capability) < CAPABILITY]
+    """Those of the first ``count`` GPUs that torch sees (default: all) that are too old for
+    kernels.
+    """
+    return [
+        gpu
+        for gpu in (facts.gpus or [])[:count]
+        if gpu.capability and numbers(gpu.capability) < CAPABILITY
+    ]
 
 
 def nvlinks(facts: Facts, a: int, b: int) -> int | None:

@@ -1,7 +1,8 @@
 """Asking questions that may raise, crash or hang, without being taken down by them.
 
-Light questions run on a thread that is abandoned when time is up. What may hang for good (a driver, nvidia-smi, ranks that
-wait for each other) or crash runs in a process of its own, which is killed with all its children.
+Light questions run on a thread that is abandoned when time is up. What may hang for good (a driver,
+nvidia-smi, ranks that wait for each other) or crash runs in a process of its own, which is killed
+with all its children.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ NOT_ASKED = "no process to ask in"
 MOST_OUTPUT = 1 << 20
 LONGEST_REASON = 500
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
 LAUNCHER_PREFIXES = ("LOCAL_", "TORCHELASTIC_")
 """Variables of a launcher, which a process of our own must not take for its own."""
 
@@ -53,7 +62,9 @@ class Finished(NamedTuple):
 
 
 class Asker:
-    """Asks questions, and remembers why some had no answer (``untold``, by name). ``timeout`` is in seconds, for each."""
+    """Asks questions, and remembers why some had no answer (``untold``, by name). ``timeout`` is in
+    seconds, for each.
+    """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -71,7 +82,9 @@ class Asker:
         """The answer of ``probe``, or None if it raised or took too long."""
         return self.ask(name, lambda: in_time(probe, self.timeout))
 
-    def process(self, names: Sequence[str], *arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def process(
+        self, names: Sequence[str], *arguments: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         """Ask ``tokenyard.cli.doctor_child``; answers by name, and reasons for what has none."""
         program = [sys.executable, "-m", "tokenyard.cli.doctor_child"]
         try:
@@ -80,14 +93,18 @@ class Asker:
             return {}, dict.fromkeys(names, f"{NOT_ASKED}: {reason(error)}")
 
     def ask_process(self, names: Sequence[str], *arguments: str) -> dict[str, Any]:
-        """Answers of ``tokenyard.cli.doctor_child`` to the questions ``names``; one that has none is left out."""
+        """Answers of ``tokenyard.cli.doctor_child`` to the questions ``names``; one that has none
+        is left out.
+        """
         answers, errors = self.process(names, *arguments)
         self.untold.update(errors)
         return answers
 
 
 def in_time(probe: Callable[[], T], timeout: float) -> T:
-    """``probe()``, or ``TimeoutError`` after ``timeout`` seconds (its thread is then left to itself)."""
+    """``probe()``, or ``TimeoutError`` after ``timeout`` seconds (its thread is then left to
+    itself).
+    """
     outcome: list[Callable[[], T]] = []
 
     def work() -> None:
@@ -113,11 +130,11 @@ def _raise(error: BaseException) -> Any:
 def ask_child(
     program: Sequence[str], names: Sequence[str], arguments: Sequence[str], timeout: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run ``program RESULTS *arguments``, which writes one JSON line per answer to the file ``RESULTS``.
+    """Run ``program RESULTS *arguments``, which writes one JSON line per answer to the file
+    ``RESULTS``.
 
-    Returns:
-        Answers by name, and for each of ``names`` without an answer the reason. What was answered before a crash or a hang
-        counts.
+    Returns: Answers by name, and for each of ``names`` without an answer the reason. What was
+    answered before a crash or a hang counts.
     """
     with TemporaryDirectory() as folder:
         results = Path(folder) / "results"
@@ -140,13 +157,19 @@ def ask_child(
 
 
 def run(command: Sequence[str], timeout: float, env: dict[str, str] | None = None) -> Finished:
-    """Run a command in a session of its own; when ``timeout`` seconds are over, or this process is interrupted, kill all of it.
+    """Run a command in a session of its own; when ``timeout`` seconds are over, or this process is
+    interrupted, kill all of it.
 
     Its output goes through files: a pipe that some grandchild keeps open would be waited for.
     """
     with TemporaryFile() as out, TemporaryFile() as err:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
@@ -182,7 +205,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def reason(error: BaseException) -> str:
-    """An exception as text. Of a traceback within its message (a rank's) only what it ended with is kept."""
+    """An exception as text. Of a traceback within its message (a rank's) only what it ended with is
+    kept.
+    """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     head, traced, _ = str(error).partition("\nTraceback (")
     if not traced:

@@ -15,7 +15,16 @@ NVIDIA_SMI = "nvidia-smi"
 DRIVER_FILE = "proc/driver/nvidia/version"
 MIB = 1 << 20
 
-FIELDS = ("index", "name", "uuid", "memory.total", "memory.free", "driver_version", "compute_cap", "mig.mode.current")
+FIELDS = (
+    "index",
+    "name",
+    "uuid",
+    "memory.total",
+    "memory.free",
+    "driver_version",
+    "compute_cap",
+    "mig.mode.current",
+)
 OLD_FIELDS = FIELDS[:6]
 """What drivers of before 2021 know too."""
 
@@ -37,7 +46,10 @@ def ask_driver(timeout: float, root: Path) -> Driver | None:
 
 def _query(timeout: float) -> tuple[str | None, list[Gpu]]:
     for fields in (FIELDS, OLD_FIELDS):
-        done = run([NVIDIA_SMI, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], timeout)
+        done = run(
+            [NVIDIA_SMI, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+            timeout,
+        )
         if done.code == 0:
             return parse_query(done.out)
         if "not a valid field" not in done.out + done.err:
@@ -71,8 +83,12 @@ def driver_cuda(banner: str) -> str | None:
 
 
 def parse_query(text: str) -> tuple[str | None, list[Gpu]]:
-    """Driver version and GPUs from ``--query-gpu`` with :data:`FIELDS` (the last two may be missing)."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    """Driver version and GPUs from ``--query-gpu`` with :data:`FIELDS` (the last two may be
+    missing).
+    """
+    rows = [
+        [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
+    ]
     gpus = [_gpu(row) for row in rows]
     return (rows[0][5] if rows else None), gpus
 
@@ -95,7 +111,8 @@ def _bytes(mib: str) -> int | None:
 
 
 def parse_matrix(text: str) -> list[list[str]]:
-    """The GPU part of a ``topo`` table: what stands at ``[from][to]``. Columns of NICs and affinities are left out.
+    """The GPU part of a ``topo`` table: what stands at ``[from][to]``. Columns of NICs and
+    affinities are left out.
 
     Raises:
         ValueError: there is no such table.
@@ -114,13 +131,15 @@ def parse_matrix(text: str) -> list[list[str]]:
 def by_uuid(gpus: Sequence[Gpu], seen: Sequence[Gpu]) -> tuple[list[Gpu], list[int] | None]:
     """Add to torch's GPUs what nvidia-smi saw of them (free memory without our own context, MIG).
 
-    Returns:
-        The GPUs, and where each stands in nvidia-smi's tables; None if one is not there (a MIG instance, another order).
+    Returns: The GPUs, and where each stands in nvidia-smi's tables; None if one is not there (a MIG
+    instance, another order).
     """
     places = {_bare(gpu.uuid): at for at, gpu in enumerate(seen) if gpu.uuid}
     found = [places.get(_bare(gpu.uuid)) for gpu in gpus]
     merged = [
-        gpu if at is None else replace(gpu, memory_free=seen[at].memory_free or gpu.memory_free, mig=seen[at].mig)
+        gpu
+        if at is None
+        else replace(gpu, memory_free=seen[at].memory_free or gpu.memory_free, mig=seen[at].mig)
         for gpu, at in zip(gpus, found, strict=True)
     ]
     order = [at for at in found if at is not None]

@@ -11,7 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenyard.cli.doctor_facts import Driver, Facts, Gpu, HostName, Library, Limits, PciBus, Space, Torch
+from tokenyard.cli.doctor_facts import (
+    Driver,
+    Facts,
+    Gpu,
+    HostName,
+    Library,
+    Limits,
+    PciBus,
+    Space,
+    Torch,
+)
 from tokenyard.cli.doctor_guard import Asker
 from tokenyard.cli.doctor_nvidia import NVIDIA_SMI, ask_driver, ask_matrix, by_uuid
 from tokenyard.engines.select import ENGINES
@@ -19,14 +29,33 @@ from tokenyard.engines.select import ENGINES
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor, and the first digits of a display controller's class."""
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_PRELOAD", "LD_LIBRARY_PATH", "HIP_VISIBLE_DEVICES")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "HIP_VISIBLE_DEVICES",
+)
 VARIABLE_PREFIXES = ("NCCL_", "NVSHMEM_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "GLOO_", "TRITON_")
 
-TORCH_QUESTIONS = ("triton", "symmetric_memory", "nccl", "nvshmem", "torch", "gpus", "peers", "preflight")
+TORCH_QUESTIONS = (
+    "triton",
+    "symmetric_memory",
+    "nccl",
+    "nvshmem",
+    "torch",
+    "gpus",
+    "peers",
+    "preflight",
+)
 
 
-def gather(asker: Asker, root: Path = Path("/"), say: Callable[[str], object] = lambda _: None) -> Facts:
-    """Ask everything. ``root`` is where ``proc``, ``sys`` and ``dev`` are; ``say`` is told what is asked just now."""
+def gather(
+    asker: Asker, root: Path = Path("/"), say: Callable[[str], object] = lambda _: None
+) -> Facts:
+    """Ask everything. ``root`` is where ``proc``, ``sys`` and ``dev`` are; ``say`` is told what is
+    asked just now.
+    """
     say("looking at this host")
     facts: dict[str, Any] = {
         "cpus": asker.ask("cpus", lambda: len(os.sched_getaffinity(0))),
@@ -98,7 +127,9 @@ def _field(text: str, name: str) -> int:
 
 
 def shared_memory(root: Path) -> Space:
-    """Size and free bytes of ``/dev/shm``, through which NCCL and processes of torch share memory; 0 if it is not there."""
+    """Size and free bytes of ``/dev/shm``, through which NCCL and processes of torch share memory;
+    0 if it is not there.
+    """
     folder = root / "dev/shm"
     if not folder.is_dir():
         return Space(total=0, free=0)
@@ -107,7 +138,10 @@ def shared_memory(root: Path) -> Space:
 
 
 def _limits() -> Limits:
-    memlock, open_files = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    memlock, open_files = (
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
     return Limits(memlock=memlock, open_files=open_files)
 
 
@@ -121,11 +155,15 @@ def _hostname() -> HostName:
 
 
 def pci_bus(root: Path) -> PciBus:
-    """NVIDIA's GPUs on the PCI bus, and the distinct kinds of their IOMMU domains ("identity", "DMA", "DMA-FQ", ...)."""
+    """NVIDIA's GPUs on the PCI bus, and the distinct kinds of their IOMMU domains ("identity",
+    "DMA", "DMA-FQ", ...).
+    """
     devices = root / "sys/bus/pci/devices"
     gpus = [devices / name for name in _names(devices) if _is_gpu(devices / name)]
     types = [gpu / "iommu_group/type" for gpu in gpus]
-    return PciBus(gpus=len(gpus), iommu=sorted({file.read_text().strip() for file in types if file.is_file()}))
+    return PciBus(
+        gpus=len(gpus), iommu=sorted({file.read_text().strip() for file in types if file.is_file()})
+    )
 
 
 def _is_gpu(device: Path) -> bool:

@@ -17,14 +17,18 @@ from tokenyard.cli.report import bytes_text, plain_table, print_section, seconds
 from tokenyard.version import __version__
 
 SCHEMA = 1
-"""Raised when a key of the JSON document changes its meaning or goes away; new keys may come without."""
+"""Raised when a key of the JSON document changes its meaning or goes away; new keys may come
+without.
+"""
 
 UNKNOWN = "?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was found out, and what it means. ``untold``: why something could not be told, by its name."""
+    """Everything that was found out, and what it means. ``untold``: why something could not be
+    told, by its name.
+    """
 
     facts: Facts
     workload: Workload
@@ -73,10 +77,14 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     print_section(console, "Host", _pairs(_host(facts)))
     print_section(console, "Software", _pairs(_software(facts)))
     _print_gpus(console, facts)
-    _line(console, f"\n[bold]Engine[/bold] {escape(diagnosis.engine.name)}: {escape(diagnosis.engine.why)}")
+    _line(
+        console,
+        f"\n[bold]Engine[/bold] {escape(diagnosis.engine.name)}: {escape(diagnosis.engine.why)}",
+    )
     w = diagnosis.workload
     title = (
-        f"Memory of a rank ({w.tokens} tokens x {w.hidden} bfloat16, top {w.topk} of {w.experts} experts, {w.layout}, "
+        f"Memory of a rank ({w.tokens} tokens x {w.hidden} bfloat16, top {w.topk} of {w.experts} "
+        f"experts, {w.layout}, "
         f"{w.ranks} rank{'s' if w.ranks > 1 else ''})"
     )
     print_section(console, title, _memory(diagnosis.need))
@@ -104,11 +112,22 @@ def _host(facts: Facts) -> list[tuple[str, str]]:
     name = facts.hostname
     rows = [
         ("cores", UNKNOWN if facts.cpus is None else str(facts.cpus)),
-        ("memory", UNKNOWN if memory is None else f"{bytes_text(memory.free)} free of {bytes_text(memory.total)}"),
-        ("/dev/shm", UNKNOWN if shm is None else f"{bytes_text(shm.free)} free of {bytes_text(shm.total)}"),
+        (
+            "memory",
+            UNKNOWN
+            if memory is None
+            else f"{bytes_text(memory.free)} free of {bytes_text(memory.total)}",
+        ),
+        (
+            "/dev/shm",
+            UNKNOWN if shm is None else f"{bytes_text(shm.free)} free of {bytes_text(shm.total)}",
+        ),
         ("lockable memory", UNKNOWN if limits is None else _limit(limits.memlock, bytes_text)),
         ("open files", UNKNOWN if limits is None else _limit(limits.open_files, str)),
-        ("own name", UNKNOWN if name is None else ("has no address" if name.error else "has an address")),
+        (
+            "own name",
+            UNKNOWN if name is None else ("has no address" if name.error else "has an address"),
+        ),
     ]
     if facts.infiniband:
         rows.append(("InfiniBand", ", ".join(facts.infiniband)))
@@ -127,8 +146,12 @@ def _software(facts: Facts) -> list[tuple[str, str]]:
     if torch is None:
         rows.append(("torch", UNKNOWN))
     else:
-        made_for = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
-        rows.append(("torch", f"{torch.version} ({made_for}; {', '.join(torch.backends) or 'no backend'})"))
+        made_for = (
+            f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
+        )
+        rows.append(
+            ("torch", f"{torch.version} ({made_for}; {', '.join(torch.backends) or 'no backend'})")
+        )
     rows.append(("Triton", _optional(facts, "triton", facts.triton)))
     if driver is None:
         rows.append(("NVIDIA driver", _optional(facts, "driver", None)))
@@ -161,10 +184,19 @@ def _print_gpus(console: Console, facts: Facts) -> None:
     for gpu in gpus:
         mig = {True: "on", False: "off", None: "n/a"}[gpu.mig]
         sizes = (_size(gpu.memory_total), _size(gpu.memory_free))
-        table.add_row(str(gpu.index), escape(gpu.name), gpu.capability or UNKNOWN, *sizes, mig, gpu.uuid or UNKNOWN)
+        table.add_row(
+            str(gpu.index),
+            escape(gpu.name),
+            gpu.capability or UNKNOWN,
+            *sizes,
+            mig,
+            gpu.uuid or UNKNOWN,
+        )
     print_section(console, "GPUs", table)
     if gpu_pairs(facts):
-        print_section(console, "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)", _links(facts))
+        print_section(
+            console, "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)", _links(facts)
+        )
 
 
 def _size(count: int | None) -> str:
@@ -180,7 +212,11 @@ def _links(facts: Facts) -> Table:
             link = facts.links[a][b] if facts.links else ("reachable" if facts.peers else UNKNOWN)
             cross = (min(a, b), max(a, b)) in bad
             cells.append(
-                "-" if a == b else f"[red]{escape(link if facts.links else '')}x[/red]" if cross else escape(link)
+                "-"
+                if a == b
+                else f"[red]{escape(link if facts.links else '')}x[/red]"
+                if cross
+                else escape(link)
             )
         table.add_row(str(a), *cells)
     return table
@@ -220,6 +256,8 @@ def _print_verdict(console: Console, diagnosis: Diagnosis) -> None:
     _line(console, f"[{colour}]{word}{behind}[/{colour}]")
     for finding in [*warnings, *problems]:
         colour = "bold red" if finding.severity == "problem" else "yellow"
-        _line(console, f"[{colour}]{finding.severity.upper()}: {escape(finding.symptom)}[/{colour}]")
+        _line(
+            console, f"[{colour}]{finding.severity.upper()}: {escape(finding.symptom)}[/{colour}]"
+        )
         _line(console, f"  cause:  {escape(finding.cause)}")
         _line(console, f"  remedy: {escape(finding.remedy)}")

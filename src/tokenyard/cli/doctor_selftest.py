@@ -34,9 +34,11 @@ class Inputs(NamedTuple):
 
 
 def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
-    """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"); a silent rank is waited for ``seconds``.
+    """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"); a silent rank is waited
+    for ``seconds``.
 
-    Arguments are words of a command line. Returns the fields of :class:`Report`, of rank 0, and ``seconds``.
+    Arguments are words of a command line. Returns the fields of :class:`Report`, of rank 0, and
+    ``seconds``.
 
     Raises:
         RuntimeError: a rank raised; its traceback is the message.
@@ -47,9 +49,14 @@ def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, o
 
 
 def make_inputs(world_size: int) -> Inputs:
-    """The same in every process. Experts do not divide by the ranks, and some tokens pick one expert twice."""
+    """The same in every process. Experts do not divide by the ranks, and some tokens pick one
+    expert twice.
+    """
     experts = 3 * world_size + 1
-    picks = [routing("duplicates", rank, world_size, TOKENS, TOPK, experts, 0) for rank in range(world_size)]
+    picks = [
+        routing("duplicates", rank, world_size, TOKENS, TOPK, experts, 0)
+        for rank in range(world_size)
+    ]
     x = [payload(rank, TOKENS, HIDDEN, torch.bfloat16, 0) for rank in range(world_size)]
     return Inputs(x, [idx for idx, _ in picks], [weights for _, weights in picks], experts)
 
@@ -74,7 +81,9 @@ def check_rank(here: torch.device, engine: str, timeout: float) -> Report:
         for layout in (Layout.FLAT, Layout.EXPERT_MAJOR):
             mine = (part[rank].to(here) for part in inputs[:3])
             recv = ep.dispatch(*mine, layout=layout)
-            out = ep.combine(_expert(recv.x, rank), recv.handle, weighted=layout is Layout.EXPERT_MAJOR)
+            out = ep.combine(
+                _expert(recv.x, rank), recv.handle, weighted=layout is Layout.EXPERT_MAJOR
+            )
             _compare(recv, out, inputs, layout, rank)
         return Report(ep.engine, ep.why)
 
@@ -86,7 +95,11 @@ def _expert(rows: Tensor, rank: int) -> Tensor:
 
 def _compare(recv: Received, out: Tensor, inputs: Inputs, layout: Layout, rank: int) -> None:
     received = reference.dispatch(
-        inputs.x, inputs.topk_idx, inputs.topk_weights, num_experts=inputs.num_experts, layout=layout
+        inputs.x,
+        inputs.topk_idx,
+        inputs.topk_weights,
+        num_experts=inputs.num_experts,
+        layout=layout,
     )
     rows = [_expert(each.x, peer) for peer, each in enumerate(received)]
     combined = reference.combine(rows, received, weighted=layout is Layout.EXPERT_MAJOR)
@@ -96,14 +109,20 @@ def _compare(recv: Received, out: Tensor, inputs: Inputs, layout: Layout, rank: 
         "x": (recv.x, want.x),
         "source": (recv.source, want.source),
         "tokens_per_expert": (recv.tokens_per_expert, want.tokens_per_expert),
-        "weights": (recv.topk_weights, want.topk_weights) if flat else (recv.row_weights, want.row_weights),
+        "weights": (recv.topk_weights, want.topk_weights)
+        if flat
+        else (recv.row_weights, want.row_weights),
         "topk_idx": (recv.topk_idx, want.topk_idx),
         "expert_offsets": (recv.expert_offsets, want.expert_offsets),
     }
     for name, (got, wanted) in pairs.items():
         what = f"{layout.name} dispatch: {name}"
         if (got is None) != (wanted is None):
-            raise AssertionError(f"rank {rank}: {what} {'is missing' if got is None else 'should not be there'}")
+            raise AssertionError(
+                f"rank {rank}: {what} {'is missing' if got is None else 'should not be there'}"
+            )
         if got is not None and wanted is not None:
-            assert_same_bits(got.cpu(), wanted, what=what, rank=rank, source=want.source if name == "x" else None)
+            assert_same_bits(
+                got.cpu(), wanted, what=what, rank=rank, source=want.source if name == "x" else None
+            )
     assert_same_bits(out.cpu(), combined[rank].x, what=f"{layout.name} combine", rank=rank)

@@ -1,4 +1,6 @@
-"""Options that several commands have, and what is wrong with them: said before any work, as an error of usage."""
+"""Options that several commands have, and what is wrong with them: said before any work, as an
+error of usage.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
     if path is None:
         return
     if find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install 'tokenyard[plots]'", param_hint="--plot")
+        raise typer.BadParameter(
+            "it needs matplotlib: pip install 'tokenyard[plots]'", param_hint="--plot"
+        )
     if path.suffix.lower() not in suffixes:
-        raise typer.BadParameter(f"{path.name!r} must end in {' or '.join(suffixes)}", param_hint="--plot")
+        raise typer.BadParameter(
+            f"{path.name!r} must end in {' or '.join(suffixes)}", param_hint="--plot"
+        )
     check_folder(path, "--plot")
 
 
@@ -50,7 +56,8 @@ def check_device(device: str) -> None:
 
 
 def check_engine(engine: str, device: str) -> None:
-    """The ``--engine`` is not one whose kernels need GPUs where ranks work on the CPU. (Whether it fits GPUs, ranks find out.)
+    """The ``--engine`` is not one whose kernels need GPUs where ranks work on the CPU. (Whether it
+    fits GPUs, ranks find out.)
 
     Raises:
         BadParameter: it is.

@@ -1,4 +1,6 @@
-"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be at hand."""
+"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be
+at hand.
+"""
 
 from __future__ import annotations
 
@@ -26,48 +28,69 @@ def _dtypes(given: list[str] | None) -> list[Dtype]:
     asked = given or list(DTYPES)
     for word in asked:
         if word not in DTYPES:
-            raise typer.BadParameter(f"{word!r} is unknown; use one of {', '.join(DTYPES)}", param_hint="--dtype")
+            raise typer.BadParameter(
+                f"{word!r} is unknown; use one of {', '.join(DTYPES)}", param_hint="--dtype"
+            )
     return [dtype for dtype in DTYPES if dtype in asked]
 
 
-def _rates(record: Path | None, nvlink: float | None, nic: float | None, latency: float | None) -> Rates:
+def _rates(
+    record: Path | None, nvlink: float | None, nic: float | None, latency: float | None
+) -> Rates:
     measured = H200 if record is None else rates_from(record, H200)
     return measured.with_links(nvlink=nvlink, nic=nic, latency=latency)
 
 
 def plan(
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that map each other's memory, one rank each.")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option(help="GPUs that map each other's memory, one rank each.")
+    ] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     hidden: Annotated[int, typer.Option(help="Channels of a token.")] = 7168,
     experts: Annotated[int, typer.Option(help="Experts over all ranks.")] = 256,
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help="bf16, fp8: of dispatched rows; may be given several times.", show_default="both"),
+        typer.Option(
+            help="bf16, fp8: of dispatched rows; may be given several times.", show_default="both"
+        ),
     ] = None,
     sms: Annotated[int, typer.Option(help=f"Multiprocessors for calls, of {H200_SMS}.")] = H200_SMS,
-    buffer_bytes: Annotated[int, typer.Option(help="Bytes of all rings of a GPU.")] = DEFAULT_BUFFER_BYTES,
+    buffer_bytes: Annotated[
+        int, typer.Option(help="Bytes of all rings of a GPU.")
+    ] = DEFAULT_BUFFER_BYTES,
     nvlink: Annotated[
-        float | None, typer.Option(help="GB/s that leave a GPU inside its node.", show_default="as measured")
+        float | None,
+        typer.Option(help="GB/s that leave a GPU inside its node.", show_default="as measured"),
     ] = None,
-    nic: Annotated[float | None, typer.Option(help="GB/s of network per GPU, one way.", show_default="45")] = None,
-    latency: Annotated[float | None, typer.Option(help="us of a put over the network.", show_default="5")] = None,
+    nic: Annotated[
+        float | None, typer.Option(help="GB/s of network per GPU, one way.", show_default="45")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="us of a put over the network.", show_default="5")
+    ] = None,
     rates: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, help="JSON of tokenyard bench --json or --suite nvlink.", show_default="recorded on 2x H200"
+            dir_okay=False,
+            help="JSON of tokenyard bench --json or --suite nvlink.",
+            show_default="recorded on 2x H200",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Which experts are popular under zipf.")] = 0,
-    as_document: Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")] = False,
+    as_document: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document, and nothing else.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw times over numbers of GPUs, as a PNG.")
     ] = None,
 ) -> None:
-    """Predict time, bytes per link, memory and ring sizes of dispatch and combine, for a machine of any size. Needs no GPU.
+    """Predict time, bytes per link, memory and ring sizes of dispatch and combine, for a machine of
+    any size. Needs no GPU.
 
-    Bytes are expected values under uniform and zipf routing. Times come from a small model; docs/planner.md says how far it is off.
+    Bytes are expected values under uniform and zipf routing. Times come from a small model;
+    docs/planner.md says how far it is off.
     """
     check_plot(plot)
     dtypes = _dtypes(dtype)

@@ -11,11 +11,15 @@ from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
 
 PLANNED = "nvlink, then twolevel"
 COLOURS = {PLANNED: OURS[0], COLLECTIVE: THEIRS[0], FLAT: THEIRS[1]}
-LINES: dict[str, dict[str, str]] = {"bf16": {"marker": "o"}, "fp8": {"marker": "s", "linestyle": "--"}}
+LINES: dict[str, dict[str, str]] = {
+    "bf16": {"marker": "o"},
+    "fp8": {"marker": "s", "linestyle": "--"},
+}
 
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
-    """Write a PNG: dispatch to the left, combine to the right; a colour per engine, warm for our kernels, a line per dtype.
+    """Write a PNG: dispatch to the left, combine to the right; a colour per engine, warm for our
+    kernels, a line per dtype.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -27,7 +31,8 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     figure: Any = Figure(figsize=(12.5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
-        f"tokenyard plan: {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of {work.experts} experts, "
+        f"tokenyard plan: {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of "
+        f"{work.experts} experts, "
         f"{work.gpus_per_node} GPUs per node (a model, not a measurement)",
         fontsize=12,
         color=INK,
@@ -40,7 +45,12 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         log_axes(panel, [plan.workload.ranks for plan in plans])
         panel.set_xlabel("GPUs", color=INK)
         panel.set_ylabel("us", color=INK)
-    legend(figure, panels, [_label(engine, dtype) for engine in COLOURS for dtype in LINES], len(COLOURS))
+    legend(
+        figure,
+        panels,
+        [_label(engine, dtype) for engine in COLOURS for dtype in LINES],
+        len(COLOURS),
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -51,10 +61,16 @@ def _curves(panel: Any, plans: Sequence[Plan], name: str) -> None:
         for call in plan.calls:
             if call.name == name:
                 engine = PLANNED if call.engine == plan.engine else call.engine
-                curves.setdefault((engine, call.dtype), []).append((plan.workload.ranks, call.terms.us))
+                curves.setdefault((engine, call.dtype), []).append(
+                    (plan.workload.ranks, call.terms.us)
+                )
     for (engine, dtype), points in curves.items():
         panel.plot(
-            *zip(*points, strict=True), color=COLOURS[engine], markersize=5, label=_label(engine, dtype), **LINES[dtype]
+            *zip(*points, strict=True),
+            color=COLOURS[engine],
+            markersize=5,
+            label=_label(engine, dtype),
+            **LINES[dtype],
         )
 
 

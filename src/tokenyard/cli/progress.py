@@ -31,11 +31,14 @@ def advance(counter: Counter | None) -> None:
 
 
 @contextmanager
-def progress(stages: Sequence[str], console: Console, *, bar: bool = True) -> Generator[Counter, None, None]:
-    """Yield a counter (which spawned ranks may be given) and say which stage of ``stages`` follows those counted.
+def progress(
+    stages: Sequence[str], console: Console, *, bar: bool = True
+) -> Generator[Counter, None, None]:
+    """Yield a counter (which spawned ranks may be given) and say which stage of ``stages`` follows
+    those counted.
 
-    On a terminal a bar says so. Elsewhere, and without ``bar`` (ranks that print would tear it), a line on stderr does:
-    at once, then every :data:`LINE_SECONDS`. A quiet console says nothing.
+    On a terminal a bar says so. Elsewhere, and without ``bar`` (ranks that print would tear it), a
+    line on stderr does: at once, then every :data:`LINE_SECONDS`. A quiet console says nothing.
     """
     counter = cast(Counter, multiprocessing.get_context("spawn").Value("i", 0, lock=False))
     if console.quiet:
@@ -51,7 +54,10 @@ def _lines(stages: Sequence[str], counter: Counter, _: Console) -> AbstractConte
 
     def tell() -> None:
         done = min(counter.value, len(stages) - 1)
-        text = f"{time.monotonic() - start:6.0f} s  {stages[done]} ({done} of {len(stages)} stages done)"
+        text = (
+            f"{time.monotonic() - start:6.0f} s  {stages[done]} ({done} of {len(stages)} stages "
+            f"done)"
+        )
         with suppress(OSError):  # nobody reads it any more: no reason to stop
             print(text, file=sys.stderr, flush=True)
 

@@ -41,7 +41,9 @@ def plain_table(*columns: str) -> Table:
     """An empty table; columns whose name starts with ``<`` are set left, the others right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column.removeprefix("<"), justify="left" if column.startswith("<") else "right")
+        table.add_column(
+            column.removeprefix("<"), justify="left" if column.startswith("<") else "right"
+        )
     return table
 
 
@@ -52,12 +54,20 @@ def print_section(console: Console, title: str, table: Table) -> None:
 
 
 def print_result(console: Console, result: DemoResult, limit: float) -> bool:
-    """Everything that ``tokenyard demo`` has to say about a run; returns whether every error is within ``limit``."""
+    """Everything that ``tokenyard demo`` has to say about a run; returns whether every error is
+    within ``limit``.
+    """
     console.print(f"Engine {escape(result.why)}", highlight=False)
-    print_section(console, "Ranks (bytes over the wire per step, forward and backward)", _ranks(result))
+    print_section(
+        console, "Ranks (bytes over the wire per step, forward and backward)", _ranks(result)
+    )
     print_section(console, f"Expert load ({_imbalance(result.load)})", _load(result))
     print_section(console, "Time (median over the steps, slowest rank)", _phases(result.seconds))
-    print_section(console, "Relative error against the same layer on one process", _errors(result.errors, limit))
+    print_section(
+        console,
+        "Relative error against the same layer on one process",
+        _errors(result.errors, limit),
+    )
     wrong = {name: error for name, error in result.errors.items() if not error <= limit}
     console.print()
     for name in worst_of_each_kind(wrong):
@@ -65,7 +75,10 @@ def print_result(console: Console, result: DemoResult, limit: float) -> bool:
         console.print(f"[bold red]{escape(text)}[/bold red]", highlight=False, soft_wrap=True)
     if not wrong:
         largest, gradients = max(result.errors.values()), len(result.errors) - 1
-        text = f"The output and all {gradients} gradients match; the largest relative error is {largest:.1e}"
+        text = (
+            f"The output and all {gradients} gradients match; the largest relative error is "
+            f"{largest:.1e}"
+        )
         console.print(f"[green]{text}[/green]", highlight=False)
     return not wrong
 
@@ -81,8 +94,12 @@ def worst_of_each_kind(errors: Mapping[str, float]) -> list[str]:
 
 
 def _ranks(result: DemoResult) -> Table:
-    table = plain_table("Rank", "Experts", "Tokens", "Rows received", "Bytes sent", "Bytes received")
-    for rank, (experts, tokens, rows) in enumerate(zip(result.experts, result.tokens, result.rows, strict=True)):
+    table = plain_table(
+        "Rank", "Experts", "Tokens", "Rows received", "Bytes sent", "Bytes received"
+    )
+    for rank, (experts, tokens, rows) in enumerate(
+        zip(result.experts, result.tokens, result.rows, strict=True)
+    ):
         sent, received = bytes_text(sum(result.sent[rank])), bytes_text(sum(result.received[rank]))
         table.add_row(str(rank), str(experts), str(tokens), str(rows), sent, received)
     return table
@@ -100,7 +117,9 @@ def _load(result: DemoResult) -> Table:
     table = plain_table("Expert", "Rank", "Tokens", "<")
     for expert in sorted(busiest):
         rank, load = owners[expert], result.load[expert]
-        bar = Bar(max(result.load), 0, load, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
+        bar = Bar(
+            max(result.load), 0, load, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)]
+        )
         table.add_row(str(expert), str(rank), str(load), bar)
     return table
 

@@ -1,8 +1,9 @@
 """How to time collective calls, so that the figures of several systems can be compared.
 
-All cases run in one process group, interleaved: every round times each case once. The order inside a round is shuffled
-(the same way on every rank), so that no case always inherits heap and caches from the same predecessor. Ranks meet
-before each call, outside its time. What counts is the slowest rank of each round.
+All cases run in one process group, interleaved: every round times each case once. The order inside
+a round is shuffled (the same way on every rank), so that no case always inherits heap and caches
+from the same predecessor. Ranks meet before each call, outside its time. What counts is the slowest
+rank of each round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[int], object]
-"""A timed call. Its argument is the number of the input to use; its result is dropped after the clock has stopped."""
+"""A timed call. Its argument is the number of the input to use; its result is dropped after the
+clock has stopped.
+"""
 
 _untyped: Any = dist
 _untyped_cuda: Any = torch.cuda
@@ -45,10 +48,9 @@ class Stats:
 class Series:
     """Microseconds of the slowest rank, one entry per round.
 
-    Attributes:
-        wall: the Python call until its results are complete on the device.
-        device: between two events on the current stream around the call; None without a GPU. With a head start
-            (:func:`time_interleaved`) this is kernel time.
+    Attributes: wall: the Python call until its results are complete on the device. device: between
+        two events on the current stream around the call; None without a GPU. With a head start
+        (:func:`time_interleaved`) this is kernel time.
     """
 
     wall: list[float]
@@ -62,7 +64,9 @@ def summarise(times: Sequence[float]) -> Stats:
     Stats(median=2.5, p99=4.0, min=1.0)
     """
     ordered = sorted(times)
-    return Stats(statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[0])
+    return Stats(
+        statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[0]
+    )
 
 
 class _Clock:
@@ -74,9 +78,11 @@ class _Clock:
         self._barrier = barrier
 
     def time_queued(self, call: Call, number: int, head_start_us: float) -> float:
-        """Microseconds on the GPU of ``call(number)``, whose launches the host has queued before the GPU gets to them.
+        """Microseconds on the GPU of ``call(number)``, whose launches the host has queued before
+        the GPU gets to them.
 
-        The GPU is kept busy meanwhile; then ranks meet on it, and what follows is timed. 0 without a GPU.
+        The GPU is kept busy meanwhile; then ranks meet on it, and what follows is timed. 0 without
+        a GPU.
         """
         if not self.cuda:
             return 0.0
@@ -98,7 +104,9 @@ class _Clock:
             torch.cuda.synchronize()
 
     def meet(self) -> None:
-        """Return when every rank is here and idle (an all-reduce: no rank has the sum before all gave their part)."""
+        """Return when every rank is here and idle (an all-reduce: no rank has the sum before all
+        gave their part).
+        """
         self.synchronize()
         _untyped.all_reduce(self._meet)
         self.synchronize()
@@ -132,15 +140,11 @@ def time_interleaved(
 ) -> list[Series]:
     """Time ``calls`` side by side on every rank of the default process group. A collective call.
 
-    Args:
-        calls: the same list on every rank.
-        iterations: rounds that count.
-        warmup: rounds before them that do not.
-        num_inputs: round ``i`` uses input ``i % num_inputs``.
-        device: where the calls work.
-        seed: of the order inside the rounds; the same on every rank.
-        head_start_us: if not 0, each round makes each call a second time, for device time alone: the GPU begins with it so
-            much later than the host, so that launching takes no part in it.
+    Args: calls: the same list on every rank. iterations: rounds that count. warmup: rounds before
+        them that do not. num_inputs: round ``i`` uses input ``i % num_inputs``. device: where the
+        calls work. seed: of the order inside the rounds; the same on every rank. head_start_us: if
+        not 0, each round makes each call a second time, for device time alone: the GPU begins with
+        it so much later than the host, so that launching takes no part in it.
 
     Returns:
         One series per call, equal on every rank.
@@ -156,7 +160,10 @@ def time_interleaved(
             if turn >= 0:
                 times[:, case, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
     wall, on_device = (_lists(part) for part in slowest_rank(times, device))
-    return [Series(wall=wall[case], device=on_device[case] if clock.cuda else None) for case in range(len(calls))]
+    return [
+        Series(wall=wall[case], device=on_device[case] if clock.cuda else None)
+        for case in range(len(calls))
+    ]
 
 
 def _lists(matrix: Tensor) -> list[list[float]]:
@@ -164,18 +171,22 @@ def _lists(matrix: Tensor) -> list[list[float]]:
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
-    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank. A collective call."""
+    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank. A
+    collective call.
+    """
     largest = times.to(device, copy=True)
     _untyped.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.cpu()
 
 
 def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
-    """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before it.
+    """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before
+    it.
 
-    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out buffers that a
-    communication library or a driver keeps for itself. Resident memory (``VmHWM``) would count those too, but it
-    depends on what the C heap kept from earlier calls, by up to half of what is measured here.
+    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out
+    buffers that a communication library or a driver keeps for itself. Resident memory (``VmHWM``)
+    would count those too, but it depends on what the C heap kept from earlier calls, by up to half
+    of what is measured here.
     """
     if device.type != "cuda":
         return _peak_on_cpu(call, number)
@@ -193,7 +204,9 @@ def _when(event: Any) -> int:
 
 
 def _peak_on_cpu(call: Call, number: int) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of torch log every start of the profiler to stderr
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # some builds of torch log every start of the profiler to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = call(number)
     del result

@@ -1,6 +1,8 @@
-"""The API of DeepEP (V1) on ``tokenyard``: ``import tokenyard.deep_ep as deep_ep``. See ``docs/deep_ep.md``.
+"""The API of DeepEP (V1) on ``tokenyard``: ``import tokenyard.deep_ep as deep_ep``. See
+``docs/deep_ep.md``.
 
-``ElasticBuffer`` and ``HybridEPBuffer`` are missing on purpose: frameworks ask for those names to see what they can use.
+``ElasticBuffer`` and ``HybridEPBuffer`` are missing on purpose: frameworks ask for those names to
+see what they can use.
 """
 
 import torch

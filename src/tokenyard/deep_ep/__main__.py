@@ -1,4 +1,6 @@
-"""``python -m tokenyard.deep_ep run SCRIPT ...``: run a program that imports ``deep_ep``, unchanged and without installing it."""
+"""``python -m tokenyard.deep_ep run SCRIPT ...``: run a program that imports ``deep_ep``, unchanged
+and without installing it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ USAGE = """usage: python -m tokenyard.deep_ep run SCRIPT [ARGUMENT ...]
        python -m tokenyard.deep_ep run -m MODULE [ARGUMENT ...]
        python -m tokenyard.deep_ep path
 
-run:  start this Python with the rest of the line; there, and in every process it starts, `import deep_ep` finds tokenyard's.
+run:  start this Python with the rest of the line; there, and in every process it starts,
+      `import deep_ep` finds tokenyard's.
 path: print the directory to put on PYTHONPATH for the same effect."""
 
 

@@ -24,25 +24,25 @@ from tokenyard.memory.base import MOST_BYTES
 
 
 class Buffer:
-    """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors alike.
+    """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
+    alike.
 
-    Making one talks to nobody and takes no memory. The first call of each kind makes a native object, which is collective, as
-    the call is. ``docs/deep_ep.md`` says name by name what is the same as in DeepEP, what is better and what is missing.
+    Making one talks to nobody and takes no memory. The first call of each kind makes a native
+    object, which is collective, as the call is. ``docs/deep_ep.md`` says name by name what is the
+    same as in DeepEP, what is better and what is missing.
 
-    Args:
-        group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
-        num_nvl_bytes: if given, an upper bound for the rings of each native object, down to 32 MiB; more than 128 MiB are not
-            used. Echoed, as the other arguments are: ``num_rdma_bytes``, ``num_qps_per_rank`` and what is allowed or used
-            of NVLink, MNNVL and fabric change nothing.
-        low_latency_mode: either mode works on any buffer.
-        explicitly_destroy: echoed. :meth:`destroy` lets go of connections and memory at once; otherwise they go when neither the
-            buffer nor a handle of it is left.
-        enable_shrink: allow masks.
-        comm: (mpi4py) not supported.
+    Args: group: any ``torch.distributed`` group; gloo groups take CUDA tensors too. num_nvl_bytes:
+        if given, an upper bound for the rings of each native object, down to 32 MiB; more than 128
+        MiB are not used. Echoed, as the other arguments are: ``num_rdma_bytes``,
+        ``num_qps_per_rank`` and what is allowed or used of NVLink, MNNVL and fabric change nothing.
+        low_latency_mode: either mode works on any buffer. explicitly_destroy: echoed.
+        :meth:`destroy` lets go of connections and memory at once; otherwise they go when neither
+        the buffer nor a handle of it is left. enable_shrink: allow masks. comm: (mpi4py) not
+        supported.
 
-    Raises:
-        ValueError: neither group nor comm, or a bad argument. Calls raise it before anything moves, and then other ranks that
-            are in the call raise ``PeerError``. NotSupported: ``comm`` alone.
+    Raises: ValueError: neither group nor comm, or a bad argument. Calls raise it before anything
+        moves, and then other ranks that are in the call raise ``PeerError``. NotSupported: ``comm``
+        alone.
     """
 
     num_sms: int = 20
@@ -67,7 +67,8 @@ class Buffer:
             if comm is None:
                 raise ValueError("Either 'group' or 'comm' must be provided.")
             raise NotSupported(
-                "comm= (mpi4py) is not supported: call torch.distributed.init_process_group() and pass group="
+                "comm= (mpi4py) is not supported: call torch.distributed.init_process_group() and "
+                "pass group="
             )
         checks.check_group(group)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
@@ -76,10 +77,14 @@ class Buffer:
         self.low_latency_mode = flag("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = flag("explicitly_destroy", explicitly_destroy)
         self.enable_shrink, self.nvshmem_qp_depth = flag("enable_shrink", enable_shrink), 1024
-        checks.check_echoed(num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric)
+        checks.check_echoed(
+            num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        )
         self._streams = Streams()
         self._scratch = Scratch(self.num_nvl_bytes, self.num_rdma_bytes)
-        self._natives = Natives(group, self.rank, self.group_size, self.num_nvl_bytes, self.enable_shrink)
+        self._natives = Natives(
+            group, self.rank, self.group_size, self.num_nvl_bytes, self.enable_shrink
+        )
         self.runtime: Runtime | None = Runtime(self.rank, self.group_size, self._streams)
 
     def destroy(self) -> None:
@@ -96,7 +101,9 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take the multiprocessors they need."""
+        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take the multiprocessors
+        they need.
+        """
         Buffer.num_sms = even_sms(new_num_sms)
 
     @staticmethod
@@ -119,10 +126,15 @@ class Buffer:
         return self._streams.comm()
 
     def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Memory of this rank to read and write: ``size`` elements (default: all that follow) from element ``offset`` of
-        ``num_nvl_bytes`` (``num_rdma_bytes``) bytes, taken when first asked for. No engine uses it."""
+        """Memory of this rank to read and write: ``size`` elements (default: all that follow) from
+        element ``offset`` of ``num_nvl_bytes`` (``num_rdma_bytes``) bytes, taken when first asked
+        for. No engine uses it."""
         self._natives.check_open()
         return self._scratch.tensor(dtype, size, offset, use_rdma_buffer)
 
@@ -136,13 +148,14 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Where the tokens of this rank go, from ``topk_idx [T, K]`` (int64 or int32, -1 = none). Asks nobody.
+        """Where the tokens of this rank go, from ``topk_idx [T, K]`` (int64 or int32, -1 = none).
+        Asks nobody.
 
-        Ids out of range count nowhere, like -1: nobody waits for the device here. ``dispatch`` refuses them.
+        Ids out of range count nowhere, like -1: nobody waits for the device here. ``dispatch``
+        refuses them.
 
-        Returns:
-            Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per expert (int32 ``[E]``); which ranks
-            each token goes to (bool ``[T, R]``); the event.
+        Returns: Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per
+        expert (int32 ``[E]``); which ranks each token goes to (bool ``[T, R]``); the event.
         """
         self._natives.check_open()
         with DisableTorchFunction():
@@ -169,30 +182,37 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+    ) -> tuple[
+        Any, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
+    ]:
         """Send each token once to every rank that holds one of its experts. Collective.
 
-        Args:
-            x: ``[T, H]`` bf16, fp16 or fp32, or a pair of FP8 data ``[T, H]`` and float32 or int32 scales ``[T, S]``.
-            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts.
-            num_tokens_per_expert: ``[E]``; its length says how many experts there are.
-            is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``; else the layout is worked out again.
-            topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none), and float weights that ride along.
-            expert_alignment: round the counts in the list up to a multiple.
-            num_worst_tokens: static shapes: so many rows come back, and no list. At least R times the tokens of any rank.
-            config, allocate_on_comm_stream: change nothing.
-            previous_event: what the call waits for. async_finish: run on the communication stream.
+        Args: x: ``[T, H]`` bf16, fp16 or fp32, or a pair of FP8 data ``[T, H]`` and float32 or
+        int32 scales ``[T, S]``. handle: of an earlier dispatch, to repeat its routing; then only
+        ``x`` counts. num_tokens_per_expert: ``[E]``; its length says how many experts there are.
+        is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``; else the layout is worked
+        out again. topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none), and float
+        weights that ride along. expert_alignment: round the counts in the list up to a multiple.
+        num_worst_tokens: static shapes: so many rows come back, and no list. At least R times the
+        tokens of any rank. config, allocate_on_comm_stream: change nothing. previous_event: what
+        the call waits for. async_finish: run on the communication stream.
 
-        Returns:
-            Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere) in the dtype of ``topk_idx``; weights
-            ``[N, K]`` float32; rows of each local expert; the handle; the event (``event.event`` is None unless
-            ``async_finish``). The middle four are None with ``handle``.
+        Returns: Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere) in the
+        dtype of ``topk_idx``; weights ``[N, K]`` float32; rows of each local expert; the handle;
+        the event (``event.event`` is None unless ``async_finish``). The middle four are None with
+        ``handle``.
         """
         natives, run = self._natives.check_open(), self._streams.run
         routing = normal.Routing(
-            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
-            expert_alignment, num_worst_tokens,
-        )  # fmt: skip
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+        )
         try:
             with DisableTorchFunction():
                 later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
@@ -203,16 +223,34 @@ class Buffer:
             raise normal.refused(natives, error, x, handle, routing) from None
         if handle is not None:
             natives.last_normal = handle.ep
-            rows, event = run(normal.redispatch, (data, scales, handle), data, previous_event, later, handle)
+            rows, event = run(
+                normal.redispatch, (data, scales, handle), data, previous_event, later, handle
+            )
             return rows, None, None, None, None, event
         if topk_idx is None:
-            arguments = natives, data, scales, is_token_in_rank, num_tokens_per_expert, alignment, num_sms
+            arguments = (
+                natives,
+                data,
+                scales,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                alignment,
+                num_sms,
+            )
             result, event = run(normal.dispatch_bare, arguments, data, previous_event, later)
         else:
             arguments = (
-                natives, data, scales, topk_idx, topk_weights, is_token_in_rank, routing.per_expert.numel(), alignment, worst,
+                natives,
+                data,
+                scales,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                routing.per_expert.numel(),
+                alignment,
+                worst,
                 num_sms,
-            )  # fmt: skip
+            )
             result, event = run(normal.dispatch, arguments, data, previous_event, later)
         rows, idx, weights, counts, made = result
         return rows, idx, weights, counts, made, event
@@ -250,7 +288,9 @@ class Buffer:
             raise normal.refused_combine(natives, error, handle) from None
         natives.last_normal = known.ep
         arguments = x, known, topk_weights, terms
-        (combined, weights), event = self._streams.run(normal.combine, arguments, x, previous_event, later, known)
+        (combined, weights), event = self._streams.run(
+            normal.combine, arguments, x, previous_event, later, known
+        )
         return combined, weights, event
 
     internode_dispatch = dispatch
@@ -262,10 +302,16 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16 rows and up to 16 picks."""
-        return low_latency.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16
+        rows and up to 16 picks.
+        """
+        return low_latency.size_hint(
+            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+        )
 
-    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
         """Nothing: the two modes share no memory."""
         self._natives.check_open()
         low_latency.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
@@ -285,21 +331,22 @@ class Buffer:
         return_recv_hook: bool = False,
         **fork: Any,
     ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, low_latency.Hook | None]:
-        """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph can hold it. Collective.
+        """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph
+        can hold it. Collective.
 
-        Args:
-            x: ``[T, H]`` bf16 (or fp16, fp32; GPUs have room for 2 bytes per channel, so fp32 with ``use_fp8`` only), T at most
-                ``num_max_dispatch_tokens_per_rank`` (M), which all ranks agree on.
-            topk_idx: ``[T, K]`` global expert ids, -1 = none.
-            cumulative_local_expert_recv_stats: int32 ``[L]``, counts are added. (A bool is ``use_fp8``, as in old versions.)
-            dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R, R]`` (this rank's row), waits are added in nanoseconds.
-            use_fp8: cast to FP8 E4M3 with a float32 scale per 128 channels; ``round_scale``: powers of two; ``use_ue8m0``: those as
-                bytes, four to an int32.
+        Args: x: ``[T, H]`` bf16 (or fp16, fp32; GPUs have room for 2 bytes per channel, so fp32
+            with ``use_fp8`` only), T at most ``num_max_dispatch_tokens_per_rank`` (M), which all
+            ranks agree on. topk_idx: ``[T, K]`` global expert ids, -1 = none.
+            cumulative_local_expert_recv_stats: int32 ``[L]``, counts are added. (A bool is
+            ``use_fp8``, as in old versions.) dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R,
+            R]`` (this rank's row), waits are added in nanoseconds. use_fp8: cast to FP8 E4M3 with a
+            float32 scale per 128 channels; ``round_scale``: powers of two; ``use_ue8m0``: those as
+            bytes, four to an int32.
 
-        Returns:
-            ``[L, R * M, H]`` or that with scales ``[L, R * M, ceil(H / 128)]`` (int32: ``ceil(H / 512)``), column-major; rows by
-            source rank, then token, unspecified past the count. Counts int32 ``[L]``. The handle. The event (None inside unless
-            ``async_finish``). A hook that makes the rows good, if ``return_recv_hook``.
+        Returns: ``[L, R * M, H]`` or that with scales ``[L, R * M, ceil(H / 128)]`` (int32:
+        ``ceil(H / 512)``), column-major; rows by source rank, then token, unspecified past the
+        count. Counts int32 ``[L]``. The handle. The event (None inside unless ``async_finish``). A
+        hook that makes the rows good, if ``return_recv_hook``.
         """
         natives, stats = self._natives.check_open(), cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
@@ -311,11 +358,15 @@ class Buffer:
                 later, hooked = low_latency.check_ways(async_finish, return_recv_hook)
                 mode = low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
                 sizes = low_latency.check_dispatch(natives, x, topk_idx, most, num_experts)
-                waits = low_latency.check_stats(natives, sizes, stats, dispatch_wait_recv_cost_stats)
+                waits = low_latency.check_stats(
+                    natives, sizes, stats, dispatch_wait_recv_cost_stats
+                )
         except checks.REFUSED as error:
             raise low_latency.refused(natives, error, x, topk_idx, most, num_experts) from None
         arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)
-        (rows, counts, handle, hook), event = self._streams.run(low_latency.dispatch, arguments, x, None, later)
+        (rows, counts, handle, hook), event = self._streams.run(
+            low_latency.dispatch, arguments, x, None, later
+        )
         return rows, counts, handle, event, hook
 
     def low_latency_combine(
@@ -334,14 +385,11 @@ class Buffer:
     ) -> tuple[Tensor, EventOverlap, low_latency.Hook | None]:
         """Sum each token's rows times their weights, back at its owner. Collective.
 
-        Args:
-            x: ``[L, R * M, H]`` in the order of the dispatch.
-            topk_idx: those of the dispatch, which the handle knows.
-            topk_weights: ``[T, K]`` float.
-            use_logfmt: changes nothing: rows travel in their own dtype, which is more exact.
-            zero_copy: read what :meth:`get_next_low_latency_combine_buffer` gave out instead of ``x``.
-            out: ``[T, H]`` to write into.
-            combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
+        Args: x: ``[L, R * M, H]`` in the order of the dispatch. topk_idx: those of the dispatch,
+        which the handle knows. topk_weights: ``[T, K]`` float. use_logfmt: changes nothing: rows
+        travel in their own dtype, which is more exact. zero_copy: read what
+        :meth:`get_next_low_latency_combine_buffer` gave out instead of ``x``. out: ``[T, H]`` to
+        write into. combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
 
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
@@ -361,20 +409,23 @@ class Buffer:
             raise low_latency.refused_combine(natives, error, handle) from None
         natives.last_low_latency = known.ep
         arguments = (rows, known, topk_weights, out, waits, hooked)
-        (combined, hook), event = self._streams.run(low_latency.combine, arguments, rows, None, later, known)
+        (combined, hook), event = self._streams.run(
+            low_latency.combine, arguments, rows, None, later, known
+        )
         return combined, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M, H]``."""
+        """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``:
+        bf16 ``[L, R * M, H]``.
+        """
         self._natives.check_open()
         return low_latency.next_buffer(low_latency.check_handle(handle, self.group))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a dead rank out (``mask=True``), or take it back.
 
-        Raises:
-            NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``, no other rank, or there was no call
-            of this mode yet.
+        Raises: NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``,
+        no other rank, or there was no call of this mode yet.
         """
         rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if rank == self.rank:
@@ -382,7 +433,9 @@ class Buffer:
         low_latency.update_mask(self._shrinking(), rank, flag("mask", mask))
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32 ``[R]``)."""
+        """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32
+        ``[R]``).
+        """
         objects = self._shrinking()
         checks.array("mask_status", mask_status, "[R]", (self.group_size,), (torch.int32,))
         low_latency.query_mask(objects, mask_status)

@@ -1,4 +1,6 @@
-"""Checks of what callers pass, in DeepEP's names: each message names the argument, the limit, the value and the remedy."""
+"""Checks of what callers pass, in DeepEP's names: each message names the argument, the limit, the
+value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ def check_group(group: Any) -> None:
     if isinstance(group, MemoryGroup):
         return
     if isinstance(group, int) and not isinstance(group, bool):  # torch's word for "not a member"
-        raise ValueError("this process is not a member of the group: make Buffer on its members only")
+        raise ValueError(
+            "this process is not a member of the group: make Buffer on its members only"
+        )
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup, such as new_group() returns")
+        raise ValueError(
+            f"group ({group!r}) must be a torch.distributed.ProcessGroup, such as new_group() "
+            f"returns"
+        )
 
 
-def check_echoed(num_qps_per_rank: Any, allow_nvlink: Any, allow_mnnvl: Any, use_fabric: Any) -> None:
+def check_echoed(
+    num_qps_per_rank: Any, allow_nvlink: Any, allow_mnnvl: Any, use_fabric: Any
+) -> None:
     """What ``Buffer`` takes and does not use."""
     whole("num_qps_per_rank", num_qps_per_rank)
     flag("allow_nvlink_for_low_latency_mode", allow_nvlink)
@@ -40,11 +49,14 @@ def check_echoed(num_qps_per_rank: Any, allow_nvlink: Any, allow_mnnvl: Any, use
     flag("use_fabric", use_fabric)
 
 
-def check_when(previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any = False) -> bool:
+def check_when(
+    previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any = False
+) -> bool:
     """What a call waits for, and who waits for it; returns whether it is asynchronous."""
     if previous_event is not None and not isinstance(previous_event, EventOverlap):
         raise ValueError(
-            f"previous_event ({previous_event!r}) must be an EventOverlap, such as Buffer.capture() returns, or None"
+            f"previous_event ({previous_event!r}) must be an EventOverlap, such as "
+            f"Buffer.capture() returns, or None"
         )
     flag("allocate_on_comm_stream", allocate_on_comm_stream)
     return flag("async_finish", async_finish)
@@ -56,15 +68,23 @@ def check_config(config: Any, default: int) -> int:
         return default
     if not isinstance(config, Config):
         raise ValueError(
-            f"config ({config!r}) must be a deep_ep.Config, such as get_dispatch_config() returns, or None"
+            f"config ({config!r}) must be a deep_ep.Config, such as get_dispatch_config() returns, "
+            f"or None"
         )
     return config.num_sms
 
 
 def array(
-    name: str, value: Any, meaning: str, shape: tuple[int | None, ...], dtypes: Dtypes, device: torch.device | None = None
-) -> Tensor:  # fmt: skip
-    """A dense tensor of ``shape`` (None: any size), of one of ``dtypes``, on ``device`` (None: any)."""
+    name: str,
+    value: Any,
+    meaning: str,
+    shape: tuple[int | None, ...],
+    dtypes: Dtypes,
+    device: torch.device | None = None,
+) -> Tensor:
+    """A dense tensor of ``shape`` (None: any size), of one of ``dtypes``, on ``device`` (None:
+    any).
+    """
     if not (
         isinstance(value, Tensor)
         and value.shape == shape
@@ -77,20 +97,32 @@ def array(
 
 
 def _complain(
-    name: str, value: Any, meaning: str, shape: tuple[int | None, ...], dtypes: Dtypes, device: torch.device | None
-) -> None:  # fmt: skip
+    name: str,
+    value: Any,
+    meaning: str,
+    shape: tuple[int | None, ...],
+    dtypes: Dtypes,
+    device: torch.device | None,
+) -> None:
     """Say what is wrong with a tensor; it may be that sizes are free."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {_bare(value.layout)}, but must be dense: use .to_dense()")
     given = value.shape
-    if len(given) != len(shape) or any(want not in (None, got) for got, want in zip(given, shape, strict=True)):
+    if len(given) != len(shape) or any(
+        want not in (None, got) for got, want in zip(given, shape, strict=True)
+    ):
         raise ValueError(f"{name} has shape {list(given)}, but must be {meaning}{_sizes(shape)}")
     if value.dtype not in dtypes:
-        raise ValueError(f"{name} is {_bare(value.dtype)}, but must be {' or '.join(map(_bare, dtypes))}: cast it")
+        raise ValueError(
+            f"{name} is {_bare(value.dtype)}, but must be {' or '.join(map(_bare, dtypes))}: cast "
+            f"it"
+        )
     if device is not None and value.device != device:
-        raise ValueError(f"{name} is on {value.device}, but must be on {device}, as x is: move it there")
+        raise ValueError(
+            f"{name} is on {value.device}, but must be on {device}, as x is: move it there"
+        )
 
 
 def _bare(value: Any) -> str:
@@ -105,22 +137,34 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
     """Rows to dispatch, and their scales: a tensor ``[T, H]``, or a pair of FP8 data and scales."""
     if isinstance(x, Tensor):
         if x.dtype in QUANTIZED_DTYPES:
-            raise ValueError(f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S])")
+            raise ValueError(
+                f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S])"
+            )
         array("x", x, "[T, H]", _like(x, None), FLOAT_DTYPES)
         return _some_channels(x, "x"), None
     if not isinstance(x, (tuple, list)) or len(cast("tuple[Any, ...]", x)) != 2:
-        raise ValueError(f"x must be a tensor [T, H], or a pair (data [T, H], scales [T, S]), not {_said(x)}")
+        raise ValueError(
+            f"x must be a tensor [T, H], or a pair (data [T, H], scales [T, S]), not {_said(x)}"
+        )
     first, second = cast("tuple[Any, Any]", x)
-    data = _some_channels(array("x[0]", first, "[T, H]", _like(first, None), QUANTIZED_DTYPES), "x[0]")
+    data = _some_channels(
+        array("x[0]", first, "[T, H]", _like(first, None), QUANTIZED_DTYPES), "x[0]"
+    )
     shape = _like(second, data.shape[0])
-    scales = array("x[1]", second, "[T, S], a row for each of x[0]", shape, SCALE_DTYPES, data.device)
+    scales = array(
+        "x[1]", second, "[T, S], a row for each of x[0]", shape, SCALE_DTYPES, data.device
+    )
     if not scales.shape[1]:
-        raise ValueError(f"x[1] has shape {list(scales.shape)}, but must be [T, S] with S of at least 1")
+        raise ValueError(
+            f"x[1] has shape {list(scales.shape)}, but must be [T, S] with S of at least 1"
+        )
     return data, scales
 
 
 def _like(value: Any, rows: int | None) -> tuple[int | None, int | None]:
-    """The shape of ``value`` if it has ``rows`` (None: any number) and columns; else what it lacks."""
+    """The shape of ``value`` if it has ``rows`` (None: any number) and columns; else what
+    it lacks.
+    """
     if isinstance(value, Tensor) and value.dim() == 2:
         return value.shape[0] if rows is None else rows, value.shape[1]
     return rows, None
@@ -144,9 +188,14 @@ def rows_of(x: Any) -> Any:
 
 def _some_channels(x: Tensor, name: str) -> Tensor:
     if not x.shape[1]:
-        raise ValueError(f"{name} has shape {list(x.shape)}, but must be [T, H] with H of at least 1")
+        raise ValueError(
+            f"{name} has shape {list(x.shape)}, but must be [T, H] with H of at least 1"
+        )
     if not (x.is_cpu or x.is_cuda):
-        raise ValueError(f"{name} is on {x.device}, but rows travel from CPU or CUDA memory: move it to one of them")
+        raise ValueError(
+            f"{name} is on {x.device}, but rows travel from CPU or CUDA memory: move it to one of "
+            f"them"
+        )
     return x
 
 
@@ -159,11 +208,28 @@ def _said(value: Any) -> str:
 def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
     """Picks of the tokens of ``x``, and their weights (or None)."""
     device, tokens = x.device, x.shape[0]
-    array("topk_idx", topk_idx, "[T, K], a row for each of x", _like(topk_idx, tokens), INDEX_DTYPES, device)
+    array(
+        "topk_idx",
+        topk_idx,
+        "[T, K], a row for each of x",
+        _like(topk_idx, tokens),
+        INDEX_DTYPES,
+        device,
+    )
     if not 1 <= topk_idx.shape[1] <= MOST_PICKS:
-        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, but must be [T, K] with K from 1 to {MOST_PICKS}")
+        raise ValueError(
+            f"topk_idx has shape {list(topk_idx.shape)}, but must be [T, K] with K from 1 to "
+            f"{MOST_PICKS}"
+        )
     if topk_weights is not None:
-        array("topk_weights", topk_weights, "[T, K], as topk_idx", tuple(topk_idx.shape), FLOAT_DTYPES, device)
+        array(
+            "topk_weights",
+            topk_weights,
+            "[T, K], as topk_idx",
+            tuple(topk_idx.shape),
+            FLOAT_DTYPES,
+            device,
+        )
 
 
 def check_ids(topk_idx: Any) -> None:
@@ -172,17 +238,21 @@ def check_ids(topk_idx: Any) -> None:
 
 
 def check_same_group(handle: Any, group: Any) -> None:
-    """A handle is good for any buffer of its group, as long as the one that made it is not destroyed."""
+    """A handle is good for any buffer of its group, as long as the one that made it is not
+    destroyed.
+    """
     ep = handle.ep
     if ep._calls.inherited:  # of a process that this one is a fork of
         ep._calls.check_open()
     if ep._calls.closed:
         raise RuntimeError(
-            "the Buffer that made this handle was destroyed: destroy it after the last use of its handles, backward included"
+            "the Buffer that made this handle was destroyed: destroy it after the last use of its "
+            "handles, backward included"
         )
     if not of_group(ep, group):
         raise ValueError(
-            f"handle belongs to a Buffer of other ranks ({_members(ep.group)}), but this one is of {_members(group)}: "
+            f"handle belongs to a Buffer of other ranks ({_members(ep.group)}), but this one is of "
+            f"{_members(group)}: "
             "use a Buffer of the group that dispatched"
         )
 
@@ -193,4 +263,8 @@ def of_group(ep: ExpertParallel, group: Any) -> bool:
 
 
 def _members(group: Any) -> list[int]:
-    return list(range(group.size())) if isinstance(group, MemoryGroup) else dist.get_process_group_ranks(group)
+    return (
+        list(range(group.size()))
+        if isinstance(group, MemoryGroup)
+        else dist.get_process_group_ranks(group)
+    )

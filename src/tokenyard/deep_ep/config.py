@@ -1,4 +1,6 @@
-"""DeepEP's ``Config``: how its kernels cut their work. Checked and echoed; the engines here cut theirs by themselves."""
+"""DeepEP's ``Config``: how its kernels cut their work. Checked and echoed; the engines here cut
+theirs by themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass, fields
 from tokenyard.deep_ep.values import LARGEST, whole
 
 RING_BYTES = 128 << 20
-"""Symmetric memory that a native object takes by default, on engines that have any, whatever the batch and the hidden size."""
+"""Symmetric memory that a native object takes by default, on engines that have any, whatever the
+batch and the hidden size.
+"""
 
 MOST_SMS = 1024
 """More than any GPU has. Tables in handles have a column for two."""
@@ -17,8 +21,8 @@ MOST_SMS = 1024
 class Config:
     """Chunk sizes of DeepEP's kernels, in tokens, and the multiprocessors they may use.
 
-    Raises:
-        ValueError: one is no whole number, or a chunk sent is not smaller than the buffer it goes to (RDMA: at most half of it).
+    Raises: ValueError: one is no whole number, or a chunk sent is not smaller than the buffer it
+    goes to (RDMA: at most half of it).
     """
 
     num_sms: int = 20
@@ -34,7 +38,8 @@ class Config:
         send, recv = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
         if not 0 < send < recv:
             raise ValueError(
-                f"num_max_nvl_chunked_send_tokens ({send}) must be positive and below num_max_nvl_chunked_recv_tokens ({recv})"
+                f"num_max_nvl_chunked_send_tokens ({send}) must be positive and below "
+                f"num_max_nvl_chunked_recv_tokens ({recv})"
             )
         send, recv = self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens
         if not 0 < send <= recv // 2:
@@ -44,7 +49,9 @@ class Config:
             )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes per rank that normal mode needs here: the same for every hidden size, number of ranks and batch."""
+        """Bytes per rank that normal mode needs here: the same for every hidden size, number of
+        ranks and batch.
+        """
         _check_hint(hidden_bytes, num_ranks)
         return RING_BYTES
 

@@ -1,4 +1,6 @@
-"""DeepEP's events: points in a CUDA stream that another stream waits for. Without CUDA everything has already happened."""
+"""DeepEP's events: points in a CUDA stream that another stream waits for. Without CUDA everything
+has already happened.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class EventHandle:
     __slots__ = ("_event",)
 
     def __init__(self) -> None:
-        self._event: Any = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self._event: Any = (
+            torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        )
 
     @classmethod
     def of(cls, stream: Any) -> EventHandle:
@@ -48,14 +52,18 @@ class EventOverlap:
 
     __slots__ = ("__weakref__", "event", "extra_tensors")
 
-    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None
+    ) -> None:
         if event is not None and not isinstance(event, EventHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"event ({event!r}) must be an EventHandle or None")
         self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the event, which must be there (as in DeepEP)."""
-        assert self.event is not None, "this call was not asynchronous, so there is no event to wait for"
+        assert self.event is not None, (
+            "this call was not asynchronous, so there is no event to wait for"
+        )
         self.event.current_stream_wait()
 
     def __enter__(self) -> EventOverlap:

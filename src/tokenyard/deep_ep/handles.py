@@ -1,4 +1,6 @@
-"""DeepEP's handle tuples around the native handle. Items are worked out when somebody reads them: reading asks nobody."""
+"""DeepEP's handle tuples around the native handle. Items are worked out when somebody reads them:
+reading asks nobody.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read, and kept. To C code that does not ask it, its items are None.
+    """A tuple whose items are made when they are read, and kept. To C code that does not ask it,
+    its items are None.
 
     Attributes:
         ep, native: the object that dispatched, and its handle.
@@ -56,7 +59,9 @@ class LazyTuple(tuple[Any, ...]):
         cls._blank = (None,) * len(cls.makers)
 
     def keep_for(self, stream: Any) -> None:
-        """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of another stream."""
+        """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
+        another stream.
+        """
         if stream != self.made_on and stream not in self._kept_for:
             self._kept_for = (*self._kept_for, stream)
             keep_for(tuple(self.native.plan), stream)
@@ -88,10 +93,11 @@ class LazyTuple(tuple[Any, ...]):
 class NormalHandle(LazyTuple):
     """Handle of a normal dispatch on up to 8 ranks: 6 items.
 
-    ``(rank_prefix_matrix [R, R], channel_prefix_matrix [R, C], recv_channel_prefix_matrix [R, C], recv_src_idx [N],
-    is_token_in_rank [T, R], send_head [T, R])``, int32 and bool. C is half of the multiprocessors that the call was allowed; all
-    rows count as sent through the first channel. With static shapes only this rank's column of ``rank_prefix_matrix`` is known,
-    the others are -1.
+    ``(rank_prefix_matrix [R, R], channel_prefix_matrix [R, C], recv_channel_prefix_matrix [R, C],
+    recv_src_idx [N], is_token_in_rank [T, R], send_head [T, R])``, int32 and bool. C is half of the
+    multiprocessors that the call was allowed; all rows count as sent through the first channel.
+    With static shapes only this rank's column of ``rank_prefix_matrix`` is known, the others are
+    -1.
 
     Attributes:
         cut_to: rows of the dispatched result if the native one has more, else None.
@@ -125,7 +131,9 @@ class NormalHandle(LazyTuple):
         if self._in_ranks is None:
             assert self._topk_idx is not None
             num_experts = self.ep.config.num_experts
-            known = known_picks(self._topk_idx, num_experts)  # static shapes on GPUs have not refused others yet
+            known = known_picks(
+                self._topk_idx, num_experts
+            )  # static shapes on GPUs have not refused others yet
             self._in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
         return self._in_ranks
 
@@ -200,11 +208,12 @@ def _nothing(handle: LazyTuple) -> None:
 
 
 class InternodeHandle(NormalHandle):
-    """Handle of a normal dispatch on more than 8 ranks: 10 items, of which ``recv_rdma_*`` and ``send_nvl_head`` are None.
+    """Handle of a normal dispatch on more than 8 ranks: 10 items, of which ``recv_rdma_*`` and
+    ``send_nvl_head`` are None.
 
-    ``(is_token_in_rank, rdma_channel_prefix_matrix, gbl_channel_prefix_matrix, recv_rdma_channel_prefix_matrix,
-    recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix, recv_gbl_rank_prefix_sum, recv_src_meta, send_rdma_head,
-    send_nvl_head)``.
+    ``(is_token_in_rank, rdma_channel_prefix_matrix, gbl_channel_prefix_matrix,
+    recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
+    recv_gbl_rank_prefix_sum, recv_src_meta, send_rdma_head, send_nvl_head)``.
     """
 
     makers = (
@@ -233,8 +242,9 @@ def _places(goes: Tensor) -> Tensor:
 class LowLatencyHandle(LazyTuple):
     """Handle of a low-latency dispatch: 5 items.
 
-    ``(packed_recv_src_info int32 [L, R * M], packed_recv_layout_range int64 [L, R], M, hidden, num_experts)``: source token of
-    each row (-1 on padding), and ``begin << 32 | count`` of each source rank's rows.
+    ``(packed_recv_src_info int32 [L, R * M], packed_recv_layout_range int64 [L, R], M, hidden,
+    num_experts)``: source token of each row (-1 on padding), and ``begin << 32 | count`` of each
+    source rank's rows.
 
     Attributes:
         next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.

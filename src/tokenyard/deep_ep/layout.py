@@ -14,7 +14,9 @@ from tokenyard.engines import select
 from tokenyard.layout import power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``; tokens' ranks bool ``[T, R]``."""
+"""Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``;
+tokens' ranks bool ``[T, R]``.
+"""
 
 PROGRAMS, WARPS = 64, 4
 MOST_COMPARED = 4096
@@ -22,12 +24,15 @@ MOST_COMPARED = 4096
 
 
 def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody waits for the device here.
+    """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody
+    waits for the device here.
 
     One launch on a GPU where kernels can be made, else by torch.
     """
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
-        launch = bound(index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64)
+        launch = bound(
+            index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64
+        )
         return fill(topk_idx, num_experts, num_ranks, launch)
     return by_torch(topk_idx, num_experts, num_ranks)
 
@@ -49,7 +54,9 @@ def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     share, rest = divmod(num_experts, num_ranks)
     if rest:
-        return tokens_in_ranks(known_picks(inside, num_experts), num_experts, num_ranks).contiguous()
+        return tokens_in_ranks(
+            known_picks(inside, num_experts), num_experts, num_ranks
+        ).contiguous()
     owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1 and R if there is none
     return (owners == torch.arange(num_ranks, device=inside.device)).any(1)
 
@@ -64,14 +71,20 @@ def has_kernels(index: int) -> bool:
 
 
 @cache
-def bound(index: int, num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> Callable[..., None]:
+def bound(
+    index: int, num_experts: int, num_ranks: int, num_topk: int, wide: bool
+) -> Callable[..., None]:
     """The kernel's launch on CUDA device ``index``; compiles at the first call."""
     from tokenyard.kernels.layout import layout_kernel  # pyright: ignore[reportUnknownVariableType]
     from tokenyard.memory.launch import kernels_of, multiprocessors
 
     sms = multiprocessors(torch.device("cuda", index))
     return kernels_of(index, sms).bind(
-        layout_kernel, min(PROGRAMS, sms), WARPS, None, constants(num_experts, num_ranks, num_topk, wide)
+        layout_kernel,
+        min(PROGRAMS, sms),
+        WARPS,
+        None,
+        constants(num_experts, num_ranks, num_topk, wide),
     )
 
 
@@ -80,9 +93,17 @@ def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> di
     nodes = num_nodes(num_ranks) > 1
     picks, ranks = power_of_two_at_least(num_topk), power_of_two_at_least(num_ranks)
     return {
-        "E": num_experts, "R": num_ranks, "K": num_topk, "KP": picks, "RP": ranks, "EP": power_of_two_at_least(num_experts),
-        "P": RANKS_PER_NODE, "TB": max(1, min(32, MOST_COMPARED // (picks * ranks))), "WIDE": wide, "NODES": nodes,
-    }  # fmt: skip
+        "E": num_experts,
+        "R": num_ranks,
+        "K": num_topk,
+        "KP": picks,
+        "RP": ranks,
+        "EP": power_of_two_at_least(num_experts),
+        "P": RANKS_PER_NODE,
+        "TB": max(1, min(32, MOST_COMPARED // (picks * ranks))),
+        "WIDE": wide,
+        "NODES": nodes,
+    }
 
 
 def fill(topk_idx: Tensor, num_experts: int, num_ranks: int, launch: Callable[..., None]) -> Layout:
@@ -93,7 +114,13 @@ def fill(topk_idx: Tensor, num_experts: int, num_ranks: int, launch: Callable[..
     experts_at = counts.data_ptr()
     ranks_at = experts_at + 4 * num_experts
     launch(
-        topk_idx.data_ptr(), *topk_idx.stride(), in_ranks.data_ptr(), experts_at, ranks_at, ranks_at + 4 * num_ranks, tokens
-    )  # fmt: skip
+        topk_idx.data_ptr(),
+        *topk_idx.stride(),
+        in_ranks.data_ptr(),
+        experts_at,
+        ranks_at,
+        ranks_at + 4 * num_ranks,
+        tokens,
+    )
     per_expert, per_rank, per_node = counts.split_with_sizes((num_experts, num_ranks, nodes))
     return per_rank, per_node if nodes > 1 else None, per_expert, in_ranks

@@ -1,4 +1,6 @@
-"""Low-latency mode: one block of ``R * M`` rows per local expert, static shapes, weights applied on the way back."""
+"""Low-latency mode: one block of ``R * M`` rows per local expert, static shapes, weights applied on
+the way back.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ Hook = Callable[[], None]
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes of symmetric memory on one rank: rings, or (engine low_latency) two halves of a slot per token of every rank, for each
-    object; whichever is more.
+    """Bytes of symmetric memory on one rank: rings, or (engine low_latency) two halves of a slot
+    per token of every rank, for each object; whichever is more.
 
     >>> size_hint(128, 7168, 8, 288) // 10**6  # DeepEP: 2147
     134
     """
-    max_tokens, hidden, num_experts, num_ranks = check_sizes(max_tokens, hidden, num_experts, num_ranks)
+    max_tokens, hidden, num_experts, num_ranks = check_sizes(
+        max_tokens, hidden, num_experts, num_ranks
+    )
     slot = -(-(2 * hidden + 12 * MOST_PICKS + 16) // 128) * 128
     flags = 8 * (-(-num_experts // num_ranks) + 1 + max_tokens * (1 + MOST_PICKS))
     one = 2 * num_ranks * (flags + max_tokens * slot)
@@ -68,11 +72,15 @@ def check_ways(async_finish: Any, return_recv_hook: Any) -> tuple[bool, bool]:
     """How a call is waited for: by an event, by a hook, or not at all."""
     later, hooked = flag("async_finish", async_finish), flag("return_recv_hook", return_recv_hook)
     if later and hooked:
-        raise ValueError("async_finish and return_recv_hook exclude each other: wait by an event or by a hook")
+        raise ValueError(
+            "async_finish and return_recv_hook exclude each other: wait by an event or by a hook"
+        )
     return later, hooked
 
 
-def check_sizes(max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: Any = 1) -> tuple[int, int, int, int]:
+def check_sizes(
+    max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: Any = 1
+) -> tuple[int, int, int, int]:
     """Sizes that tokens are exchanged with, as whole numbers."""
     return (
         whole("num_max_dispatch_tokens_per_rank", max_tokens, 1),
@@ -82,10 +90,15 @@ def check_sizes(max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: Any =
     )
 
 
-def check_dispatch(natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any) -> Sizes:
+def check_dispatch(
+    natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
+) -> Sizes:
     """Look at rows and picks; returns the sizes of the call."""
     if isinstance(x, Tensor) and x.dtype in QUANTIZED_DTYPES:
-        raise ValueError(f"x is {x.dtype}, but must be bfloat16, float16 or float32: use_fp8=True casts it in the send")
+        raise ValueError(
+            f"x is {x.dtype}, but must be bfloat16, float16 or float32: use_fp8=True casts it in "
+            f"the send"
+        )
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
     checks.check_rows(x)
@@ -94,13 +107,15 @@ def check_dispatch(natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num
     checks.check_picks(topk_idx, None, x)
     if x.shape[0] > most:
         raise ValueError(
-            f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it on all ranks alike, or split "
+            f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it "
+            f"on all ranks alike, or split "
             "the batch"
         )
     size = natives.world_size
     if most * size * -(-experts // size) > LARGEST:
         raise ValueError(
-            f"num_max_dispatch_tokens_per_rank ({most}) x {size} ranks x {-(-experts // size)} local experts makes more rows than "
+            f"num_max_dispatch_tokens_per_rank ({most}) x {size} ranks x {-(-experts // size)} "
+            f"local experts makes more rows than "
             f"int32 counts ({LARGEST}): lower it on all ranks alike"
         )
     return x.shape[1], experts, topk_idx.shape[1], most, x.device
@@ -111,18 +126,31 @@ def check_stats(natives: Natives, sizes: Sizes, stats: Any, waits: Any) -> Any:
     if stats is not None:
         bounds = expert_bounds(sizes[1], natives.world_size)
         local = bounds[natives.rank + 1] - bounds[natives.rank]
-        _check_stats("cumulative_local_expert_recv_stats", "[L]", stats, local, torch.int32, sizes[4])
-    return _checked_waits("dispatch_wait_recv_cost_stats", natives.rank, natives.world_size, waits, sizes[4])
+        _check_stats(
+            "cumulative_local_expert_recv_stats", "[L]", stats, local, torch.int32, sizes[4]
+        )
+    return _checked_waits(
+        "dispatch_wait_recv_cost_stats", natives.rank, natives.world_size, waits, sizes[4]
+    )
 
 
 def check_combine(
     x: Any, handle: LowLatencyHandle, topk_idx: Any, topk_weights: Any, out: Any, waits: Any
 ) -> Tensor | None:  # fmt: skip
     """Tensors of a combine; returns this rank's waits."""
-    ep, tokens, device = handle.ep, handle.native.num_tokens, handle.native.arrived.tokens_per_expert.device
+    ep, tokens, device = (
+        handle.ep,
+        handle.native.num_tokens,
+        handle.native.arrived.tokens_per_expert.device,
+    )
     config = ep.config
-    blocks, picks = (config.num_local_experts, config.padded_rows, config.hidden), (tokens, config.num_topk)
-    checks.array("x", x, "[L, R * M, H], the blocks that the dispatch brought", blocks, FLOAT_DTYPES, device)
+    blocks, picks = (
+        (config.num_local_experts, config.padded_rows, config.hidden),
+        (tokens, config.num_topk),
+    )
+    checks.array(
+        "x", x, "[L, R * M, H], the blocks that the dispatch brought", blocks, FLOAT_DTYPES, device
+    )
     checks.array("topk_idx", topk_idx, "[T, K], that of the dispatch", picks, INDEX_DTYPES, device)
     checks.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
     if out is not None:
@@ -130,7 +158,9 @@ def check_combine(
     return _checked_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
 
 
-def refused(natives: Natives, error: Exception, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any) -> Exception:
+def refused(
+    natives: Natives, error: Exception, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
+) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     guess = (
         checks.columns(x),
@@ -164,11 +194,15 @@ def dispatch(
     """
     ep = natives.low_latency(sizes)
     if ep.engine != LOW_LATENCY:
-        return *_dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits), nothing_left if hooked else None
+        return *_dispatch_elsewhere(
+            ep, x, topk_idx, mode, stats, waits
+        ), nothing_left if hooked else None
     options = None if mode is None else BY_COLUMN
     if stats is not None or waits is not None:
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
-    recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=hooked, options=options)
+    recv = ep.dispatch(
+        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
+    )
     seen, hook = recv, None
     if hooked:
         seen, hook = recv.ahead, recv.wait
@@ -178,7 +212,12 @@ def dispatch(
 
 
 def _dispatch_elsewhere(
-    ep: ExpertParallel, x: Tensor, topk_idx: Tensor, mode: Quantize | None, stats: Tensor | None, waits: Tensor | None
+    ep: ExpertParallel,
+    x: Tensor,
+    topk_idx: Tensor,
+    mode: Quantize | None,
+    stats: Tensor | None,
+    waits: Tensor | None,
 ) -> tuple[Rows, Tensor, LowLatencyHandle]:
     """On other engines statistics are added, and scales transposed, behind the call."""
     recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode)
@@ -199,7 +238,9 @@ def combine(
     waits: Tensor | None,
     hooked: bool,
 ) -> tuple[Tensor, Hook | None]:
-    """The weighted sum of each token's rows, and a hook if asked for. Waiting times are added to ``waits``."""
+    """The weighted sum of each token's rows, and a hook if asked for. Waiting times are added to
+    ``waits``.
+    """
     ep, native = handle.ep, handle.native
     low = ep.engine == LOW_LATENCY
     options = CallOptions(waits=waits) if low and waits is not None else None
@@ -207,7 +248,13 @@ def combine(
     if in_two and out is None:
         out = x.new_empty(native.num_tokens, x.shape[-1])
     combined: Any = ep.combine(
-        x, native, weighted=True, topk_weights=topk_weights, out=out, return_hook=in_two, options=options
+        x,
+        native,
+        weighted=True,
+        topk_weights=topk_weights,
+        out=out,
+        return_hook=in_two,
+        options=options,
     )
     if in_two and out is not None:
         return out, combined.wait
@@ -217,7 +264,9 @@ def combine(
 
 
 def next_buffer(handle: LowLatencyHandle) -> Tensor:
-    """Where the experts may write what combine is to send: bf16 ``[L, R * M, H]``, one per handle."""
+    """Where the experts may write what combine is to send: bf16 ``[L, R * M, H]``, one per
+    handle.
+    """
     if handle.next_buffer is None:
         handle.next_buffer = handle.ep.empty_for_combine(handle.native)
     return handle.next_buffer
@@ -231,7 +280,8 @@ def written_buffer(handle: LowLatencyHandle) -> Tensor:
     """
     if handle.next_buffer is None:
         raise ValueError(
-            "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but nobody asked for it: "
+            "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but "
+            "nobody asked for it: "
             "write the experts' output there first, or leave zero_copy out"
         )
     return handle.next_buffer
@@ -241,7 +291,8 @@ def check_handle(handle: Any, group: Any) -> LowLatencyHandle:
     """The very tuple that a dispatch returned."""
     if not isinstance(handle, LowLatencyHandle):
         raise ValueError(
-            f"handle must be the tuple that low_latency_dispatch() of this library returned, not a {type(handle).__name__}"
+            f"handle must be the tuple that low_latency_dispatch() of this library returned, not a "
+            f"{type(handle).__name__}"
         )
     checks.check_same_group(handle, group)
     return handle
@@ -261,7 +312,9 @@ def _add_waits(ep: ExpertParallel, waits: Tensor) -> None:
         waits.add_(torch.tensor(last, dtype=torch.int64, device="cpu").to(waits.device))
 
 
-def _checked_waits(name: str, rank: int, size: int, waits: Any, device: torch.device) -> Tensor | None:
+def _checked_waits(
+    name: str, rank: int, size: int, waits: Any, device: torch.device
+) -> Tensor | None:
     """This rank's part of a vector ``[R]``, or of a table ``[R, R]``."""
     if waits is None:
         return None
@@ -272,10 +325,14 @@ def _checked_waits(name: str, rank: int, size: int, waits: Any, device: torch.de
     return waits
 
 
-def _check_stats(name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device) -> None:
+def _check_stats(
+    name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device
+) -> None:
     checks.array(name, stats, meaning, (length,), (dtype,), device)
     if not stats.is_contiguous():
-        raise ValueError(f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()")
+        raise ValueError(
+            f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()"
+        )
 
 
 # Masks
@@ -289,7 +346,8 @@ def update_mask(objects: list[ExpertParallel], rank: int, mask: bool) -> None:
     """
     if mask and not objects:
         raise ValueError(
-            f"rank {rank} cannot be left out yet: the first low-latency call connects all ranks, so make one before"
+            f"rank {rank} cannot be left out yet: the first low-latency call connects all ranks, "
+            f"so make one before"
         )
     for ep in objects:
         if mask:

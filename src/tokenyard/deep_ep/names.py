@@ -1,4 +1,6 @@
-"""Arguments that DeepEP's forks and older versions have: taken where they change nothing, refused by name where they do."""
+"""Arguments that DeepEP's forks and older versions have: taken where they change nothing, refused
+by name where they do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ LOW_LATENCY_DISPATCH = {
     "topk_weights": "",
 }
 LOW_LATENCY_COMBINE = {
-    "overlap": "a combine that starts while the experts still compute: leave it out and combine afterwards",
+    "overlap": "a combine that starts while the experts still compute: leave it out and combine "
+    "afterwards",
     "packed_recv_count": "",
     "comp_signal": "",
     "block_m": "",
@@ -34,9 +37,8 @@ LOW_LATENCY_COMBINE = {
 def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
     """Look at the arguments of ``call`` that DeepEP itself does not have.
 
-    Raises:
-        TypeError: nobody has such an argument. NotSupported: it switches on something that is missing here. ValueError: it
-            is no True or False.
+    Raises: TypeError: nobody has such an argument. NotSupported: it switches on something that is
+        missing here. ValueError: it is no True or False.
     """
     for name, value in given.items():
         if name not in known:

@@ -1,4 +1,6 @@
-"""The native objects behind one ``Buffer``: made at the first call that tells their sizes, and kept."""
+"""The native objects behind one ``Buffer``: made at the first call that tells their sizes, and
+kept.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ ENGINE_VARIABLE = "TOKENYARD_DEEP_EP_ENGINE"
 """Names the engine of normal mode (default "auto"); the same on every rank."""
 
 LOW_LATENCY_VARIABLE = "TOKENYARD_DEEP_EP_LOW_LATENCY_ENGINE"
-"""Names the engine of low-latency mode. Default: ``low_latency`` where that can work, else "auto"."""
+"""Names the engine of low-latency mode. Default: ``low_latency`` where that can work, else "auto".
+"""
 
 TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 """Seconds that a silent rank is waited for (default: as long as DeepEP waits)."""
@@ -43,19 +46,23 @@ LOW_LATENCY = "low_latency"
 """The engine for decoding."""
 
 LOW_LATENCY_OBJECTS = 2
-"""Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows two."""
+"""Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
+two.
+"""
 
 
 Sizes = tuple[int, int, int, int, torch.device]
-"""What a native object is made with, the same on every rank, also on one without tokens: hidden, num_experts, num_topk,
-max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
+"""What a native object is made with, the same on every rank, also on one without tokens: hidden,
+num_experts, num_topk, max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
 
 Guess = tuple[Any, Any, Any, Any, Any]
 """:data:`Sizes` of a call with bad arguments, as far as they can be told; None for the rest."""
 
 
 class Turns(NamedTuple):
-    """Objects of low-latency mode, whose turn it is, and a question to each (none with masks): which rank it found silent."""
+    """Objects of low-latency mode, whose turn it is, and a question to each (none with masks):
+    which rank it found silent.
+    """
 
     objects: list[ExpertParallel]
     turns: Iterator[ExpertParallel]
@@ -71,12 +78,19 @@ class Natives:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, world_size: int, num_nvl_bytes: int, masks: bool = False
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        world_size: int,
+        num_nvl_bytes: int,
+        masks: bool = False,
     ) -> None:
         self.rank, self.world_size, self._masks = rank, world_size, masks
         self.kind = kind_for(world_size)
         self._group = group
-        self._ring_bytes = min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
+        self._ring_bytes = (
+            min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
+        )
         self._normal: dict[Sizes, ExpertParallel] = {}
         self._counting: dict[Sizes, ExpertParallel] = {}
         self._low: dict[Sizes, Turns] = {}
@@ -103,14 +117,21 @@ class Natives:
         made = self._low.get(sizes)
         if made is None:
             objects = self._make_low_latency(sizes)
-            made = self._low[sizes] = Turns(objects, cycle(objects), [] if self._masks else _questions(objects))
-        for silent in made.silent:  # without masks nobody asks who was left out, so the next call tells
+            made = self._low[sizes] = Turns(
+                objects, cycle(objects), [] if self._masks else _questions(objects)
+            )
+        for (
+            silent
+        ) in made.silent:  # without masks nobody asks who was left out, so the next call tells
             rank = silent()
             if rank is not None:
                 raise PeerTimeout(
-                    f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier low-latency call, and its "
-                    "tokens are missing there: restart it, or go on without it with Buffer(enable_shrink=True)", rank
-                )  # fmt: skip
+                    f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier "
+                    f"low-latency call, and its "
+                    "tokens are missing there: restart it, or go on without it with "
+                    "Buffer(enable_shrink=True)",
+                    rank,
+                )
         self.last_low_latency = ep = next(made.turns)
         return ep
 
@@ -127,7 +148,9 @@ class Natives:
         return self
 
     def whom_normal(self, guess: Guess) -> ExpertParallel | None:
-        """The object of normal mode that the others are likely to call; None if they are likely to make one."""
+        """The object of normal mode that the others are likely to call; None if they are likely to
+        make one.
+        """
         return _nearest(self._normal, guess)
 
     def whom_low_latency(self, guess: Guess) -> ExpertParallel | None:
@@ -136,11 +159,15 @@ class Natives:
         return None if turns is None else next(turns.turns)
 
     def whom_of(self, handle: Any, last: ExpertParallel | None) -> ExpertParallel | None:
-        """The same of a call with a handle: its object, or the ``last`` one that was called if it is no good handle."""
+        """The same of a call with a handle: its object, or the ``last`` one that was called if it
+        is no good handle.
+        """
         good = isinstance(handle, LazyTuple) and of_group(handle.ep, self._group)
         return handle.ep if good else last
 
-    def refused(self, error: Exception, ep: ExpertParallel | None, op: int, exact: bool = True) -> Exception:
+    def refused(
+        self, error: Exception, ep: ExpertParallel | None, op: int, exact: bool = True
+    ) -> Exception:
         """Tell the ranks that are in this call on ``ep`` of an ``error``; returns the one to raise.
 
         Without ``ep`` those of a dispatch, which make one, are told; there is no other call then.
@@ -171,9 +198,14 @@ class Natives:
                 raise
             return [self._make(sizes, LOW_LATENCY_VARIABLE, "auto", None)]
         more = LOW_LATENCY_OBJECTS - 1 if first.engine == LOW_LATENCY else 0
-        return [first, *(self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None) for _ in range(more))]
+        return [
+            first,
+            *(self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None) for _ in range(more)),
+        ]
 
-    def _make(self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None) -> ExpertParallel:
+    def _make(
+        self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None
+    ) -> ExpertParallel:
         hidden, num_experts, num_topk, max_tokens, device = sizes
         try:
             engine, timeout = _engine_of(variable, default), _timeout()
@@ -197,7 +229,9 @@ class Natives:
         return made
 
     def _look(self, sizes: Sizes) -> None:
-        """While this rank waits for others to make an object of ``sizes``: whether one of them is in a call of another."""
+        """While this rank waits for others to make an object of ``sizes``: whether one of them is
+        in a call of another.
+        """
         low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
         refuse_others((*self._normal.items(), *low), sizes)
 
@@ -211,7 +245,9 @@ class Natives:
 
 
 def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
-    """What is of these sizes. If some are not known: what agrees with most of the others, of such the last."""
+    """What is of these sizes. If some are not known: what agrees with most of the others, of such
+    the last.
+    """
     known = made.get(guess)
     if known is not None or not made or None not in guess:
         return known
@@ -232,7 +268,10 @@ def _timeout() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= LONGEST:
-        raise ValueError(f"{TIMEOUT_VARIABLE} ({text!r}) must be a positive number of seconds, at most {LONGEST:.0f}")
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} ({text!r}) must be a positive number of seconds, at most "
+            f"{LONGEST:.0f}"
+        )
     return seconds
 
 

@@ -47,22 +47,30 @@ class Routing(NamedTuple):
         return self.topk_idx is not None or self.topk_weights is not None
 
 
-def check_dispatch(natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any) -> tuple[int, int]:
+def check_dispatch(
+    natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any
+) -> tuple[int, int]:
     """Look at all that routes ``data``; returns alignment and number of static rows."""
     alignment = whole("expert_alignment", routing.alignment, 1)
     worst = whole("num_worst_tokens", routing.worst)
     if handle is not None:
         if routing.given_picks:
             raise ValueError(
-                "topk_idx or topk_weights given together with handle: leave them out, the handle knows the routing"
+                "topk_idx or topk_weights given together with handle: leave them out, the handle "
+                "knows the routing"
             )
         known = check_handle(handle, group)
         shape = known.native.num_tokens, known.ep.config.hidden
-        checks.array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,))
+        checks.array(
+            "x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,)
+        )
         _check_device("x", data, known)
         return alignment, worst
     if routing.per_expert is None:
-        raise ValueError("num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a handle")
+        raise ValueError(
+            "num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a "
+            "handle"
+        )
     _check_layout(natives, data, routing)
     if routing.topk_idx is None:
         _check_bare(routing, worst)
@@ -71,7 +79,8 @@ def check_dispatch(natives: Natives, data: Tensor, handle: Any, routing: Routing
         tokens, size = data.shape[0], natives.world_size
         if worst and -(-worst // size) < tokens:
             raise ValueError(
-                f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times the {tokens} tokens of this "
+                f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times "
+                f"the {tokens} tokens of this "
                 "one: raise it on all ranks alike, or split the batch"
             )
     return alignment, worst
@@ -84,41 +93,65 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
     shape = (experts.numel() if isinstance(experts, Tensor) else None,)
     checks.array("num_tokens_per_expert", experts, "[E]", shape, INDEX_DTYPES, device)
     if not 1 <= experts.numel() <= MOST_EXPERTS:
-        raise ValueError(f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to {MOST_EXPERTS}")
+        raise ValueError(
+            f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to "
+            f"{MOST_EXPERTS}"
+        )
     if in_ranks is not None:
-        checks.array("is_token_in_rank", in_ranks, "[T, R]", (data.shape[0], size), (torch.bool,), device)
+        checks.array(
+            "is_token_in_rank", in_ranks, "[T, R]", (data.shape[0], size), (torch.bool,), device
+        )
     if routing.per_rank is not None:
         checks.array("num_tokens_per_rank", routing.per_rank, "[R]", (size,), INDEX_DTYPES)
     if routing.per_node is not None:
-        checks.array("num_tokens_per_rdma_rank", routing.per_node, "[R / 8]", (num_nodes(size),), INDEX_DTYPES)
+        checks.array(
+            "num_tokens_per_rdma_rank",
+            routing.per_node,
+            "[R / 8]",
+            (num_nodes(size),),
+            INDEX_DTYPES,
+        )
 
 
 def _check_bare(routing: Routing, worst: int) -> None:
     if routing.in_ranks is None or routing.topk_weights is not None or worst:
         raise ValueError(
-            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither topk_weights nor num_worst_tokens"
+            "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes neither "
+            "topk_weights nor num_worst_tokens"
         )
 
 
 def _check_device(name: str, rows: Tensor, handle: NormalHandle) -> None:
     device = handle.native.plan.returns.device
     if rows.device != device:
-        raise ValueError(f"{name} is on {rows.device}, but must be on {device}, as the handle is: move it there")
+        raise ValueError(
+            f"{name} is on {rows.device}, but must be on {device}, as the handle is: move it there"
+        )
 
 
 def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
     """Rows, weights and bias of a combine; returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
     rows = native.num_rows if handle.cut_to is None else handle.cut_to
-    checks.array("x", x, "the rows [N, H] that the dispatch brought", (rows, config.hidden), FLOAT_DTYPES)
+    checks.array(
+        "x", x, "the rows [N, H] that the dispatch brought", (rows, config.hidden), FLOAT_DTYPES
+    )
     _check_device("x", x, handle)
     if topk_weights is not None:
-        checks.array("topk_weights", topk_weights, "[N, K]", (rows, config.num_topk), FLOAT_DTYPES, x.device)
-    terms: tuple[Any, ...] = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)  # pyright: ignore
+        checks.array(
+            "topk_weights", topk_weights, "[N, K]", (rows, config.num_topk), FLOAT_DTYPES, x.device
+        )
+    terms: tuple[Any, ...] = (bias,)
+    if bias is None:
+        terms = ()
+    elif isinstance(bias, (tuple, list)):
+        terms = tuple(bias)  # pyright: ignore
     if len(terms) > 2 or (bias is not None and not terms):
         raise ValueError(f"bias has {len(terms)} tensors, but must be one [T, H] or a pair of them")
     for term in terms:
-        checks.array("bias", term, "[T, H]", (native.num_tokens, config.hidden), FLOAT_DTYPES, x.device)
+        checks.array(
+            "bias", term, "[T, H]", (native.num_tokens, config.hidden), FLOAT_DTYPES, x.device
+        )
     return terms
 
 
@@ -126,7 +159,8 @@ def check_handle(handle: Any, group: Any) -> NormalHandle:
     """The very tuple that a dispatch returned."""
     if not isinstance(handle, NormalHandle):
         raise ValueError(
-            f"handle must be the tuple that dispatch() of this library returned, not a {type(handle).__name__}"
+            f"handle must be the tuple that dispatch() of this library returned, not a "
+            f"{type(handle).__name__}"
         )
     checks.check_same_group(handle, group)
     return handle
@@ -146,7 +180,9 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
             worst = likely("num_worst_tokens", routing.worst, error)
             bound = None if worst is None else -(-worst // size)
     ep = natives.whom_normal((checks.columns(data), experts, picks, bound, checks.place(data)))
-    return natives.refused(error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS)
+    return natives.refused(
+        error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
+    )
 
 
 def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
@@ -156,7 +192,9 @@ def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exceptio
 
 def whom(natives: Natives, handle: Any) -> ExpertParallel | None:
     """The object that the others of a call with a handle are likely to call."""
-    return natives.whom_of(handle if isinstance(handle, NormalHandle) else None, natives.last_normal)
+    return natives.whom_of(
+        handle if isinstance(handle, NormalHandle) else None, natives.last_normal
+    )
 
 
 def dispatch(
@@ -196,11 +234,16 @@ def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Row
     return _rows(recv)
 
 
-def combine(x: Tensor, handle: NormalHandle, topk_weights: Tensor | None, bias: Any) -> tuple[Tensor, Tensor | None]:
+def combine(
+    x: Tensor, handle: NormalHandle, topk_weights: Tensor | None, bias: Any
+) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and of their weights if there are any."""
     native = handle.native
     if handle.cut_to is not None:
-        x, topk_weights = _stretch(x, handle), None if topk_weights is None else _stretch(topk_weights, handle)
+        x, topk_weights = (
+            _stretch(x, handle),
+            None if topk_weights is None else _stretch(topk_weights, handle),
+        )
     if topk_weights is None:
         return handle.ep.combine(x, native, bias=bias), None
     combined: Any = handle.ep.combine(x, native, reduce_weights=topk_weights, bias=bias)
@@ -222,15 +265,20 @@ def _rows(recv: Received) -> Rows:
 
 
 def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """The first ``num_rows`` rows: static shapes round the worst case up to a multiple of the ranks."""
+    """The first ``num_rows`` rows: static shapes round the worst case up to a multiple of the
+    ranks.
+    """
     x, scales, idx, weights = (
-        None if t is None else t[:num_rows] for t in (recv.x, recv.scales, recv.topk_idx, recv.topk_weights)
+        None if t is None else t[:num_rows]
+        for t in (recv.x, recv.scales, recv.topk_idx, recv.topk_weights)
     )
     return x if scales is None else (x, scales), idx, weights
 
 
 def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
-    """``rows`` with those that :func:`_cut` took away; nobody reads them. Another number of rows is the native call's to refuse."""
+    """``rows`` with those that :func:`_cut` took away; nobody reads them. Another number of rows is
+    the native call's to refuse.
+    """
     if rows.shape[0] != handle.cut_to:
         return rows
     longer = rows.new_empty((handle.native.num_rows, *rows.shape[1:]))
@@ -250,7 +298,9 @@ def dispatch_bare(
     alignment: int,
     num_sms: int,
 ) -> Dispatched:
-    """Routing known per rank only: each rank counts as one expert, and the true experts' counts travel beside."""
+    """Routing known per rank only: each rank counts as one expert, and the true experts' counts
+    travel beside.
+    """
     size = natives.world_size
     ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
     ep = natives.normal((data.shape[1], size, size, MAX_TOKENS, data.device))
@@ -262,7 +312,9 @@ def dispatch_bare(
 
 
 def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
-    """Tokens for each of this rank's experts, from every rank's ``per_expert [E]``: one small row to each rank."""
+    """Tokens for each of this rank's experts, from every rank's ``per_expert [E]``: one small row
+    to each rank.
+    """
     size, device, num_experts = natives.world_size, per_expert.device, per_expert.shape[0]
     bounds = expert_bounds(num_experts, size)
     width = -(-num_experts // size)

@@ -33,8 +33,10 @@ class Scratch:
         shape = torch.Size([room - begin] if size is None else _checked(size))
         if shape.numel() > room - begin:
             raise ValueError(
-                f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of {dtype}, but the {num_bytes} bytes of "
-                f"this buffer have {room - begin} there: make Buffer with more {'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
+                f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of "
+                f"{dtype}, but the {num_bytes} bytes of "
+                f"this buffer have {room - begin} there: make Buffer with more "
+                f"{'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
             )
         held = self._held.get(rdma)
         if held is None:

@@ -1,6 +1,8 @@
-"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at their end.
+"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at
+their end.
 
-The results exist at once and are good for a stream that waited for the event. On the CPU a call is over when it returns.
+The results exist at once and are good for a stream that waited for the event. On the CPU a call is
+over when it returns.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Streams:
         self._ready: Any = None
 
     def comm(self) -> Any:
-        """The communication stream, of the device that was current at first; without CUDA one that stands for nothing."""
+        """The communication stream, of the device that was current at first; without CUDA one that
+        stands for nothing.
+        """
         if self._comm is None:
             if not torch.cuda.is_available():
                 return torch.cpu.Stream()
@@ -43,16 +47,17 @@ class Streams:
         later: bool,
         handle: LazyTuple | None = None,
     ) -> tuple[Result, EventOverlap]:
-        """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any), without autograd, as DeepEP does.
+        """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any),
+        without autograd, as DeepEP does.
 
-        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which DeepEP's own programs call,
-        sets one, under which even ``tensor.shape`` costs ten times as much.
+        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which
+        DeepEP's own programs call, sets one, under which even ``tensor.shape`` costs ten times as
+        much.
 
-        Args:
-            call: returns a tensor, or a tuple of tensors, a handle and other things.
-            arguments: all tensors that the call reads are among them, also in tuples, and so is the handle.
-            later: on the communication stream, else on the current one.
-            handle: that the call uses, if any; made on a stream of its own time.
+        Args: call: returns a tensor, or a tuple of tensors, a handle and other things. arguments:
+        all tensors that the call reads are among them, also in tuples, and so is the handle. later:
+        on the communication stream, else on the current one. handle: that the call uses, if any;
+        made on a stream of its own time.
         """
         tracks = torch.is_grad_enabled()
         if tracks:
@@ -86,7 +91,8 @@ class Streams:
         here, stream = torch.cuda.current_stream(), self.comm()
         if event is not None:
             event.wait_on(stream)
-        else:  # one event serves all calls: to wait means to wait for what it was when the wait began
+        else:
+            # One event serves all calls: a wait is for what it was when the wait began.
             self._ready = here.record_event(self._ready)
             stream.wait_event(self._ready)
         torch.cuda.set_stream(stream)
@@ -114,7 +120,8 @@ class Streams:
 
 _WORDS = {
     "ExpertParallel": "Buffer",
-    "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens by ranks)",
+    "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens "
+    "by ranks)",
     "num_topk": "columns of topk_idx",
 }
 """Of native errors, and what their caller calls them."""

@@ -28,12 +28,16 @@ def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: st
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or not least <= number <= most:
-        raise ValueError(f"{name} ({_short(value)}) must be a whole number from {least} to {most}{remedy}")
+        raise ValueError(
+            f"{name} ({_short(value)}) must be a whole number from {least} to {most}{remedy}"
+        )
     return number
 
 
 def likely(name: str, value: Any, error: Exception, most: int = LARGEST) -> int | None:
-    """``value`` as other ranks are likely to have it, too: None if ``error`` complains of it, or it is no positive number."""
+    """``value`` as other ranks are likely to have it, too: None if ``error`` complains of it, or it
+    is no positive number.
+    """
     try:
         return None if name in str(error) else whole(name, value, 1, most)
     except ValueError:

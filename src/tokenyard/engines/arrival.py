@@ -9,7 +9,14 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Arrived, Handle, Spec
-from tokenyard.layout import Placement, block_offsets, compact_rows, count_keys, place_rows, source_ranges
+from tokenyard.layout import (
+    Placement,
+    block_offsets,
+    compact_rows,
+    count_keys,
+    place_rows,
+    source_ranges,
+)
 from tokenyard.rows import take_values
 from tokenyard.types import Layout
 
@@ -24,8 +31,11 @@ class Arrival:
     source_rank: Tensor  # [Nb] int64
 
 
-def localise(topk_idx: Tensor, weights: Tensor | None, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Global ids (and weights) of arrived rows as this rank counts them: int64, -1 (and 0) where a pick is elsewhere.
+def localise(
+    topk_idx: Tensor, weights: Tensor | None, config: Config
+) -> tuple[Tensor, Tensor | None]:
+    """Global ids (and weights) of arrived rows as this rank counts them: int64, -1 (and 0) where a
+    pick is elsewhere.
 
     Ids become addresses: whatever a peer sent, no other value comes out.
     """
@@ -36,7 +46,9 @@ def localise(topk_idx: Tensor, weights: Tensor | None, config: Config) -> tuple[
 
 
 def count_arrivals(arrival: Arrival, config: Config) -> tuple[Tensor, Tensor]:
-    """Rows from each rank ``[R]`` and rows of each (rank, local expert) ``[R, L]``, counted on the device."""
+    """Rows from each rank ``[R]`` and rows of each (rank, local expert) ``[R, L]``, counted on the
+    device.
+    """
     size, local = config.world_size, config.num_local_experts
     rows = count_keys(torch.where(arrival.token < 0, -1, arrival.source_rank), size)
     key = arrival.source_rank.unsqueeze(1) * local + arrival.local_idx
@@ -45,7 +57,9 @@ def count_arrivals(arrival: Arrival, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def num_result_rows(spec: Spec, config: Config, counts: list[int] | None, num_arrived: int) -> int:
-    """Rows of the result; ``counts`` (per local expert) are needed for exact shapes of ``EXPERT_MAJOR``."""
+    """Rows of the result; ``counts`` (per local expert) are needed for exact shapes of
+    ``EXPERT_MAJOR``.
+    """
     local, top = config.num_local_experts, config.num_topk
     if spec.layout is Layout.EXPERT_PADDED:
         return local * config.padded_rows
@@ -62,7 +76,9 @@ def num_result_rows(spec: Spec, config: Config, counts: list[int] | None, num_ar
 def settle(
     arrival: Arrival, spec: Spec, config: Config, rows: Tensor, pairs: Tensor, num_rows: int
 ) -> tuple[Placement, Arrived]:
-    """Place arrived rows and describe the result. ``rows [R]`` and ``pairs [R, L]`` as :func:`count_arrivals` gives them."""
+    """Place arrived rows and describe the result. ``rows [R]`` and ``pairs [R, L]`` as
+    :func:`count_arrivals` gives them.
+    """
     counts = pairs.sum(0)
     flat = spec.layout is Layout.FLAT
     starts = _none(rows, torch.int64) if flat else _starts(counts, spec, config)
@@ -74,9 +90,13 @@ def settle(
         weights=_weights(arrival, place, spec, num_rows),
         source=_arrange(source, place, spec, -1),
         tokens_per_expert=counts.to(torch.int32),
-        expert_offsets=starts.clamp(max=num_rows).to(torch.int32) if major else _none(rows, torch.int32),
+        expert_offsets=starts.clamp(max=num_rows).to(torch.int32)
+        if major
+        else _none(rows, torch.int32),
         source_ranges=source_ranges(pairs) if padded else _none(rows, torch.int32),
-        overflow=_overflow(counts, starts, num_rows) if spec.capacity is not None else _none(rows, torch.int32),
+        overflow=_overflow(counts, starts, num_rows)
+        if spec.capacity is not None
+        else _none(rows, torch.int32),
     )
 
 
@@ -86,9 +106,13 @@ def _starts(counts: Tensor, spec: Spec, config: Config) -> Tensor:
     return block_offsets(counts, spec.expert_alignment)
 
 
-def _place(arrival: Arrival, spec: Spec, config: Config, rows: Tensor, starts: Tensor, num_rows: int) -> Placement:
+def _place(
+    arrival: Arrival, spec: Spec, config: Config, rows: Tensor, starts: Tensor, num_rows: int
+) -> Placement:
     if spec.layout is not Layout.FLAT:
-        return place_rows(arrival.local_idx, starts, config.num_local_experts, num_rows, static=not spec.exact)
+        return place_rows(
+            arrival.local_idx, starts, config.num_local_experts, num_rows, static=not spec.exact
+        )
     if not spec.exact:
         return compact_rows(rows, config.max_tokens_per_rank)
     return Placement(*(_none(rows, torch.int64) for _ in range(3)))
@@ -112,7 +136,9 @@ def _weights(arrival: Arrival, place: Placement, spec: Spec, num_rows: int) -> T
 
 
 def weights_of_rows(weights: Tensor, slots: Tensor, picks: Tensor, num_rows: int) -> Tensor:
-    """Weight of each result row from weights of arrived rows ``[Nb, K]``: float32 ``[rows]``, 0 on padding. Differentiable."""
+    """Weight of each result row from weights of arrived rows ``[Nb, K]``: float32 ``[rows]``, 0 on
+    padding. Differentiable.
+    """
     place = torch.where(slots < 0, num_rows, slots).reshape(-1)
     spread = torch.zeros(num_rows + 1, dtype=torch.float32, device=weights.device)
     return spread.scatter(0, place, weights.gather(1, picks).reshape(-1))[:num_rows]
@@ -126,4 +152,8 @@ def _overflow(counts: Tensor, starts: Tensor, num_rows: int) -> Tensor:
 
 def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
     """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
-    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0) if handle.spec.placed else reduce_weights
+    return (
+        take_values(reduce_weights, handle.plan.slots[:, 0], 0.0)
+        if handle.spec.placed
+        else reduce_weights
+    )

@@ -15,7 +15,9 @@ from tokenyard.types import Quantize
 
 
 class Engine(Protocol):
-    """Dispatch and combine. The first four are collective; calls of one object are made one at a time, in one order."""
+    """Dispatch and combine. The first four are collective; calls of one object are made one at a
+    time, in one order.
+    """
 
     @property
     def name(self) -> str: ...
@@ -53,9 +55,11 @@ class Engine(Protocol):
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts. ``mode``: cast plain rows on the way.
+        """Send each token once to every rank that holds one of its experts. ``mode``: cast plain
+        rows on the way.
 
-        ``in_place``: leave the rows in symmetric memory. Rows, scales and source are flat or in the shape of ``Received``.
+        ``in_place``: leave the rows in symmetric memory. Rows, scales and source are flat or in the
+        shape of ``Received``.
         """
         ...
 
@@ -69,7 +73,9 @@ class Engine(Protocol):
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order. Rows without a source are zeros."""
+        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order. Rows
+        without a source are zeros.
+        """
         ...
 
     def combine(
@@ -84,14 +90,20 @@ class Engine(Protocol):
         out: Tensor | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each token. ``weights [rows]`` are multiplied first; ``reduce_weights [Nb, K]`` are summed beside."""
+        """Sum the rows of each token. ``weights [rows]`` are multiplied first; ``reduce_weights
+        [Nb, K]`` are summed beside.
+        """
         ...
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
+        """Tell the other ranks that this one refuses the call they are in. False if there is no way
+        to tell them.
+        """
         ...
 
-    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
         ...
 
@@ -100,7 +112,9 @@ class Engine(Protocol):
         ...
 
     def interrupt(self, text: str) -> None:
-        """This rank has left a call in the middle: tell the others why, and end what still waits on this rank."""
+        """This rank has left a call in the middle: tell the others why, and end what still waits on
+        this rank.
+        """
         ...
 
     def close(self) -> None:
@@ -109,7 +123,9 @@ class Engine(Protocol):
 
 
 class InPlace(Protocol):
-    """What engines ``nvlink`` and ``twolevel`` have besides; their ``combine`` also takes ``in_place``."""
+    """What engines ``nvlink`` and ``twolevel`` have besides; their ``combine`` also takes
+    ``in_place``.
+    """
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` for a combine in place.
@@ -123,8 +139,8 @@ class InPlace(Protocol):
 class LowLatency(Protocol):
     """What an engine for decoding has besides.
 
-    Its ``dispatch`` and ``combine`` also take ``options`` and ``in_two`` (return a function that makes the receiving launch), and
-    ``combine`` takes weights ``[T, K]`` of the tokens' owners.
+    Its ``dispatch`` and ``combine`` also take ``options`` and ``in_two`` (return a function that
+    makes the receiving launch), and ``combine`` takes weights ``[T, K]`` of the tokens' owners.
     """
 
     active: Tensor
@@ -142,11 +158,20 @@ class LowLatency(Protocol):
         ...
 
     def check_dispatch(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool, options: CallOptions | None
-    ) -> None:  # fmt: skip
+        self,
+        payload: Payload,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        cached: bool,
+        in_place: bool,
+        options: CallOptions | None,
+    ) -> None:
         """Raise if a dispatch cannot be made."""
         ...
 
-    def check_combine(self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None) -> None:
+    def check_combine(
+        self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
+    ) -> None:
         """Raise if a combine cannot be made."""
         ...

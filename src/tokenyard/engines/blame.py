@@ -1,4 +1,6 @@
-"""Who is to blame when ranks give up on each other: ranks tell it through the store, whatever carries the rows."""
+"""Who is to blame when ranks give up on each other: ranks tell it through the store, whatever
+carries the rows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ PATIENCE = 2.0
 """Seconds that the store is given to answer besides: the process that holds it may be stopped."""
 
 ADVICE = (
-    "If it is only slow, raise timeout= of ExpertParallel. Else see what it does: every rank must make the same calls in the same "
+    "If it is only slow, raise timeout= of ExpertParallel. Else see what it does: every rank must "
+    "make the same calls in the same "
     "order, also of different objects"
 )
 """What to do about a silent rank."""
@@ -45,8 +48,13 @@ class Report(NamedTuple):
     culprit: int
 
     def to(self, rank: int, where: str) -> PeerLost:
-        """What ``rank`` raises, which cannot finish either, be it that it waits for others. ``where`` it is."""
-        text = f"rank {self.rank} gave up while rank {rank} was in {where}; it had reported: {self.text}"
+        """What ``rank`` raises, which cannot finish either, be it that it waits for others.
+        ``where`` it is.
+        """
+        text = (
+            f"rank {self.rank} gave up while rank {rank} was in {where}; it had reported: "
+            f"{self.text}"
+        )
         return PeerLost(text, self.culprit)
 
 
@@ -65,7 +73,9 @@ class Blame:
         self._base: Any = store  # what all objects share
         while isinstance(self._base, dist.PrefixStore):
             self._base = self._base.underlying_store
-        self._aside = None if isinstance(self._base, CooperativeStore) else Aside()  # there only one thread may run
+        self._aside = (
+            None if isinstance(self._base, CooperativeStore) else Aside()
+        )  # there only one thread may run
         self._number = next(_OBJECTS)
         self._look: Begun | None = None
         self._looked, self._tells, self._store_is_gone = 0.0, False, False
@@ -73,7 +83,9 @@ class Blame:
             store.set(f"process/{rank}", f"{_PROCESS} {self._number}")
 
     def report(self, text: str, culprit: int) -> None:
-        """Tell the others that this rank has given up on ``culprit``; before it lets go of anything they wait for."""
+        """Tell the others that this rank has given up on ``culprit``; before it lets go of anything
+        they wait for.
+        """
 
         def tell() -> None:
             self._store.set(f"failure/{self._rank}", f"{culprit} {text}")
@@ -83,37 +95,55 @@ class Blame:
         self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end ("" if nothing), and the culprit: the last of those who blame one another."""
+        """What ``peer`` said of its end ("" if nothing), and the culprit: the last of those who
+        blame one another.
+        """
         return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
 
     def heard(self) -> Report | None:
-        """The report of the first rank that gave up, if it is known by now; asks at most every :data:`LOOK` seconds."""
+        """The report of the first rank that gave up, if it is known by now; asks at most every
+        :data:`LOOK` seconds.
+        """
         if self._aside is None:
             return None
         found = self._look.result() if self._look is not None and self._look.over else None
         now = time.monotonic()
-        if found is None and (self._look is None or (self._look.over and now - self._looked >= LOOK)):
+        if found is None and (
+            self._look is None or (self._look.over and now - self._looked >= LOOK)
+        ):
             self._looked, self._look = now, self._aside.start(self._or_else(self._first, None))
         return found
 
     def waits_in(self, what: str) -> None:
-        """Let other ranks know, in whatever object they wait, that this process waits in a call; empty: not any more."""
+        """Let other ranks know, in whatever object they wait, that this process waits in a call;
+        empty: not any more.
+        """
         if self._aside is not None and (what or self._tells):
             self._tells = bool(what)
             self._aside.start(
-                self._or_else(lambda: self._base.set(f"tokenyard/waits/{_PROCESS}", f"{self._number} {what}"), None)
+                self._or_else(
+                    lambda: self._base.set(f"tokenyard/waits/{_PROCESS}", f"{self._number} {what}"),
+                    None,
+                )
             )
 
     def elsewhere(self, peer: int, here: bool = False) -> str:
-        """In which call of another object (``here``: of this one) ``peer`` waits; empty if it does not, as far as it is known."""
+        """In which call of another object (``here``: of this one) ``peer`` waits; empty if it does
+        not, as far as it is known.
+        """
         return self._ask(lambda: self._where(peer, here), "", self._grace)
 
     def close(self) -> None:
-        """This rank closes its object in order: tell whoever still makes calls, and end the thread. A report of a failure stays."""
+        """This rank closes its object in order: tell whoever still makes calls, and end the thread.
+        A report of a failure stays.
+        """
         text = (
-            f"{self._rank} rank {self._rank} had closed its ExpertParallel: every rank makes all calls before it closes"
+            f"{self._rank} rank {self._rank} had closed its ExpertParallel: every rank makes all "
+            f"calls before it closes"
         )
-        self._ask(lambda: self._store.compare_set(f"failure/{self._rank}", "", text), b"", self._grace)
+        self._ask(
+            lambda: self._store.compare_set(f"failure/{self._rank}", "", text), b"", self._grace
+        )
         if self._aside is not None:
             self._aside.close()
 
@@ -138,7 +168,9 @@ class Blame:
         """What ``peer`` said, and whom it blamed (-1: nothing, nobody)."""
         with suppress(RuntimeError):
             if self._store.check([f"failure/{peer}"]):
-                culprit, text = self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
+                culprit, text = (
+                    self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
+                )
                 return text, int(culprit)
         return "", -1
 

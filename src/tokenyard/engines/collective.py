@@ -1,8 +1,10 @@
-"""Engine ``collective``: an all-to-all of rows, once per (token, rank), over any ``torch.distributed`` group.
-On a grid of nodes: once per (token, node) to the rank there of the same local index, and from there on (``engines/relay.py``).
+"""Engine ``collective``: an all-to-all of rows, once per (token, rank), over any
+``torch.distributed`` group. On a grid of nodes: once per (token, node) to the rank there of the
+same local index, and from there on (``engines/relay.py``).
 
-Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one gather), rows (one message per
-peer), place (one gather). A cached dispatch starts at pack; combine goes the same way back and sums on both sides.
+Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one
+gather), rows (one message per peer), place (one gather). A cached dispatch starts at pack; combine
+goes the same way back and sums on both sides.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from torch.profiler import record_function
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
-from tokenyard.engines.departure import Departure, cast_payload, counts_by_rank, depart, note_bad_index, ways_back
+from tokenyard.engines.departure import (
+    Departure,
+    cast_payload,
+    counts_by_rank,
+    depart,
+    note_bad_index,
+    ways_back,
+)
 from tokenyard.engines.mover import Mover
 from tokenyard.engines.relay import Leg, Relay
 from tokenyard.engines.wire import Spans, Wire
@@ -42,7 +51,9 @@ class CollectiveEngine:
         grid = config.topology
         self._grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
         self._relay = Relay(config, self._grid, self._mover) if self._grid.has_levels else None
-        self._num_counts = config.most_local_experts + config.matrix_ranks + (0 if self._relay is None else 1)
+        self._num_counts = (
+            config.most_local_experts + config.matrix_ranks + (0 if self._relay is None else 1)
+        )
         self._calls = 0
         self._bad_index: Tensor | None = None
 
@@ -78,7 +89,9 @@ class CollectiveEngine:
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts, with its ids and weights."""
+        """Send each token once to every rank that holds one of its experts, with its ids and
+        weights.
+        """
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             departure = depart(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
@@ -87,12 +100,16 @@ class CollectiveEngine:
         with record_function("tokenyard.dispatch.pack"):
             form = self._format(payload, routed=True, weighted=weights is not None)
             send = self._mover.buffer("send", form, departure.token.numel(), payload.x.device)
-            form.pack(payload, departure.token, Routing(departure.topk_idx, departure.weights), send)
+            form.pack(
+                payload, departure.token, Routing(departure.topk_idx, departure.weights), send
+            )
         with record_function("tokenyard.dispatch.counts"):
             everybody = headers()
             sends, spans, sources = self._counts(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
-            recv = self._mover.buffer("recv", form, self._num_received(spans, spec), payload.x.device)
+            recv = self._mover.buffer(
+                "recv", form, self._num_received(spans, spec), payload.x.device
+            )
             if not spec.exact:
                 form.vacate(recv)
             rows = self._mover.move(send, recv, spans, "dispatch", self._calls - 1)
@@ -106,7 +123,11 @@ class CollectiveEngine:
         with record_function("tokenyard.dispatch.place"):
             payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
             routing = 0 if everybody is None else head.routing_of(everybody)
-            matrix = head.matrix_of(everybody, self.config) if everybody is not None and spec.exact else []
+            matrix = (
+                head.matrix_of(everybody, self.config)
+                if everybody is not None and spec.exact
+                else []
+            )
             splits = [*sends, *sources, routing, *matrix, *hops, *experts]
             plan = Plan(
                 splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
@@ -129,9 +150,11 @@ class CollectiveEngine:
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout.
+        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever
+        the layout.
 
-        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
+        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
+        them so.
         """
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.redispatch"):
@@ -141,12 +164,18 @@ class CollectiveEngine:
             token, spans, leg = self._known(plan, spec)
             send = self._mover.buffer("send", form, token.numel(), payload.x.device)
             form.pack(payload, token, None, send)
-            recv = self._mover.buffer("recv", form, self._num_received(spans, spec), payload.x.device)
+            recv = self._mover.buffer(
+                "recv", form, self._num_received(spans, spec), payload.x.device
+            )
             agreed()
             self._mover.move(send, recv, spans, "cached dispatch", self._calls - 1)()
             if self._relay is not None and leg is not None:
                 recv = self._relay.forward(form, recv, leg, "cached dispatch", self._calls - 1)
-            return form.take(recv, None) if raw else self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
+            return (
+                form.take(recv, None)
+                if raw
+                else self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
+            )
 
     def combine(
         self,
@@ -160,7 +189,8 @@ class CollectiveEngine:
         out: Tensor | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum ``rows`` per token: on this rank first, then at the token's owner (``docs/semantics.md``, Combine).
+        """Sum ``rows`` per token: on this rank first, then at the token's owner
+        (``docs/semantics.md``, Combine).
 
         Args:
             weights: ``[rows]`` float32, multiplied first.
@@ -169,13 +199,17 @@ class CollectiveEngine:
         """
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None)
+            form = RowFormat(
+                rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None
+            )
             fingerprint = self._fingerprint(
                 COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
             )
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
             token, spans, leg = self._known(plan, spec)
-            send = self._partial_sums(form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw)
+            send = self._partial_sums(
+                form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
+            )
             agreed()
             if self._relay is not None and leg is not None:
                 send = self._relay.join(form, send, leg, "combine", self._calls - 1)
@@ -192,7 +226,9 @@ class CollectiveEngine:
             return out, reduced
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in. False if there is no way to tell them."""
+        """Tell the other ranks that this one refuses the call they are in. False if there is no way
+        to tell them.
+        """
         if not self._has_headers(op, exact):
             return False
         fingerprint = Fingerprint(op, self._calls, *[0] * 13)
@@ -209,13 +245,17 @@ class CollectiveEngine:
         at, value = host_ints(self._bad_index)
         if at >= 0:
             self._bad_index.fill_(-1)  # it stays where it is: CUDA graphs write to it
-            raise ValueError(head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts))
+            raise ValueError(
+                head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts)
+            )
 
     def close(self) -> None:
         self._wire.close()
         self._mover.close()
 
-    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
         if spec.exact:
             return (new_size(),), torch.int64, new_size()
@@ -239,13 +279,20 @@ class CollectiveEngine:
     ) -> Fingerprint:
         self._calls += 1
         routing = -1 if plan is None else int(plan.splits[2 * self.config.world_size])
-        return head.fingerprint_of(op, self._calls - 1, payload, spec, mode, weighted, routing, scaled)
+        return head.fingerprint_of(
+            op, self._calls - 1, payload, spec, mode, weighted, routing, scaled
+        )
 
     def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
-        """Where headers are cheap, agree on the call before any row moves; the function returned waits for the verdict."""
+        """Where headers are cheap, agree on the call before any row moves; the function returned
+        waits for the verdict.
+        """
         if not self._has_headers(fingerprint.op, False):
             return lambda: None
-        return self._swap(head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens), fingerprint)
+        return self._swap(
+            head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens),
+            fingerprint,
+        )
 
     def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
         finish = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
@@ -254,7 +301,11 @@ class CollectiveEngine:
         def headers() -> Tensor:
             everybody = finish()
             bounded = not fingerprint.exact or fingerprint.layout == Layout.EXPERT_PADDED.value
-            head.verify(everybody, config, max_rows=config.max_tokens_per_rank if bounded else head.MOST_ROWS)
+            head.verify(
+                everybody,
+                config,
+                max_rows=config.max_tokens_per_rank if bounded else head.MOST_ROWS,
+            )
             return everybody
 
         return headers
@@ -262,7 +313,8 @@ class CollectiveEngine:
     def _announce(
         self, fingerprint: Fingerprint, topk_idx: Tensor, departure: Departure, spec: Spec
     ) -> Callable[[], Tensor | None]:
-        """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on the host.
+        """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
+        the host.
 
         None instead of them where static shapes let the device go on alone.
         """
@@ -270,7 +322,9 @@ class CollectiveEngine:
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)
             return lambda: None
-        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(topk_idx.device)
+        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(
+            topk_idx.device
+        )
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = departure.counts
         header[:, head.ROUTING] = head.digest(departure.topk_idx)
@@ -279,7 +333,9 @@ class CollectiveEngine:
             departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
         ]
         if self._relay is not None:
-            parts.append(departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1))  # to each node
+            parts.append(
+                departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1)
+            )  # to each node
         header[:, head.COUNTS :] = torch.cat(parts, dim=1)
         return self._swap(header, fingerprint)
 
@@ -290,11 +346,23 @@ class CollectiveEngine:
                 self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
         note_bad_index(self._bad_index, topk_idx, self.config.num_experts)
 
-    def _counts(self, departure: Departure, headers: Tensor | None, spec: Spec) -> tuple[list[int], Spans, list[int]]:
-        """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank ``[R]``."""
-        most, size, nodes = self.config.max_tokens_per_rank, self.config.world_size, self._grid.num_nodes
+    def _counts(
+        self, departure: Departure, headers: Tensor | None, spec: Spec
+    ) -> tuple[list[int], Spans, list[int]]:
+        """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank
+        ``[R]``.
+        """
+        most, size, nodes = (
+            self.config.max_tokens_per_rank,
+            self.config.world_size,
+            self._grid.num_nodes,
+        )
         if headers is None:
-            return [most] * size, self._first_hop([most] * nodes, [most] * nodes, spec), [most] * size
+            return (
+                [most] * size,
+                self._first_hop([most] * nodes, [most] * nodes, spec),
+                [most] * size,
+            )
         counts = host_ints(torch.cat([departure.leaving, departure.counts]))
         sources = host_ints(headers[:, head.NUM_ROWS])
         rail = self._grid.rail_of(self.config.rank)
@@ -308,7 +376,9 @@ class CollectiveEngine:
         return Spans.among(rail, self.config.world_size, sends, comes, stride)
 
     def _known(self, plan: Plan, spec: Spec) -> tuple[Tensor, Spans, Leg | None]:
-        """What :meth:`_counts` and the relay's plan were: the token of each row sent, and the hops."""
+        """What :meth:`_counts` and the relay's plan were: the token of each row sent, and
+        the hops.
+        """
         size = self.config.world_size
         sends, sources = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
         if self._relay is None:
@@ -319,11 +389,17 @@ class CollectiveEngine:
 
     def _num_received(self, spans: Spans, spec: Spec) -> int:
         """Rows of the first hop."""
-        return sum(spans.recv_counts) if spec.exact else self._grid.num_nodes * self.config.max_tokens_per_rank
+        return (
+            sum(spans.recv_counts)
+            if spec.exact
+            else self._grid.num_nodes * self.config.max_tokens_per_rank
+        )
 
     # Rows
 
-    def _format(self, payload: Payload, *, routed: bool = False, weighted: bool = False) -> RowFormat:
+    def _format(
+        self, payload: Payload, *, routed: bool = False, weighted: bool = False
+    ) -> RowFormat:
         scales = payload.scales
         return RowFormat(
             payload.x.shape[1],
@@ -338,7 +414,9 @@ class CollectiveEngine:
     def _arrive(
         self, form: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
     ) -> tuple[Payload, Placement, Arrived, list[int]]:
-        """Results of rows that came, by source rank and token; with exact shapes also rows of each local expert."""
+        """Results of rows that came, by source rank and token; with exact shapes also rows of each
+        local expert.
+        """
         config, device = self.config, recv.device
         arrival = self._arrival(form, recv, sources, spec)
         counts: list[int] | None = None
@@ -346,16 +424,29 @@ class CollectiveEngine:
             rows, pairs = count_arrivals(arrival, config)
         else:
             told = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
-            rows, pairs, counts = torch.tensor(sources, device=device), told.to(device), host_ints(told.sum(0))
+            rows, pairs, counts = (
+                torch.tensor(sources, device=device),
+                told.to(device),
+                host_ints(told.sum(0)),
+            )
         num_rows = num_result_rows(spec, config, counts, recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs, num_rows)
         payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
         return payload, place, arrived, counts if spec.exact and counts is not None else []
 
     def _place(
-        self, form: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec, *, zeros: bool
+        self,
+        form: RowFormat,
+        recv: Tensor,
+        slots: Tensor,
+        gather: Tensor,
+        spec: Spec,
+        *,
+        zeros: bool,
     ) -> Payload:
-        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly unspecified rows, so spread."""
+        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly
+        unspecified rows, so spread.
+        """
         if spec.layout is Layout.EXPERT_PADDED:
             return form.spread(recv, slots, gather.numel(), zeros=zeros)
         return form.take(recv, gather if spec.placed else None)
@@ -386,7 +477,9 @@ class CollectiveEngine:
         *,
         placed: bool,
     ) -> Tensor:
-        """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are sent as they are."""
+        """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are
+        sent as they are.
+        """
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]

@@ -25,7 +25,9 @@ from tokenyard.types import Quantize
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Rows that leave this rank, by destination and then token. A destination is a rank, or a node (D of them)."""
+    """Rows that leave this rank, by destination and then token. A destination is a rank, or a node
+    (D of them).
+    """
 
     token: Tensor  # [S], -1 on unused places
     hits: Tensor  # [T, D] bool, which destinations each token goes to
@@ -36,14 +38,26 @@ class Departure:
     first_pick: Tensor  # [T, K]
 
 
-def depart(topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config, ranks_each: int = 1) -> Departure:
-    """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1 here; the engine reports them."""
+def depart(
+    topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config, ranks_each: int = 1
+) -> Departure:
+    """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1 here;
+    the engine reports them.
+    """
     inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
     merged = merge_picks(inside, weights, static=not spec.exact)
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
     hits = in_ranks.view(in_ranks.shape[0], config.world_size // ranks_each, ranks_each).any(2)
     token = send_order(hits) if spec.exact else send_order_static(hits, config.max_tokens_per_rank)
-    return Departure(token, hits, hits.sum(0), in_ranks.sum(0), merged.topk_idx, merged.topk_weights, merged.first_pick)
+    return Departure(
+        token,
+        hits,
+        hits.sum(0),
+        in_ranks.sum(0),
+        merged.topk_idx,
+        merged.topk_weights,
+        merged.first_pick,
+    )
 
 
 def ways_back(departure: Departure, spec: Spec, config: Config) -> Tensor:
@@ -53,7 +67,9 @@ def ways_back(departure: Departure, spec: Spec, config: Config) -> Tensor:
 
 
 def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
-    """How often each rank's experts are picked here: ``[R, most local experts]``, 0 where a rank holds fewer."""
+    """How often each rank's experts are picked here: ``[R, most local experts]``, 0 where a rank
+    holds fewer.
+    """
     experts, size = config.num_experts, config.world_size
     ranks = torch.arange(size, device=topk_idx.device)
     expert = first_experts(ranks, experts, size).unsqueeze(1)
@@ -63,7 +79,9 @@ def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
 
 
 def note_bad_index(seen: Tensor, topk_idx: Tensor, num_experts: int) -> None:
-    """Write where and what the first id out of range is into ``seen [2]``, unless it holds one; without asking the host."""
+    """Write where and what the first id out of range is into ``seen [2]``, unless it holds one;
+    without asking the host.
+    """
     if topk_idx.numel() == 0:
         return
     flat = topk_idx.reshape(-1)

@@ -1,4 +1,6 @@
-"""What all calls of one kind share, worked out once: a launch should cost the host as little as it can."""
+"""What all calls of one kind share, worked out once: a launch should cost the host as little as it
+can.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,15 @@ from tokenyard.types import Layout, Quantize
 class Kind:
     """One kind of dispatch or combine.
 
-    Attributes:
-        weighted: whether weights ride along (fresh dispatch).
-        fingerprint, words, tag: what it tells the others: ``fingerprint.call`` is set anew each time, ``words`` begin its header,
-            ``tag`` lacks the routing.
-        form: of a row on the wire.
-        out_dtype, scale_dtype: of the result.
-        experts: whether the layout has expert blocks.
-        padding: whether blocks end in rows of zeros.
-        holes: whether some result rows have no source (fresh dispatch).
-        width: of ``Plan.slots``.
-        rows, plans: launches, once they were needed.
-        room: tokens of the last call, and rows that the result of a like one is given before its counts are known.
-        ahead: tables that were made for such a call.
-        blank: tables of a static call as they begin, once they were needed.
+    Attributes: weighted: whether weights ride along (fresh dispatch). fingerprint, words, tag: what
+        it tells the others: ``fingerprint.call`` is set anew each time, ``words`` begin its header,
+        ``tag`` lacks the routing. form: of a row on the wire. out_dtype, scale_dtype: of the
+        result. experts: whether the layout has expert blocks. padding: whether blocks end in rows
+        of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
+        ``Plan.slots``. rows, plans: launches, once they were needed. room: tokens of the last call,
+        and rows that the result of a like one is given before its counts are known. ahead: tables
+        that were made for such a call. blank: tables of a static call as they begin, once they were
+        needed.
     """
 
     spec: Spec
@@ -61,21 +58,35 @@ class Kind:
     blank: Blank | None = None
 
     def room_for(self, tokens: int) -> int:
-        """Rows to give a fresh result before its counts are known, so that rows need not wait for the host; 0 to wait."""
+        """Rows to give a fresh result before its counts are known, so that rows need not wait for
+        the host; 0 to wait.
+        """
         flat = self.spec.exact and not self.experts and not self.fingerprint.in_place
         return self.room[1] if flat and self.room[0] == tokens else 0
 
     def learn_room(self, tokens: int, num_rows: int) -> None:
-        """A dispatch of ``tokens`` brought ``num_rows``. A room that is about right stays: tables are made for it ahead."""
+        """A dispatch of ``tokens`` brought ``num_rows``. A room that is about right stays: tables
+        are made for it ahead.
+        """
         least, enough = num_rows + num_rows // 128 + 8, num_rows + num_rows // 32 + 32
         if self.room[0] != tokens or not least <= self.room[1] <= enough + num_rows // 32:
             self.room = tokens, enough
 
 
 def kind_of(
-    op: int, payload: Payload, spec: Spec, mode: Quantize | None, config: Config, *, marked: bool, scaled: bool, in_place: bool
-) -> Kind:  # fmt: skip
-    """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along, ``raw``, weights reduced)."""
+    op: int,
+    payload: Payload,
+    spec: Spec,
+    mode: Quantize | None,
+    config: Config,
+    *,
+    marked: bool,
+    scaled: bool,
+    in_place: bool,
+) -> Kind:
+    """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along,
+    ``raw``, weights reduced).
+    """
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
@@ -87,7 +98,11 @@ def kind_of(
         fingerprint=fingerprint,
         words=np.array(head.words_of(fingerprint, 0)),
         tag=pack(fingerprint, config),
-        form=form_of(payload, mode, meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0),
+        form=form_of(
+            payload,
+            mode,
+            meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0,
+        ),
         dtype=payload.x.dtype,
         out_dtype=payload.x.dtype if mode is None else torch.float8_e4m3fn,
         scale_dtype=torch.int32 if mode is Quantize.FP8_UE8M0 else scale_dtype,

@@ -1,4 +1,6 @@
-"""Sizes and memory of the low-latency engine: slots, local state, the mask, and the words that kernels and host share."""
+"""Sizes and memory of the low-latency engine: slots, local state, the mask, and the words that
+kernels and host share.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,12 @@ MOST_TOKENS = 1 << 20
 class Shape:
     """How work is cut; equal on all ranks.
 
-    Attributes:
-        programs: of every launch, all resident together; at least one per rank.
-        num_warps: of each.
-        max_registers: per thread.
-        words: 4-byte words of a row that a dispatch has in flight at once.
-        part, whole: channels that a combine has in flight, where rows are summed by token and where by rank.
-        pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
-        shares: of a token's channels, each added up by a program of its own in a combine; a power of two, at most ``programs``.
+    Attributes: programs: of every launch, all resident together; at least one per rank. num_warps:
+    of each. max_registers: per thread. words: 4-byte words of a row that a dispatch has in flight
+    at once. part, whole: channels that a combine has in flight, where rows are summed by token and
+    where by rank. pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
+    shares: of a token's channels, each added up by a program of its own in a combine; a power of
+    two, at most ``programs``.
     """
 
     programs: int
@@ -45,14 +45,17 @@ class Shape:
 
 
 def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
-    """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than the former, as each takes one.
-    Rows are cut into as many parts as there are programs for, besides those that count.
+    """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
+    the former, as each takes one. Rows are cut into as many parts as there are programs for,
+    besides those that count.
 
     Raises:
         ValueError: too few multiprocessors.
     """
     if 2 * num_sms < num_ranks:
-        raise ValueError(f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks")
+        raise ValueError(
+            f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks"
+        )
     many = num_ranks * max_tokens > 2 * num_sms
     shape = Shape(programs=4 * num_sms, num_warps=4) if many else Shape(programs=2 * num_sms)
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
@@ -65,7 +68,9 @@ def meta_words(num_topk: int) -> int:
 
 
 def kept_words(num_topk: int, spec: Spec) -> int:
-    """int32 words that ride with a sum: which picks it has, as with a capacity some may have had no place."""
+    """int32 words that ride with a sum: which picks it has, as with a capacity some may have had no
+    place.
+    """
     return 0 if spec.capacity is None else -(-num_topk // 4) * 4
 
 
@@ -86,33 +91,54 @@ class Ground:
         ValueError: ``buffer_bytes`` is too small, or ``max_tokens_per_rank`` too large.
     """
 
-    def __init__(self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int | None) -> None:
+    def __init__(
+        self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int | None
+    ) -> None:
         if shape.shares > shape.programs:
             raise ValueError(
-                f"shares ({shape.shares}) must be at most programs ({shape.programs}): a program would wait for itself"
+                f"shares ({shape.shares}) must be at most programs ({shape.programs}): a program "
+                f"would wait for itself"
             )
         self.config, self.memory, self.shape = config, memory, shape
-        ranks, tokens, experts = config.world_size, config.max_tokens_per_rank, config.most_local_experts
+        ranks, tokens, experts = (
+            config.world_size,
+            config.max_tokens_per_rank,
+            config.most_local_experts,
+        )
         if tokens > MOST_TOKENS:
-            raise ValueError(f"max_tokens_per_rank ({tokens}) must be at most {MOST_TOKENS} with engine 'low_latency'")
+            raise ValueError(
+                f"max_tokens_per_rank ({tokens}) must be at most {MOST_TOKENS} with engine "
+                f"'low_latency'"
+            )
         self.slots_at = region.slots_at(ranks, tokens, config.num_topk, experts)
         self.num_slots = 2 * ranks * tokens
         least = _default_slot(config)
         self.slot_bytes = (
-            least if buffer_bytes is None else (buffer_bytes - self.slots_at) // self.num_slots // 128 * 128
+            least
+            if buffer_bytes is None
+            else (buffer_bytes - self.slots_at) // self.num_slots // 128 * 128
         )
         if self.slot_bytes < least:
             raise ValueError(
-                f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for {tokens} tokens on each of {ranks} "
+                f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for "
+                f"{tokens} tokens on each of {ranks} "
                 f"ranks with hidden={config.hidden}: make it larger, or leave it out"
             )
         self.num_bytes = self.bytes_for(self.slot_bytes)
         sizes = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
-        check_symmetric(self.num_bytes, memory.device, f"buffer_bytes ({buffer_bytes})" if buffer_bytes else sizes)
+        check_symmetric(
+            self.num_bytes,
+            memory.device,
+            f"buffer_bytes ({buffer_bytes})" if buffer_bytes else sizes,
+        )
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
         voters = tokens * shape.shares
-        state = torch.zeros(region.state_words(ranks, shape.programs, experts, voters), dtype=torch.int64, device="cpu")
+        state = torch.zeros(
+            region.state_words(ranks, shape.programs, experts, voters),
+            dtype=torch.int64,
+            device="cpu",
+        )
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
@@ -137,6 +163,7 @@ class Ground:
         if form.slot_bytes > self.slot_bytes:
             needed = self.bytes_for(-(-form.slot_bytes // 128) * 128)
             raise ValueError(
-                f"{what} of {form.slot_bytes} bytes do not fit into slots of {self.slot_bytes} bytes: make ExpertParallel with "
+                f"{what} of {form.slot_bytes} bytes do not fit into slots of {self.slot_bytes} "
+                f"bytes: make ExpertParallel with "
                 f"buffer_bytes of at least {needed}"
             )

@@ -14,16 +14,18 @@ from tokenyard.whole import real
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallOptions:
-    """Options of a dispatch or combine of engine ``low_latency``. Tensors are the caller's, contiguous, on the object's device.
+    """Options of a dispatch or combine of engine ``low_latency``. Tensors are the caller's,
+    contiguous, on the object's device.
 
-    Attributes:
-        timeout: seconds of this call, by the device's clock, after which silent ranks are left out; None: the object's.
-        waits: ``[R]`` int64, to which the nanoseconds are added that this rank waited for each rank to come to the call.
-        loads: ``[L]`` int64 or int32, to which the rows are added that each local expert got (dispatch).
-        scales_by_column: scales ``[L, R * M, S]`` lie column by column in each block, a view of ``[L, S, R * M]`` (dispatch of
-            quantised rows with ``EXPERT_PADDED``; a single column has the strides of always). Ranks need not agree on it.
-        lost_weights: ``[T]`` float32, is filled (combine): of each token, the weights of the picks that its sum lacks, 0 if none;
-            in an unweighted combine, how many they are (``docs/low_latency.md``).
+    Attributes: timeout: seconds of this call, by the device's clock, after which silent ranks are
+        left out; None: the object's. waits: ``[R]`` int64, to which the nanoseconds are added that
+        this rank waited for each rank to come to the call. loads: ``[L]`` int64 or int32, to which
+        the rows are added that each local expert got (dispatch). scales_by_column: scales ``[L, R *
+        M, S]`` lie column by column in each block, a view of ``[L, S, R * M]`` (dispatch of
+        quantised rows with ``EXPERT_PADDED``; a single column has the strides of always). Ranks
+        need not agree on it. lost_weights: ``[T]`` float32, is filled (combine): of each token, the
+        weights of the picks that its sum lacks, 0 if none; in an unweighted combine, how many they
+        are (``docs/low_latency.md``).
     """
 
     timeout: float | None = None
@@ -33,42 +35,65 @@ class CallOptions:
     lost_weights: Tensor | None = None
 
     def check(self, config: Config, device: torch.device | None, num_tokens: int | None) -> None:
-        """Raise if they cannot be. ``num_tokens``: of a combine; None: they are those of a dispatch.
+        """Raise if they cannot be. ``num_tokens``: of a combine; None: they are those of a
+        dispatch.
 
         Raises:
             ValueError: names the option, the limit and the value.
         """
         timeout: Any = self.timeout
         if timeout is not None and not 0 < real(timeout) < 1e9:
-            raise ValueError(f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or None")
+            raise ValueError(
+                f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or "
+                f"None"
+            )
         _check("waits", self.waits, "R", config.world_size, (torch.int64,), device)
         if num_tokens is None:
             if self.lost_weights is not None:
                 raise ValueError(
-                    "options.lost_weights tells what the sums of a combine lack: leave it out of a dispatch"
+                    "options.lost_weights tells what the sums of a combine lack: leave it out of a "
+                    "dispatch"
                 )
-            _check("loads", self.loads, "L", config.num_local_experts, (torch.int64, torch.int32), device)
+            _check(
+                "loads",
+                self.loads,
+                "L",
+                config.num_local_experts,
+                (torch.int64, torch.int32),
+                device,
+            )
             return
         if self.loads is not None:
             raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
         if self.scales_by_column:
-            raise ValueError("options.scales_by_column arranges what a dispatch brings: leave it out of a combine")
+            raise ValueError(
+                "options.scales_by_column arranges what a dispatch brings: leave it out of a "
+                "combine"
+            )
         _check("lost_weights", self.lost_weights, "T", num_tokens, (torch.float32,), device)
 
 
 def _check(
-    name: str, tensor: Tensor | None, symbol: str, size: int, dtypes: tuple[torch.dtype, ...], device: torch.device | None
-) -> None:  # fmt: skip
+    name: str,
+    tensor: Tensor | None,
+    symbol: str,
+    size: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None,
+) -> None:
     if tensor is None:
         return
     if tensor.dtype not in dtypes or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():
         allowed = " or ".join(map(str, dtypes))
         raise ValueError(
-            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous {allowed} [{size}], "
+            f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous "
+            f"{allowed} [{size}], "
             f"that is [{symbol}]"
         )
     if device is not None and tensor.device != device:
-        raise ValueError(f"options.{name} is on {tensor.device}, but must be on {device}: move it there")
+        raise ValueError(
+            f"options.{name} is on {tensor.device}, but must be on {device}: move it there"
+        )
 
 
 NO_OPTIONS = CallOptions()

@@ -30,7 +30,9 @@ class Mover:
         return sum(buffer.numel() for buffer in self._staging.values())
 
     def buffer(self, name: str, form: RowFormat, num_rows: int, device: torch.device) -> Tensor:
-        """Room for rows. Host memory is kept for the next call: fresh pages cost more than the copy into them."""
+        """Room for rows. Host memory is kept for the next call: fresh pages cost more than the copy
+        into them.
+        """
         if device.type != "cpu":
             return form.buffer(num_rows, device)
         need = num_rows * form.row_bytes
@@ -41,13 +43,17 @@ class Mover:
                 held = self._staging[name] = torch.empty(need, dtype=torch.uint8, device="cpu")
         return held[:need].view(num_rows, form.row_bytes)
 
-    def move(self, send: Tensor, recv: Tensor, spans: Spans, op: str, call: int) -> Callable[[], None]:
+    def move(
+        self, send: Tensor, recv: Tensor, spans: Spans, op: str, call: int
+    ) -> Callable[[], None]:
         """Start to move rows; the function returned waits for them."""
         arrived = self._wire.exchange(send, recv, spans, f"{op} #{call}")
 
         def finish() -> None:
             arrived()
-            self._stats.record(op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait)
+            self._stats.record(
+                op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait
+            )
 
         return finish
 

@@ -1,7 +1,9 @@
-"""Engine ``nvlink``: Triton kernels that store rows straight into peers' memory, in rings of bounded size.
+"""Engine ``nvlink``: Triton kernels that store rows straight into peers' memory, in rings of
+bounded size.
 
-Life of a fresh dispatch: plan (one launch: merge, place, exchange counts), the host learns the counts (exact shapes only), rows
-(one launch: send, receive, place). A cached dispatch is the second launch alone; combine is one launch. See ``docs/protocols.md``.
+Life of a fresh dispatch: plan (one launch: merge, place, exchange counts), the host learns the
+counts (exact shapes only), rows (one launch: send, receive, place). A cached dispatch is the second
+launch alone; combine is one launch. See ``docs/protocols.md``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from tokenyard.types import Layout, Quantize
 
 
 class NvlinkEngine:
-    """Dispatch and combine by peer stores. All methods are collective and run in one order on all ranks.
+    """Dispatch and combine by peer stores. All methods are collective and run in one order on all
+    ranks.
 
     Args:
         memory: of this rank; the engine closes it.
@@ -49,7 +52,13 @@ class NvlinkEngine:
     _parts: Any = (Ground, Launches, Watch)  # what makes it this engine
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, shape: Cuts, buffer_bytes: int, blame: Blame
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        shape: Cuts,
+        buffer_bytes: int,
+        blame: Blame,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         make_ground, make_launches, make_watch = self._parts
@@ -60,11 +69,17 @@ class NvlinkEngine:
         self._tables, self.interrupt = Tables(config, memory.device), self._watch.interrupt
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
-        size, width, self._local = config.world_size, self._ground.header_words, config.num_local_experts
+        size, width, self._local = (
+            config.world_size,
+            self._ground.header_words,
+            config.num_local_experts,
+        )
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
-        self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each rank to each
+        self._rows: Any = self._host[3 + size * width :].reshape(
+            size, size
+        )  # from each rank to each
         self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
 
     @property
@@ -84,21 +99,30 @@ class NvlinkEngine:
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts, with its ids and weights."""
+        """Send each token once to every rank that holds one of its experts, with its ids and
+        weights.
+        """
         with span("tokenyard.dispatch"), self._memory.tensors():
             if spec.exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "exact=True lets the host learn the counts, which a CUDA graph cannot hold: use exact=False"
+                    "exact=True lets the host learn the counts, which a CUDA graph cannot hold: "
+                    "use exact=False"
                 )
-            topk_idx, weights = topk_idx.contiguous(), None if weights is None else weights.contiguous()
+            topk_idx, weights = (
+                topk_idx.contiguous(),
+                None if weights is None else weights.contiguous(),
+            )
             payload = aligned(payload)
-            kind = self._kind(DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place)
+            kind = self._kind(
+                DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place
+            )
             room = kind.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, kind, room)
             try:
                 return self._follow(payload, counted, kind, room)
             except Exception:
-                self._memory.settle()  # the plan's programs write to tensors that the caller lets go
+                # the plan's programs write to tensors that the caller lets go
+                self._memory.settle()
                 self._watch.stop_short()
                 raise
 
@@ -112,16 +136,20 @@ class NvlinkEngine:
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever the layout.
+        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever
+        the layout.
 
-        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs them so.
+        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
+        them so.
         """
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload = aligned(payload)
             kind = self._kind(CACHED, payload, spec, mode, marked=raw, in_place=in_place)
             placed = kind.experts and not raw
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
-            arrived = sum(splits[self.config.world_size : -1]) if spec.exact else self.config.padded_rows
+            arrived = (
+                sum(splits[self.config.world_size : -1]) if spec.exact else self.config.padded_rows
+            )
             num_rows = plan.gather.shape[0] if placed else arrived
             tag = kind.tag | pack_routing(splits[-1])
             if in_place:
@@ -131,15 +159,25 @@ class NvlinkEngine:
                 out = _result(payload, kind, num_rows, zeros=zeros)
                 if kind.rows is None:
                     kind.rows = self._launches.dispatch(
-                        kind.form, mode, kind.dtype, kind.width if placed else 1, by_expert=placed,
+                        kind.form,
+                        mode,
+                        kind.dtype,
+                        kind.width if placed else 1,
+                        by_expert=placed,
                         padding=placed and kind.padding and not zeros,
-                    )  # fmt: skip
+                    )
                 self._memory.gate()
                 dispatch_rows(
-                    kind.rows, self._ground, plan=plan.route.data_ptr(), payload=sent_of(payload),
-                    result=result_of(out, plan), tag=tag, num_tokens=plan.first_pick.shape[0],
-                    num_experts=self.config.num_experts, num_rows=num_rows,
-                )  # fmt: skip
+                    kind.rows,
+                    self._ground,
+                    plan=plan.route.data_ptr(),
+                    payload=sent_of(payload),
+                    result=result_of(out, plan),
+                    tag=tag,
+                    num_tokens=plan.first_pick.shape[0],
+                    num_experts=self.config.num_experts,
+                    num_rows=num_rows,
+                )
                 self._memory.settle()
             self._record("cached dispatch", splits, kind)
             return out
@@ -157,11 +195,22 @@ class NvlinkEngine:
         raw: bool = False,
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum ``rows`` per token: on this rank first, then at the token's owner (``docs/semantics.md``, Combine)."""
+        """Sum ``rows`` per token: on this rank first, then at the token's owner
+        (``docs/semantics.md``, Combine).
+        """
         with span("tokenyard.combine"), self._memory.tensors():
-            payload, width = Payload(rows, None), 0 if reduce_weights is None else reduce_weights.shape[1]
+            payload, width = (
+                Payload(rows, None),
+                0 if reduce_weights is None else reduce_weights.shape[1],
+            )
             kind = self._kind(
-                COMBINE, payload, spec, None, marked=width > 0, scaled=weights is not None, in_place=in_place
+                COMBINE,
+                payload,
+                spec,
+                None,
+                marked=width > 0,
+                scaled=weights is not None,
+                in_place=in_place,
             )
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
             tag, tokens = kind.tag | pack_routing(splits[-1]), plan.first_pick.shape[0]
@@ -174,17 +223,30 @@ class NvlinkEngine:
                 placed = kind.experts and not raw
                 form = kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4)
                 launch = self._launches.combine(
-                    form, rows.dtype, kind.width if placed else 1, width, tuple(term.dtype for term in bias), placed=placed,
+                    form,
+                    rows.dtype,
+                    kind.width if placed else 1,
+                    width,
+                    tuple(term.dtype for term in bias),
+                    placed=placed,
                     weighted=weights is not None,
-                )  # fmt: skip
+                )
                 rows = as_aligned(rows)
                 given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
                 self._memory.gate()
                 launch(
-                    self._ground.peers, self._ground.state_at, plan.route.data_ptr(), rows.data_ptr(), plan.slots.data_ptr(),
-                    *(address(tensor) for tensor in (*given, *bias)), *(0,) * (2 - len(bias)), total.data_ptr(),
-                    address(reduced), tag, tokens,
-                )  # fmt: skip
+                    self._ground.peers,
+                    self._ground.state_at,
+                    plan.route.data_ptr(),
+                    rows.data_ptr(),
+                    plan.slots.data_ptr(),
+                    *(address(tensor) for tensor in (*given, *bias)),
+                    *(0,) * (2 - len(bias)),
+                    total.data_ptr(),
+                    address(reduced),
+                    tag,
+                    tokens,
+                )
                 self._memory.settle()
                 total = total if out is None or total is out else out.copy_(total)
             self._record("combine", splits, kind, back=True)
@@ -202,8 +264,9 @@ class NvlinkEngine:
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
 
-        With counts to exchange, everybody raises before a row moves and goes on. Otherwise rows already fly: the others learn of it
-        at once, and all objects of this call are of no more use.
+        With counts to exchange, everybody raises before a row moves and goes on. Otherwise rows
+        already fly: the others learn of it at once, and all objects of this call are of no more
+        use.
         """
         self._watch.raise_if_failed()
         self._watch.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
@@ -214,9 +277,13 @@ class NvlinkEngine:
             launch(self._ground.peers, self._ground.state_at, REFUSED)
             self._memory.settle()
             return True
-        nothing = Payload(torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu"), None)
+        nothing = Payload(
+            torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu"), None
+        )
         spec = Spec(layout=Layout.FLAT, exact=exact)
-        kind = kind_of(op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False)
+        kind = kind_of(
+            op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False
+        )
         header = head.blank(fingerprint, 1, 0, 0)
         head.refuse(header, reason)
         kind.words, kind.tag = header[0].numpy(), REFUSED
@@ -232,7 +299,9 @@ class NvlinkEngine:
         return True
 
     def check(self) -> None:
-        """Wait for the device; raise if a call failed there, or a static dispatch was given ids out of range."""
+        """Wait for the device; raise if a call failed there, or a static dispatch was given ids out
+        of range.
+        """
         self._watch.finish()
         self._watch.raise_if_failed()
         self._watch.raise_if_bad_index()
@@ -243,14 +312,27 @@ class NvlinkEngine:
         self._kinds.clear()
         del self._ground.region
 
-    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
-        return (self._route_words(num_tokens),), torch.int32, new_size() if spec.exact else self.config.padded_rows
+        return (
+            (self._route_words(num_tokens),),
+            torch.int32,
+            new_size() if spec.exact else self.config.padded_rows,
+        )
 
     def _kind(
-        self, op: int, payload: Payload, spec: Spec, mode: Quantize | None, *, marked: bool, scaled: bool = False,
+        self,
+        op: int,
+        payload: Payload,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        marked: bool,
+        scaled: bool = False,
         in_place: bool = False,
-    ) -> Kind:  # fmt: skip
+    ) -> Kind:
         """The kind of a call that begins now, unless an earlier one has failed on the device."""
         self._watch.raise_if_failed()
         scales = payload.scales
@@ -258,7 +340,16 @@ class NvlinkEngine:
         key = (op, payload.x.dtype, payload.x.shape[1], form, spec, mode, marked, scaled, in_place)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = kind_of(op, payload, spec, mode, self.config, marked=marked, scaled=scaled, in_place=in_place)
+            kind = kind_of(
+                op,
+                payload,
+                spec,
+                mode,
+                self.config,
+                marked=marked,
+                scaled=scaled,
+                in_place=in_place,
+            )
             self._kinds[key] = kind
         kind.fingerprint.call = self._calls
         self._watch.begin(kind.fingerprint, kind.tag)
@@ -268,19 +359,25 @@ class NvlinkEngine:
     # The plan
 
     def _route_words(self, num_tokens: Any) -> Any:
-        return region.plan_words(self.config.world_size, self._ground.shape.channels, num_tokens, self._local)
+        return region.plan_words(
+            self.config.world_size, self._ground.shape.channels, num_tokens, self._local
+        )
 
     def _static_rows(self, spec: Spec) -> tuple[int, int]:
         """Arrival rows and result rows of static shapes."""
         padded = self.config.padded_rows
         return padded, num_result_rows(spec, self.config, None, padded)
 
-    def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
+    def _count(
+        self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0
+    ) -> Counted:
         """Launch the plan."""
         config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
         launch = kind.plans.get(wide := topk_idx.dtype == torch.int64)
         if launch is None:
-            launch = self._launches.plan(spec, kind.form.meta_words, weighted=kind.weighted, wide=wide)
+            launch = self._launches.plan(
+                spec, kind.form.meta_words, weighted=kind.weighted, wide=wide
+            )
             kind.plans[wide] = launch
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
@@ -293,12 +390,28 @@ class NvlinkEngine:
             self._header_in[: kind.words.shape[0]] = kind.words
         self._memory.gate()
         launch(
-            topk_idx.data_ptr(), address(weights), ground.peers, ground.state_at, ground.scratch_at,
-            counted.route.data_ptr(), counted.meta.data_ptr(), counted.first_pick.data_ptr(),
-            counted.tokens_per_expert.data_ptr(), counted.offsets.data_ptr(), counted.ranges.data_ptr(),
-            counted.overflow.data_ptr(), ground.header_in_at, ground.header_out_at, self._calls, kind.tag,
-            tokens, config.num_experts, most, rows, spec.expert_alignment,
-        )  # fmt: skip
+            topk_idx.data_ptr(),
+            address(weights),
+            ground.peers,
+            ground.state_at,
+            ground.scratch_at,
+            counted.route.data_ptr(),
+            counted.meta.data_ptr(),
+            counted.first_pick.data_ptr(),
+            counted.tokens_per_expert.data_ptr(),
+            counted.offsets.data_ptr(),
+            counted.ranges.data_ptr(),
+            counted.overflow.data_ptr(),
+            ground.header_in_at,
+            ground.header_out_at,
+            self._calls,
+            kind.tag,
+            tokens,
+            config.num_experts,
+            most,
+            rows,
+            spec.expert_alignment,
+        )
         return counted
 
     def _learn(self, kind: Kind) -> Counts:
@@ -308,7 +421,11 @@ class NvlinkEngine:
         if host[1]:
             headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
             padded = kind.spec.layout is Layout.EXPERT_PADDED
-            head.verify(headers, self.config, max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS)
+            head.verify(
+                headers,
+                self.config,
+                max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS,
+            )
         return Counts(
             sent=self._rows[self.config.rank].tolist(),
             received=self._headers[:, head.NUM_ROWS].tolist(),
@@ -318,23 +435,41 @@ class NvlinkEngine:
 
     # Rows
 
-    def _follow(self, payload: Payload, counted: Counted, kind: Kind, room: int) -> tuple[Payload, Plan, Arrived]:
-        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 if nothing is known."""
+    def _follow(
+        self, payload: Payload, counted: Counted, kind: Kind, room: int
+    ) -> tuple[Payload, Plan, Arrived]:
+        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 if nothing is
+        known.
+        """
         if not kind.spec.exact:
-            return self._finish(*self._move(payload, counted, kind, self._static_rows(kind.spec)), None, kind)
+            return self._finish(
+                *self._move(payload, counted, kind, self._static_rows(kind.spec)), None, kind
+            )
         moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
         if room and not self._memory.shared_gpu:
             self._tables.make_ahead(kind, counted.first_pick.shape[0], counted.route.shape[0], room)
         counts = self._learn(kind)
-        if moved is not None and not self._host[2]:  # (else some rank guessed too little room, and no row has moved)
+        if (
+            moved is not None and not self._host[2]
+        ):  # (else some rank guessed too little room, and no row has moved)
             self._memory.gate()  # every rank comes to two, whether it launches or not
         else:
-            num_rows = num_result_rows(kind.spec, self.config, counts.experts.tolist(), sum(counts.received))
-            moved = self._move(payload, counted, kind, (sum(counts.received), num_rows), forced=True)
+            num_rows = num_result_rows(
+                kind.spec, self.config, counts.experts.tolist(), sum(counts.received)
+            )
+            moved = self._move(
+                payload, counted, kind, (sum(counts.received), num_rows), forced=True
+            )
         return self._finish(*moved, counts, kind)
 
     def _move(
-        self, payload: Payload, counted: Counted, kind: Kind, room: tuple[int, int], *, forced: bool = False
+        self,
+        payload: Payload,
+        counted: Counted,
+        kind: Kind,
+        room: tuple[int, int],
+        *,
+        forced: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
         config, spec = self.config, kind.spec
@@ -346,21 +481,37 @@ class NvlinkEngine:
         out = _result(payload, kind, num_rows, zeros=False)
         if kind.rows is None:
             kind.rows = self._launches.dispatch(
-                kind.form, kind.mode, kind.dtype, kind.width, by_expert=kind.experts, padding=kind.padding, fresh=True,
-                weighted=kind.weighted, static=not spec.exact,
-            )  # fmt: skip
+                kind.form,
+                kind.mode,
+                kind.dtype,
+                kind.width,
+                by_expert=kind.experts,
+                padding=kind.padding,
+                fresh=True,
+                weighted=kind.weighted,
+                static=not spec.exact,
+            )
         self._memory.gate()
         dispatch_rows(
-            kind.rows, self._ground, plan=counted.route.data_ptr(), payload=sent_of(payload, counted.meta),
-            result=result_of(out, plan, arrived), tag=kind.tag, num_tokens=counted.first_pick.shape[0],
-            num_experts=config.num_experts, num_rows=num_rows, forced=forced,
-        )  # fmt: skip
+            kind.rows,
+            self._ground,
+            plan=counted.route.data_ptr(),
+            payload=sent_of(payload, counted.meta),
+            result=result_of(out, plan, arrived),
+            tag=kind.tag,
+            num_tokens=counted.first_pick.shape[0],
+            num_experts=config.num_experts,
+            num_rows=num_rows,
+            forced=forced,
+        )
         return out, plan, arrived
 
     def _finish(
         self, out: Payload, plan: Plan, arrived: Arrived, counts: Counts | None, kind: Kind
     ) -> tuple[Payload, Plan, Arrived]:
-        """What is left to do once rows are on their way: results of their true size, counts for the handle."""
+        """What is left to do once rows are on their way: results of their true size, counts for the
+        handle.
+        """
         self._memory.settle()
         if counts is None:  # the number of the call tells one routing from another
             splits = [-1] * (2 * self.config.world_size)

@@ -1,10 +1,12 @@
 """The second hop of the collective engine on a grid: inside the node.
 
-Dispatch: a token crosses the network once per destination node, to the rank there of the same local index, which forwards it to
-the ranks that hold its experts. Combine: that rank adds what they return, in rank order, and sends one row back. So a token's
-rows cross the network once per node instead of once per rank, and the sums form the two-level tree of ``docs/semantics.md``.
+Dispatch: a token crosses the network once per destination node, to the rank there of the same local
+index, which forwards it to the ranks that hold its experts. Combine: that rank adds what they
+return, in rank order, and sends one row back. So a token's rows cross the network once per node
+instead of once per rank, and the sums form the two-level tree of ``docs/semantics.md``.
 
-What is forwarded follows from the ids that ride along, so only rows relayed are announced; a row is copied, never taken apart.
+What is forwarded follows from the ids that ride along, so only rows relayed are announced; a row is
+copied, never taken apart.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from tokenyard.config import Config
 from tokenyard.engines.mover import Mover
 from tokenyard.engines.wire import Spans
 from tokenyard.handle import Plan, Spec
-from tokenyard.layout import host_ints, return_places, send_order, send_order_static, tokens_in_ranks
+from tokenyard.layout import (
+    host_ints,
+    return_places,
+    send_order,
+    send_order_static,
+    tokens_in_ranks,
+)
 from tokenyard.rows import RowFormat, as_words, sum_rows
 from tokenyard.topology import Topology
 
@@ -26,16 +34,23 @@ INSIDE = ", inside the node"
 
 
 class Leg(NamedTuple):
-    """From the rank that relays to the ranks of its node, and back. Q rows are relayed here, S are forwarded, Nb arrive.
+    """From the rank that relays to the ranks of its node, and back. Q rows are relayed here, S are
+    forwarded, Nb arrive.
 
-    With static shapes each (source rank, rank of this node) has M places, so Q = nodes * M and S = Nb = R * M. If the host knows
-    how many rows there are, those to a rank stand together, in front of its nodes * M places, and only they move; if not, all do.
+    With static shapes each (source rank, rank of this node) has M places, so Q = nodes * M and S =
+    Nb = R * M. If the host knows how many rows there are, those to a rank stand together, in front
+    of its nodes * M places, and only they move; if not, all do.
     """
 
     spans: Spans  # rows to and from the ranks of this node
-    order: Tensor  # [S] the relayed row behind each row forwarded, by destination; -1 on unused places
-    joins: Tensor  # [Q, J] places among the rows forwarded of each relayed row's copies, by rank; then -1
-    arrange: Tensor  # [Nb] where the rows, by source rank and token, stand as they come: by relaying rank, source node, token
+    order: (
+        Tensor  # [S] the relayed row behind each row forwarded, by destination; -1 on unused places
+    )
+    # [Q, J] places among the rows forwarded of each relayed row's copies, by rank; then -1
+    joins: Tensor
+    # [Nb] where the rows, by source rank and token, stand as they come: by relaying rank, source
+    # node, token
+    arrange: Tensor
 
 
 class Relay:
@@ -49,7 +64,9 @@ class Relay:
 
     @property
     def num_counts(self) -> int:
-        """Numbers that a plan holds for both hops: rows to and from each node, rows to each rank of this one."""
+        """Numbers that a plan holds for both hops: rows to and from each node, rows to each rank of
+        this one.
+        """
         return 2 * self.grid.num_nodes + self.grid.ranks_per_node
 
     @property
@@ -60,7 +77,9 @@ class Relay:
     # The plan
 
     def plan(self, topk_idx: Tensor, sources: list[int], spec: Spec) -> Leg:
-        """The leg of rows with global ids ``topk_idx [Q, K]``; ``sources [R]`` says how many come from each rank in the end."""
+        """The leg of rows with global ids ``topk_idx [Q, K]``; ``sources [R]`` says how many come
+        from each rank in the end.
+        """
         hits = self._hits(topk_idx)
         if not spec.exact:
             return self._static_leg(hits, sources)
@@ -69,7 +88,9 @@ class Relay:
         return Leg(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
 
     def _static_leg(self, hits: Tensor, sources: list[int]) -> Leg:
-        """Without counts on the host ``order`` is by (destination, source node, token), M places each: for CUDA graphs."""
+        """Without counts on the host ``order`` is by (destination, source node, token), M places
+        each: for CUDA graphs.
+        """
         each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
         if self._mover.counts_on_host:
             sends, split, stride = host_ints(hits.sum(0)), hits, self._room
@@ -79,48 +100,85 @@ class Relay:
             split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
             sends, stride = [self._room] * each, most
         order, joins = send_order_static(split, stride), return_places(split, stride, self.width)
-        return Leg(self._spans(sends, sources, self._room), order, joins, self._arrange_static(sources, hits.device))
+        return Leg(
+            self._spans(sends, sources, self._room),
+            order,
+            joins,
+            self._arrange_static(sources, hits.device),
+        )
 
     def _hits(self, topk_idx: Tensor) -> Tensor:
-        """Which ranks of this node each relayed row goes to: bool ``[Q, ranks per node]``. Other ids count for nothing."""
+        """Which ranks of this node each relayed row goes to: bool ``[Q, ranks per node]``. Other
+        ids count for nothing.
+        """
         config = self.config
         first, end = config.bounds[self._peers.start], config.bounds[self._peers.stop]
         here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
-        return tokens_in_ranks(here, config.num_experts, config.world_size)[:, self._peers.start : self._peers.stop]
+        return tokens_in_ranks(here, config.num_experts, config.world_size)[
+            :, self._peers.start : self._peers.stop
+        ]
 
     def _spans(self, sends: list[int], sources: list[int], stride: int | None = None) -> Spans:
-        recvs = [sum(sources[local :: self.grid.ranks_per_node]) for local in range(self.grid.ranks_per_node)]
+        recvs = [
+            sum(sources[local :: self.grid.ranks_per_node])
+            for local in range(self.grid.ranks_per_node)
+        ]
         return Spans.among(self._peers, self.config.world_size, sends, recvs, stride)
 
     def _arrange(self, sources: list[int], device: torch.device) -> Tensor:
-        """Rows come by (local index of the rank that relays, source node); where those of each source rank begin there."""
-        counts = torch.tensor(sources, device=device).view(self.grid.num_nodes, self.grid.ranks_per_node)
+        """Rows come by (local index of the rank that relays, source node); where those of each
+        source rank begin there.
+        """
+        counts = torch.tensor(sources, device=device).view(
+            self.grid.num_nodes, self.grid.ranks_per_node
+        )
         ordered, came = counts.reshape(-1), counts.t().reshape(-1)
-        begin = (came.cumsum(0) - came).view(self.grid.ranks_per_node, self.grid.num_nodes).t().reshape(-1)
+        begin = (
+            (came.cumsum(0) - came)
+            .view(self.grid.ranks_per_node, self.grid.num_nodes)
+            .t()
+            .reshape(-1)
+        )
         shift = begin - (ordered.cumsum(0) - ordered)
         num_rows = sum(sources)
-        return shift.repeat_interleave(ordered, output_size=num_rows) + torch.arange(num_rows, device=device)
+        return shift.repeat_interleave(ordered, output_size=num_rows) + torch.arange(
+            num_rows, device=device
+        )
 
     def _arrange_static(self, sources: list[int], device: torch.device) -> Tensor:
-        """The same where each rank that relays has nodes * M places: first those in use, by source node, then the others."""
-        nodes, each, most = self.grid.num_nodes, self.grid.ranks_per_node, self.config.max_tokens_per_rank
+        """The same where each rank that relays has nodes * M places: first those in use, by source
+        node, then the others.
+        """
+        nodes, each, most = (
+            self.grid.num_nodes,
+            self.grid.ranks_per_node,
+            self.config.max_tokens_per_rank,
+        )
         used = torch.tensor(sources, device=device).view(nodes, each, 1)
         node, local, row = (torch.arange(count, device=device) for count in (nodes, each, most))
         begin = used.cumsum(0) - used
         unused = used.sum(0) + (node * most).view(-1, 1, 1) - begin + row - used
-        return (torch.where(row < used, begin + row, unused) + local.view(-1, 1) * self._room).reshape(-1)
+        return (
+            torch.where(row < used, begin + row, unused) + local.view(-1, 1) * self._room
+        ).reshape(-1)
 
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 
     def packed(self, token: Tensor, first: Spans, leg: Leg) -> tuple[Tensor, list[int]]:
-        """``Plan.route`` with ``token [S of the first hop]`` in front, and numbers for ``Plan.splits``."""
+        """``Plan.route`` with ``token [S of the first hop]`` in front, and numbers for
+        ``Plan.splits``.
+        """
         route = torch.cat([token, leg.order, leg.joins.reshape(-1), leg.arrange])
         rail = self.grid.rail_of(self.config.rank)
-        across = [counts[rank] for counts in (first.send_counts, first.recv_counts) for rank in rail]
+        across = [
+            counts[rank] for counts in (first.send_counts, first.recv_counts) for rank in rail
+        ]
         return route, [*across, *(leg.spans.send_counts[peer] for peer in self._peers)]
 
     def counts_of(self, plan: Plan, spec: Spec) -> tuple[list[int], list[int], list[int]]:
-        """What :meth:`packed` put into ``plan.splits``: rows to and from each node, rows to each rank of this one."""
+        """What :meth:`packed` put into ``plan.splits``: rows to and from each node, rows to each
+        rank of this one.
+        """
         config, nodes = self.config, self.grid.num_nodes
         begin = 2 * config.world_size + 1 + (config.matrix_ranks**2 if spec.exact else 0)
         numbers = host_ints(plan.splits[begin : begin + self.num_counts])
@@ -130,13 +188,21 @@ class Relay:
         """``token`` and the leg, as they were packed."""
         sends, recvs, forwards = self.counts_of(plan, spec)
         if spec.exact:
-            left, forwarded, relayed, came, stride = sum(sends), sum(forwards), sum(recvs), sum(sources), None
+            left, forwarded, relayed, came, stride = (
+                sum(sends),
+                sum(forwards),
+                sum(recvs),
+                sum(sources),
+                None,
+            )
         else:
             left = relayed = stride = self._room
             forwarded = came = self.config.padded_rows
         sizes = [left, forwarded, relayed * self.width, came]
         token, order, joins, arrange = cast("tuple[Tensor, ...]", plan.route.split(sizes))  # pyright: ignore[reportUnknownMemberType]
-        return token, Leg(self._spans(forwards, sources, stride), order, joins.view(relayed, self.width), arrange)
+        return token, Leg(
+            self._spans(forwards, sources, stride), order, joins.view(relayed, self.width), arrange
+        )
 
     def route_size(self) -> int:
         """Elements of ``Plan.route`` with static shapes."""
@@ -145,7 +211,9 @@ class Relay:
     # Rows
 
     def forward(self, form: RowFormat, relayed: Tensor, leg: Leg, op: str, call: int) -> Tensor:
-        """Send ``relayed [Q, bytes]`` on; returns what came here, ``[Nb, bytes]`` by source rank and token."""
+        """Send ``relayed [Q, bytes]`` on; returns what came here, ``[Nb, bytes]`` by source rank
+        and token.
+        """
         copies = self._mover.buffer("relay", form, leg.order.numel(), relayed.device)
         _copy_rows(relayed, leg.order.clamp(min=0), copies)
         if form.routed:
@@ -159,7 +227,9 @@ class Relay:
         return recv
 
     def join(self, form: RowFormat, rows: Tensor, leg: Leg, op: str, call: int) -> Tensor:
-        """Bring ``rows [Nb, bytes]`` back to the ranks that relayed them; returns the sums, ``[Q, bytes]``."""
+        """Bring ``rows [Nb, bytes]`` back to the ranks that relayed them; returns the sums, ``[Q,
+        bytes]``.
+        """
         back = self._mover.buffer("relay", form, leg.arrange.numel(), rows.device)
         if back.numel():
             as_words(back).index_copy_(0, leg.arrange, as_words(rows))

@@ -1,4 +1,6 @@
-"""Sizes and memory of the nvlink engine: channels, rings, slots, and the words that kernels and host share."""
+"""Sizes and memory of the nvlink engine: channels, rings, slots, and the words that kernels and
+host share.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ MANY_REGISTERS = 128
 
 DEFAULT_BUFFER_BYTES = 128 << 20
 LINE, LONG_ROW = 128, 4096
-"""Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 % larger at most."""
+"""Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 %
+larger at most.
+"""
 SHARED_BYTES, KEPT_BYTES = 200 << 10, 28 << 10
-"""Shared memory of a multiprocessor (of an H200, 228 KiB) for rows on their way, and what is kept for sums and scans."""
+"""Shared memory of a multiprocessor (of an H200, 228 KiB) for rows on their way, and what is kept
+for sums and scans.
+"""
 
 
 def _at_once(rows: int, most: int) -> int:
@@ -36,12 +42,10 @@ def _at_once(rows: int, most: int) -> int:
 class Cut:
     """How a role of a kernel works.
 
-    Attributes:
-        rows, block: rows, and words (channels in combine) of each, that a program has in flight.
-        chunk: rows per release.
-        num_warps: per program; all roles of a kernel have the same.
-        max_registers: per thread; None: as many as the compiler likes.
-        stages: of those who sum: rounds of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
+    Attributes: rows, block: rows, and words (channels in combine) of each, that a program has in
+    flight. chunk: rows per release. num_warps: per program; all roles of a kernel have the same.
+    max_registers: per thread; None: as many as the compiler likes. stages: of those who sum: rounds
+    of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
     """
 
     rows: int
@@ -56,11 +60,15 @@ class Cut:
         return min(self.chunk, slots // 2)
 
     def rows_of(self, block: int, most: int) -> int:
-        """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only: short rows go several at a time."""
+        """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only:
+        short rows go several at a time.
+        """
         return _at_once(self.rows * self.block // block, most)
 
     def casts_of(self, groups: int, most: int) -> int:
-        """Rows cast at once (at most ``most``, a power of two) if each has ``groups`` of 128 channels: half of the registers."""
+        """Rows cast at once (at most ``most``, a power of two) if each has ``groups`` of 128
+        channels: half of the registers.
+        """
         channels = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
         return _at_once(channels // (groups * 128), most)
 
@@ -76,13 +84,15 @@ def shared_bytes(device: torch.device) -> int:
 def stages_for(stages: int, round_bytes: int, shared: int) -> int:
     """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
 
-    Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have room for one such round each.
+    Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have room
+    for one such round each.
     """
     return max(1, min(stages, 1 + shared // round_bytes))
 
 
 def staged(cut: Cut, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
-    """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared memory: nor do registers hold them.
+    """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared
+    memory: nor do registers hold them.
 
     ``row_bytes``: of a row in a round, with all that is added to it.
     """
@@ -93,7 +103,8 @@ def staged(cut: Cut, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What engines with rings share of how work is cut into programs: channels (one number, as plans know it), and roles' cuts.
+    """What engines with rings share of how work is cut into programs: channels (one number, as
+    plans know it), and roles' cuts.
 
     Attributes:
         send, reduce: of combine.
@@ -111,11 +122,10 @@ class Cuts:
 class Shape(Cuts):
     """How work of engine nvlink is cut into programs.
 
-    Attributes:
-        push: of those who push rows of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin.
-        gather: of those who sum them. With ``stages`` whole rows are a piece of work, else ``block`` channels.
-        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
-        pushers, gatherers: programs of a combine in place.
+    Attributes: push: of those who push rows of a combine in place: ``rows`` x ``block`` words at
+    once, wherever rows begin. gather: of those who sum them. With ``stages`` whole rows are a piece
+    of work, else ``block`` channels. writers: programs of a direct dispatch, one on each
+    multiprocessor that calls may use. pushers, gatherers: programs of a combine in place.
     """
 
     push: Cut
@@ -126,12 +136,18 @@ class Shape(Cuts):
 
 
 def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
-    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all there are, else one, as they spread."""
+    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all there
+    are, else one, as they spread.
+    """
     least = num_ranks if all_sms else 2 * num_ranks
     if num_sms < least:
         remedy = ": take fewer ranks per node, or engine collective" if all_sms else ""
-        raise ValueError(f"num_sms ({num_sms}) must be at least {least} for {num_ranks} ranks{remedy}")
-    channels = min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
+        raise ValueError(
+            f"num_sms ({num_sms}) must be at least {least} for {num_ranks} ranks{remedy}"
+        )
+    channels = (
+        min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
+    )
     if all_sms:
         return Shape(
             channels=channels,
@@ -163,7 +179,8 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
 class Form:
     """One row in a slot of a ring: ``[payload | scales | meta]``, each padded to 16 bytes.
 
-    Slots of long rows begin where lines of memory do: stores to a peer that begin inside of one cost two.
+    Slots of long rows begin where lines of memory do: stores to a peer that begin inside of one
+    cost two.
 
     Attributes:
         hidden: channels of a row of ``x``.
@@ -213,11 +230,13 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 class Ground:
     """What an object keeps on the device between calls. Making one is collective.
 
-    Attributes:
-        buffer_bytes: what all rings together were given; ``num_bytes``, of the whole region, differs.
+    Attributes: buffer_bytes: what all rings together were given; ``num_bytes``, of the whole
+    region, differs.
     """
 
-    def __init__(self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int) -> None:
+    def __init__(
+        self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int
+    ) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, shape.channels
@@ -232,7 +251,9 @@ class Ground:
         self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
         width = self.rank_bins + self.expert_bins
         state = torch.zeros(self.state_words, dtype=torch.int64, device="cpu")
-        state[:3] = torch.tensor([config.rank, int(config.timeout * 1e9), self.status.data_ptr()], device="cpu")
+        state[:3] = torch.tensor(
+            [config.rank, int(config.timeout * 1e9), self.status.data_ptr()], device="cpu"
+        )
         with memory.tensors():
             self.scratch = torch.zeros(
                 (2 * channels + 1) * width + 4 * channels, dtype=torch.int32, device=memory.device
@@ -241,7 +262,10 @@ class Ground:
         self.state.copy_(state)
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at = self.scratch.data_ptr()
-        self.header_in_at, self.header_out_at = self.header_in.data_ptr(), self.header_out.data_ptr()
+        self.header_in_at, self.header_out_at = (
+            self.header_in.data_ptr(),
+            self.header_out.data_ptr(),
+        )
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
         """Where things lie in the region, and how many there are."""
@@ -259,11 +283,16 @@ class Ground:
         Raises:
             ValueError: fewer than two.
         """
-        slots, rings = self.ring_bytes // form.slot_bytes, self.memory.world_size * self.shape.channels
+        slots, rings = (
+            self.ring_bytes // form.slot_bytes,
+            self.memory.world_size * self.shape.channels,
+        )
         if slots < 2:
             raise ValueError(
-                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} rings of "
-                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least "
+                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes "
+                f"in each of {rings} rings of "
+                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes "
+                f"of at least "
                 f"{self.least_bytes(form)}"
             )
         return slots
@@ -279,7 +308,9 @@ def least_ring(slot_bytes: int) -> int:
 
 
 def as_aligned(tensor: Tensor) -> Tensor:
-    """``tensor`` contiguous and at an address that is a multiple of 16, as kernels read 16 bytes at a time."""
+    """``tensor`` contiguous and at an address that is a multiple of 16, as kernels read 16 bytes at
+    a time.
+    """
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -287,11 +318,15 @@ def as_aligned(tensor: Tensor) -> Tensor:
 
 def aligned(payload: Payload) -> Payload:
     """Rows and scales as kernels read them; a copy lives as long as its call."""
-    return Payload(as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales))
+    return Payload(
+        as_aligned(payload.x), None if payload.scales is None else as_aligned(payload.scales)
+    )
 
 
 def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Tensor:
-    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can, and it is apart from what they ``read`` meanwhile."""
+    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can, and it is apart from
+    what they ``read`` meanwhile.
+    """
     # elsewhere than on a GPU kernels write only to tensors that were made in the memory's context
     fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
     if out is not None and fits and not any(overlap(out, each) for each in read):

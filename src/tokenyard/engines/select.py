@@ -48,7 +48,9 @@ class Asked(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An engine still to be made, the device it insists on (None: host and CUDA tensors alike), and the reason."""
+    """An engine still to be made, the device it insists on (None: host and CUDA tensors alike), and
+    the reason.
+    """
 
     make: Callable[[Stats], Engine]
     device: torch.device | None
@@ -56,20 +58,24 @@ class Choice(NamedTuple):
 
 
 def choose(
-    group: dist.ProcessGroup | MemoryGroup | None, store: dist.Store | None, config: Config, asked: Asked
+    group: dist.ProcessGroup | MemoryGroup | None,
+    store: dist.Store | None,
+    config: Config,
+    asked: Asked,
 ) -> Choice:
     """Pick an engine for ``group`` (None: this process is alone). Collective.
 
-    Raises:
-        ValueError: the group has no backend for the device. NotSupported: the engine asked for cannot work here.
-        Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not come.
+    Raises: ValueError: the group has no backend for the device. NotSupported: the engine asked for
+    cannot work here. Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not
+    come.
     """
     if asked.engine == "twolevel":
         _grid(config, asked)
     if isinstance(group, MemoryGroup):
         if asked.engine == "collective":
             raise NotSupported(
-                "engine 'collective' needs a torch.distributed group; ranks of one process have engines 'nvlink', 'twolevel' and "
+                "engine 'collective' needs a torch.distributed group; ranks of one process have "
+                "engines 'nvlink', 'twolevel' and "
                 "'low_latency'"
             )
         memory = group.open_memory(config.timeout)
@@ -87,7 +93,9 @@ def choose(
         grid = config.topology if asked.engine == "twolevel" else None
         obstacle, most_sms = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
     if asked.engine in _ON_KERNELS and obstacle:
-        raise NotSupported(f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can")
+        raise NotSupported(
+            f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can"
+        )
     if asked.engine != "collective" and not obstacle and gpu is not None:
         memory, why = _cuda_memory(group, store, config, gpu, asked)
         return _on_kernels(memory, store, most_sms, config, asked, why)
@@ -101,7 +109,12 @@ def choose(
 
 
 def _on_kernels(
-    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+    memory: SymmetricMemory,
+    store: dist.Store | None,
+    most_sms: int,
+    config: Config,
+    asked: Asked,
+    why: str,
 ) -> Choice:
     if asked.engine == "low_latency":
         return _low_latency(memory, most_sms, config, asked, why)
@@ -110,12 +123,16 @@ def _on_kernels(
     return _nvlink(memory, store, most_sms, config, asked, why)
 
 
-def _low_latency(memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str) -> Choice:
+def _low_latency(
+    memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str
+) -> Choice:
     from tokenyard.engines.low_latency import LowLatencyEngine
     from tokenyard.engines.low_latency_ground import shape_for
 
     room = asked.room(most_sms)
-    shape = shape_for(min(asked.num_sms or room, room), config.world_size, config.max_tokens_per_rank)
+    shape = shape_for(
+        min(asked.num_sms or room, room), config.world_size, config.max_tokens_per_rank
+    )
 
     def make(stats: Stats) -> Engine:
         return LowLatencyEngine(config, memory, stats, shape, asked.buffer_bytes)
@@ -124,7 +141,12 @@ def _low_latency(memory: SymmetricMemory, most_sms: int, config: Config, asked: 
 
 
 def _nvlink(
-    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+    memory: SymmetricMemory,
+    store: dist.Store | None,
+    most_sms: int,
+    config: Config,
+    asked: Asked,
+    why: str,
 ) -> Choice:
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
@@ -143,7 +165,12 @@ def _nvlink(
 
 
 def _twolevel(
-    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config, asked: Asked, why: str
+    memory: SymmetricMemory,
+    store: dist.Store | None,
+    most_sms: int,
+    config: Config,
+    asked: Asked,
+    why: str,
 ) -> Choice:
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
     from tokenyard.engines.twolevel import TwolevelEngine
@@ -169,19 +196,26 @@ def _grid(config: Config, asked: Asked) -> Topology:
     grid = config.topology
     if grid is None:
         raise NotSupported(
-            f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' does not"
+            f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' "
+            f"does not"
         )
     if limit_of(grid):
         raise NotSupported(
-            f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks and nodes together, but {grid} are "
-            f"{grid.num_nodes} and {grid.world_size + grid.num_nodes}: use smaller expert-parallel groups, or engine 'collective'"
+            f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks "
+            f"and nodes together, but {grid} are "
+            f"{grid.num_nodes} and {grid.world_size + grid.num_nodes}: use smaller expert-parallel "
+            f"groups, or engine 'collective'"
         )
     return grid
 
 
 def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:
     """The GPU that nvlink would work on."""
-    if device is None and torch.cuda.is_available() and (group is None or _accelerator(_backends(group)) is not None):
+    if (
+        device is None
+        and torch.cuda.is_available()
+        and (group is None or _accelerator(_backends(group)) is not None)
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return device if device is not None and device.type == "cuda" else None
 
@@ -194,9 +228,14 @@ def obstacle_of(gpu: torch.device | None) -> str:
         return f"it needs triton {TRITON}, which is not installed: pip install 'tokenyard[cuda]'"
     version: str = importlib.import_module("triton").__version__
     if not triton_fits(version):
-        return f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
+        return (
+            f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
+        )
     if torch.cuda.get_device_capability(gpu) < CAPABILITY:
-        return f"it needs compute capability {'.'.join(map(str, CAPABILITY))}, and {torch.cuda.get_device_name(gpu)} is older"
+        return (
+            f"it needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
+            f"{torch.cuda.get_device_name(gpu)} is older"
+        )
     return ""
 
 
@@ -206,7 +245,11 @@ def triton_fits(version: str) -> bool:
 
 
 def _cuda_memory(
-    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, gpu: torch.device, asked: Asked
+    group: dist.ProcessGroup | None,
+    store: dist.Store | None,
+    config: Config,
+    gpu: torch.device,
+    asked: Asked,
 ) -> tuple[SymmetricMemory, str]:
     """Memory of GPUs, and why it is that kind."""
     from tokenyard.memory import nvshmem
@@ -215,18 +258,29 @@ def _cuda_memory(
     part = None if store is None else dist.PrefixStore("memory", store)
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
-    if asked.engine == "twolevel" and grid is not None and grid.num_nodes > 1 and nvshmem.is_available():
+    if (
+        asked.engine == "twolevel"
+        and grid is not None
+        and grid.num_nodes > 1
+        and nvshmem.is_available()
+    ):
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
     return CudaMemory(*place, store=part), f"{config.world_size} GPUs that map each other's memory"
 
 
 def _common_obstacle(
-    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str, grid: Topology | None = None
+    store: dist.Store | None,
+    config: Config,
+    gpu: torch.device | None,
+    obstacle: str,
+    grid: Topology | None = None,
 ) -> tuple[str, int]:
-    """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest multiprocessors of a rank's GPU.
+    """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest
+    multiprocessors of a rank's GPU.
 
-    The same on every rank. ``grid``: GPUs of different nodes need not map each other's memory if there is NVSHMEM.
+    The same on every rank. ``grid``: GPUs of different nodes need not map each other's memory if
+    there is NVSHMEM.
     """
     sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:
@@ -239,18 +293,27 @@ def _common_obstacle(
     ]
     for peer, (kind, _, _) in enumerate(everybody):
         if kind != everybody[0][0]:
-            raise Mismatch(f"ranks disagree on device: rank 0 works on {everybody[0][0]}, rank {peer} on {kind}")
-    first = next((f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text), "")
+            raise Mismatch(
+                f"ranks disagree on device: rank 0 works on {everybody[0][0]}, rank {peer} on "
+                f"{kind}"
+            )
+    first = next(
+        (f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text), ""
+    )
     if first or gpu is None:
         return first, 0
-    pairs = unreachable_pairs(dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout)
+    pairs = unreachable_pairs(
+        dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout
+    )
     missing = ""
     if grid is not None:
         from tokenyard.memory.nvshmem import is_available
 
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
         missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
-        pairs, missing = (near, "") if is_available() or len(near) == len(pairs) else (pairs, missing)
+        pairs, missing = (
+            (near, "") if is_available() or len(near) == len(pairs) else (pairs, missing)
+        )
     why = "; ".join(f"ranks {pair.a} and {pair.b} {pair.why}" for pair in pairs)
     return missing + why if pairs else "", min(each[2] for each in everybody)
 
@@ -258,7 +321,9 @@ def _common_obstacle(
 # collective
 
 
-def _collective(group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, asked: Asked) -> Choice:
+def _collective(
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, asked: Asked
+) -> Choice:
     device = asked.device
 
     def choice(wire: Wire, where: torch.device | None, why: str) -> Choice:
@@ -269,7 +334,9 @@ def _collective(group: dist.ProcessGroup | None, store: dist.Store | None, confi
 
     size = config.world_size
     if group is None or store is None:
-        return choice(GlooWire(None, 0, 1, config.timeout), device, "one rank: rows only change places")
+        return choice(
+            GlooWire(None, 0, 1, config.timeout), device, "one rank: rows only change places"
+        )
     backends = _backends(group)
     if device is None:
         device = _accelerator(backends)
@@ -282,7 +349,8 @@ def _collective(group: dist.ProcessGroup | None, store: dist.Store | None, confi
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
-            f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a group with gloo"
+            f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a "
+            f"group with gloo"
         )
     why = f"{size} ranks over a gloo mesh of their own, through host memory{hops}"
     return choice(GlooWire(store, config.rank, size, config.timeout), device, why)
@@ -293,7 +361,9 @@ def _hops(config: Config, no_grid: str) -> str:
     grid = config.topology
     if grid is None:
         return f"; rows cross the network once per rank, not per node: {no_grid}"
-    return f"; {grid} nodes and ranks: rows cross the network once per node" if grid.has_levels else ""
+    return (
+        f"; {grid} nodes and ranks: rows cross the network once per node" if grid.has_levels else ""
+    )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

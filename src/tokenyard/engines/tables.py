@@ -1,4 +1,6 @@
-"""Tensors that the plan's launch and the rows' launch fill: the plan, and what rides along with rows."""
+"""Tensors that the plan's launch and the rows' launch fill: the plan, and what rides along with
+rows.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ class Counts(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What the next fresh dispatch like this one needs, made while the host waits anyway: allocations delay a launch.
+    """What the next fresh dispatch like this one needs, made while the host waits anyway:
+    allocations delay a launch.
 
-    Attributes:
-        where: tokens, words of the plan, stream, and whether tensors are inference tensors: the call must agree.
-        room: rows that ``arrived`` has.
+    Attributes: where: tokens, words of the plan, stream, and whether tensors are inference tensors:
+    the call must agree. room: rows that ``arrived`` has.
     """
 
     where: tuple[int, ...]
@@ -98,7 +100,9 @@ class Blank(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A tensor to make. ``hole``: what places hold that nobody writes, if there are any (``holey``). No shape: not needed."""
+    """A tensor to make. ``hole``: what places hold that nobody writes, if there are any
+    (``holey``). No shape: not needed.
+    """
 
     dtype: torch.dtype
     hole: int
@@ -118,20 +122,32 @@ def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Resul
     if arrived is None:
         return Result(rows, scales, 0, 0, 0, 0, 0, plan.slots.data_ptr())
     return Result(
-        rows=rows, scales=scales, expert_ids=arrived.topk_idx.data_ptr(), picks=plan.picks.data_ptr(),
-        weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(), arrivals=plan.gather.data_ptr(),
+        rows=rows,
+        scales=scales,
+        expert_ids=arrived.topk_idx.data_ptr(),
+        picks=plan.picks.data_ptr(),
+        weights=arrived.weights.data_ptr(),
+        source=arrived.source.data_ptr(),
+        arrivals=plan.gather.data_ptr(),
         slots=plan.slots.data_ptr(),
-    )  # fmt: skip
+    )
 
 
 class Tables:
-    """Makes tensors on one device. What a layout lacks is one shared empty tensor (operators own theirs, see ``ops``)."""
+    """Makes tensors on one device. What a layout lacks is one shared empty tensor (operators own
+    theirs, see ``ops``).
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self._topk, self._ranks, self._local = config.num_topk, config.world_size, config.num_local_experts
+        self._topk, self._ranks, self._local = (
+            config.num_topk,
+            config.world_size,
+            config.num_local_experts,
+        )
         self._device = device
         self._none = {
-            kind: torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.int32, torch.float32)
+            kind: torch.empty(0, dtype=kind, device=device)
+            for kind in (torch.int64, torch.int32, torch.float32)
         }
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=device)
         if device.type == "cuda":
@@ -144,10 +160,14 @@ class Tables:
         return self._counted(kind, tokens, route_words)
 
     def make_ahead(self, kind: Kind, tokens: int, route_words: int, room: int) -> None:
-        """Make the tables of a call that may follow, in the current stream, if results have ``room`` rows again."""
+        """Make the tables of a call that may follow, in the current stream, if results have
+        ``room`` rows again.
+        """
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
             counted = self._counted(kind, tokens, route_words)
-            kind.ahead = Ahead(self._where(tokens, route_words), room, counted, self._arrived(kind, counted, room))
+            kind.ahead = Ahead(
+                self._where(tokens, route_words), room, counted, self._arrived(kind, counted, room)
+            )
 
     def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
@@ -166,10 +186,14 @@ class Tables:
             ranges=none
             if layout is not Layout.EXPERT_PADDED
             else torch.empty(self._local, self._ranks, 2, dtype=torch.int32, device=device),
-            overflow=none if kind.spec.capacity is None else torch.empty(1, dtype=torch.int32, device=device),
+            overflow=none
+            if kind.spec.capacity is None
+            else torch.empty(1, dtype=torch.int32, device=device),
         )
 
-    def results(self, kind: Kind, counted: Counted, arrived_rows: int, num_rows: int) -> tuple[Plan, Arrived]:
+    def results(
+        self, kind: Kind, counted: Counted, arrived_rows: int, num_rows: int
+    ) -> tuple[Plan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows.
 
         Rows without a source say so beforehand; kernels write the others.
@@ -182,7 +206,9 @@ class Tables:
             slots, picks, gather = self._each(_plan_tables(kind, arrived_rows, num_rows))
             arrived = ahead.arrived
         else:
-            wanted = _plan_tables(kind, arrived_rows, num_rows) + self._arrived_tables(kind, num_rows)
+            wanted = _plan_tables(kind, arrived_rows, num_rows) + self._arrived_tables(
+                kind, num_rows
+            )
             slots, picks, gather, *rest = made = self._each(wanted)
             arrived = _with_counts(rest, counted)
             if not kind.spec.exact and not _captures(self._device):  # else filled in replays only

@@ -1,6 +1,8 @@
-"""Engine ``twolevel``: ranks form nodes. Rows cross the network once per node, and are handed on inside (``docs/twolevel.md``).
+"""Engine ``twolevel``: ranks form nodes. Rows cross the network once per node, and are handed on
+inside (``docs/twolevel.md``).
 
-All that concerns a rank alone, and ranks of one node, is engine nvlink's; kernels, memory and names of waits are this engine's.
+All that concerns a rank alone, and ranks of one node, is engine nvlink's; kernels, memory and names
+of waits are this engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from tokenyard.rows import Payload
 
 
 class TwolevelEngine(NvlinkEngine):
-    """Dispatch and combine in two hops. As :class:`NvlinkEngine`, for ranks that form a grid; ``shape`` is a ``Tuning``."""
+    """Dispatch and combine in two hops. As :class:`NvlinkEngine`, for ranks that form a grid;
+    ``shape`` is a ``Tuning``.
+    """
 
     name = "twolevel"
     _parts = (TwoGround, TwoLaunches, TwoWatch)
@@ -38,14 +42,18 @@ class TwolevelEngine(NvlinkEngine):
         self._count_network()
 
     def _count_network(self) -> None:
-        """Bring what kernels have counted to the statistics: rows to and from the ranks of my local index on other nodes."""
+        """Bring what kernels have counted to the statistics: rows to and from the ranks of my local
+        index on other nodes.
+        """
         grid, channels, me = self._ground.grid, self._ground.shape.channels, self.config.rank
         state = self._ground.state.cpu()
         begin, end = (
             region.state_words(grid.world_size, channels),
             two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels),
         )
-        sent, taken = (host_ints(rows) for rows in state[begin:end].view(2, grid.num_nodes, channels).sum(2))
+        sent, taken = (
+            host_ints(rows) for rows in state[begin:end].view(2, grid.num_nodes, channels).sum(2)
+        )
         for node, peer in enumerate(grid.rail_of(me)):
             if peer != me:
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
@@ -53,22 +61,33 @@ class TwolevelEngine(NvlinkEngine):
 
     def _record(self, op: str, splits: list[int], kind: Kind, *, back: bool = False) -> None:
         """As its base; rows of ranks on other nodes travel otherwise: see :meth:`check`."""
-        size, near = self.config.world_size, self._ground.grid.ranks_of(self._ground.grid.node_of(self.config.rank))
+        size, near = (
+            self.config.world_size,
+            self._ground.grid.ranks_of(self._ground.grid.node_of(self.config.rank)),
+        )
         kept = [rows if at % size in near else 0 for at, rows in enumerate(splits[: 2 * size])]
         super()._record(op, kept, kind, back=back)
 
-    def route_shapes(self, num_tokens: Any, spec: Spec, new_size: Any) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         if spec.exact:
             return (new_size(),), torch.int32, new_size()
         padded = self.config.max_tokens_per_rank
-        return (self._plan_words(num_tokens) + self._table_words(padded),), torch.int32, self.config.padded_rows
+        return (
+            (self._plan_words(num_tokens) + self._table_words(padded),),
+            torch.int32,
+            self.config.padded_rows,
+        )
 
     def _sum_in_place(self, *given: Any) -> Tensor:
         """A combine in place: see :meth:`View.read`."""
         return self._view.read(*given)
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place. Collective where that has to grow."""
+        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place.
+        Collective where that has to grow.
+        """
         with self._memory.tensors():
             return self._view.rows(num_rows, hidden, dtype)
 
@@ -77,7 +96,10 @@ class TwolevelEngine(NvlinkEngine):
     def _plan_words(self, num_tokens: Any) -> Any:
         grid, channels = self._ground.grid, self._ground.shape.channels
         landings = two_region.landing_words(grid.world_size, grid.num_nodes, channels)
-        return region.plan_words(grid.world_size + grid.num_nodes, channels, num_tokens, self._local) + landings
+        return (
+            region.plan_words(grid.world_size + grid.num_nodes, channels, num_tokens, self._local)
+            + landings
+        )
 
     def _table_words(self, rows: int) -> int:
         """int32 words of the forwarders' table with ``rows`` rows per node."""
@@ -86,9 +108,13 @@ class TwolevelEngine(NvlinkEngine):
     def _route_words(self, num_tokens: Any) -> Any:
         return self._plan_words(num_tokens) + self._table_words(self._launches.table_rows)
 
-    def _count(self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0) -> Counted:
+    def _count(
+        self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0
+    ) -> Counted:
         self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
-        known = kind.spec.exact and not kind.fingerprint.in_place  # in place no rank has more than the most
+        known = (
+            kind.spec.exact and not kind.fingerprint.in_place
+        )  # in place no rank has more than the most
         self._launches.table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, kind, room)
 
@@ -98,19 +124,29 @@ class TwolevelEngine(NvlinkEngine):
         return counts
 
     def _move(
-        self, payload: Payload, counted: Counted, kind: Kind, room: tuple[int, int], *, forced: bool = False
+        self,
+        payload: Payload,
+        counted: Counted,
+        kind: Kind,
+        room: tuple[int, int],
+        *,
+        forced: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         if forced and self._most_tokens > self._launches.table_rows:
             self._memory.settle()  # the plan's programs may still write to its tables
-            counted = counted._replace(route=self._with_larger_table(counted.route, counted.first_pick.shape[0]))
+            counted = counted._replace(
+                route=self._with_larger_table(counted.route, counted.first_pick.shape[0])
+            )
         return super()._move(payload, counted, kind, room, forced=forced)
 
     def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:
         """``route`` with a table for as many tokens as any rank has."""
         words, grid = self._plan_words(num_tokens), self._ground.grid
-        larger = torch.empty(words + self._table_words(self._most_tokens), dtype=route.dtype, device=route.device)
-        larger[:words] = route[:words]
-        larger[two_region.table_rows_at(grid.world_size, grid.num_nodes, self._ground.shape.channels)] = (
-            self._most_tokens
+        larger = torch.empty(
+            words + self._table_words(self._most_tokens), dtype=route.dtype, device=route.device
         )
+        larger[:words] = route[:words]
+        larger[
+            two_region.table_rows_at(grid.world_size, grid.num_nodes, self._ground.shape.channels)
+        ] = self._most_tokens
         return larger

@@ -20,8 +20,8 @@ LEAST_SLOTS = 8
 
 
 MOST_DESTINATIONS = 512
-"""Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers: 32 x 8 compiles, 64 x 8 had not
-after 200 s, and of 128 x 8 Triton refuses the table."""
+"""Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers:
+32 x 8 compiles, 64 x 8 had not after 200 s, and of 128 x 8 Triton refuses the table."""
 MOST_NODES = 64
 """Sums over nodes are unrolled: those of 64 nodes compile in a minute, of 128 not within 100 s."""
 
@@ -37,15 +37,13 @@ def limit_of(grid: Topology) -> str:
 class Tuning(Cuts):
     """How work of engine twolevel is cut into programs. Equal on all ranks.
 
-    Attributes:
-        pull: of a combine in place.
-        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``): one per role and peer, and the
-            greeting. With as many workers as tasks each has a program of its own; with one, each program does
-            everything for its channel.
-        forward: of forwarders; ``chunk`` is not used, as rings inside have one (``dispatch.chunk``).
-        net_chunk: rows per put and per network credit, at most.
-        turn: tokens that a reducer sums in one turn.
-        net_share: part of all rings' memory that is for network rings and the staging beside them.
+    Attributes: pull: of a combine in place. workers: programs of a channel, which share its tasks
+        (``kernels/two_turns.py``): one per role and peer, and the greeting. With as many workers as
+        tasks each has a program of its own; with one, each program does everything for its channel.
+        forward: of forwarders; ``chunk`` is not used, as rings inside have one
+        (``dispatch.chunk``). net_chunk: rows per put and per network credit, at most. turn: tokens
+        that a reducer sums in one turn. net_share: part of all rings' memory that is for network
+        rings and the staging beside them.
     """
 
     pull: Cut
@@ -57,18 +55,24 @@ class Tuning(Cuts):
 
 
 def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
-    """Channels whose rings hold ``LEAST_SLOTS`` rows of ``row_bytes``, inside nodes and between them; at least one."""
+    """Channels whose rings hold ``LEAST_SLOTS`` rows of ``row_bytes``, inside nodes and between
+    them; at least one.
+    """
     near, far = grid.world_size, 2 * (grid.num_nodes - 1)
     share = NET_SHARE if far else 0.0
-    rows = min((1 - share) * buffer_bytes / near, share * buffer_bytes / far if far else buffer_bytes) / row_bytes
+    rows = (
+        min((1 - share) * buffer_bytes / near, share * buffer_bytes / far if far else buffer_bytes)
+        / row_bytes
+    )
     return max(1, min(MOST_CHANNELS, int(rows / LEAST_SLOTS)))
 
 
 def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) -> int:
-    """The buffer from which on every ring holds two rows of ``slot_bytes``, though larger buffers have more than ``channels``.
+    """The buffer from which on every ring holds two rows of ``slot_bytes``, though larger buffers
+    have more than ``channels``.
 
-    :func:`most_channels` gives rings ``LEAST_SLOTS`` rows of ``row_bytes``. Where two slots are more than that, as those of short
-    rows with many picks are, any number of channels must do.
+    :func:`most_channels` gives rings ``LEAST_SLOTS`` rows of ``row_bytes``. Where two slots are
+    more than that, as those of short rows with many picks are, any number of channels must do.
     """
     ring = least_ring(slot_bytes)
     channels = channels if ring <= LEAST_SLOTS * row_bytes else MOST_CHANNELS
@@ -78,7 +82,9 @@ def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) 
     return math.ceil(channels * ring * max(near / (1 - NET_SHARE), far / NET_SHARE))
 
 
-def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS) -> Tuning:
+def tuning_for(
+    num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
+) -> Tuning:
     """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps.
 
     Args:
@@ -109,28 +115,40 @@ def tuning_for(num_sms: int, grid: Topology, *, all_sms: bool, channels: int = M
 
 @dataclass(frozen=True, slots=True)
 class NetRing:
-    """How a network ring is used for rows of one form: ``slots``, and rows per put and per credit (``chunk``)."""
+    """How a network ring is used for rows of one form: ``slots``, and rows per put and per credit
+    (``chunk``).
+    """
 
     slots: int
     chunk: int
 
     @property
     def most_rows(self) -> int:
-        """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2`` (``docs/twolevel.md``)."""
+        """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2``
+        (``docs/twolevel.md``).
+        """
         return max(1, self.slots - 2 * self.chunk + 2)
 
 
 class TwoGround(Ground):
-    """Besides what :class:`Ground` keeps: network rings and staging, letters, and what is known of them."""
+    """Besides what :class:`Ground` keeps: network rings and staging, letters, and what is known of
+    them.
+    """
 
     net: bool
     """Whether letters and greetings go to other nodes by NVSHMEM."""
     mapped: bool
-    """Whether memory of the ranks of other nodes is mapped: rows are stored there. Otherwise they are put by NVSHMEM."""
+    """Whether memory of the ranks of other nodes is mapped: rows are stored there. Otherwise they
+    are put by NVSHMEM.
+    """
 
-    def __init__(self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int) -> None:
+    def __init__(
+        self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int
+    ) -> None:
         if config.topology is None:
-            raise NotSupported("engine 'twolevel' needs a grid of ranks: pass topology=(num_nodes, ranks_per_node)")
+            raise NotSupported(
+                "engine 'twolevel' needs a grid of ranks: pass topology=(num_nodes, ranks_per_node)"
+            )
         self.grid, self.tuning = config.topology, shape
         self.net = memory.ranks_per_node > 0
         super().__init__(config, memory, shape, buffer_bytes)
@@ -149,7 +167,9 @@ class TwoGround(Ground):
         self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
         self.stage_at = self.nets_at + links * self.net_ring_bytes
         self.num_bytes = self.stage_at + links * self.net_ring_bytes
-        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(ranks, nodes, channels)
+        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(
+            ranks, nodes, channels
+        )
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
 
     @property
@@ -169,30 +189,51 @@ class TwoGround(Ground):
         if slots < 2:
             rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
             raise ValueError(
-                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes in each of {rings} network "
-                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes of at least "
+                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes "
+                f"in each of {rings} network "
+                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with "
+                f"buffer_bytes of at least "
                 f"{self.least_bytes(form)}"
             )
         chunk = max(1, min(self.tuning.net_chunk, slots // 3))
         return NetRing(slots // chunk * chunk, chunk)
 
     def least_bytes(self, form: Form) -> int:
-        """As there, for rings between nodes too, with channels as they are or as :func:`most_channels` then chooses them."""
+        """As there, for rings between nodes too, with channels as they are or as
+        :func:`most_channels` then chooses them.
+        """
         return least_bytes(self.grid, 2 * form.hidden, form.slot_bytes, self.shape.channels)
 
     def constants(self, form: Form | None = None) -> dict[str, Any]:
-        """Constants of the grid and its memory that kernels share; with those of rings for rows of ``form``."""
+        """Constants of the grid and its memory that kernels share; with those of rings for rows of
+        ``form``.
+        """
         ranks, nodes = self.grid.world_size, self.grid.num_nodes
         known: dict[str, Any] = {
-            "R": ranks, "P": self.grid.ranks_per_node, "C": self.shape.channels, "RP": self.rank_bins,
-            "W": self.header_words, "FAR": self.far_at, "NET": self.net,
-        }  # fmt: skip
+            "R": ranks,
+            "P": self.grid.ranks_per_node,
+            "C": self.shape.channels,
+            "RP": self.rank_bins,
+            "W": self.header_words,
+            "FAR": self.far_at,
+            "NET": self.net,
+        }
         if form is None:
             return known
         ring = self.net_ring(form)
         return known | {
-            "D": ranks + nodes, "PP": power_of_two_at_least(max(2, self.grid.ranks_per_node)), "RINGS": self.rings_at,
-            "RING": self.ring_bytes, "SLOT": form.slot_bytes, "PAY": form.payload_bytes, "Q": self.slots(form),
-            "NETS": self.nets_at, "STAGE": self.stage_at, "NRING": self.net_ring_bytes, "NQ": ring.slots,
-            "NCHUNK": ring.chunk, "CREDIT": ring.chunk, "MAPPED": self.mapped,
-        }  # fmt: skip
+            "D": ranks + nodes,
+            "PP": power_of_two_at_least(max(2, self.grid.ranks_per_node)),
+            "RINGS": self.rings_at,
+            "RING": self.ring_bytes,
+            "SLOT": form.slot_bytes,
+            "PAY": form.payload_bytes,
+            "Q": self.slots(form),
+            "NETS": self.nets_at,
+            "STAGE": self.stage_at,
+            "NRING": self.net_ring_bytes,
+            "NQ": ring.slots,
+            "NCHUNK": ring.chunk,
+            "CREDIT": ring.chunk,
+            "MAPPED": self.mapped,
+        }

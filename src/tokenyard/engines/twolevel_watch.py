@@ -1,4 +1,6 @@
-"""What a kernel of the two-level engine gave up on: which role waited at which ring, and for whom."""
+"""What a kernel of the two-level engine gave up on: which role waited at which ring, and
+for whom.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.
 
 
 class TwoWatch(Watch):
-    """Rings inside are named after the source or owner of their rows (``docs/twolevel.md``), network rings after the node."""
+    """Rings inside are named after the source or owner of their rows (``docs/twolevel.md``),
+    network rings after the node.
+    """
 
     _ground: TwoGround
 
@@ -23,20 +27,34 @@ class TwoWatch(Watch):
         combines = self._now.op == COMBINE
 
         def inner(index: int) -> tuple[int, str]:
-            """Who is at the other end of an inner ring, and whose rows it takes if they are another's."""
+            """Who is at the other end of an inner ring, and whose rows it takes if they are
+            another's.
+            """
             other = grid.rank_at(home, grid.local_of(index))
             return other, "" if other == index else f" of rank {index}"
 
         if phase == two_region.ON_BOTH.value:  # a reducer: ranks of its node, then nodes
             if peer >= grid.world_size:
                 node = peer - grid.world_size
-                return grid.rank_at(node, local), "its node's sums", f"network tails[{node}, {counter}] (reducer)"
+                return (
+                    grid.rank_at(node, local),
+                    "its node's sums",
+                    f"network tails[{node}, {counter}] (reducer)",
+                )
             return peer, "its rows", f"tails[{peer}, {counter}] (reducer)"
         if phase == two_region.ON_NET_ROWS.value:
-            return grid.rank_at(peer, local), "its rows", f"network tails[{peer}, {counter}] (forwarder)"
+            return (
+                grid.rank_at(peer, local),
+                "its rows",
+                f"network tails[{peer}, {counter}] (forwarder)",
+            )
         if phase == two_region.ON_NET_ROOM.value:
             role = "combiner" if combines else "network sender"
-            return grid.rank_at(peer, local), "room for rows", f"network heads[{peer}, {counter}] ({role})"
+            return (
+                grid.rank_at(peer, local),
+                "room for rows",
+                f"network heads[{peer}, {counter}] ({role})",
+            )
         if phase in (_ROOMS, _PARTS):  # peer: of my node; counter: which node's ring
             node, channel = divmod(counter, channels)
             ring, other = grid.rank_at(node, peer), grid.rank_at(home, peer)

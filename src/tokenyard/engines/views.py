@@ -1,4 +1,6 @@
-"""Rows in symmetric memory, outside of rings: a view that peers write to (dispatch) or read from, and a landing (combine)."""
+"""Rows in symmetric memory, outside of rings: a view that peers write to (dispatch) or read from,
+and a landing (combine).
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,18 @@ class Growing:
 
     def grow(self, num_bytes: int) -> None:
         """Collective."""
-        self._regions.append(self._memory.allocate(num_bytes))  # a CUDA graph may still write to a smaller one
+        self._regions.append(
+            self._memory.allocate(num_bytes)
+        )  # a CUDA graph may still write to a smaller one
 
     def forget(self) -> None:
         self._regions = []
 
 
 def _forbid(storages: list[Any], why: str) -> None:
-    """Let tensors over ``storages`` raise ``why`` from now on, where torch can, and let go of their memory; forget them."""
+    """Let tensors over ``storages`` raise ``why`` from now on, where torch can, and let go of their
+    memory; forget them.
+    """
     forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # pyright: ignore[reportPrivateUsage]
     if forbid is not None:
         for storage in storages:
@@ -79,7 +85,9 @@ def _forbid(storages: list[Any], why: str) -> None:
 
 
 class View:
-    """The view of one object. Tensors over it raise once it is written to again. Beside it, the landing of rows that come back."""
+    """The view of one object. Tensors over it raise once it is written to again. Beside it, the
+    landing of rows that come back.
+    """
 
     def __init__(self, config: Config, ground: Ground, launches: Launches, watch: Watch) -> None:
         self._config, self._ground, self._launches, self._watch = config, ground, launches, watch
@@ -95,7 +103,9 @@ class View:
         return self._view.num_bytes + self._landing.num_bytes
 
     def close(self, why: str) -> None:
-        """End the life of all tensors given, and let go of the memory; the others are told first."""
+        """End the life of all tensors given, and let go of the memory; the others are told
+        first.
+        """
         self._watch.close()
         self.expire(why)
         self._view.forget()
@@ -111,69 +121,120 @@ class View:
         meta: Tensor | None = None,
         arrived: Arrived | None = None,
     ) -> Payload:
-        """Launch rows into the view, and unpack what rode along (``meta``) to ``arrived``. Ends the life of earlier results."""
+        """Launch rows into the view, and unpack what rode along (``meta``) to ``arrived``. Ends the
+        life of earlier results.
+        """
         ground, print_, form = self._ground, kind.fingerprint, kind.form
         parts = parts_of(form, self._config.padded_rows)
-        self.expire(f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also in_place")
+        self.expire(
+            f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also "
+            f"in_place"
+        )
         view = self._room(self._view, parts.end, tag)
         launch = self._launches.direct(form, kind.mode, kind.dtype)
         static = not kind.spec.exact
-        unpack = None if meta is None else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
+        unpack = (
+            None
+            if meta is None
+            else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
+        )
         out = self._payload(num_rows, kind, parts)
         self._memory.gate()
         write_in_place(
-            launch, ground, plan=plan.route.data_ptr(), buffers=view.addresses.data_ptr(),
-            payload=sent_of(payload, meta), tag=tag,
-            num_tokens=plan.first_pick.shape[0], scales_at=parts.scales, metadata_at=parts.meta,
-        )  # fmt: skip
+            launch,
+            ground,
+            plan=plan.route.data_ptr(),
+            buffers=view.addresses.data_ptr(),
+            payload=sent_of(payload, meta),
+            tag=tag,
+            num_tokens=plan.first_pick.shape[0],
+            scales_at=parts.scales,
+            metadata_at=parts.meta,
+        )
         if unpack is not None and arrived is not None:
             unpack_in_place(
-                unpack, ground, plan=plan.route.data_ptr(), metadata=view.local.data_ptr() + parts.meta,
-                result=result_of(out, plan, arrived), num_experts=self._config.num_experts,
-            )  # fmt: skip
+                unpack,
+                ground,
+                plan=plan.route.data_ptr(),
+                metadata=view.local.data_ptr() + parts.meta,
+                result=result_of(out, plan, arrived),
+                num_experts=self._config.num_experts,
+            )
         self._memory.settle()
         return out
 
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` for :meth:`read`. Collective; ends the life of earlier results."""
+        """Uninitialised ``[num_rows, hidden]`` for :meth:`read`. Collective; ends the life of
+        earlier results.
+        """
         self.expire("this view of symmetric memory ended with empty_for_combine(in_place=True)")
         self._room(self._view, self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
-        self, rows: Tensor, plan: Plan, kind: Kind, tag: int, bias: tuple[Tensor, ...], out: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be. ``bias``: up to two more terms.
+        self,
+        rows: Tensor,
+        plan: Plan,
+        kind: Kind,
+        tag: int,
+        bias: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
+        ``bias``: up to two more terms.
 
-        Rows that lie elsewhere than in the view are copied there first, which ends the life of earlier results.
+        Rows that lie elsewhere than in the view are copied there first, which ends the life of
+        earlier results.
         """
         ground, print_ = self._ground, kind.fingerprint
         view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
-        launch = cast("Any", self._launches).pull(kind.form, rows.dtype, tuple(term.dtype for term in bias))
+        launch = cast("Any", self._launches).pull(
+            kind.form, rows.dtype, tuple(term.dtype for term in bias)
+        )
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
-        elsewhere = rows.numel() > 0 and (rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous())
+        elsewhere = rows.numel() > 0 and (
+            rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous()
+        )
         if elsewhere:
-            rows, *terms = (tensor.clone() if overlap(tensor, view.local) else tensor for tensor in (rows, *bias))
+            rows, *terms = (
+                tensor.clone() if overlap(tensor, view.local) else tensor
+                for tensor in (rows, *bias)
+            )
             view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
         self._memory.gate()
         launch(
-            ground.peers, ground.state_at, plan.route.data_ptr(), view.addresses.data_ptr(), *(address(term) for term in terms),
-            *(0,) * (2 - len(bias)), total.data_ptr(), tag, tokens,
-        )  # fmt: skip
+            ground.peers,
+            ground.state_at,
+            plan.route.data_ptr(),
+            view.addresses.data_ptr(),
+            *(address(term) for term in terms),
+            *(0,) * (2 - len(bias)),
+            total.data_ptr(),
+            tag,
+            tokens,
+        )
         self._memory.settle()
         if out is not None and total is not out:
             total = out.copy_(total)
         if elsewhere:
             self.expire(
-                f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, in_place of other rows"
+                f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, "
+                f"in_place of other rows"
             )
         return total
 
     def push(
-        self, rows: Tensor, plan: Plan, kind: Kind, tag: int, bias: tuple[Tensor, ...], out: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T, H]``, in ``out`` where that can be.
+        self,
+        rows: Tensor,
+        plan: Plan,
+        kind: Kind,
+        tag: int,
+        bias: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T,
+        H]``, in ``out`` where that can be.
 
         ``bias``: up to two more terms. ``out`` may overlap rows and terms.
         """
@@ -186,9 +247,17 @@ class View:
         total = sums_for(rows, tokens, out, rows, *bias)
         self._memory.gate()
         launch(
-            ground.peers, ground.state_at, plan.route.data_ptr(), landing.addresses.data_ptr(), rows.data_ptr(),
-            *(address(term) for term in bias), *(0,) * (2 - len(bias)), total.data_ptr(), tag, tokens,
-        )  # fmt: skip
+            ground.peers,
+            ground.state_at,
+            plan.route.data_ptr(),
+            landing.addresses.data_ptr(),
+            rows.data_ptr(),
+            *(address(term) for term in bias),
+            *(0,) * (2 - len(bias)),
+            total.data_ptr(),
+            tag,
+            tokens,
+        )
         self._memory.settle()
         return total if out is None or total is out else out.copy_(total)
 
@@ -197,7 +266,9 @@ class View:
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
 
     def _room(self, part: Growing, num_bytes: int, tag: int | None = None) -> Region:
-        """Memory of a ``part``; collective when it has to grow. ``tag``: of the call that it is for, if it is for one."""
+        """Memory of a ``part``; collective when it has to grow. ``tag``: of the call that it is
+        for, if it is for one.
+        """
         if not part.holds(num_bytes):
             if tag is not None:
                 self._meet(tag)
@@ -210,7 +281,9 @@ class View:
         return found
 
     def _meet(self, tag: int) -> None:
-        """Greet, and wait for it on the host: who refuses this call or makes another greets, but does not come to allocate."""
+        """Greet, and wait for it on the host: who refuses this call or makes another greets, but
+        does not come to allocate.
+        """
         launch = self._launches.greet()
         self._memory.gate()
         launch(self._ground.peers, self._ground.state_at, tag)
@@ -223,7 +296,8 @@ class View:
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a view of one, raises ``why``.
 
-        torch has the means in its CUDA builds only. Elsewhere (the simulator) the tensors live on with the next call's rows.
+        torch has the means in its CUDA builds only. Elsewhere (the simulator) the tensors live on
+        with the next call's rows.
         """
         _forbid(self._given, why)
 
@@ -231,7 +305,9 @@ class View:
         """Tensors over the rows, and over their scales if they have any."""
         x = self._over(0, (num_rows, kind.form.hidden), kind.out_dtype)
         words = kind.form.scale_words
-        return Payload(x, self._over(parts.scales, (num_rows, words), kind.scale_dtype) if words else None)
+        return Payload(
+            x, self._over(parts.scales, (num_rows, words), kind.scale_dtype) if words else None
+        )
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         view = self._view.region

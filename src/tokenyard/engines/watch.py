@@ -1,4 +1,6 @@
-"""What a kernel gave up on, as an exception: who was silent, in which phase, at which counter; or what ranks disagree on."""
+"""What a kernel gave up on, as an exception: who was silent, in which phase, at which counter; or
+what ranks disagree on.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,24 @@ from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
 
 TAG_FIELDS = {
-    "op": 2, "quantize": 5, "scaled": 1, "dtype": 4, "hidden": 13, "scale_words": 12, "scale_dtype": 4, "layout": 3,
-    "exact": 1, "weighted": 1, "in_place": 1, "routing": 16,
-}  # fmt: skip
-"""Fields of a fingerprint that every data call compares on the device, and the bits that each gets: 63 in all.
+    "op": 2,
+    "quantize": 5,
+    "scaled": 1,
+    "dtype": 4,
+    "hidden": 13,
+    "scale_words": 12,
+    "scale_dtype": 4,
+    "layout": 3,
+    "exact": 1,
+    "weighted": 1,
+    "in_place": 1,
+    "routing": 16,
+}
+"""Fields of a fingerprint that every data call compares on the device, and the bits that each gets:
+63 in all.
 
-``hidden`` is 0 for the object's own, which ranks agree on as they make it. The only other payloads are weights,
-with ``num_topk`` channels. ``scale_words`` and ``routing`` keep their lowest bits.
+``hidden`` is 0 for the object's own, which ranks agree on as they make it. The only other payloads
+are weights, with ``num_topk`` channels. ``scale_words`` and ``routing`` keep their lowest bits.
 """
 _SHORTENED = ("scale_words", "routing")
 LARGEST = {
@@ -51,14 +64,17 @@ def check_room(fields: dict[str, int], largest: dict[str, int]) -> None:
     """
     for name, value in largest.items():
         if value >> fields[name]:
-            raise RuntimeError(f"{name} goes up to {value}, but TAG_FIELDS gives it {fields[name]} bits")
+            raise RuntimeError(
+                f"{name} goes up to {value}, but TAG_FIELDS gives it {fields[name]} bits"
+            )
     if sum(fields.values()) > 63:
         raise RuntimeError(f"TAG_FIELDS has {sum(fields.values())} bits, but a tag has 63")
 
 
 check_room(TAG_FIELDS, LARGEST)
 _BITS = [
-    (name, (1 << bits) - 1, sum(list(TAG_FIELDS.values())[:at])) for at, (name, bits) in enumerate(TAG_FIELDS.items())
+    (name, (1 << bits) - 1, sum(list(TAG_FIELDS.values())[:at]))
+    for at, (name, bits) in enumerate(TAG_FIELDS.items())
 ]
 
 REFUSED = -1
@@ -90,7 +106,9 @@ def pack(fingerprint: Fingerprint, config: Config) -> int:
         if name == "hidden":
             value = 0 if value == config.hidden else value
         if value > mask and name not in _SHORTENED:
-            raise ValueError(f"{name} ({value}) must be at most {mask}: a call tells it to other ranks")
+            raise ValueError(
+                f"{name} ({value}) must be at most {mask}: a call tells it to other ranks"
+            )
         tag |= (value & mask) << at
     return tag
 
@@ -133,7 +151,9 @@ class Watch:
         self._status: Any = ground.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
         self._hellos = 0
-        if ground.memory.device.type == "cuda":  # a stream that is first used beside a kernel may wait for it
+        if (
+            ground.memory.device.type == "cuda"
+        ):  # a stream that is first used beside a kernel may wait for it
             self._beside = torch.cuda.Stream(ground.memory.device)
             self._give_up(0)
 
@@ -153,19 +173,23 @@ class Watch:
 
     @property
     def _now(self) -> Begun:
-        """The call in which a kernel gave up, behind which others may be queued; the last one, while none has.
+        """The call in which a kernel gave up, behind which others may be queued; the last one,
+        while none has.
 
         Of a replay of a CUDA graph: the last call of that kind that the host made.
         """
         code, phase, own, tag, hellos = (
-            int(self._status[at]) for at in (sync.CODE, sync.PHASE, sync.EXPECTED, sync.TAG, sync.CALL)
+            int(self._status[at])
+            for at in (sync.CODE, sync.PHASE, sync.EXPECTED, sync.TAG, sync.CALL)
         )
         if not code:
             return self._begun[-1]
         if code == sync.DISAGREED.value and phase == sync.ON_GREETING.value:
             tag = own
         of_plan = phase in (sync.ON_PLAN.value, sync.ON_COUNTS.value)
-        if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):  # judged before anybody says hello
+        if of_plan or (
+            tag == own and unpack(own)["op"] == head.DISPATCH
+        ):  # judged before anybody says hello
             at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
         else:
             at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == _unrouted(tag)]
@@ -179,13 +203,15 @@ class Watch:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait on the host until ``ready()`` or until a kernel gives up, and raise then.
 
-        Kernels bound every wait themselves; how long the device is busy before is the caller's affair.
+        Kernels bound every wait themselves; how long the device is busy before is the caller's
+        affair.
         """
         memory, status, begin = self._ground.memory, self._status, time.monotonic()
         limit, on_gpu = self._config.timeout + 1, memory.device.type == "cuda"
         try:
             while not memory.wait_until(
-                lambda: bool(ready()) or bool(status[sync.CODE]), min(LOOK, limit) if on_gpu else limit
+                lambda: bool(ready()) or bool(status[sync.CODE]),
+                min(LOOK, limit) if on_gpu else limit,
             ):
                 late = time.monotonic() - begin >= limit
                 if not on_gpu or (late and torch.cuda.current_stream(memory.device).query()):
@@ -198,7 +224,8 @@ class Watch:
         self.raise_if_failed()
         if not ready():
             raise PeerTimeout(
-                f"rank {self._config.rank} did not learn the counts of {self._call} within {self._config.timeout} s. {ADVICE}"
+                f"rank {self._config.rank} did not learn the counts of {self._call} within "
+                f"{self._config.timeout} s. {ADVICE}"
             )
 
     def finish(self) -> None:
@@ -214,14 +241,18 @@ class Watch:
         begun.result()
 
     def _raise_if_told(self) -> None:
-        """Raise if another rank has given up: it will not come, and kernels wait for it as long as they may."""
+        """Raise if another rank has given up: it will not come, and kernels wait for it as long as
+        they may.
+        """
         report = self._blame.heard()
         if report is not None:
             self._stop()
             raise report.to(self._config.rank, self._call)
 
     def interrupt(self, text: str) -> None:
-        """This rank has left a call in the middle: tell the others, and end its own kernels' waits."""
+        """This rank has left a call in the middle: tell the others, and end its own
+        kernels' waits.
+        """
         try:
             self._blame.report(text, self._config.rank)
         finally:
@@ -232,11 +263,15 @@ class Watch:
         self._blame.close()
 
     def _stop(self) -> None:
-        """Tell kernels of this rank that one of them has given up: who closes the object need not wait for their timeout.
+        """Tell kernels of this rank that one of them has given up: who closes the object need not
+        wait for their timeout.
 
         The copy engine writes the word, beside kernels that fill the device.
         """
-        if self._ground.memory.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if (
+            self._ground.memory.device.type == "cuda"
+            and not torch.cuda.is_current_stream_capturing()
+        ):
             self._give_up(1)
 
     def _give_up(self, word: int) -> None:
@@ -248,8 +283,8 @@ class Watch:
     def raise_if_failed(self) -> None:
         """Raise what a kernel of this rank has given up on, if any.
 
-        Raises:
-            PeerTimeout: a rank was silent. Mismatch: ranks are in different calls. PeerError: a rank announced too much.
+        Raises: PeerTimeout: a rank was silent. Mismatch: ranks are in different calls. PeerError: a
+        rank announced too much.
         """
         if not self._status[sync.CODE]:
             return
@@ -260,17 +295,24 @@ class Watch:
     def _explained(self) -> Exception:
         code = int(self._status[sync.CODE])
         phase, peer, counter, expected, seen = (
-            int(self._status[at]) for at in (sync.PHASE, sync.PEER, sync.COUNTER, sync.EXPECTED, sync.SEEN)
+            int(self._status[at])
+            for at in (sync.PHASE, sync.PEER, sync.COUNTER, sync.EXPECTED, sync.SEEN)
         )
         if code == sync.TIMED_OUT.value:
             return self._silent(phase, peer, counter, expected, seen)
         if phase == sync.ON_COUNTS.value:
-            return PeerError(f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold {expected}")
+            return PeerError(
+                f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold "
+                f"{expected}"
+            )
         if seen == REFUSED:
-            return PeerError(f"rank {peer} refused its side of {self._call}: its own error says why")
+            return PeerError(
+                f"rank {peer} refused its side of {self._call}: its own error says why"
+            )
         if expected == REFUSED:
             return PeerError(
-                f"this rank refused {self._call} while rank {peer} was in it: make a new ExpertParallel on all ranks"
+                f"this rank refused {self._call} while rank {peer} was in it: make a new "
+                f"ExpertParallel on all ranks"
             )
         return self._disagreement(peer, unpack(expected), unpack(seen))
 
@@ -279,19 +321,24 @@ class Watch:
         at, value = int(self._status[BAD_AT]), int(self._status[BAD_VALUE])
         if at:
             self._status[BAD_AT] = 0
-            raise ValueError(head.bad_index_text(at - 1, value, self._config.num_topk, self._config.num_experts))
+            raise ValueError(
+                head.bad_index_text(at - 1, value, self._config.num_topk, self._config.num_experts)
+            )
 
     def _silent(self, phase: int, peer: int, counter: int, expected: int, seen: int) -> PeerTimeout:
         peer, what, name = self._named(phase, peer, counter)
         text = (
-            f"rank {peer} did not send {what} to rank {self._config.rank} within {self._config.timeout} s "
+            f"rank {peer} did not send {what} to rank {self._config.rank} within "
+            f"{self._config.timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
         lost = self.blamed(PeerTimeout(text, peer))
         return PeerTimeout(f"{text}. {ADVICE}", lost.rank) if str(lost) == text else lost
 
     def blamed(self, lost: PeerTimeout) -> PeerTimeout:
-        """``lost``, told to the others, and with what the rank it names had reported: then its culprit is that one's."""
+        """``lost``, told to the others, and with what the rank it names had reported: then its
+        culprit is that one's.
+        """
         self._blame.report(str(lost), lost.rank)
         report, culprit = self._blame.behind(lost.rank)
         return PeerTimeout(f"{lost}; it had reported: {report}" if report else str(lost), culprit)
@@ -307,7 +354,8 @@ class Watch:
             if mine[name] != theirs[name]:
                 own, other = (self._shown(name, each[name]) for each in (mine, theirs))
                 return Mismatch(
-                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {own}, rank {peer} says {other}"
+                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {own}, "
+                    f"rank {peer} says {other}"
                 )
         return Mismatch(f"ranks {me} and {peer} are in different calls ({self._call})")
 

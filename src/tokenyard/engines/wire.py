@@ -1,9 +1,11 @@
-"""Two ways to move bytes between ranks: a private gloo mesh on the host, or the user's group with its own backend.
+"""Two ways to move bytes between ranks: a private gloo mesh on the host, or the user's group with
+its own backend.
 
-Both have ``swap`` (one small header to and from every rank, read on the host) and ``exchange`` (rows, one message per peer).
-Each starts at once and returns the function that finishes it, so that there is work to do while bytes fly.
-``GlooWire`` knows every peer by name: each message has its own deadline, so that a silent rank is named. It is private to
-one ``ExpertParallel``, so the user's collectives cannot get between ours. ``GroupWire`` has the backend's own limits.
+Both have ``swap`` (one small header to and from every rank, read on the host) and ``exchange``
+(rows, one message per peer). Each starts at once and returns the function that finishes it, so that
+there is work to do while bytes fly. ``GlooWire`` knows every peer by name: each message has its own
+deadline, so that a silent rank is named. It is private to one ``ExpertParallel``, so the user's
+collectives cannot get between ours. ``GroupWire`` has the backend's own limits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _MAKING = "ExpertParallel(...)"
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where each peer's rows stand in the two buffers: starts and counts, in rows, one of each per rank."""
+    """Where each peer's rows stand in the two buffers: starts and counts, in rows, one of each per
+    rank.
+    """
 
     send_starts: list[int]
     send_counts: list[int]
@@ -41,11 +45,16 @@ class Spans:
 
     @staticmethod
     def among(
-        peers: range, num_ranks: int, send_counts: list[int], recv_counts: list[int], stride: int | None = None
+        peers: range,
+        num_ranks: int,
+        send_counts: list[int],
+        recv_counts: list[int],
+        stride: int | None = None,
     ) -> Spans:
         """Rows to and from ``peers`` only, one count of each per peer.
 
-        Blocks follow each other without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use.
+        Blocks follow each other without gaps, or are ``stride`` rows long, of which the first
+        ``counts`` are in use.
         """
 
         def spread(values: list[int]) -> list[int]:
@@ -56,7 +65,9 @@ class Spans:
         def starts(counts: list[int]) -> list[int]:
             return spread(_starts(counts if stride is None else [stride] * len(counts)))
 
-        return Spans(starts(send_counts), spread(send_counts), starts(recv_counts), spread(recv_counts))
+        return Spans(
+            starts(send_counts), spread(send_counts), starts(recv_counts), spread(recv_counts)
+        )
 
     def reversed(self) -> Spans:
         """The way back: what was received is sent."""
@@ -79,12 +90,16 @@ def _nonempty(messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 class GlooWire:
-    """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host memory."""
+    """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host
+    memory.
+    """
 
     counts_on_host = True
     name = "gloo"
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store | None, rank: int, world_size: int, timeout: float
+    ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
         self._mesh: Any = None
@@ -105,20 +120,29 @@ class GlooWire:
             raise
         except RuntimeError as error:
             absent = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
-            missing = absent or [peer for peer in self._peers if not store.check([f"connected/{peer}"])]
+            missing = absent or [
+                peer for peer in self._peers if not store.check([f"connected/{peer}"])
+            ]
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
-                f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) {names} [{_gist(error)}]. {ADVICE}",
+                f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) "
+                f"{names} [{_gist(error)}]. {ADVICE}",
                 missing[0] if missing else -1,
             ) from error
         except BaseException as error:
-            self.interrupt(f"rank {self.rank} was interrupted in {_MAKING} ({type(error).__name__})")
+            self.interrupt(
+                f"rank {self.rank} was interrupted in {_MAKING} ({type(error).__name__})"
+            )
             raise
 
     def _meet(self, store: dist.Store) -> Any:
-        """On another thread, and through a store of its own: both are busy as long as gloo waits."""
+        """On another thread, and through a store of its own: both are busy as long as gloo
+        waits.
+        """
         wait, apart = timedelta(seconds=self.timeout), cast("Any", store).clone()
-        mesh = dist.ProcessGroupGloo(dist.PrefixStore("mesh", apart), self.rank, self.world_size, wait)
+        mesh = dist.ProcessGroupGloo(
+            dist.PrefixStore("mesh", apart), self.rank, self.world_size, wait
+        )
         if self._interrupted or self._heard is not None:
             raise RuntimeError("this rank has given up meanwhile")
         apart.set(f"connected/{self.rank}", "")
@@ -131,7 +155,9 @@ class GlooWire:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
-        """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R, words]`` on the CPU."""
+        """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R,
+        words]`` on the CPU.
+        """
         mine = header.cpu()
         theirs = torch.empty_like(mine)
         theirs[self.rank] = mine[self.rank]
@@ -146,9 +172,15 @@ class GlooWire:
         return headers
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8 ``[rows, bytes]``)."""
+        """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8
+        ``[rows, bytes]``).
+        """
         here = send.cpu() if send.is_cuda else send
-        there = torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True) if recv.is_cuda else recv
+        there = (
+            torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)
+            if recv.is_cuda
+            else recv
+        )
         recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers]
         sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers]
         finish = self._move(_nonempty(recvs), _nonempty(sends), _ROWS_TAG, f"{what}, rows")
@@ -166,9 +198,14 @@ class GlooWire:
     def _move(
         self, recvs: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int, what: str
     ) -> Callable[[], None]:
-        """Post messages; the function returned waits for them, each until ``timeout`` seconds from now."""
+        """Post messages; the function returned waits for them, each until ``timeout`` seconds from
+        now.
+        """
         begin = time.monotonic()
-        incoming, outgoing = self._post("recv", recvs, tag, what), self._post("send", sends, tag, what)
+        incoming, outgoing = (
+            self._post("recv", recvs, tag, what),
+            self._post("send", sends, tag, what),
+        )
         if not (incoming or outgoing):
             return lambda: None
         begun = self._aside.start(partial(self._await, incoming, outgoing, begin, what))
@@ -180,7 +217,9 @@ class GlooWire:
 
         return finish
 
-    def _post(self, verb: str, messages: list[tuple[int, Tensor]], tag: int, what: str) -> list[tuple[int, Any]]:
+    def _post(
+        self, verb: str, messages: list[tuple[int, Tensor]], tag: int, what: str
+    ) -> list[tuple[int, Any]]:
         works: list[tuple[int, Any]] = []
         for peer, tensor in messages:
             try:
@@ -192,7 +231,8 @@ class GlooWire:
     def _until(self, begun: Begun, what: str) -> Any:
         """Wait for what is under way on the other thread, and return what comes of it.
 
-        Ctrl-C ends the wait, and so does a rank that has given up: this one waits in vain, if for another.
+        Ctrl-C ends the wait, and so does a rank that has given up: this one waits in vain, if for
+        another.
         """
         told = False
         try:
@@ -215,7 +255,13 @@ class GlooWire:
             self._blame.waits_in("")
         return made
 
-    def _await(self, incoming: list[tuple[int, Any]], outgoing: list[tuple[int, Any]], begin: float, what: str) -> None:
+    def _await(
+        self,
+        incoming: list[tuple[int, Any]],
+        outgoing: list[tuple[int, Any]],
+        begin: float,
+        what: str,
+    ) -> None:
         """On another thread: wait for all messages."""
         for at, (peer, work) in enumerate(incoming):
             self._wait(work, peer, begin, what, incoming, at)
@@ -223,7 +269,15 @@ class GlooWire:
         for peer, work in outgoing:
             self._wait(work, peer, begin, what, [], 0)
 
-    def _wait(self, work: Any, peer: int, begin: float, what: str, incoming: list[tuple[int, Any]], at: int) -> None:
+    def _wait(
+        self,
+        work: Any,
+        peer: int,
+        begin: float,
+        what: str,
+        incoming: list[tuple[int, Any]],
+        at: int,
+    ) -> None:
         left = max(self.timeout - (time.monotonic() - begin), 0.001)
         try:
             work.wait(timedelta(seconds=left))
@@ -233,7 +287,9 @@ class GlooWire:
                 raise self._lost(peer, what, error) from error
             if silent:  # first: gloo has cut every connection
                 self._blame.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
-            answered = [p for p, _ in incoming[:at]] + [p for p, late in incoming[at + 1 :] if _has_come(late)]
+            answered = [p for p, _ in incoming[:at]] + [
+                p for p, late in incoming[at + 1 :] if _has_come(late)
+            ]
             others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
             if not silent and self._heard is not None:
                 raise self._told(self._heard, f"{what}, waiting for rank {peer}{others}") from None
@@ -241,7 +297,9 @@ class GlooWire:
 
     def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
         report, culprit = self._blame.behind(peer)
-        text = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
+        text = (
+            f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
+        )
         elsewhere = "" if report else self._blame.elsewhere(peer)
         if report:
             text = f"{text}; it had reported: {report}"
@@ -262,19 +320,32 @@ class GlooWire:
         if self._heard is not None:  # this rank has cut its connections for it
             return self._told(self._heard, what)
         report, culprit = self._blame.behind(peer)
-        because = f"it had reported: {report}" if report else "it exited or crashed; look at its own output"
+        because = (
+            f"it had reported: {report}"
+            if report
+            else "it exited or crashed; look at its own output"
+        )
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
         self._blame.report(text, culprit)
         return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
 
     def awaited(self, call: int) -> int | None:
-        """A rank that waits for this one in a ``call`` of this number, which this one has still to make."""
+        """A rank that waits for this one in a ``call`` of this number, which this one has still to
+        make.
+        """
         return next(
-            (peer for peer in self._peers if f"#{call}, counts" in self._blame.elsewhere(peer, here=True)), None
+            (
+                peer
+                for peer in self._peers
+                if f"#{call}, counts" in self._blame.elsewhere(peer, here=True)
+            ),
+            None,
         )
 
     def interrupt(self, text: str) -> None:
-        """This rank's call was ended from outside: tell the others why, and end what they and its other thread wait for."""
+        """This rank's call was ended from outside: tell the others why, and end what they and its
+        other thread wait for.
+        """
         self._interrupted = text
         if self.world_size > 1:
             try:
@@ -287,7 +358,9 @@ class GlooWire:
         for peer in [] if self._mesh is None else self._peers:
             try:
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                cast("Any", self._mesh).recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+                cast("Any", self._mesh).recv([nothing], peer, _CUT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
@@ -312,12 +385,18 @@ def _has_come(work: Any) -> bool:
 
 
 class GroupWire:
-    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the backend's watchdog's case."""
+    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the
+    backend's watchdog's case.
+    """
 
     counts_on_host = False
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, backend: str, blame: Blame | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        backend: str,
+        blame: Blame | None = None,
     ) -> None:
         self.group, self.device, self.name, self._blame = group, device, backend, blame
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -357,7 +436,9 @@ class GroupWire:
             self._blame.report(text, self.rank)
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps. The device waits, not the host."""
+        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps. The device
+        waits, not the host.
+        """
         width = send.shape[1]
         dist.all_to_all_single(
             recv.view(-1),

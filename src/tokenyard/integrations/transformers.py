@@ -1,8 +1,9 @@
-"""Expert parallelism for models of the ``transformers`` library. Importing this module registers it there as ``"tokenyard"``.
+"""Expert parallelism for models of the ``transformers`` library. Importing this module registers it
+there as ``"tokenyard"``.
 
     import tokenyard.integrations.transformers
-    model = AutoModelForCausalLM.from_pretrained(
-        path, distributed_config=DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="tokenyard")
+    model = AutoModelForCausalLM.from_pretrained( path,
+        distributed_config=DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="tokenyard")
     )
 
 See ``docs/transformers.md``.
@@ -36,14 +37,17 @@ NAME = "tokenyard"
 
 
 class TokenyardEP(EPImplementation):
-    """Brings tokens to the experts of one module and their results back; transformers makes one per MoE layer.
+    """Brings tokens to the experts of one module and their results back; transformers makes one per
+    MoE layer.
 
-    The layers of a model share one ``ExpertParallel`` (per hidden size and top-k). It is made in the first forward, by all
-    ranks of the expert group, and goes with the model.
+    The layers of a model share one ``ExpertParallel`` (per hidden size and top-k). It is made in
+    the first forward, by all ranks of the expert group, and goes with the model.
     """
 
     timeout = 600.0
-    """Seconds that a silent rank is waited for; set it on the class before the first forward, the same on every rank."""
+    """Seconds that a silent rank is waited for; set it on the class before the first forward, the
+    same on every rank.
+    """
 
     num_local_experts: int
 
@@ -52,12 +56,12 @@ class TokenyardEP(EPImplementation):
         self._objects = _objects_of(ep_mesh)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Collective: the weighted sum of each token's experts, wherever they are. Any number of tokens, also none.
+        """Collective: the weighted sum of each token's experts, wherever they are. Any number of
+        tokens, also none.
 
-        Args:
-            hidden_states: ``[T, H]`` bf16, fp16 or fp32, the tokens of this rank; those of a TP group hold the same ones.
-            top_k_index: ``[T, K]`` int64 or int32 global expert ids.
-            top_k_weights: ``[T, K]`` float.
+        Args: hidden_states: ``[T, H]`` bf16, fp16 or fp32, the tokens of this rank; those of a TP
+        group hold the same ones. top_k_index: ``[T, K]`` int64 or int32 global expert ids.
+        top_k_weights: ``[T, K]`` float.
 
         Returns:
             ``[T, H]``, differentiable in tokens, weights and the experts' parameters.
@@ -67,7 +71,9 @@ class TokenyardEP(EPImplementation):
         """
         if self.tp_mesh.size() == 1:
             return self._run(hidden_states, top_k_index, top_k_weights)
-        mine = self._run(*(_share_of(each, self.tp_mesh) for each in (hidden_states, top_k_index, top_k_weights)))
+        mine = self._run(
+            *(_share_of(each, self.tp_mesh) for each in (hidden_states, top_k_index, top_k_weights))
+        )
         return _whole(mine, self.tp_mesh, hidden_states.shape[0])
 
     def _run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ class TokenyardEP(EPImplementation):
         """``rows [N, H]`` through this rank's experts, each through one, times its weight."""
         num_rows = rows.shape[0]
         if num_rows == 0:
-            # No expert would run, and this rank would be missing in the backward: let one of them have a row of zeros.
+            # No expert would run, and this rank would be missing in the backward: let one of them
+            # have a row of zeros.
             rows, weights = pad(rows, (0, 0, 0, 1)), pad(weights, (0, 1))
             expert = tokens_per_expert.new_zeros(1, dtype=torch.int64)
         else:
@@ -115,7 +122,9 @@ class _Objects:
 
 
 _known: WeakValueDictionary[int, _Objects] = WeakValueDictionary()
-"""By the identity of a model's mesh, which each entry keeps: only so do all ranks agree on which layers share."""
+"""By the identity of a model's mesh, which each entry keeps: only so do all ranks agree on which
+layers share.
+"""
 
 
 def _objects_of(mesh: DeviceMesh) -> _Objects:
@@ -126,15 +135,28 @@ def _objects_of(mesh: DeviceMesh) -> _Objects:
 
 
 def _share_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a tensor that every rank of ``mesh`` holds. Every rank gets the gradient of all rows."""
-    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
+    """This rank's rows of a tensor that every rank of ``mesh`` holds. Every rank gets the gradient
+    of all rows.
+    """
+    return (
+        DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        .redistribute(mesh, [Shard(0)])
+        .to_local()
+    )
 
 
 def _whole(share: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
-    """The tensor whose rows the ranks of ``mesh`` hold in turn; it has the same gradient on every rank."""
+    """The tensor whose rows the ranks of ``mesh`` hold in turn; it has the same gradient on every
+    rank.
+    """
     shape = torch.Size((num_rows, share.shape[1]))
     shards = DTensor.from_local(
-        share.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(share.shape[1], 1)
+        share.contiguous(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=shape,
+        stride=(share.shape[1], 1),
     )
     return shards.full_tensor()
 

@@ -1,6 +1,8 @@
-"""Calls that block outside of Python, made on a thread of their own: who waits for one here can still be interrupted.
+"""Calls that block outside of Python, made on a thread of their own: who waits for one here can
+still be interrupted.
 
-Python handles signals between two of its own instructions, so a call that blocks in C++ (gloo, a store) would keep Ctrl-C waiting.
+Python handles signals between two of its own instructions, so a call that blocks in C++ (gloo, a
+store) would keep Ctrl-C waiting.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Begun:
         self.over = False
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is over, ``seconds`` at most; whether it is. A signal's handler runs at once, and may raise here."""
+        """Wait until it is over, ``seconds`` at most; whether it is. A signal's handler runs at
+        once, and may raise here.
+        """
         if not self.over:
             self._ended.acquire(timeout=seconds)
         return self.over
@@ -56,7 +60,9 @@ class Begun:
 
 
 class Aside:
-    """A thread that makes calls one after the other. It starts with the first one and ends with this object."""
+    """A thread that makes calls one after the other. It starts with the first one and ends with
+    this object.
+    """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Begun | None] | None = None
@@ -66,7 +72,9 @@ class Aside:
         if self._calls is None:
             calls: SimpleQueue[Begun | None] = SimpleQueue()
             weakref.finalize(self, calls.put, None).atexit = False
-            threading.Thread(target=_serve, args=(calls,), name="tokenyard aside", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(calls,), name="tokenyard aside", daemon=True
+            ).start()
             self._calls = calls
         begun = Begun(call)
         self._calls.put(begun)
@@ -86,7 +94,9 @@ def _serve(calls: SimpleQueue[Begun | None]) -> None:
 
 
 def wait_for(call: Callable[[], Any]) -> Any:
-    """``call()``, which may block outside of Python: on another thread, so that Ctrl-C can end the wait for it."""
+    """``call()``, which may block outside of Python: on another thread, so that Ctrl-C can end the
+    wait for it.
+    """
     aside = Aside()
     begun = aside.start(call)
     aside.close()  # it ends behind the call

@@ -1,8 +1,9 @@
 """What engines with one-sided kernels need from a machine; one provider per kind of machine.
 
-Providers: ``memory/cuda.py`` (GPUs that map each other's memory, through torch symmetric memory), ``memory/shared.py`` (CPU
-processes over POSIX shared memory, kernels interpreted, one process per program), ``memory/virtual.py`` (ranks as threads of one
-process on one GPU), ``testing/simulator`` (ranks as coroutines on the CPU, every schedule by seed).
+Providers: ``memory/cuda.py`` (GPUs that map each other's memory, through torch symmetric memory),
+``memory/shared.py`` (CPU processes over POSIX shared memory, kernels interpreted, one process per
+program), ``memory/virtual.py`` (ranks as threads of one process on one GPU), ``testing/simulator``
+(ranks as coroutines on the CPU, every schedule by seed).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ class Region(NamedTuple):
     """A region that exists once per rank, at the same offsets everywhere."""
 
     local: Tensor  # uint8 [num_bytes], this rank's part, zeroed before any rank can write to it
-    addresses: Tensor  # int64 [R] on the device: where each rank's part begins, as this rank's kernels address it
+    # int64 [R] on the device: where each rank's part begins, as this rank's kernels address it
+    addresses: Tensor
 
 
 class SymmetricMemory(Protocol):
-    """Memory that all ranks of one object share, and the machine that runs its kernels. One object per rank."""
+    """Memory that all ranks of one object share, and the machine that runs its kernels. One object
+    per rank.
+    """
 
     rank: int
     world_size: int
@@ -35,16 +39,22 @@ class SymmetricMemory(Protocol):
     num_sms: int
     """Multiprocessors that the kernels of this rank may fill."""
     ranks_per_node: int
-    """Ranks of other nodes than my own are reached by NVSHMEM only, and have no address in a :class:`Region`. 0: there are none."""
+    """Ranks of other nodes than my own are reached by NVSHMEM only, and have no address in a
+    :class:`Region`. 0: there are none.
+    """
     early: bool
-    """Programs of a kernel that waits for it itself may be set up before the launch ahead is over: the GPU can, no other rank
-    has it, and this object may fill it, so no call of another object could have run beside."""
+    """Programs of a kernel that waits for it itself may be set up before the launch ahead is over:
+    the GPU can, no other rank has it, and this object may fill it, so no call of another object
+    could have run beside."""
 
     shared_gpu: bool
-    """Other ranks' kernels run on this rank's GPU: memory that a call needs is allocated before :meth:`gate` only."""
+    """Other ranks' kernels run on this rank's GPU: memory that a call needs is allocated before
+    :meth:`gate` only.
+    """
 
     def allocate(self, num_bytes: int) -> Region:
-        """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on every rank.
+        """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on
+        every rank.
 
         Raises:
             PeerTimeout: a rank did not come. ValueError: ranks asked for different sizes.
@@ -52,20 +62,31 @@ class SymmetricMemory(Protocol):
         ...
 
     def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` on the CPU whose ``data_ptr()`` kernels may read and write while the host does."""
+        """Zeroed int64 ``[count]`` on the CPU whose ``data_ptr()`` kernels may read and write while
+        the host does.
+        """
         ...
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which tensors that torch makes are ones that kernels of this rank may write to."""
+        """A context in which tensors that torch makes are ones that kernels of this rank may write
+        to.
+        """
         ...
 
     def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
     ) -> Callable[..., None]:
-        """Compile and load ``kernel`` (may wait for the device), to be launched with integers: addresses and numbers.
+        """Compile and load ``kernel`` (may wait for the device), to be launched with integers:
+        addresses and numbers.
 
-        Calling the result queues ``grid`` programs, all resident together, behind this rank's earlier launches. No argument is
-        specialised on; ``constants`` are the kernel's constexprs.
+        Calling the result queues ``grid`` programs, all resident together, behind this rank's
+        earlier launches. No argument is specialised on; ``constants`` are the kernel's constexprs.
 
         Raises:
             ValueError: ``grid`` programs do not fit on the device together.
@@ -73,15 +94,21 @@ class SymmetricMemory(Protocol):
         ...
 
     def gate(self) -> None:
-        """Called before launches that wait for peers' launches: no rank passes before all can launch without blocking."""
+        """Called before launches that wait for peers' launches: no rank passes before all can
+        launch without blocking.
+        """
         ...
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait on the host, without holding the interpreter, until ``ready()``; False after ``timeout`` seconds."""
+        """Wait on the host, without holding the interpreter, until ``ready()``; False after
+        ``timeout`` seconds.
+        """
         ...
 
     def settle(self) -> None:
-        """Where tensors live on the CPU: return when everything launched has run. On a GPU streams order it: nothing."""
+        """Where tensors live on the CPU: return when everything launched has run. On a GPU streams
+        order it: nothing.
+        """
         ...
 
     def close(self) -> None:
@@ -91,14 +118,18 @@ class SymmetricMemory(Protocol):
 
 @runtime_checkable
 class MemoryGroup(Protocol):
-    """Ranks of one process that stand in for a ``torch.distributed`` group; every rank has its own object."""
+    """Ranks of one process that stand in for a ``torch.distributed`` group; every rank has its own
+    object.
+    """
 
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
     def open_store(self) -> dist.Store:
-        """A store that exactly these ranks see, the same at every call: constructions on this group meet in it."""
+        """A store that exactly these ranks see, the same at every call: constructions on this group
+        meet in it.
+        """
         ...
 
     def open_memory(self, timeout: float) -> SymmetricMemory:

@@ -18,22 +18,23 @@ from tokenyard.memory.launch import kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
 
 _HELD: list[Any] = []
-"""What was closed while a CUDA graph was captured, or kernels could still run, for as long as the process lives."""
+"""What was closed while a CUDA graph was captured, or kernels could still run, for as long as the
+process lives.
+"""
 
 
 class CudaMemory(DeviceMemory):
-    """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not collective.
+    """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not
+    collective.
 
     Regions live until :meth:`close`. Launches go to the current stream of ``device``.
 
-    Args:
-        group: the ranks; every one with a CUDA device of its own on one host (``memory/preflight.py`` tells beforehand).
-            May be None if this process is alone.
-        rank, world_size: this rank's place in ``group``.
-        device: a CUDA device with its index.
-        timeout: seconds that ranks wait for each other in :meth:`allocate`.
-        num_sms: multiprocessors that kernels may fill (default: all of the device).
-        store: part of a store for this object alone; may be None if this process is alone.
+    Args: group: the ranks; every one with a CUDA device of its own on one host
+        (``memory/preflight.py`` tells beforehand). May be None if this process is alone. rank,
+        world_size: this rank's place in ``group``. device: a CUDA device with its index. timeout:
+        seconds that ranks wait for each other in :meth:`allocate`. num_sms: multiprocessors that
+        kernels may fill (default: all of the device). store: part of a store for this object alone;
+        may be None if this process is alone.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class CudaMemory(DeviceMemory):
         self.rank, self.world_size = rank, world_size
         everything = multiprocessors(device)
         self.num_sms: int = num_sms or everything
-        self.early = self.num_sms == everything and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.early = self.num_sms == everything and torch.cuda.get_device_capability(device) >= (
+            9,
+            0,
+        )
         super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group = group
         self._meeting = Meeting(store or dist.HashStore(), rank, world_size, timeout)
@@ -57,9 +61,9 @@ class CudaMemory(DeviceMemory):
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
 
-        Raises:
-            PeerTimeout: a rank did not come. ValueError: sizes differ. RuntimeError: a GPU cannot map a peer's memory, or
-                memory is short on a rank, which is named on the others; the message is the driver's.
+        Raises: PeerTimeout: a rank did not come. ValueError: sizes differ. RuntimeError: a GPU
+            cannot map a peer's memory, or memory is short on a rank, which is named on the others;
+            the message is the driver's.
         """
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):
@@ -77,17 +81,22 @@ class CudaMemory(DeviceMemory):
             self._kept.append(alone)
             return alone, [alone.data_ptr()]
         symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        # Not symm.empty: its pool would keep the memory after close, and may place a region differently on each rank.
+        # Not symm.empty: its pool would keep the memory after close, and may place a region
+        # differently on each rank.
         make: Callable[..., Tensor] = symmetric._SymmetricMemory.empty_strided_p2p
         local = self._meeting.attempt(
             f"allocating {num_bytes} bytes of symmetric memory",
             partial(make, (num_bytes,), (1,), torch.uint8, self.device),
         )
         handle: Any = symmetric.rendezvous(local, self._group)
-        views: list[Tensor] = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.world_size)]
+        views: list[Tensor] = [
+            handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.world_size)
+        ]
         pointers = [view.data_ptr() for view in views]
         if pointers[self.rank] != local.data_ptr():
-            raise RuntimeError("torch's symmetric memory does not map this rank's region where the tensor is")
+            raise RuntimeError(
+                "torch's symmetric memory does not map this rank's region where the tensor is"
+            )
         self._kept += [local, handle, views]
         return local, pointers
 

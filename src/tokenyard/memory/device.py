@@ -30,7 +30,8 @@ class DeviceMemory:
         self._kept: list[Any] = []
 
     def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same ``data_ptr()``.
+        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same
+        ``data_ptr()``.
 
         Ask before the gate: it may wait for kernels that run.
         """
@@ -40,11 +41,19 @@ class DeviceMemory:
         return words
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which torch makes tensors that kernels of this rank may write to: nothing to do on a GPU."""
+        """A context in which torch makes tensors that kernels of this rank may write to: nothing to
+        do on a GPU.
+        """
         return nullcontext()
 
     def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
     ) -> Callable[..., None]:
         """See :class:`SymmetricMemory`. A must before a launch is captured in a CUDA graph."""
         return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)

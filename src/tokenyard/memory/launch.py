@@ -1,9 +1,10 @@
 """Compile kernels for a GPU and launch them with little Python.
 
-Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, or as a NamedTuple of int64 if it is annotated
-with one; it is specialised on nothing. So there is one machine code per (kernel, constants, warps, registers), the same on all
-ranks, and :func:`compile_for` makes it on machines without a GPU too. How the kernel is decorated (``do_not_specialize`` or
-not) does not matter here.
+Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, or as a NamedTuple
+of int64 if it is annotated with one; it is specialised on nothing. So there is one machine code per
+(kernel, constants, warps, registers), the same on all ranks, and :func:`compile_for` makes it on
+machines without a GPU too. How the kernel is decorated (``do_not_specialize`` or not) does not
+matter here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     given = inspect.signature(kernel.fn).parameters.values()
     names = parameters(kernel).constants
     return {
-        each.name: each.default for each in given if each.name in names and each.default is not each.empty
+        each.name: each.default
+        for each in given
+        if each.name in names and each.default is not each.empty
     } | constants
 
 
@@ -57,20 +60,27 @@ def signature_of(kernel: Any) -> dict[str, Any]:
     """Triton's type of each parameter: ``"i64"``, a NamedTuple of them, or ``"constexpr"``."""
     names, structs = parameters(kernel), struct_arguments(kernel)
     arguments = {
-        name: structs[name](*["i64"] * len(structs[name]._fields)) if name in structs else "i64" for name in names.args
+        name: structs[name](*["i64"] * len(structs[name]._fields)) if name in structs else "i64"
+        for name in names.args
     }
     return arguments | dict.fromkeys(names.constants, "constexpr")
 
 
 def struct_arguments(kernel: Any) -> dict[str, Any]:
     """The NamedTuples among a kernel's arguments, by parameter: those that its annotations name."""
-    annotations = {name: str(each.annotation) for name, each in inspect.signature(kernel.fn).parameters.items()}
-    known = {name: kernel.fn.__globals__.get(annotation) for name, annotation in annotations.items()}
+    annotations = {
+        name: str(each.annotation) for name, each in inspect.signature(kernel.fn).parameters.items()
+    }
+    known = {
+        name: kernel.fn.__globals__.get(annotation) for name, annotation in annotations.items()
+    }
     return {name: each for name, each in known.items() if hasattr(each, "_fields")}
 
 
 def wrapped(value: Any) -> Any:
-    """A struct of constants as the compiler takes it: each field a ``tl.constexpr``, structs too. The interpreter takes it bare."""
+    """A struct of constants as the compiler takes it: each field a ``tl.constexpr``, structs too.
+    The interpreter takes it bare.
+    """
     if not hasattr(value, "_fields"):
         return value
     constexpr: Any = importlib.import_module("triton.language").constexpr
@@ -78,14 +88,20 @@ def wrapped(value: Any) -> Any:
 
 
 def calls_network(constants: dict[str, Any]) -> bool:
-    """Whether a kernel with these constants calls NVSHMEM: constant ``NET``, or a field ``network`` of a struct."""
+    """Whether a kernel with these constants calls NVSHMEM: constant ``NET``, or a field ``network``
+    of a struct.
+    """
     if constants.get("NET") or constants.get("network"):
         return True
-    return any(calls_network(each._asdict()) for each in constants.values() if hasattr(each, "_fields"))
+    return any(
+        calls_network(each._asdict()) for each in constants.values() if hasattr(each, "_fields")
+    )
 
 
 def gpu_target(architecture: int | str) -> Any:
-    """Triton's name of a target: ``gpu_target(90)`` is sm_90, ``gpu_target("gfx942")`` an AMD GPU."""
+    """Triton's name of a target: ``gpu_target(90)`` is sm_90, ``gpu_target("gfx942")`` an
+    AMD GPU.
+    """
     triton: Any = importlib.import_module("triton.backends.compiler")
     if isinstance(architecture, int):
         return triton.GPUTarget("cuda", architecture, 32)
@@ -93,22 +109,32 @@ def gpu_target(architecture: int | str) -> Any:
 
 
 def compile_for(
-    kernel: Any, constants: dict[str, Any], num_warps: int, target: Any, max_registers: int | None = None
+    kernel: Any,
+    constants: dict[str, Any],
+    num_warps: int,
+    target: Any,
+    max_registers: int | None = None,
 ) -> Any:
-    """Compile for ``target`` (:func:`gpu_target`); needs no GPU. Returns Triton's ``CompiledKernel`` (``.asm["ptx"]``, ...).
+    """Compile for ``target`` (:func:`gpu_target`); needs no GPU. Returns Triton's
+    ``CompiledKernel`` (``.asm["ptx"]``, ...).
 
     Multiply-adds are not fused, so that sums have the same bits as torch's.
 
-    Raises:
-        ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in this process.
+    Raises: ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in
+    this process.
     """
     names, constants = parameters(kernel), with_defaults(kernel, constants)
     if set(constants) != set(names.constants):
-        raise ValueError(f"{kernel.__name__}: constants ({sorted(constants)}) must be {sorted(names.constants)}")
+        raise ValueError(
+            f"{kernel.__name__}: constants ({sorted(constants)}) must be {sorted(names.constants)}"
+        )
     compiler: Any = importlib.import_module("triton.compiler")
     jit: Any = importlib.import_module("triton.runtime.jit")
     if not isinstance(kernel, jit.JITFunction):
-        raise ValueError(f"{kernel.__name__} cannot be compiled: this process interprets kernels (TRITON_INTERPRET=1)")
+        raise ValueError(
+            f"{kernel.__name__} cannot be compiled: this process interprets kernels "
+            f"(TRITON_INTERPRET=1)"
+        )
     constexprs = {name: wrapped(constants[name]) for name in names.constants}
     source = compiler.ASTSource(fn=kernel, signature=signature_of(kernel), constexprs=constexprs)
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
@@ -130,13 +156,21 @@ class Processor(NamedTuple):
     programs: int = 32
 
 
-def resident_programs(processor: Processor, num_warps: int, registers: int, shared_bytes: int) -> int:
-    """How many programs fit on one multiprocessor together. ``registers`` are those of one thread."""
-    per_warp = -(-max(registers, 1) // 8) * 8 * 32  # handed out by 8 per thread, from four equal files
+def resident_programs(
+    processor: Processor, num_warps: int, registers: int, shared_bytes: int
+) -> int:
+    """How many programs fit on one multiprocessor together. ``registers`` are those of one
+    thread.
+    """
+    per_warp = (
+        -(-max(registers, 1) // 8) * 8 * 32
+    )  # handed out by 8 per thread, from four equal files
     warps = min(4 * (processor.registers // 4 // per_warp), processor.threads // 32)
     fit = min(warps // num_warps, processor.programs)
     if shared_bytes:
-        fit = min(fit, processor.shared_bytes // (shared_bytes + 1024))  # 1 KiB of each is the driver's
+        fit = min(
+            fit, processor.shared_bytes // (shared_bytes + 1024)
+        )  # 1 KiB of each is the driver's
     return fit
 
 
@@ -148,24 +182,27 @@ class Loaded(NamedTuple):
     num_warps: int
     shared_bytes: int
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
-    early: bool  # whether programs may be set up while the launch before still runs: the kernel waits for that itself
+    # whether programs may be set up while the launch before still runs: the kernel waits for that
+    # itself
+    early: bool
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
 
 
 CLUSTER = 4
-"""Programs that are placed together where few run, as NCCL places its own. Else an H200 puts the first eight into one GPC; each GPC
-gets as much of NVLink as any other, so those eight are late (docs/performance.md, Few multiprocessors)."""
+"""Programs that are placed together where few run, as NCCL places its own. Else an H200 puts the
+first eight into one GPC; each GPC gets as much of NVLink as any other, so those eight are late
+(docs/performance.md, Few multiprocessors)."""
 
 
 class Kernels:
-    """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share it.
+    """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share
+    it.
 
-    Args:
-        device: a CUDA device with its index.
-        num_sms: multiprocessors that one launch may fill.
-        clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`. They must all find room at
-            once, beside what they wait for: 0, none, where launches of several ranks share the GPU.
+    Args: device: a CUDA device with its index. num_sms: multiprocessors that one launch may fill.
+        clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
+        They must all find room at once, beside what they wait for: 0, none, where launches of
+        several ranks share the GPU.
 
     Raises:
         RuntimeError: another Triton than 3.6.
@@ -178,7 +215,8 @@ class Kernels:
         triton: Any = importlib.import_module("triton")
         if not triton.__version__.startswith("3.6."):
             raise RuntimeError(
-                f"kernels are launched in the way of Triton 3.6; this is {triton.__version__}: install 3.6"
+                f"kernels are launched in the way of Triton 3.6; this is {triton.__version__}: "
+                f"install 3.6"
             )
         self._hooks: Any = triton.knobs.runtime
         # bound once: a launch looks up as little as possible
@@ -187,17 +225,24 @@ class Kernels:
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
     def bind(
-        self, kernel: Any, grid: int, num_warps: int, max_registers: int | None, constants: dict[str, Any]
+        self,
+        kernel: Any,
+        grid: int,
+        num_warps: int,
+        max_registers: int | None,
+        constants: dict[str, Any],
     ) -> Callable[..., None]:
-        """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it launches on the current stream.
+        """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it
+        launches on the current stream.
 
-        Raises:
-            ValueError: not all programs would run together: those that do could wait for ever for those that do not.
+        Raises: ValueError: not all programs would run together: those that do could wait for ever
+        for those that do not.
         """
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if grid > loaded.most:
             raise ValueError(
-                f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs run together"
+                f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs "
+                f"run together"
             )
 
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
@@ -212,30 +257,62 @@ class Kernels:
 
         return launch
 
-    def _call(self, loaded: Loaded, grid: int, packed: tuple[int, int, int], args: tuple[int, ...]) -> None:
-        """``packed``: warps, programs of a cluster and shared bytes, as the launcher reads them. It counts clusters."""
-        early = loaded.early and self._captures()  # else profilers would count the wait as time of the kernel
+    def _call(
+        self, loaded: Loaded, grid: int, packed: tuple[int, int, int], args: tuple[int, ...]
+    ) -> None:
+        """``packed``: warps, programs of a cluster and shared bytes, as the launcher reads them. It
+        counts clusters.
+        """
+        early = (
+            loaded.early and self._captures()
+        )  # else profilers would count the wait as time of the kernel
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if enter.calls or leave.calls:  # a profiler listens
-            details = loaded.kept[1].launch_metadata((grid, 1, 1), self._stream(self._index), *args, *loaded.constants)
+            details = loaded.kept[1].launch_metadata(
+                (grid, 1, 1), self._stream(self._index), *args, *loaded.constants
+            )
         else:
             enter = leave = details = None
         loaded.call(
-            grid // packed[1], 1, 1, self._stream(self._index), loaded.function, False, early, None, None,
-            packed, details, enter, leave, *args, *loaded.constants,
-        )  # fmt: skip
+            grid // packed[1],
+            1,
+            1,
+            self._stream(self._index),
+            loaded.function,
+            False,
+            early,
+            None,
+            None,
+            packed,
+            details,
+            enter,
+            leave,
+            *args,
+            *loaded.constants,
+        )
 
-    def _prepare(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+    def _prepare(
+        self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]
+    ) -> Loaded:
         """Compile and load, once. May wait for everything that runs on the device."""
-        key = (id(kernel), num_warps, max_registers, repr(constants))  # 1, True and 1.0 are equal, also in structs
+        key = (
+            id(kernel),
+            num_warps,
+            max_registers,
+            repr(constants),
+        )  # 1, True and 1.0 are equal, also in structs
         with self._lock:
             if key not in self._loaded:
                 self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
             return self._loaded[key]
 
-    def _load(self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]) -> Loaded:
+    def _load(
+        self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]
+    ) -> Loaded:
         major, minor = torch.cuda.get_device_capability(self._index)
-        compiled = compile_for(kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers)
+        compiled = compile_for(
+            kernel, constants, num_warps, gpu_target(10 * major + minor), max_registers
+        )
         with torch.cuda.device(self._index):
             launcher: Any = compiled.run  # loads the module, makes the launcher
             if calls_network(constants):
@@ -243,9 +320,13 @@ class Kernels:
 
                 prepare_module(compiled.module)
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise ValueError(f"{kernel.__name__} needs scratch memory, which launches here do not give")
+            raise ValueError(
+                f"{kernel.__name__} needs scratch memory, which launches here do not give"
+            )
         processor = processor_of(self._index)
-        residents = resident_programs(processor, num_warps, compiled.n_regs, compiled.metadata.shared)
+        residents = resident_programs(
+            processor, num_warps, compiled.n_regs, compiled.metadata.shared
+        )
         return Loaded(
             launcher.launch,
             compiled.function,
@@ -260,7 +341,9 @@ class Kernels:
 
 @cache
 def kernels_of(index: int, num_sms: int) -> Kernels:
-    """Of CUDA device ``index``, for all objects of this process: a second object loads nothing, also while a graph is captured."""
+    """Of CUDA device ``index``, for all objects of this process: a second object loads nothing,
+    also while a graph is captured.
+    """
     device = torch.device("cuda", index)
     able = torch.cuda.get_device_capability(device) >= (9, 0)
     return Kernels(device, num_sms, multiprocessors(device) // 2 if able else 0)
@@ -270,7 +353,9 @@ def processor_of(index: int) -> Processor:
     """What a multiprocessor of CUDA device ``index`` has."""
     seen: Any = cast("Any", torch.cuda.get_device_properties(index))
     registers = getattr(seen, "regs_per_multiprocessor", 65536)  # torch does not promise this one
-    return Processor(registers, seen.max_threads_per_multi_processor, seen.shared_memory_per_multiprocessor)
+    return Processor(
+        registers, seen.max_threads_per_multi_processor, seen.shared_memory_per_multiprocessor
+    )
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -280,7 +365,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def wait_until(ready: Callable[[], bool], timeout: float, brisk: float = 10e-3) -> bool:
-    """Poll ``ready`` until it is true, letting other threads run in between; False after ``timeout`` seconds.
+    """Poll ``ready`` until it is true, letting other threads run in between; False after
+    ``timeout`` seconds.
 
     After ``brisk`` seconds it polls every 100 microseconds only.
     """

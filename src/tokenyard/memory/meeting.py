@@ -1,4 +1,6 @@
-"""Ranks meet through a store: every rank comes within the timeout, or every rank learns who did not."""
+"""Ranks meet through a store: every rank comes within the timeout, or every rank learns who did
+not.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,16 @@ class Round:
 
     def heard(self) -> dict[int, str]:
         """Texts of those who came, by rank."""
-        return {peer: self._store.get(str(peer)).decode() for peer in range(self._world_size) if self.has_come(peer)}
+        return {
+            peer: self._store.get(str(peer)).decode()
+            for peer in range(self._world_size)
+            if self.has_come(peer)
+        }
 
     def give_up(self, missing: list[int] | None = None) -> None:
-        """Let this meeting fail for all, unless it has a verdict. ``missing``: whom this rank waited for in vain."""
+        """Let this meeting fail for all, unless it has a verdict. ``missing``: whom this rank
+        waited for in vain.
+        """
         self._store.compare_set("verdict", "", " ".join(map(str, [self._rank, *(missing or [])])))
 
     def given_up_by(self) -> int | None:
@@ -84,13 +92,16 @@ class Round:
         names = ", ".join(map(str, missing))
         if first == self._rank:
             text = (
-                f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}: every rank must come (is one "
+                f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}: "
+                f"every rank must come (is one "
                 "of them slow or dead?)"
             )
             return PeerTimeout(text, missing[0] if missing else -1)
         known = bool(missing) and self._rank not in missing
         whom = f" for rank(s) {names}" if known else ""
-        text = f"rank {self._rank} came to {what}, but rank {first} has given up waiting there{whom}"
+        text = (
+            f"rank {self._rank} came to {what}, but rank {first} has given up waiting there{whom}"
+        )
         return PeerTimeout(text, missing[0] if known else first)
 
 
@@ -112,20 +123,20 @@ class Meeting:
     def exchange(self, what: str, text: str = "") -> list[str]:
         """Everybody's ``text`` by rank. ``what`` says in errors what the ranks meet for.
 
-        Raises:
-            PeerTimeout: a rank did not come within the timeout, or another rank gave up before this one came.
-            KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
+        Raises: PeerTimeout: a rank did not come within the timeout, or another rank gave up before
+        this one came. KeyboardInterrupt: this rank was interrupted; the others learn that it has
+        given up.
         """
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)
         return Round(part, self._rank, self._world_size).come(what, text, self._timeout)
 
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
-        """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are for errors.
+        """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are
+        for errors.
 
-        Raises:
-            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it did itself, that RuntimeError.
-            PeerTimeout: a rank did not come; says what failed here, too.
+        Raises: RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it
+        did itself, that RuntimeError. PeerTimeout: a rank did not come; says what failed here, too.
         """
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
@@ -140,7 +151,9 @@ class Meeting:
             made.clear()  # a traceback keeps this frame
             if mine is None:
                 raise
-            raise PeerTimeout(f"{lost}; {what} failed on rank {self._rank}: {said}", lost.rank) from mine
+            raise PeerTimeout(
+                f"{lost}; {what} failed on rank {self._rank}: {said}", lost.rank
+            ) from mine
         if isinstance(mine, RuntimeError):
             raise mine
         failed = {peer: text for peer, text in enumerate(texts) if text}
@@ -151,19 +164,25 @@ class Meeting:
         return made[0]
 
     def same_size(self, num_bytes: int, word: str = "") -> list[str]:
-        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16. Returns everybody's ``word``.
+        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16. Returns
+        everybody's ``word``.
 
         Raises:
             ValueError: they do not. PeerTimeout: a rank did not come.
         """
-        everybody = [text.split(" ", 1) for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")]
+        everybody = [
+            text.split(" ", 1)
+            for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")
+        ]
         check_sizes([int(size) for size, _ in everybody])
         return [word for _, word in everybody]
 
 
 @contextmanager
 def looking(look: Callable[[], object]) -> Generator[None]:
-    """Call ``look`` now and then while this thread waits in a meeting inside; what it raises ends the wait."""
+    """Call ``look`` now and then while this thread waits in a meeting inside; what it raises ends
+    the wait.
+    """
     _here.look = look
     try:
         yield
@@ -172,7 +191,9 @@ def looking(look: Callable[[], object]) -> Generator[None]:
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
-    """Whether ``key`` has a value within ``timeout`` seconds. Looks again and again, so that signals are noticed meanwhile."""
+    """Whether ``key`` has a value within ``timeout`` seconds. Looks again and again, so that
+    signals are noticed meanwhile.
+    """
     root = store
     while isinstance(root, dist.PrefixStore):
         root = root.underlying_store
@@ -181,7 +202,12 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
             store.wait([key], timedelta(seconds=timeout))
         return store.check([key])
     now = time.monotonic()
-    deadline, pause, next_look, look = now + timeout, 0.0005, now + LOOK, getattr(_here, "look", None)
+    deadline, pause, next_look, look = (
+        now + timeout,
+        0.0005,
+        now + LOOK,
+        getattr(_here, "look", None),
+    )
     while not store.check([key]):
         now = time.monotonic()
         left = deadline - now
@@ -196,11 +222,19 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def check_sizes(sizes: list[int]) -> None:
-    """Raise ``ValueError`` unless all ranks ask for the same positive multiple of 16 bytes, at most :data:`MOST_BYTES`."""
+    """Raise ``ValueError`` unless all ranks ask for the same positive multiple of 16 bytes, at most
+    :data:`MOST_BYTES`.
+    """
     for peer, size in enumerate(sizes):
         if size != sizes[0]:
-            raise ValueError(f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} {size}")
+            raise ValueError(
+                f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} "
+                f"{size}"
+            )
     if sizes[0] <= 0 or sizes[0] % 16:
         raise ValueError(f"num_bytes ({sizes[0]}) must be a positive multiple of 16")
     if sizes[0] > MOST_BYTES:
-        raise ValueError(f"num_bytes ({sizes[0]}) must be at most {MOST_BYTES}, which is all that can be addressed")
+        raise ValueError(
+            f"num_bytes ({sizes[0]}) must be at most {MOST_BYTES}, which is all that can be "
+            f"addressed"
+        )

@@ -1,4 +1,5 @@
-"""GPUs of several nodes: symmetric memory that torch gets from NVSHMEM. Near ranks map it, others are reached by device calls.
+"""GPUs of several nodes: symmetric memory that torch gets from NVSHMEM. Near ranks map it, others
+are reached by device calls.
 
 Written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_triton``).
 """
@@ -17,7 +18,9 @@ from tokenyard.errors import NotSupported
 from tokenyard.memory.cuda import CudaMemory
 
 PUTS_VARIABLE = "TOKENYARD_PUTS"
-"""Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory, as it does inside a host."""
+"""Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory,
+as it does inside a host.
+"""
 
 
 def is_available() -> bool:
@@ -27,12 +30,13 @@ def is_available() -> bool:
 
 
 class NvshmemMemory(CudaMemory):
-    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Ranks that NVSHMEM does not map have address 0.
+    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Ranks that NVSHMEM
+    does not map have address 0.
 
     The n-th rank of the group must be NVSHMEM's n-th, so the group must be the whole world.
 
-    Raises:
-        NotSupported: it is not; or this process has made symmetric memory of another kind, which torch does not mix.
+    Raises: NotSupported: it is not; or this process has made symmetric memory of another kind,
+    which torch does not mix.
     """
 
     def __init__(self, *args: Any, ranks_per_node: int, **options: Any) -> None:
@@ -40,7 +44,8 @@ class NvshmemMemory(CudaMemory):
         self.ranks_per_node = ranks_per_node
         if self.world_size != dist.get_world_size():
             raise NotSupported(
-                f"NVSHMEM knows all {dist.get_world_size()} ranks of the world, but the group has {self.world_size}: make "
+                f"NVSHMEM knows all {dist.get_world_size()} ranks of the world, but the group has "
+                f"{self.world_size}: make "
                 "ExpertParallel on the default group, or use engine 'collective'"
             )
         self._symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
@@ -48,8 +53,10 @@ class NvshmemMemory(CudaMemory):
             self._symmetric.set_backend("NVSHMEM")
         except RuntimeError as error:
             raise NotSupported(
-                "torch cannot take symmetric memory from NVSHMEM after it has taken some from elsewhere in this process: make "
-                f"the object with engine 'twolevel' first, or call torch's set_backend('NVSHMEM') at the start ({error})"
+                "torch cannot take symmetric memory from NVSHMEM after it has taken some from "
+                "elsewhere in this process: make "
+                f"the object with engine 'twolevel' first, or call torch's set_backend('NVSHMEM') "
+                f"at the start ({error})"
             ) from error
 
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
@@ -58,10 +65,20 @@ class NvshmemMemory(CudaMemory):
         node = self.rank // self.ranks_per_node
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped
         if os.environ.get(PUTS_VARIABLE, "0") not in ("", "0"):
-            pointers = [pointer if peer // self.ranks_per_node == node else 0 for peer, pointer in enumerate(pointers)]
-        missing = [peer for peer, pointer in enumerate(pointers) if not pointer and peer // self.ranks_per_node == node]
+            pointers = [
+                pointer if peer // self.ranks_per_node == node else 0
+                for peer, pointer in enumerate(pointers)
+            ]
+        missing = [
+            peer
+            for peer, pointer in enumerate(pointers)
+            if not pointer and peer // self.ranks_per_node == node
+        ]
         if missing:
-            raise RuntimeError(f"NVSHMEM maps no memory of ranks {missing}, which are on node {node} as this rank is")
+            raise RuntimeError(
+                f"NVSHMEM maps no memory of ranks {missing}, which are on node {node} as this rank "
+                f"is"
+            )
         self._kept += [local, handle]
         return local, pointers
 

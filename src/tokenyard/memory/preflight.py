@@ -1,7 +1,7 @@
 """Which GPUs cannot reach each other's memory, and why: found out before anything hangs.
 
-Every rank reports what it sees (:func:`report`), the reports travel through the store, and one pure function judges them
-(:func:`unreachable`), so that all ranks come to the same verdict.
+Every rank reports what it sees (:func:`report`), the reports travel through the store, and one pure
+function judges them (:func:`unreachable`), so that all ranks come to the same verdict.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Unreachable(NamedTuple):
 def unreachable_pairs(
     store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: float
 ) -> list[Unreachable]:
-    """Collective: all pairs of ranks whose GPUs cannot map each other's memory; the same list on every rank.
+    """Collective: all pairs of ranks whose GPUs cannot map each other's memory; the same list on
+    every rank.
 
     Args:
         store: part of a store for this call alone.
@@ -88,7 +89,9 @@ def _from_json(text: str) -> Report:
 
 
 def report(rank: int, device: torch.device) -> Report:
-    """What this process sees, if it is ``rank`` and works on ``device`` (without an index: the current one)."""
+    """What this process sees, if it is ``rank`` and works on ``device`` (without an index: the
+    current one).
+    """
     nothing = Report(rank, host_name(), "", -1, (), ())
     if device.type != "cuda":
         return nothing._replace(problem=f"works on {device}")
@@ -100,18 +103,35 @@ def report(rank: int, device: torch.device) -> Report:
         return nothing._replace(problem=f"works on {device}, but sees {count} GPU(s)")
     visible = tuple(_unique_id(ordinal) for ordinal in range(count))
     reaches = tuple(
-        visible[other] for other in range(count) if other == mine or torch.cuda.can_device_access_peer(mine, other)
+        visible[other]
+        for other in range(count)
+        if other == mine or torch.cuda.can_device_access_peer(mine, other)
     )
-    return Report(rank, host_name(), visible[mine], mine, visible, reaches, os.environ.get(ALLOW_OVERLAP) == "1")
+    return Report(
+        rank,
+        host_name(),
+        visible[mine],
+        mine,
+        visible,
+        reaches,
+        os.environ.get(ALLOW_OVERLAP) == "1",
+    )
 
 
 def local_reports() -> list[Report]:
-    """Reports as if there were one rank for each GPU that this process sees (for ``tokenyard doctor``)."""
-    return [report(ordinal, torch.device("cuda", ordinal)) for ordinal in range(torch.cuda.device_count())]
+    """Reports as if there were one rank for each GPU that this process sees (for ``tokenyard
+    doctor``).
+    """
+    return [
+        report(ordinal, torch.device("cuda", ordinal))
+        for ordinal in range(torch.cuda.device_count())
+    ]
 
 
 def host_name() -> str:
-    """Tells running systems apart: containers of one machine have different names, clones of one image other boot ids."""
+    """Tells running systems apart: containers of one machine have different names, clones of one
+    image other boot ids.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -125,7 +145,9 @@ def _unique_id(ordinal: int) -> str:
 
 
 def unreachable(reports: list[Report]) -> list[Unreachable]:
-    """All pairs of ranks that cannot share memory, in order; a rank without a GPU is paired with itself only."""
+    """All pairs of ranks that cannot share memory, in order; a rank without a GPU is paired with
+    itself only.
+    """
     found = [Unreachable(each.rank, each.rank, each.problem) for each in reports if each.problem]
     working = [each for each in reports if not each.problem]
     for a, b in combinations(working, 2):
@@ -141,18 +163,24 @@ def _why_not(a: Report, b: Report) -> str:
         return "are on different hosts"
     overlap = a.overlap and b.overlap
     if a.gpu == b.gpu:
-        return "" if overlap else f"share one GPU ({a.gpu}): give each rank its own, or set {ALLOW_OVERLAP}=1 (slow)"
+        return (
+            ""
+            if overlap
+            else f"share one GPU ({a.gpu}): give each rank its own, or set {ALLOW_OVERLAP}=1 (slow)"
+        )
     for one, other in ((a, b), (b, a)):
         if other.gpu not in one.visible:
             return (
-                f"cannot map each other's memory: rank {one.rank} does not see rank {other.rank}'s GPU ({other.gpu}); start "
+                f"cannot map each other's memory: rank {one.rank} does not see rank {other.rank}'s "
+                f"GPU ({other.gpu}); start "
                 "all ranks with the same CUDA_VISIBLE_DEVICES"
             )
         if other.gpu not in one.reaches:
             return f"have no peer-to-peer path from {one.gpu} to {other.gpu}"
     if a.ordinal == b.ordinal and not overlap:
         return (
-            f"know different GPUs by one ordinal (cuda:{a.ordinal}), which torch takes for one GPU; start all ranks with the "
+            f"know different GPUs by one ordinal (cuda:{a.ordinal}), which torch takes for one "
+            f"GPU; start all ranks with the "
             f"same CUDA_VISIBLE_DEVICES, or set {ALLOW_OVERLAP}=1"
         )
     return ""

@@ -1,10 +1,12 @@
 """Interpreted kernels with real concurrency: one forked process per program.
 
-Triton's interpreter runs the programs of a grid one after the other, so programs that wait for each other would wait for ever.
-Here each runs in a child of this process. The interpreter's atomics are real ones (std::atomic, in C++), so flags work across
-processes; its plain loads and stores go straight to memory.
+Triton's interpreter runs the programs of a grid one after the other, so programs that wait for each
+other would wait for ever. Here each runs in a child of this process. The interpreter's atomics are
+real ones (std::atomic, in C++), so flags work across processes; its plain loads and stores go
+straight to memory.
 
-A child has the parent's memory as it was at the launch. What it writes reaches others only where memory is shared.
+A child has the parent's memory as it was at the launch. What it writes reaches others only where
+memory is shared.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _FORKING = threading.Lock()  # the pipe of a launch must not leak into another t
 class _Launch(NamedTuple):
     name: str
     pids: dict[int, int]  # program by process
-    pipe: int  # at its end when all programs have ended; carries the tracebacks of those that failed
+    pipe: (
+        int  # at its end when all programs have ended; carries the tracebacks of those that failed
+    )
 
 
 Language = Callable[[], AbstractContextManager[Any]]
@@ -52,11 +56,13 @@ class Programs:
             pass
         self._launches: list[_Launch] = []
 
-    def launch(self, kernel: Any, grid: int, args: tuple[int, ...], constants: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: tuple[int, ...], constants: dict[str, Any]
+    ) -> None:
         """Start ``grid`` programs; they run when all earlier launches have ended.
 
-        Raises:
-            ValueError: kernels are not interpreted in this process. RuntimeError: an earlier program failed.
+        Raises: ValueError: kernels are not interpreted in this process. RuntimeError: an earlier
+        program failed.
         """
         self._reap()
         bound = bind(kernel, args, constants)
@@ -120,38 +126,49 @@ class Programs:
         except BlockingIOError:
             text = ""
         self.kill()
-        how = f"was ended by signal {-code}" if code < 0 else f"failed:\n{text}" if text else f"exited with code {code}"
+        how = (
+            f"was ended by signal {-code}"
+            if code < 0
+            else f"failed:\n{text}"
+            if text
+            else f"exited with code {code}"
+        )
         raise RuntimeError(f"program {program} of kernel {launch.name} {how}")
 
 
 def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and constants, which may be left out
-    where the kernel has defaults.
+    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
+    constants, which may be left out where the kernel has defaults.
 
-    Raises:
-        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in this process.
+    Raises: ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted
+    in this process.
     """
     names = parameters(kernel)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     if not isinstance(kernel, interpreter.InterpretedFunction):
         raise ValueError(
-            f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: set TRITON_INTERPRET=1 before "
+            f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
+            f"set TRITON_INTERPRET=1 before "
             "anything imports triton"
         )
     constants = with_defaults(kernel, constants)
     if len(args) != len(names.args) or set(constants) != set(names.constants):
         raise ValueError(
-            f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and {[*constants]}"
+            f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and "
+            f"{[*constants]}"
         )
     for name, value in _leaves(names.args, args):
         # a tensor of one number would pass as that number, a float without its fraction
         if not isinstance(value, Integral):
             raise ValueError(
-                f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole numbers: give tensors by their "
+                f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
+                f"numbers: give tensors by their "
                 "data_ptr(), and other numbers as constants"
             )
     _rewrite(kernel, interpreter.InterpretedFunction)
-    return {name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)} | constants
+    return {
+        name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)
+    } | constants
 
 
 def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
@@ -159,7 +176,11 @@ def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, An
     found: list[tuple[str, Any]] = []
     for name, arg in zip(names, args, strict=True):
         fields = arg._asdict().items() if hasattr(arg, "_fields") else None
-        found += [(name, arg)] if fields is None else [(f"{name}.{field}", value) for field, value in fields]
+        found += (
+            [(name, arg)]
+            if fields is None
+            else [(f"{name}.{field}", value) for field, value in fields]
+        )
     return found
 
 
@@ -167,7 +188,9 @@ def _int64(interpreter: Any, value: Any) -> Any:
     if hasattr(value, "_fields"):
         return type(value)(*(_int64(interpreter, each) for each in value))
     language: Any = interpreter.tl
-    handle = interpreter.TensorHandle(interpreter.np.array([value], interpreter.np.int64), language.int64)
+    handle = interpreter.TensorHandle(
+        interpreter.np.array([value], interpreter.np.int64), language.int64
+    )
     return language.tensor(handle, language.int64)
 
 
@@ -180,7 +203,9 @@ def _rewrite(kernel: Any, kind: type) -> None:
         if id(function) not in seen:
             seen.add(id(function))
             function.rewrite()
-            pending += [value for value in function.fn.__globals__.values() if isinstance(value, kind)]
+            pending += [
+                value for value in function.fn.__globals__.values() if isinstance(value, kind)
+            ]
 
 
 def _fork() -> int:
@@ -192,7 +217,13 @@ def _fork() -> int:
 
 
 def _child(
-    language: Language, kernel: Any, bound: dict[str, Any], program: int, grid: int, before: int | None, write: int
+    language: Language,
+    kernel: Any,
+    bound: dict[str, Any],
+    program: int,
+    grid: int,
+    before: int | None,
+    write: int,
 ) -> None:
     """Run one program and end this process."""
     code = 1
@@ -212,7 +243,9 @@ def _child(
 
 
 def run_program(kernel: Any, bound: dict[str, Any], program: int, grid: int) -> None:
-    """Run one program of a grid in this process, where nothing else is interpreted at the same time."""
+    """Run one program of a grid in this process, where nothing else is interpreted at the same
+    time.
+    """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     interpreter.interpreter_builder.grid_dim = (grid, 1, 1)
     interpreter.interpreter_builder.grid_idx = (program, 0, 0)

@@ -1,10 +1,12 @@
-"""CPU processes over POSIX shared memory; kernels are interpreted, one process per program (``memory/programs.py``).
+"""CPU processes over POSIX shared memory; kernels are interpreted, one process per program
+(``memory/programs.py``).
 
-Nothing outlives the ranks: the name of a region exists only while it is being mapped, and whoever survives removes it.
+Nothing outlives the ranks: the name of a region exists only while it is being mapped, and whoever
+survives removes it.
 
-Kernels run in children of the rank, so what they write to must be shared: regions, host words, and tensors made by
-:meth:`SharedMemory.empty` or inside :meth:`SharedMemory.tensors`. What they only read may be any memory of the rank, as it was
-at the launch.
+Kernels run in children of the rank, so what they write to must be shared: regions, host words, and
+tensors made by :meth:`SharedMemory.empty` or inside :meth:`SharedMemory.tensors`. What they only
+read may be any memory of the rank, as it was at the launch.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ from tokenyard.memory.sharing import SharedTensors, shared_empty
 
 PREFIX = "tokenyard-"
 """How names of regions begin."""
-_REMEDY = ". All ranks must be on one host and see one /dev/shm of sufficient size (containers: --shm-size)"
+_REMEDY = (
+    ". All ranks must be on one host and see one /dev/shm of sufficient size (containers: "
+    "--shm-size)"
+)
 
 
 class SharedMemory:
     """Symmetric memory of CPU processes on one host. Making one is not collective.
 
-    Args:
-        store: part of a store for this object alone, on all ranks.
-        rank, world_size: this rank's place.
-        timeout: seconds that ranks wait for each other in :meth:`allocate`.
-        language: ``tokenyard.testing.interpreter.patched_language`` (whose import mends the interpreter).
-        num_sms: programs that a launch should have at most; each is a process.
+    Args: store: part of a store for this object alone, on all ranks. rank, world_size: this rank's
+    place. timeout: seconds that ranks wait for each other in :meth:`allocate`. language:
+    ``tokenyard.testing.interpreter.patched_language`` (whose import mends the interpreter).
+    num_sms: programs that a launch should have at most; each is a process.
     """
 
     ranks_per_node = 0
@@ -49,7 +52,13 @@ class SharedMemory:
     shared_gpu = False
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: float, language: Language, num_sms: int = 2
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        language: Language,
+        num_sms: int = 2,
     ) -> None:
         self.rank, self.world_size, self.num_sms = rank, world_size, num_sms
         self.device = torch.device("cpu")
@@ -70,9 +79,13 @@ class SharedMemory:
             size = stride * self.world_size
             hint = f" ({size} bytes at {path}){_REMEDY}"
             self._meeting.attempt(
-                "making shared memory", partial(_make if self.rank == 0 else _leave, path, size), hint
+                "making shared memory",
+                partial(_make if self.rank == 0 else _leave, path, size),
+                hint,
             )
-            mapping = self._meeting.attempt("mapping shared memory", partial(_map, path, size), hint)
+            mapping = self._meeting.attempt(
+                "mapping shared memory", partial(_map, path, size), hint
+            )
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(path)
@@ -86,11 +99,15 @@ class SharedMemory:
         return os.path.join(directory, f"{PREFIX}{secrets.token_hex(8)}")
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that kernels of this rank may write to. Zeroed; its memory goes when the tensor does."""
+        """A tensor that kernels of this rank may write to. Zeroed; its memory goes when the tensor
+        does.
+        """
         return shared_empty(*shape, dtype=dtype)
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which every tensor that torch makes is one that kernels of this rank may write to."""
+        """A context in which every tensor that torch makes is one that kernels of this rank may
+        write to.
+        """
         return SharedTensors()
 
     def host_words(self, count: int) -> Tensor:
@@ -100,7 +117,13 @@ class SharedMemory:
         return words
 
     def bind(
-        self, kernel: Any, grid: int, *, num_warps: int, max_registers: int | None = None, **constants: Any
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
     ) -> Callable[..., None]:
         """See :class:`SymmetricMemory`. There is nothing to compile.
 
@@ -137,7 +160,9 @@ class SharedMemory:
         self._programs.settle()
 
     def close(self) -> None:
-        """End programs that still run, and let go of regions and host words (memory goes with the last tensor on it)."""
+        """End programs that still run, and let go of regions and host words (memory goes with the
+        last tensor on it).
+        """
         self._programs.kill()
         self._kept.clear()
 
@@ -149,7 +174,9 @@ def _leave(path: str, num_bytes: int) -> None:
 def _make(path: str, num_bytes: int) -> None:
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        os.posix_fallocate(file, 0, num_bytes)  # zeroed; fails now rather than by SIGBUS at the first touch
+        os.posix_fallocate(
+            file, 0, num_bytes
+        )  # zeroed; fails now rather than by SIGBUS at the first touch
     finally:
         os.close(file)
 

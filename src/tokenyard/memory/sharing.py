@@ -14,32 +14,49 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def shared_empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed CPU tensor in memory that this process shares with the children it forks later. It has no name."""
+    """A zeroed CPU tensor in memory that this process shares with the children it forks later. It
+    has no name.
+    """
     count = prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(
+        shape
+    )
 
 
 class SharedTensors(TorchDispatchMode):
-    """A context in which every new CPU tensor that torch makes is a shared one (results of operations too).
+    """A context in which every new CPU tensor that torch makes is a shared one (results of
+    operations too).
 
     Tensors from outside and views of them stay where they are.
     """
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         """Run ``func``, then move its new tensors."""
-        lifted = func is torch.ops.aten.lift_fresh.default  # how torch.tensor(...) hands over what it has made
+        lifted = (
+            func is torch.ops.aten.lift_fresh.default
+        )  # how torch.tensor(...) hands over what it has made
         known = (
             set[int]()
             if lifted
-            else {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            else {
+                _storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            }
         )
 
         def moved(result: Tensor) -> Tensor:
-            fresh = result.device.type == "cpu" and result.layout == torch.strided and result.numel() > 0
+            fresh = (
+                result.device.type == "cpu"
+                and result.layout == torch.strided
+                and result.numel() > 0
+            )
             return _moved(result) if fresh and _storage(result) not in known else result
 
         result = func(*args, **(kwargs or {}))
@@ -53,5 +70,7 @@ def _storage(tensor: Tensor) -> int:
 def _moved(tensor: Tensor) -> Tensor:
     """The same numbers in the same layout, shared."""
     room = tensor.untyped_storage().nbytes() // tensor.itemsize
-    place = shared_empty(room, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    place = shared_empty(room, dtype=tensor.dtype).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
     return place.copy_(tensor)

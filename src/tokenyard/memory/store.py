@@ -1,4 +1,6 @@
-"""A store of one process for ranks that take turns: coroutines, or threads that are told to let each other run."""
+"""A store of one process for ranks that take turns: coroutines, or threads that are told to let
+each other run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ _DEFAULT = timedelta(seconds=300)
 
 
 class CooperativeStore(dist.Store):
-    """A dictionary with the interface of ``torch.distributed.Store``; also a base for ``PrefixStore``.
+    """A dictionary with the interface of ``torch.distributed.Store``; also a base for
+    ``PrefixStore``.
 
     Args:
         yield_: called over and over while a rank waits; lets others run.
@@ -24,7 +27,10 @@ class CooperativeStore(dist.Store):
     """
 
     def __init__(
-        self, yield_: Callable[[], None], clock: Callable[[], float] = time.monotonic, timeout: float = 300.0
+        self,
+        yield_: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        timeout: float = 300.0,
     ) -> None:
         super().__init__()
         self._yield, self._clock = yield_, clock
@@ -52,8 +58,12 @@ class CooperativeStore(dist.Store):
         self.set(key, str(total))
         return total
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a value if it is ``expected_value`` now ("" also stands for none). The value afterwards."""
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a value if it is ``expected_value`` now ("" also stands for none). The value
+        afterwards.
+        """
         expected = _as_bytes(expected_value)
         if self._values.get(key, b"") == expected:
             self.set(key, desired_value)
@@ -85,10 +95,16 @@ class CooperativeStore(dist.Store):
         limit = self._timeout if timeout is None else timeout
         missing = [key for key in keys if key not in self._values]
         if missing:
-            self._wait_for(lambda: self.check(keys), f"for {missing[0]!r}", self._clock() + limit.total_seconds())
+            self._wait_for(
+                lambda: self.check(keys),
+                f"for {missing[0]!r}",
+                self._clock() + limit.total_seconds(),
+            )
         if not self.check(keys):
             missing = [key for key in keys if key not in self._values]
-            raise dist.DistStoreError(f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(missing)}")
+            raise dist.DistStoreError(
+                f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(missing)}"
+            )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Seconds that waits without a timeout take."""
@@ -100,11 +116,15 @@ class CooperativeStore(dist.Store):
         return self._timeout
 
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
-        """Let others run until ``ready()`` or the deadline on the clock. ``what`` says what is waited for."""
+        """Let others run until ``ready()`` or the deadline on the clock. ``what`` says what is
+        waited for.
+        """
         del what
         while not ready() and self._clock() < deadline:
             self._yield()
 
 
 def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)  # a PrefixStore hands on bytes
+    return (
+        value.encode() if isinstance(value, str) else bytes(value)
+    )  # a PrefixStore hands on bytes

@@ -23,7 +23,9 @@ class Gate:
         self._values: list[list[Any]] = [[None] * world_size, [None] * world_size]
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        self._given_up: tuple[int, int] | None = None  # passage, and the rank that gave up there first
+        self._given_up: tuple[int, int] | None = (
+            None  # passage, and the rank that gave up there first
+        )
 
     def lose(self, rank: int, why: str) -> None:
         """From now on nobody waits for ``rank``."""
@@ -34,16 +36,17 @@ class Gate:
     def meet(self, rank: int, what: str, timeout: float, value: Any = None) -> list[Any]:
         """Everybody's value by rank, once all have come. If one rank gives up, all do.
 
-        Raises:
-            PeerTimeout: a rank did not come within ``timeout`` seconds, or another rank has given up here.
-            PeerLost: a rank has ended.
+        Raises: PeerTimeout: a rank did not come within ``timeout`` seconds, or another rank has
+        given up here. PeerLost: a rank has ended.
         """
         with self._changed:
             self._arrived[rank] += 1
             number = self._arrived[rank]
             self._values[number % 2][rank] = value
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._over(number) or not self._late(number) or self._gone(number), timeout)
+            self._changed.wait_for(
+                lambda: self._over(number) or not self._late(number) or self._gone(number), timeout
+            )
             if self._over(number) or self._late(number):
                 self._raise(rank, number, what, timeout)
             return list(self._values[number % 2])
@@ -64,11 +67,18 @@ class Gate:
             self._changed.notify_all()
         late, gone = self._late(number), self._gone(number)
         if gone:
-            raise PeerLost(f"rank {rank} waits at {what}, but rank {gone[0]} {self._lost[gone[0]]}", gone[0])
+            raise PeerLost(
+                f"rank {rank} waits at {what}, but rank {gone[0]} {self._lost[gone[0]]}", gone[0]
+            )
         if first is not None and first[1] != rank:
-            raise PeerTimeout(f"rank {rank} came to {what}, but rank {first[1]} has given up waiting there", first[1])
+            raise PeerTimeout(
+                f"rank {rank} came to {what}, but rank {first[1]} has given up waiting there",
+                first[1],
+            )
         names = ", ".join(map(str, late))
-        raise PeerTimeout(f"rank {rank} waited {timeout} s at {what} for rank(s) {names}", late[0] if late else -1)
+        raise PeerTimeout(
+            f"rank {rank} waited {timeout} s at {what} for rank(s) {names}", late[0] if late else -1
+        )
 
 
 class ThreadsFailed(RuntimeError):
@@ -86,10 +96,11 @@ class ThreadsFailed(RuntimeError):
 def run_threads(
     world_size: int, run: Callable[[int], _T], lose: Callable[[int, str], None], timeout: float
 ) -> list[_T]:
-    """``run(rank)`` on a thread for each rank; results by rank. ``lose(rank, why)`` is called when one has ended.
+    """``run(rank)`` on a thread for each rank; results by rank. ``lose(rank, why)`` is called when
+    one has ended.
 
-    Raises:
-        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck thread is left behind.
+    Raises: ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck thread
+    is left behind.
     """
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
@@ -104,7 +115,8 @@ def run_threads(
             lose(rank, "has finished")
 
     threads = [
-        threading.Thread(target=guarded, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+        threading.Thread(target=guarded, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
     ]
     _join(threads, timeout)
     stuck = {rank: _stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
@@ -127,6 +139,11 @@ def _stack(thread: threading.Thread) -> str:
 
 
 def _describe(errors: dict[int, BaseException], stuck: dict[int, str], timeout: float) -> str:
-    parts = [f"rank {rank}:\n{''.join(traceback.format_exception(error))}" for rank, error in errors.items()]
-    parts += [f"rank {rank} still runs after {timeout} s:\n{stack}" for rank, stack in stuck.items()]
+    parts = [
+        f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
+        for rank, error in errors.items()
+    ]
+    parts += [
+        f"rank {rank} still runs after {timeout} s:\n{stack}" for rank, stack in stuck.items()
+    ]
     return "\n".join([f"{len(errors) + len(stuck)} rank(s) failed", *parts])

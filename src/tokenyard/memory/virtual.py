@@ -1,12 +1,14 @@
-"""Ranks as threads of one process on one GPU: many ranks, two nodes even, where there is one GPU only. For tests.
+"""Ranks as threads of one process on one GPU: many ranks, two nodes even, where there is one GPU
+only. For tests.
 
-The GPU runs kernels of all ranks side by side, on one stream each. Loading a module and allocating device memory wait for
-kernels that run, and a kernel that runs may wait for a peer whose thread cannot launch meanwhile. So no rank may do either
-while a peer's kernel waits for its own:
+The GPU runs kernels of all ranks side by side, on one stream each. Loading a module and allocating
+device memory wait for kernels that run, and a kernel that runs may wait for a peer whose thread
+cannot launch meanwhile. So no rank may do either while a peer's kernel waits for its own:
 
-- :func:`virtual_environment` makes CUDA load its own kernels at start and gives every stream a hardware queue;
-- before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels loaded
-  (:meth:`VirtualMemory.bind`); after it, it only launches;
+- :func:`virtual_environment` makes CUDA load its own kernels at start and gives every stream a
+  hardware queue;
+- before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels
+  loaded (:meth:`VirtualMemory.bind`); after it, it only launches;
 - :meth:`VirtualMemory.allocate` lets no rank go before all have their memory.
 """
 
@@ -46,8 +48,10 @@ def virtual_environment() -> None:
     if wrong and torch.cuda.is_initialized():
         settings = " ".join(f"{name}={value}" for name, value in wrong.items())
         raise RuntimeError(
-            f"CUDA has started in this process without {settings}, so virtual ranks could block each other: call "
-            "virtual_environment() before anything uses CUDA, or start the process with these variables"
+            f"CUDA has started in this process without {settings}, so virtual ranks could block "
+            f"each other: call "
+            "virtual_environment() before anything uses CUDA, or start the process with these "
+            "variables"
         )
     os.environ.update(wrong)
 
@@ -95,7 +99,9 @@ class VirtualWorld:
 
 
 class VirtualGroup:
-    """A process group as far as ``tokenyard`` uses one, of ranks that are threads; every rank has its own."""
+    """A process group as far as ``tokenyard`` uses one, of ranks that are threads; every rank has
+    its own.
+    """
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.world, self._rank = world, rank
@@ -158,7 +164,8 @@ class VirtualMemory(DeviceMemory):
         Raises:
             PeerTimeout: a rank did not come. ValueError: sizes differ, or are no multiple of 16.
         """
-        # Past this meeting all ranks have launched what they had to launch, so the allocator may wait for the GPU.
+        # Past this meeting all ranks have launched what they had to launch, so the allocator may
+        # wait for the GPU.
         check_sizes(self._meet("allocating symmetric memory", num_bytes))
         local = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
@@ -181,12 +188,14 @@ class VirtualMemory(DeviceMemory):
         self._meet("the gate before launches that wait for each other")
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run meanwhile."""
+        """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run
+        meanwhile.
+        """
         return wait_until(ready, timeout, brisk=1e-3)
 
     def close(self) -> None:
-        """Wait for this thread's stream, then free this rank's regions and host words: when all ranks have closed theirs, as
-        peers may still return credits to them."""
+        """Wait for this thread's stream, then free this rank's regions and host words: when all
+        ranks have closed theirs, as peers may still return credits to them."""
         kept, self._kept = self._kept, []
         if kept:
             torch.cuda.current_stream(self.device).synchronize()
@@ -194,20 +203,25 @@ class VirtualMemory(DeviceMemory):
 
 
 def run_virtual_ranks(
-    world_size: int, body: Callable[[VirtualGroup], _T], device: torch.device | str = "cuda", timeout: float = 120.0
+    world_size: int,
+    body: Callable[[VirtualGroup], _T],
+    device: torch.device | str = "cuda",
+    timeout: float = 120.0,
 ) -> list[_T]:
-    """Run ``body(group)`` on ``world_size`` threads with a stream each, and return their results by rank.
+    """Run ``body(group)`` on ``world_size`` threads with a stream each, and return their results by
+    rank.
 
-    Backward passes run on the rank's own thread (torch's one thread per GPU would let only one rank through).
+    Backward passes run on the rank's own thread (torch's one thread per GPU would let only one rank
+    through).
 
-    Raises:
-        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds (their stacks are in the message; a stuck
-            thread is left behind, so end the process soon).
-        RuntimeError, ValueError: see :func:`virtual_environment`; more than :data:`MOST_RANKS` ranks.
+    Raises: ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds (their stacks are
+        in the message; a stuck thread is left behind, so end the process soon). RuntimeError,
+        ValueError: see :func:`virtual_environment`; more than :data:`MOST_RANKS` ranks.
     """
     if not 0 < world_size <= MOST_RANKS:
         raise ValueError(
-            f"world_size ({world_size}) must be in 1..{MOST_RANKS}: a GPU runs that many streams side by side"
+            f"world_size ({world_size}) must be in 1..{MOST_RANKS}: a GPU runs that many streams "
+            f"side by side"
         )
     virtual_environment()
     where = torch.device(device)

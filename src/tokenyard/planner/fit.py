@@ -20,7 +20,8 @@ _ROUNDS, _NUDGE = 40, 1e-4
 
 
 def rates_from(path: Path, base: Rates) -> Rates:
-    """``base`` with those kinds of call fitted again of which ``path`` has times for at least two batch sizes.
+    """``base`` with those kinds of call fitted again of which ``path`` has times for at least two
+    batch sizes.
 
     What one program does is fitted if there are at least two numbers of SMs, and kept otherwise.
 
@@ -30,10 +31,15 @@ def rates_from(path: Path, base: Rates) -> Rates:
     points = read(path)
     by_leg = {leg: [point for point in points if point.leg == leg] for leg in LEGS}
     fitted = {
-        leg: fit(leg, mine, base) for leg, mine in by_leg.items() if len({point.work.tokens for point in mine}) > 1
+        leg: fit(leg, mine, base)
+        for leg, mine in by_leg.items()
+        if len({point.work.tokens for point in mine}) > 1
     }
     if not fitted:
-        raise ValueError(f"rates ({path}) must have times for two numbers of tokens: bench with --tokens 256,4096")
+        raise ValueError(
+            f"rates ({path}) must have times for two numbers of tokens: bench with --tokens "
+            f"256,4096"
+        )
     return replace(base, **fitted, source=f"{path.name}: {', '.join(fitted)}; else {base.source}")
 
 
@@ -61,7 +67,9 @@ def _least_squares(errors: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     at, damping = start, 1e-3
     identity, seen = torch.eye(len(at), dtype=torch.float64), errors(at)
     for _ in range(_ROUNDS):
-        jacobian = torch.stack([(errors(at + _NUDGE * identity[n]) - seen) / _NUDGE for n in range(len(at))], 1)
+        jacobian = torch.stack(
+            [(errors(at + _NUDGE * identity[n]) - seen) / _NUDGE for n in range(len(at))], 1
+        )
         step: Tensor = _linalg.solve(jacobian.T @ jacobian + damping * identity, -jacobian.T @ seen)
         there = errors(at + step)
         if there.square().sum() < seen.square().sum():

@@ -1,7 +1,8 @@
 """From bytes and rates to microseconds: what bounds a call, and for how long.
 
-``us = latency + sqrt(NVLink^2 + NIC^2 + programs^2) + fill``. The three limits hold at once, and one that is nearly reached
-slows the one that is: squares fit the measured curves over SMs (docs/planner.md), a maximum is too low near the knee.
+``us = latency + sqrt(NVLink^2 + NIC^2 + programs^2) + fill``. The three limits hold at once, and
+one that is nearly reached slows the one that is: squares fit the measured curves over SMs
+(docs/planner.md), a maximum is too low near the knee.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ US = 1e3
 class Terms:
     """Microseconds of each limit of a call, were it alone.
 
-    Attributes:
-        nvlink, nic: bytes of the busiest GPU over the rate; puts included.
-        programs: bytes over what the programs that move rows can do.
-        latency: launch, greetings, last signal, over the network and back.
-        fill: chunks that move when the stage before or behind them has nothing to do: the last of every ring.
-        in_turn: whether NVLink waits for the NIC, so that their times add up.
+    Attributes: nvlink, nic: bytes of the busiest GPU over the rate; puts included. programs: bytes
+    over what the programs that move rows can do. latency: launch, greetings, last signal, over the
+    network and back. fill: chunks that move when the stage before or behind them has nothing to do:
+    the last of every ring. in_turn: whether NVLink waits for the NIC, so that their times add up.
     """
 
     nvlink: float = 0.0
@@ -59,7 +58,9 @@ class Terms:
 def nvlink_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A dispatch through rings inside a node, routing known."""
     sent = moved.nvlink.busiest * work.row_bytes
-    left = _last_chunks(moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].chunk, work.gpus_per_node)
+    left = _last_chunks(
+        moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].chunk, work.gpus_per_node
+    )
     return Terms(
         nvlink=sent / (rates.dispatch.link_gbs * US),
         programs=_programs(sent, sizes.senders, rates.dispatch),
@@ -73,7 +74,9 @@ def nvlink_in_place(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) 
     sent = moved.nvlink.busiest * work.row_bytes
     return Terms(
         nvlink=sent / (rates.in_place.link_gbs * US),
-        programs=_programs(sent + moved.own.busiest * work.row_bytes, sizes.writers, rates.in_place),
+        programs=_programs(
+            sent + moved.own.busiest * work.row_bytes, sizes.writers, rates.in_place
+        ),
         latency=rates.in_place.fixed_us,
     )
 
@@ -81,10 +84,13 @@ def nvlink_in_place(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) 
 def nvlink_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A combine through rings inside a node.
 
-    A reducer takes as long for a token of four ranks as of two, since it loads the rows of all ranks at once: its work is results.
+    A reducer takes as long for a token of four ranks as of two, since it loads the rows of all
+    ranks at once: its work is results.
     """
     sent = moved.nvlink.busiest * work.back_bytes
-    left = _last_chunks(moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].back_chunk, work.gpus_per_node)
+    left = _last_chunks(
+        moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].back_chunk, work.gpus_per_node
+    )
     return Terms(
         nvlink=sent / (rates.combine.link_gbs * US),
         programs=_programs(work.tokens * work.back_bytes, sizes.reducers, rates.combine),
@@ -93,8 +99,12 @@ def nvlink_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -
     )
 
 
-def collective_call(work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: Rates) -> Terms:
-    """Engine ``collective``: across nodes first, then inside them; one hop if there is only one of the two."""
+def collective_call(
+    work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: Rates
+) -> Terms:
+    """Engine ``collective``: across nodes first, then inside them; one hop if there is only one of
+    the two.
+    """
     if not work.grid.has_levels:
         return flat_call(work, moved, leg, row_bytes, rates)
     return Terms(
@@ -116,16 +126,23 @@ def flat_call(work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: R
 
 
 def twolevel_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """Rows cross the network once per (token, node), then forwarders hand them on inside, or keep them."""
+    """Rows cross the network once per (token, node), then forwarders hand them on inside, or keep
+    them.
+    """
     network, inner = sizes.rings
     inside, across = moved.nvlink.busiest * work.row_bytes, moved.nic.busiest * work.row_bytes
     handed_on = inside * (work.nodes - 1) / work.nodes
     last = _last_puts(moved.nic.busiest, network, network.chunk) / moved.nic.busiest * handed_on
-    drained = _last_chunks(moved.nvlink.busiest, inner, inner.chunk, work.gpus_per_node) * work.row_bytes
+    drained = (
+        _last_chunks(moved.nvlink.busiest, inner, inner.chunk, work.gpus_per_node) * work.row_bytes
+    )
     return Terms(
         nvlink=inside / (rates.dispatch.link_gbs * US),
-        nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.chunk) * rates.put_us,
-        programs=by_turns(touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates),
+        nic=across / (rates.nic_gbs * US)
+        + _puts(moved.nic.busiest, network, network.chunk) * rates.put_us,
+        programs=by_turns(
+            touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates
+        ),
         latency=rates.dispatch.fixed_us + 2 * rates.latency_us,
         fill=last / (rates.dispatch.link_gbs * US) + drained / (rates.copy_gbs * US),
     )
@@ -136,11 +153,17 @@ def twolevel_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates)
     network, inner = sizes.rings
     inside, across = moved.nvlink.busiest * work.back_bytes, moved.nic.busiest * work.back_bytes
     last = _last_puts(moved.nic.busiest, network, network.back_chunk) * work.back_bytes
-    drained = _last_chunks(moved.nvlink.busiest, inner, inner.back_chunk, work.gpus_per_node) * work.back_bytes
+    drained = (
+        _last_chunks(moved.nvlink.busiest, inner, inner.back_chunk, work.gpus_per_node)
+        * work.back_bytes
+    )
     return Terms(
         nvlink=inside / (rates.combine.link_gbs * US),
-        nic=across / (rates.nic_gbs * US) + _puts(moved.nic.busiest, network, network.back_chunk) * rates.put_us,
-        programs=by_turns(touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates),
+        nic=across / (rates.nic_gbs * US)
+        + _puts(moved.nic.busiest, network, network.back_chunk) * rates.put_us,
+        programs=by_turns(
+            touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates
+        ),
         latency=rates.combine.fixed_us + 2 * rates.latency_us,
         fill=(last + drained) / (rates.copy_gbs * US),
     )
@@ -149,14 +172,15 @@ def twolevel_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates)
 def touched(moved: Traffic, work: Workload) -> float:
     """Rows that a GPU's programs of engine twolevel copy, each time they do.
 
-    Dispatch: into staging, to local ranks, out of rings, and rows that stay, also those that forwarders keep. Combine: the same
-    backwards. Puts are the NIC's work.
+    Dispatch: into staging, to local ranks, out of rings, and rows that stay, also those that
+    forwarders keep. Combine: the same backwards. Puts are the NIC's work.
     """
     return moved.nic.busiest + 2 * moved.nvlink.busiest + work.nodes * moved.own.busiest
 
 
 def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) -> float:
-    """How long programs take that share all copies (``num_bytes`` in total): what they do alone, then what memory does.
+    """How long programs take that share all copies (``num_bytes`` in total): what they do alone,
+    then what memory does.
 
     Not the larger of the two, as it is the same threads that wait for both.
     """
@@ -164,7 +188,9 @@ def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) 
 
 
 def _puts(rows: float, ring: Ring, chunk: int) -> float:
-    """Puts of a GPU's network senders: full chunks, and at least one for each ring that has rows."""
+    """Puts of a GPU's network senders: full chunks, and at least one for each ring that
+    has rows.
+    """
     return max(rows / chunk, min(rows, ring.count))
 
 
@@ -180,7 +206,9 @@ def _programs(num_bytes: float, programs: int, leg: Leg) -> float:
 
 
 def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
-    """Rows in the last chunks of a GPU's rings from others, if ``rows`` come through all of them."""
+    """Rows in the last chunks of a GPU's rings from others, if ``rows`` come through all
+    of them.
+    """
     rings = ring.count * (ranks - 1) / ranks
     return min(rows, rings * chunk)
 
@@ -189,11 +217,15 @@ known_traffic = lru_cache(maxsize=256)(traffic)
 
 
 def predict(leg: str, work: Workload, rates: Rates) -> Terms:
-    """A call inside one node, with uniform routing. ``leg``: a name of :data:`~tokenyard.planner.rates.LEGS`."""
+    """A call inside one node, with uniform routing. ``leg``: a name of
+    :data:`~tokenyard.planner.rates.LEGS`.
+    """
     moved = known_traffic(work, "uniform")
     if leg == "collective":
         return collective_call(work, moved, rates.collective, work.row_bytes, rates)
     if leg == "collective_back":
         return collective_call(work, moved, rates.collective_back, work.back_bytes, rates)
-    call = {"dispatch": nvlink_dispatch, "in_place": nvlink_in_place, "combine": nvlink_combine}[leg]
+    call = {"dispatch": nvlink_dispatch, "in_place": nvlink_in_place, "combine": nvlink_combine}[
+        leg
+    ]
     return call(work, moved, nvlink_sizes(work), rates)

@@ -31,11 +31,9 @@ MOST_GPUS = 1024
 class Call:
     """One kind of call under one routing, its routing known to all (cached).
 
-    Attributes:
-        name: of :data:`CALLS`. dtype, skew: what it runs with.
-        engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine collective.
-        terms: its limits; ``terms.us`` is what it takes.
-        nvlink, nic: bytes per GPU.
+    Attributes: name: of :data:`CALLS`. dtype, skew: what it runs with. engine: or :data:`FLAT`, a
+    single exchange once per (token, rank), at the rates of engine collective. terms: its limits;
+    ``terms.us`` is what it takes. nvlink, nic: bytes per GPU.
     """
 
     name: str
@@ -51,9 +49,9 @@ class Call:
 class Plan:
     """What :func:`plan` found.
 
-    Attributes:
-        engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node; ``twolevel`` must be asked for.
-        sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective, and flat ones.
+    Attributes: engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
+    ``twolevel`` must be asked for. sizes: its sizes, by dtype. traffic: rows, by routing. calls: of
+    that engine, of collective, and flat ones.
     """
 
     workload: Workload
@@ -71,7 +69,8 @@ def plan(
     skews: Sequence[str] = ("uniform",),
     seed: int = 0,
 ) -> Plan:
-    """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16. ``seed``: which experts are popular.
+    """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16.
+    ``seed``: which experts are popular.
 
     Raises:
         ValueError: the engine cannot work with so few SMs, or its rings cannot hold two rows.
@@ -86,7 +85,9 @@ def plan(
             calls += _dispatches(engine, work, rows, sizes[dtype], rates)
         bf16 = replace(workload, dtype="bf16")
         calls += _combines(engine, bf16, rows, next(iter(sizes.values())), rates)
-    return Plan(workload=workload, rates=rates, engine=engine, sizes=sizes, traffic=moved, calls=calls)
+    return Plan(
+        workload=workload, rates=rates, engine=engine, sizes=sizes, traffic=moved, calls=calls
+    )
 
 
 def sizes_of(engine: str, work: Workload) -> Sizes:
@@ -97,12 +98,13 @@ def sizes_of(engine: str, work: Workload) -> Sizes:
 def scaling(
     workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES
 ) -> tuple[list[Plan], dict[int, ValueError]]:
-    """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on each GPU.
+    """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on
+    each GPU.
 
     All have the same number of experts: at least one per GPU of the largest.
 
-    Returns:
-        The plans, at least one; and, by number of GPUs, why other machines have none (see :func:`plan`).
+    Returns: The plans, at least one; and, by number of GPUs, why other machines have none (see
+    :func:`plan`).
 
     Raises:
         ValueError: none of them has one.
@@ -126,7 +128,9 @@ def scaling(
     return plans, refused
 
 
-def _dispatches(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:
+def _dispatches(
+    engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
+) -> list[Call]:
     if engine == "twolevel":
         ours = [(DISPATCH, twolevel_dispatch(work, rows, sizes, rates))]
     else:
@@ -147,7 +151,9 @@ def _combines(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: R
 def _collectives(name: str, work: Workload, rows: Traffic, leg: Leg, rates: Rates) -> list[Call]:
     """Engine collective and, where it goes another way, one flat exchange at its rates."""
     row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
-    calls = [_call(name, COLLECTIVE, work, rows, collective_call(work, rows, leg, row_bytes, rates))]
+    calls = [
+        _call(name, COLLECTIVE, work, rows, collective_call(work, rows, leg, row_bytes, rates))
+    ]
     if work.grid.has_levels:
         calls.append(_call(name, FLAT, work, rows, flat_call(work, rows, leg, row_bytes, rates)))
     return calls
@@ -157,4 +163,12 @@ def _call(name: str, engine: str, work: Workload, rows: Traffic, terms: Terms) -
     row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
     nvlink, nic = (rows.flat_nvlink, rows.flat_nic) if engine == FLAT else (rows.nvlink, rows.nic)
     moved = [Flow(flow.mean * row_bytes, flow.busiest * row_bytes) for flow in (nvlink, nic)]
-    return Call(name=name, engine=engine, dtype=work.dtype, skew=rows.skew, terms=terms, nvlink=moved[0], nic=moved[1])
+    return Call(
+        name=name,
+        engine=engine,
+        dtype=work.dtype,
+        skew=rows.skew,
+        terms=terms,
+        nvlink=moved[0],
+        nic=moved[1],
+    )

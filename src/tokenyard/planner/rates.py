@@ -15,10 +15,10 @@ LEAST, MOST = 1e-6, 1e9
 class Leg(NamedTuple):
     """One kind of call inside a node.
 
-    Attributes:
-        fixed_us: what an empty call takes: launch, greetings, last signal.
-        link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
-        program_gbs: what one program that moves rows does, in a combine what one reducer stores of results; None: no limit known.
+    Attributes: fixed_us: what an empty call takes: launch, greetings, last signal. link_gbs: bytes
+    (1e9 a second) that leave a GPU for others, one way, with programs to spare. program_gbs: what
+    one program that moves rows does, in a combine what one reducer stores of results; None: no
+    limit known.
     """
 
     fixed_us: float
@@ -30,15 +30,13 @@ class Leg(NamedTuple):
 class Rates:
     """Rates of a machine. GB are 1e9 bytes.
 
-    Attributes:
-        dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch into views.
-        collective, collective_back: engine ``collective``, cached dispatch and combine.
-        copy_gbs: rows copied inside a GPU (each byte read and written).
-        turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks together, in dispatch and combine,
-            were memory endless.
-        nic_gbs: a GPU's share of the network, one way; latency_us: one way, put and signal; put_us: what each put costs
-            besides its bytes.
-        source: where these come from.
+    Attributes: dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch
+        into views. collective, collective_back: engine ``collective``, cached dispatch and combine.
+        copy_gbs: rows copied inside a GPU (each byte read and written). turns_gbs, turns_back_gbs:
+        what one program of engine twolevel copies, all its tasks together, in dispatch and combine,
+        were memory endless. nic_gbs: a GPU's share of the network, one way; latency_us: one way,
+        put and signal; put_us: what each put costs besides its bytes. source: where these come
+        from.
     """
 
     dispatch: Leg
@@ -57,18 +55,24 @@ class Rates:
     def with_links(
         self, *, nvlink: float | None = None, nic: float | None = None, latency: float | None = None
     ) -> Rates:
-        """The same machine with other links. ``nvlink`` is dispatch's; in place, combine and collective scale with it.
+        """The same machine with other links. ``nvlink`` is dispatch's; in place, combine and
+        collective scale with it.
 
         Raises:
             ValueError: a rate or a latency is outside of what :data:`LEAST` and :data:`MOST` allow.
         """
         for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)):
             if value is not None and not LEAST <= value <= MOST:
-                raise ValueError(f"{name} ({value}) must be from {LEAST:g} to {MOST:g}: give GB/s, or us for latency")
+                raise ValueError(
+                    f"{name} ({value}) must be from {LEAST:g} to {MOST:g}: give GB/s, or us for "
+                    f"latency"
+                )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
         legs = {name: _faster(getattr(self, name), scale) for name in LEGS}
         given = [
-            f"{name} {value:g}" for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)) if value
+            f"{name} {value:g}"
+            for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency))
+            if value
         ]
         return replace(
             self,
@@ -97,7 +101,8 @@ H200 = Rates(
     put_us=0.1,
     source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261122 and collective-4xh200-20261121",
 )
-"""Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is half of what a local copy was
-seen to read and write, in no record. ``turns_*``: chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of
-shapes that changed since (docs/performance.md, "Engine twolevel"); four GPUs as 2x2 test them (docs/planner.md). The network was
-not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""
+"""Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is
+half of what a local copy was seen to read and write, in no record. ``turns_*``: chosen to suit two
+figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that changed since
+(docs/performance.md, "Engine twolevel"); four GPUs as 2x2 test them (docs/planner.md). The network
+was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""

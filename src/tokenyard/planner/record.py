@@ -1,4 +1,6 @@
-"""Times out of the JSON that ``tokenyard bench --json`` or ``--suite nvlink`` writes, each beside the workload it belongs to."""
+"""Times out of the JSON that ``tokenyard bench --json`` or ``--suite nvlink`` writes, each beside
+the workload it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Point:
 
 
 def read(path: Path) -> list[Point]:
-    """Times of this library in a record, with uniform routing, bf16 or rows that came as FP8, layout flat.
+    """Times of this library in a record, with uniform routing, bf16 or rows that came as FP8,
+    layout flat.
 
     One node is assumed: records do not say which ranks share one.
 
@@ -58,27 +61,40 @@ def read(path: Path) -> list[Point]:
         points = [point for row in record["rows"] if (point := _point(row, ranks, most_sms))]
     except (OSError, KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
-            f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink ({type(wrong).__name__}: {wrong})"
+            f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink "
+            f"({type(wrong).__name__}: {wrong})"
         ) from wrong
     if not points:
         raise ValueError(
-            f"rates ({path}) has no time of engine nvlink or collective with uniform routing and layout flat: "
+            f"rates ({path}) has no time of engine nvlink or collective with uniform routing and "
+            f"layout flat: "
             "run tokenyard bench --skew uniform --layout flat --json FILE"
         )
     return points
 
 
 def _most_sms(rows: list[dict[str, Any]]) -> int:
-    """Multiprocessors of the GPUs: what calls without a limit had; if no row tells, those of an H200, or as many as asked."""
+    """Multiprocessors of the GPUs: what calls without a limit had; if no row tells, those of an
+    H200, or as many as asked.
+    """
     told = [(row.get("section", "sms"), row["sms"]) for row in rows if row["sms"] is not None]
-    return max((sms for section, sms in told if section != "sms"), default=max([H200_SMS, *(sms for _, sms in told)]))
+    return max(
+        (sms for section, sms in told if section != "sms"),
+        default=max([H200_SMS, *(sms for _, sms in told)]),
+    )
 
 
 def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
     job: dict[str, Any] = row["job"]
     leg, dtype = _leg(row, job)
     clock = row["device"] or row["wall"]
-    if leg is None or clock is None or job["skew"] != "uniform" or job["layout"] != "flat" or job["dtype"] != "bf16":
+    if (
+        leg is None
+        or clock is None
+        or job["skew"] != "uniform"
+        or job["layout"] != "flat"
+        or job["dtype"] != "bf16"
+    ):
         return None
     sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
     limits = {"sms": min(row["sms"] or most_sms, most_sms), "buffer_bytes": row.get("rings")}

@@ -1,7 +1,9 @@
-"""How likely it is that a token goes to a group of experts. Exact; nothing is drawn but which experts are popular.
+"""How likely it is that a token goes to a group of experts. Exact; nothing is drawn but which
+experts are popular.
 
-A token picks K distinct experts, one after the other, each among those left with a chance in proportion to its popularity.
-Equivalently every expert e rings after an exponential time of rate ``popularity[e]``, and the first K are picked.
+A token picks K distinct experts, one after the other, each among those left with a chance in
+proportion to its popularity. Equivalently every expert e rings after an exponential time of rate
+``popularity[e]``, and the first K are picked.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def popularity(skew: str, experts: int, seed: int = 0) -> list[float]:
 
 
 def reach(chances: Sequence[float], bounds: Sequence[int], topk: int) -> list[float]:
-    """Probability that one of ``topk`` picks is among experts ``bounds[i] .. bounds[i + 1] - 1``, for each ``i``.
+    """Probability that one of ``topk`` picks is among experts ``bounds[i] .. bounds[i + 1] - 1``,
+    for each ``i``.
 
     >>> reach([0.25] * 4, [0, 1, 4], 2)
     [0.5, 1.0]
@@ -51,11 +54,15 @@ def reach(chances: Sequence[float], bounds: Sequence[int], topk: int) -> list[fl
 
 
 def _reach_weighted(rates: Tensor, bounds: Sequence[int], topk: int) -> list[float]:
-    """A group of rate W is reached if it rings before K others did: the integral of ``W exp(-W t) P(others by t < K)``."""
+    """A group of rate W is reached if it rings before K others did: the integral of ``W exp(-W t)
+    P(others by t < K)``.
+    """
     latest = math.log(80.0 / float(rates.min()))
     times = torch.arange(_EARLIEST, latest, _STEP, dtype=torch.float64).exp()
     before = _counts(rates, bounds, times, topk)
-    after = _counts(rates.flip(0), [len(rates) - bound for bound in reversed(bounds)], times, topk)[::-1]
+    after = _counts(rates.flip(0), [len(rates) - bound for bound in reversed(bounds)], times, topk)[
+        ::-1
+    ]
     reached: list[float] = []
     for group, (begin, end) in enumerate(pairwise(bounds)):
         rate = rates[begin:end].sum()
@@ -65,7 +72,9 @@ def _reach_weighted(rates: Tensor, bounds: Sequence[int], topk: int) -> list[flo
 
 
 def _counts(rates: Tensor, bounds: Sequence[int], times: Tensor, most: int) -> list[Tensor]:
-    """For each bound: ``[times, most]``, the chance that exactly n < ``most`` of the experts before it have rung."""
+    """For each bound: ``[times, most]``, the chance that exactly n < ``most`` of the experts before
+    it have rung.
+    """
     counts = torch.zeros(len(times), most, dtype=torch.float64)
     counts[:, 0] = 1
     found: list[Tensor] = []

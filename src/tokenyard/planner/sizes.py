@@ -1,4 +1,6 @@
-"""Channels, chunks and rings as the engines themselves choose them. Neither Triton nor a GPU is needed."""
+"""Channels, chunks and rings as the engines themselves choose them. Neither Triton nor a GPU is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from tokenyard.rows import Payload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Rings of one kind at a GPU, all alike. ``slots`` and ``chunk`` (rows per release or put) are of dispatch, ``back_*`` of
-    combine."""
+    """Rings of one kind at a GPU, all alike. ``slots`` and ``chunk`` (rows per release or put) are
+    of dispatch, ``back_*`` of combine."""
 
     name: str
     count: int
@@ -31,13 +33,12 @@ class Ring:
 class Sizes:
     """What an engine makes of ``sms`` multiprocessors and its buffer.
 
-    Attributes:
-        channels: contiguous shares of a rank's tokens.
-        senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel,
-            senders and reducers are all its workers: each does whatever there is to do.
-        rings: network first; beside each network ring its writer has as much staging.
-        symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters, headers and letters, which grow
-            with the square of ranks. What calls in place need comes on top.
+    Attributes: channels: contiguous shares of a rank's tokens. senders: programs that send rows in
+        a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel, senders
+        and reducers are all its workers: each does whatever there is to do. rings: network first;
+        beside each network ring its writer has as much staging. symmetric_bytes: what the engine
+        allocates when it is made, per GPU: rings, and counters, headers and letters, which grow
+        with the square of ranks. What calls in place need comes on top.
     """
 
     channels: int
@@ -76,31 +77,43 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     """
     nodes, grid = workload.nodes, workload.grid
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
-    tuning = tuning_for(workload.sms, grid, all_sms=workload.sms == workload.most_sms, channels=channels)
+    tuning = tuning_for(
+        workload.sms, grid, all_sms=workload.sms == workload.most_sms, channels=channels
+    )
     signals = _signals(workload, tuning.channels) + _letters(workload, tuning.channels)
     links, far = (nodes - 1) * tuning.channels, int(workload.buffer_bytes * tuning.net_share)
     each = (workload.buffer_bytes - far) // (workload.ranks * tuning.channels) // 256 * 256
     inner = _ring("NVLink", workload.ranks * tuning.channels, each, workload, tuning)
-    network = _network(_ring("NIC", links, far // (2 * links) // 256 * 256, workload, tuning), tuning)
+    network = _network(
+        _ring("NIC", links, far // (2 * links) // 256 * 256, workload, tuning), tuning
+    )
     return Sizes(
         channels=tuning.channels,
         senders=tuning.channels * tuning.workers,
         reducers=tuning.channels * tuning.workers,
         rings=(network, inner),
-        symmetric_bytes=signals + inner.count * inner.num_bytes + 2 * network.count * network.num_bytes,
+        symmetric_bytes=signals
+        + inner.count * inner.num_bytes
+        + 2 * network.count * network.num_bytes,
     )
 
 
 def _signals(workload: Workload, channels: int) -> int:
     """Bytes before the rings: ``region.signal_words``, which needs Triton."""
     ranks = workload.ranks
-    return _in_bytes(2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + _header_words(workload)))
+    return _in_bytes(
+        2 * ranks * channels
+        + 5 * ranks
+        + 2 * ranks * (ranks + 2 + channels + _header_words(workload))
+    )
 
 
 def _letters(workload: Workload, channels: int) -> int:
     """Bytes that engine twolevel has besides: ``two_region.far_words``."""
     ranks = workload.ranks
-    letter = _even(_header_words(workload) + ranks + 3 + 2 * channels) + _even(workload.gpus_per_node * channels)
+    letter = _even(_header_words(workload) + ranks + 3 + 2 * channels) + _even(
+        workload.gpus_per_node * channels
+    )
     return _in_bytes(2 * workload.nodes * channels + 4 * ranks * letter + 4)
 
 
@@ -119,7 +132,9 @@ def _in_bytes(words: int) -> int:
 
 def _network(ring: Ring, tuning: Tuning) -> Ring:
     """As ``TwoGround.net_ring`` uses it: whole chunks, at least three of them where they fit."""
-    chunk, back = (max(1, min(tuning.net_chunk, slots // 3)) for slots in (ring.slots, ring.back_slots))
+    chunk, back = (
+        max(1, min(tuning.net_chunk, slots // 3)) for slots in (ring.slots, ring.back_slots)
+    )
     return replace(
         ring,
         chunk=chunk,
@@ -135,7 +150,8 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
         raise ValueError(
-            f"buffer_bytes ({whole}) gives each of {count} {name} rings {num_bytes} bytes, but 2 rows of {row} bytes must fit: "
+            f"buffer_bytes ({whole}) gives each of {count} {name} rings {num_bytes} bytes, but 2 "
+            f"rows of {row} bytes must fit: "
             f"make it at least {_least_bytes(workload, shape.channels)}"
         )
     return Ring(
@@ -151,7 +167,9 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts
 
 def _least_bytes(workload: Workload, channels: int) -> int:
     """A buffer that is large enough, for rows of all dtypes."""
-    slot = max(form.slot_bytes for dtype in DTYPES for form in forms(replace(workload, dtype=dtype)))
+    slot = max(
+        form.slot_bytes for dtype in DTYPES for form in forms(replace(workload, dtype=dtype))
+    )
     if workload.nodes == 1:
         return workload.ranks * channels * least_ring(slot)
     return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
@@ -163,4 +181,6 @@ def forms(workload: Workload) -> tuple[Form, Form]:
     scales = torch.empty(0, workload.scales) if workload.scales else None
     there = Payload(torch.empty(0, workload.hidden, dtype=dtype), scales)
     back = Payload(torch.empty(0, workload.hidden, dtype=torch.bfloat16), None)
-    return form_of(there, None, meta_words(workload.topk, experts=False, weighted=True)), form_of(back, None, 0)
+    return form_of(there, None, meta_words(workload.topk, experts=False, weighted=True)), form_of(
+        back, None, 0
+    )

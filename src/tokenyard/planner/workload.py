@@ -20,16 +20,13 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp8")
 class Workload:
     """One dispatch and one combine on every GPU.
 
-    Attributes:
-        nodes, gpus_per_node: the machine; one rank per GPU.
-        tokens: per rank.
-        hidden, experts, topk: of the layer; experts over all ranks.
-        dtype: of rows on their way to the experts; ``fp8`` has a float32 scale per 128 channels. They return as bf16.
-        sms: multiprocessors that a call may use; ``most_sms`` are all that a GPU has.
-        buffer_bytes: of all rings of a GPU.
+    Attributes: nodes, gpus_per_node: the machine; one rank per GPU. tokens: per rank. hidden,
+    experts, topk: of the layer; experts over all ranks. dtype: of rows on their way to the experts;
+    ``fp8`` has a float32 scale per 128 channels. They return as bf16. sms: multiprocessors that a
+    call may use; ``most_sms`` are all that a GPU has. buffer_bytes: of all rings of a GPU.
 
-    Raises:
-        ValueError: a size is not a whole number of at least 1, or more picks than experts, or more SMs than there are.
+    Raises: ValueError: a size is not a whole number of at least 1, or more picks than experts, or
+    more SMs than there are.
     """
 
     nodes: int
@@ -46,16 +43,21 @@ class Workload:
     def __post_init__(self) -> None:
         for each in fields(self):
             value: Any = getattr(self, each.name)
-            if each.name != "dtype" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if each.name != "dtype" and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise ValueError(f"{each.name} ({value!r}) must be a whole number of at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype ({self.dtype!r}) must be one of {', '.join(DTYPES)}")
         if self.topk > self.experts:
             raise ValueError(
-                f"topk ({self.topk}) must be at most experts ({self.experts}): a token picks an expert once"
+                f"topk ({self.topk}) must be at most experts ({self.experts}): a token picks an "
+                f"expert once"
             )
         if self.sms > self.most_sms:
-            raise ValueError(f"sms ({self.sms}) must be at most {self.most_sms}, which is all that a GPU has")
+            raise ValueError(
+                f"sms ({self.sms}) must be at most {self.most_sms}, which is all that a GPU has"
+            )
 
     @property
     def grid(self) -> Topology:

@@ -1,4 +1,6 @@
-"""A kit for testing code on several ranks: bodies that run on every rank, routings, comparisons that say where."""
+"""A kit for testing code on several ranks: bodies that run on every rank, routings, comparisons
+that say where.
+"""
 
 from __future__ import annotations
 

@@ -20,16 +20,15 @@ def assert_same_bits(
     experts: Tensor | None = None,
     rank: int | None = None,
 ) -> None:
-    """Raise ``AssertionError`` unless shape, dtype and every bit agree (the same NaN is equal, 0.0 and -0.0 are not).
+    """Raise ``AssertionError`` unless shape, dtype and every bit agree (the same NaN is equal, 0.0
+    and -0.0 are not).
 
-    A row is what the last dimension spans; in a vector every element is a row. The message shows the first wrong row
-    and the expected row whose bits it has, if there is one.
+    A row is what the last dimension spans; in a vector every element is a row. The message shows
+    the first wrong row and the expected row whose bits it has, if there is one.
 
-    Args:
-        what: name of the tensor, for the message.
-        source: int64, where each expected row comes from: ``source_rank << 32 | source_token``, -1 for padding.
-        experts: the expert of each expected row, or its K experts.
-        rank: that checks, for the message.
+    Args: what: name of the tensor, for the message. source: int64, where each expected row comes
+    from: ``source_rank << 32 | source_token``, -1 for padding. experts: the expert of each expected
+    row, or its K experts. rank: that checks, for the message.
     """
     __tracebackhide__ = True
     where = what if rank is None else f"rank {rank}: {what}"
@@ -48,7 +47,8 @@ def assert_same_bits(
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str) -> None:
-    """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in float64 (complex128).
+    """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in
+    float64 (complex128).
 
     NaN and infinity never pass, on neither side. Shapes must agree, dtypes may differ.
 
@@ -64,17 +64,26 @@ def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str
     got, wanted = (each.detach().to(actual.device, wide).flatten() for each in (actual, expected))
     for name, values in (("got", got), ("expected", wanted)):
         if bad := int((~values.isfinite()).sum()):
-            raise AssertionError(f"{what}: {name} {bad} of {len(values)} values that are not finite")
+            raise AssertionError(
+                f"{what}: {name} {bad} of {len(values)} values that are not finite"
+            )
     if not got.numel():
         return
-    unit = max(float(got.abs().max()), float(wanted.abs().max())) or 1.0  # squares neither overflow nor vanish
+    unit = (
+        max(float(got.abs().max()), float(wanted.abs().max())) or 1.0
+    )  # squares neither overflow nor vanish
     gap = (got / unit - wanted / unit).abs()
-    error, bound = float(gap.square().sum().sqrt()), relative * float((wanted / unit).abs().square().sum().sqrt())
+    error, bound = (
+        float(gap.square().sum().sqrt()),
+        relative * float((wanted / unit).abs().square().sum().sqrt()),
+    )
     if error > bound:
         worst = int(gap.argmax())
         raise AssertionError(
-            f"{what}: norm of the difference is {error * unit:.3e}, allowed {bound * unit:.3e} ({relative} of the expected norm); "
-            f"largest at {_index(worst, tuple(expected.shape))}: {got[worst].item()}, expected {wanted[worst].item()}"
+            f"{what}: norm of the difference is {error * unit:.3e}, allowed {bound * unit:.3e} "
+            f"({relative} of the expected norm); "
+            f"largest at {_index(worst, tuple(expected.shape))}: {got[worst].item()}, expected "
+            f"{wanted[worst].item()}"
         )
 
 
@@ -110,7 +119,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[rows, columns]`` integers with the bits of the elements; an element of 16 bytes has two columns."""
+    """``[rows, columns]`` integers with the bits of the elements; an element of 16 bytes has two
+    columns.
+    """
     columns = tensor.shape[-1] if tensor.ndim > 1 else 1
     rows = math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel()
     plain = tensor.detach().resolve_conj().resolve_neg().reshape(rows, columns).contiguous()
@@ -126,7 +137,10 @@ def _first_column(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
         for part in (row[column * words : (column + 1) * words] for row in (got, wanted))
     )
     differ = len({int(at) // words for at in wrong})
-    return f"column {column} is {value}, expected {right}; {differ} of {len(got) // words} columns differ"
+    return (
+        f"column {column} is {value}, expected {right}; {differ} of {len(got) // words} columns "
+        f"differ"
+    )
 
 
 def _hex(element: Tensor) -> str:

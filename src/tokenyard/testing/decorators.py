@@ -36,18 +36,22 @@ def distributed_test(
     timeout: float = 120.0,
     may_die: tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run the decorated function on ``world_size`` ranks, each a process, when pytest (or anyone) calls it.
+    """Run the decorated function on ``world_size`` ranks, each a process, when pytest (or anyone)
+    calls it.
 
-    A tuple of world sizes or engines makes one test of each (ids like ``ranks4-collective``). The parameter ``ranks``
-    of the body, if it has one, is a :class:`Ranks`. Other arguments (fixtures, parameters, ``self``) are pickled for
-    every rank. Ranks in ``may_die`` may exit or be killed without failing the test. After ``timeout`` seconds the ranks
-    that still run are ended and their stacks shown.
+    A tuple of world sizes or engines makes one test of each (ids like ``ranks4-collective``). The
+    parameter ``ranks`` of the body, if it has one, is a :class:`Ranks`. Other arguments (fixtures,
+    parameters, ``self``) are pickled for every rank. Ranks in ``may_die`` may exit or be killed
+    without failing the test. After ``timeout`` seconds the ranks that still run are ended and their
+    stacks shown.
 
-    ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend), ``virtual`` on threads of this process
-    that share one GPU, ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (both: engines
-    that have kernels only); the default is ``cpu``.
+    ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend),
+    ``virtual`` on threads of this process that share one GPU, ``simulated`` on coroutines under the
+    schedule of seed ``TOKENYARD_TEST_SEED`` (both: engines that have kernels only); the default is
+    ``cpu``.
 
-    The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if every rank skips.
+    The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if
+    every rank skips.
     """
     sizes, engines = _as_tuple(world_size), _as_tuple(engine)
     if outside := [rank for rank in may_die if not 0 <= rank < max(sizes)]:
@@ -55,7 +59,10 @@ def distributed_test(
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         if "<locals>" in body.__qualname__:
-            raise TypeError(f"{body.__qualname__} must be at module or class level, where other processes can find it")
+            raise TypeError(
+                f"{body.__qualname__} must be at module or class level, where other processes can "
+                f"find it"
+            )
         visible = _without_ranks(inspect.signature(body))
 
         @functools.wraps(body)
@@ -69,7 +76,9 @@ def distributed_test(
                     run_on_virtual_ranks(body, name, arguments, ranks, timeout)
                     continue
                 if _device() == SIMULATED:
-                    run_in_simulator(body, name, arguments, ranks, int(os.environ.get(SEED_VARIABLE, "0")))
+                    run_in_simulator(
+                        body, name, arguments, ranks, int(os.environ.get(SEED_VARIABLE, "0"))
+                    )
                     continue
                 pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
 
@@ -91,11 +100,16 @@ def _device() -> str:
 
 
 def _without_ranks(signature: Signature) -> Signature:
-    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != _RANKS])
+    return signature.replace(
+        parameters=[p for p in signature.parameters.values() if p.name != _RANKS]
+    )
 
 
 def _parametrised(
-    test: Callable[..., None], visible: Signature, world_size: int | tuple[int, ...], engine: str | tuple[str, ...]
+    test: Callable[..., None],
+    visible: Signature,
+    world_size: int | tuple[int, ...],
+    engine: str | tuple[str, ...],
 ) -> Callable[..., None]:
     """Show pytest the signature without ``ranks`` and a parameter for each tuple.
 
@@ -104,12 +118,16 @@ def _parametrised(
     choices = [(_WORLD_SIZE, world_size, "ranks{}"), (_ENGINE, engine, "{}")]
     tuples = [(name, values, style) for name, values, style in choices if isinstance(values, tuple)]
     hidden = [Parameter(name, Parameter.KEYWORD_ONLY) for name, _, _ in tuples]
-    parameters = sorted([*visible.parameters.values(), *hidden], key=lambda parameter: parameter.kind)
+    parameters = sorted(
+        [*visible.parameters.values(), *hidden], key=lambda parameter: parameter.kind
+    )
     setattr(test, "__signature__", visible.replace(parameters=parameters))  # noqa: B010 (functions have no such attribute)
     pytest = sys.modules.get("pytest")
     if pytest is not None:
         for name, values, style in tuples:
-            test = pytest.mark.parametrize(name, values, ids=[style.format(value) for value in values])(test)
+            test = pytest.mark.parametrize(
+                name, values, ids=[style.format(value) for value in values]
+            )(test)
     return test
 
 
@@ -123,7 +141,10 @@ def _job(body: Callable[..., Any], engine: str, arguments: dict[str, Any]) -> Jo
         try:
             pickled[name] = pickle.dumps(value)
         except Exception as error:
-            problem = f"argument {name!r} of {body.__qualname__} cannot be pickled for the ranks ({error})"
+            problem = (
+                f"argument {name!r} of {body.__qualname__} cannot be pickled for the ranks "
+                f"({error})"
+            )
             raise TypeError(f"{problem}; pass plain values") from None
     sys_path = [entry or os.getcwd() for entry in sys.path]
     return Job(body.__module__, os.path.abspath(path), body.__qualname__, engine, pickled, sys_path)

@@ -9,7 +9,9 @@ from tokenyard.testing.job import Ending, Outcome
 
 
 class RankFailure(AssertionError):
-    """A test body failed on at least one rank; the message names the ranks and carries their tracebacks."""
+    """A test body failed on at least one rank; the message names the ranks and carries their
+    tracebacks.
+    """
 
 
 def is_fine(outcome: Outcome, may_die: bool) -> bool:
@@ -18,7 +20,8 @@ def is_fine(outcome: Outcome, may_die: bool) -> bool:
 
 
 def judge(outcomes: dict[int, Outcome], may_die: tuple[int, ...]) -> None:
-    """Return if every rank passed (or died as it may); raise :class:`RankFailure` or ``unittest.SkipTest`` otherwise.
+    """Return if every rank passed (or died as it may); raise :class:`RankFailure` or
+    ``unittest.SkipTest`` otherwise.
 
     A test is skipped only if all its ranks skip.
     """
@@ -35,10 +38,17 @@ def _describe(outcomes: dict[int, Outcome], fine: set[int]) -> str:
     """A line that sums up, then each distinct stack once with the ranks that it belongs to."""
     bad = sorted(outcomes.keys() - fine, key=lambda rank: (outcomes[rank].ending.value, rank))
     errors = _group((_text(outcomes[rank]), rank) for rank in bad)
-    lines = ["; ".join(f"{_ranks(ranks)} of {len(outcomes)}: {text.splitlines()[0]}" for text, ranks in errors.items())]
+    lines = [
+        "; ".join(
+            f"{_ranks(ranks)} of {len(outcomes)}: {text.splitlines()[0]}"
+            for text, ranks in errors.items()
+        )
+    ]
     for stack, ranks in _group((outcomes[rank].stack, rank) for rank in bad).items():
         errors = _group((_text(outcomes[rank]), rank) for rank in ranks)
-        texts = [text if len(errors) == 1 else f"{_ranks(of)}: {text}" for text, of in errors.items()]
+        texts = [
+            text if len(errors) == 1 else f"{_ranks(of)}: {text}" for text, of in errors.items()
+        ]
         is_traceback = outcomes[ranks[0]].ending is Ending.FAILED
         first, second = (stack.splitlines(), texts) if is_traceback else (texts, stack.splitlines())
         lines += ["", f"--- {_ranks(ranks)}", *first, *second]

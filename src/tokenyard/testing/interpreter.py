@@ -1,19 +1,22 @@
 # pyright: basic
 # (it mends an interpreter that has no types)
-"""Repairs of Triton 3.6's interpreter, made once, when this is imported with ``TRITON_INTERPRET=1`` set; otherwise nothing is done.
+"""Repairs of Triton 3.6's interpreter, made once, when this is imported with ``TRITON_INTERPRET=1``
+set; otherwise nothing is done.
 
 What was wrong, and is right afterwards:
 
-- casts to bf16 and fp8 truncated, and casts between these and integers or fp64 took the bits for a number; now they round as
-  torch does, and fp8 saturates as ``cvt.rn.satfinite`` does;
+- casts to bf16 and fp8 truncated, and casts between these and integers or fp64 took the bits for a
+  number; now they round as torch does, and fp8 saturates as ``cvt.rn.satfinite`` does;
 - arithmetic and comparisons of bf16 and fp8 worked on the bits; a bf16 constant could not be made;
-- ``for i in range(...)`` gave plain Python ints (no ``.to``, no overflow); now ``i`` is an integer tensor, as compiled;
+- ``for i in range(...)`` gave plain Python ints (no ``.to``, no overflow); now ``i`` is an integer
+  tensor, as compiled;
 - a tensor could not be an index under numpy 2.4; a 32-bit integer could not become a pointer;
 - ``tl.histogram`` failed for int64 and overflowed for small integers;
 - masked lanes of atomics returned garbage; ``atomic_xchg`` of floats failed;
-- inline assembly: the strings of :data:`ASSEMBLY` are emulated, with a clock that can be exchanged (:func:`clock`);
-- every call of a device function patched ``triton.language`` anew (:func:`patched_language`), and much else was made again and
-  again (:mod:`.interpreter_speed`): that took most of the time.
+- inline assembly: the strings of :data:`ASSEMBLY` are emulated, with a clock that can be exchanged
+  (:func:`clock`);
+- every call of a device function patched ``triton.language`` anew (:func:`patched_language`), and
+  much else was made again and again (:mod:`.interpreter_speed`): that took most of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ from tokenyard.testing import interpreter_functions, interpreter_operators, inte
 
 Builder = upstream.InterpreterBuilder
 
-_NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_NARROW = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
 """Floats that numpy lacks: their tensors hold the bits."""
 _LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
@@ -68,13 +75,17 @@ ASSEMBLY: dict[str, Callable[[], int]] = {"mov.u64 $0, %globaltimer;": lambda: _
 
 @contextmanager
 def patched_language() -> Iterator[None]:
-    """Let kernels' bodies be called as Python functions, all in here; calls of device functions cost little."""
+    """Let kernels' bodies be called as Python functions, all in here; calls of device functions
+    cost little.
+    """
     if _state.patched:
         yield
         return
     scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     options = upstream.interpreter_builder.options
-    upstream.interpreter_builder.options = upstream.InterpreterOptions(sanitize_overflow=False)  # its checks go nowhere
+    upstream.interpreter_builder.options = upstream.InterpreterOptions(
+        sanitize_overflow=False
+    )  # its checks go nowhere
     _state.patched = True
     try:
         yield
@@ -94,10 +105,14 @@ def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
-    """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as ``cvt.rn.satfinite`` does."""
+    """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as
+    ``cvt.rn.satfinite`` does.
+    """
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
-        values = torch.where(values.isnan(), values.abs(), values.clamp(-_LARGEST[dtype], _LARGEST[dtype]))
+        values = torch.where(
+            values.isnan(), values.abs(), values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
+        )
     rounded = values.to(_NARROW[dtype])
     return rounded.view(_TORCH_BITS[rounded.itemsize]).numpy().view(upstream._get_np_dtype(dtype))
 
@@ -110,13 +125,18 @@ def _numbers(handle: TensorHandle) -> np.ndarray:
 def _cast(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
     dtype, numbers = to.scalar, _numbers(source)
     if dtype in _NARROW:
-        floats = numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
+        floats = (
+            numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
+        )
         return TensorHandle(narrow(floats, dtype), dtype)
     return TensorHandle(numbers.astype(upstream._get_np_dtype(dtype)), dtype)
 
 
 def _fp_to_fp(self: Any, source: TensorHandle, to: Any, rounding: Any) -> TensorHandle:
-    known = all(dtype in _NARROW or dtype.is_standard_floating() for dtype in (source.dtype.scalar, to.scalar))
+    known = all(
+        dtype in _NARROW or dtype.is_standard_floating()
+        for dtype in (source.dtype.scalar, to.scalar)
+    )
     if known and rounding != ir.ROUNDING_MODE.RTZ:
         return _cast(self, source, to)
     return _upstream["create_fp_to_fp"](self, source, to, rounding)
@@ -146,7 +166,9 @@ def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> Tens
     return _rounded(op(_numbers(left), _numbers(right)), dtype)
 
 
-def _ternary(self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
+def _ternary(
+    self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any
+) -> TensorHandle:
     dtype = other.dtype.scalar
     if dtype not in _NARROW or op is np.where:
         return _upstream["ternary_op"](self, left, right, other, op)
@@ -155,7 +177,11 @@ def _ternary(self: Any, left: TensorHandle, right: TensorHandle, other: TensorHa
 
 def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
     dtype = source.dtype.scalar
-    return _rounded(op(_numbers(source)), dtype) if dtype in _NARROW else _upstream["unary_op"](self, source, op)
+    return (
+        _rounded(op(_numbers(source)), dtype)
+        if dtype in _NARROW
+        else _upstream["unary_op"](self, source, op)
+    )
 
 
 def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -183,13 +209,17 @@ def _sum(self: Any, source: Any) -> Any:
 def _atomic_rmw(
     self: Any, op: Any, ptr: Any, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
 ) -> TensorHandle:
-    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its bits."""
+    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its
+    bits.
+    """
     data = np.ascontiguousarray(value.data)
     mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
     if op == ir.ATOMIC_OP.XCHG:
         data = data.view(f"u{data.itemsize}")
     lanes = np.ascontiguousarray(np.broadcast_to(mask.data, ptr.data.shape))
-    old = native.atomic_rmw(kind, np.ascontiguousarray(ptr.data), data, lanes, mode).view(value.data.dtype)
+    old = native.atomic_rmw(kind, np.ascontiguousarray(ptr.data), data, lanes, mode).view(
+        value.data.dtype
+    )
     return TensorHandle(np.where(lanes, old, np.zeros_like(old)), value.dtype.scalar)
 
 
@@ -207,10 +237,13 @@ class _Results:
         return self._handle
 
 
-def _inline_asm(self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> _Results:
+def _inline_asm(
+    self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
+) -> _Results:
     if text not in ASSEMBLY or values:
         raise NotImplementedError(
-            f"inline assembly {text!r} is not emulated: add it to tokenyard.testing.interpreter.ASSEMBLY"
+            f"inline assembly {text!r} is not emulated: add it to "
+            f"tokenyard.testing.interpreter.ASSEMBLY"
         )
     handle = TensorHandle(np.array([ASSEMBLY[text]()], np.int64), tl.int64)
     handle.set_attr("clock", True)
@@ -223,7 +256,9 @@ def _inline_asm(self: Any, text: str, constraints: str, values: Any, types: Any,
 def tensor_range(*bounds: Any) -> Iterator[Any]:
     """``range`` as compiled: its numbers are tensors of the widest integer type of its bounds."""
     values = [int(bound) for bound in bounds]
-    wide = any(isinstance(bound, tl.tensor) and bound.dtype.primitive_bitwidth > 32 for bound in bounds)
+    wide = any(
+        isinstance(bound, tl.tensor) and bound.dtype.primitive_bitwidth > 32 for bound in bounds
+    )
     wide = wide or any(not -(2**31) <= value < 2**31 for value in values)
     dtype, kind = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
     for number in range(*values):
@@ -248,7 +283,9 @@ def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _upstream["_patch_lang_tensor"](tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+    scope.set_attr(
+        tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+    )
 
 
 _upstream: dict[str, Any] = {}

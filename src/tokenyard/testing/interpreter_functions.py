@@ -1,9 +1,10 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Loads, stores and other functions of the language with fewer steps, as :mod:`.interpreter_operators` has operators.
+"""Loads, stores and other functions of the language with fewer steps, as
+:mod:`.interpreter_operators` has operators.
 
-What the builder is asked to do in the end (which the simulator watches) is the same. The language calls some of these itself, with
-its ``_semantic``; there is only one.
+What the builder is asked to do in the end (which the simulator watches) is the same. The language
+calls some of these itself, with its ``_semantic``; there is only one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,27 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.testing.interpreter_operators import INTEGERS, NUMPY, PLAIN, Operator, number_of, tensor_of, wrapped
+from tokenyard.testing.interpreter_operators import (
+    INTEGERS,
+    NUMPY,
+    PLAIN,
+    Operator,
+    number_of,
+    tensor_of,
+    wrapped,
+)
 from tokenyard.testing.interpreter_speed import shape_of
 
-_NARROW = {kind.name: kind for kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.float16, tl.bfloat16)}
+_NARROW = {
+    kind.name: kind for kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.float16, tl.bfloat16)
+}
 _ALWAYS = TensorHandle(np.ones(1, bool), tl.int1)
 
 
 def _element(pointer: Any) -> Any:
-    """What a tensor of pointers points to; None if that is nothing plain, or it is no such tensor."""
+    """What a tensor of pointers points to; None if that is nothing plain, or it is no such
+    tensor.
+    """
     if type(pointer) is not tl.core.tensor or type(pointer.dtype) is not tl.pointer_type:
         return None
     kind = pointer.dtype.element_ty
@@ -44,11 +57,16 @@ def _spread(tensor: Any, pointer: Any) -> Any:
 
 def _has_rank_of(pointer: Any, value: Any) -> bool:
     """Whether an atomic takes ``value``: it adds no dimensions."""
-    return type(value) is not tl.core.tensor or len(shape_of(value).dims) in (0, len(shape_of(pointer).dims))
+    return type(value) is not tl.core.tensor or len(shape_of(value).dims) in (
+        0,
+        len(shape_of(pointer).dims),
+    )
 
 
 def _mask(mask: Any, pointer: Any) -> Any:
-    return _spread(mask, pointer) if type(mask) is tl.core.tensor and mask.dtype is tl.int1 else None
+    return (
+        _spread(mask, pointer) if type(mask) is tl.core.tensor and mask.dtype is tl.int1 else None
+    )
 
 
 def _value(value: Any, kind: Any, pointer: Any) -> Any:
@@ -57,7 +75,9 @@ def _value(value: Any, kind: Any, pointer: Any) -> Any:
         number = number_of(value)
         if number is None or (number and id(kind) not in INTEGERS):
             return None
-        return TensorHandle(np.full(pointer.handle.data.shape, number, upstream._get_np_dtype(kind)), kind)
+        return TensorHandle(
+            np.full(pointer.handle.data.shape, number, upstream._get_np_dtype(kind)), kind
+        )
     if value.dtype is kind:
         return _spread(value, pointer)
     if id(kind) not in INTEGERS or id(value.dtype) not in INTEGERS:
@@ -68,11 +88,18 @@ def _value(value: Any, kind: Any, pointer: Any) -> Any:
 
 def _load(slow: Operator, builder: Any) -> Operator:
     def load(
-        pointer: Any, mask: Any = None, other: Any = None, *more: Any, _semantic: Any = None, **options: Any
+        pointer: Any,
+        mask: Any = None,
+        other: Any = None,
+        *more: Any,
+        _semantic: Any = None,
+        **options: Any,
     ) -> Any:
         kind = None if more or options not in ({}, {"cache_modifier": ".cg"}) else _element(pointer)
         if kind is not None and mask is None and other is None:
-            return tensor_of(builder.create_load(pointer.handle, None, None, False), kind, shape_of(pointer))
+            return tensor_of(
+                builder.create_load(pointer.handle, None, None, False), kind, shape_of(pointer)
+            )
         lanes = None if kind is None else _mask(mask, pointer)
         filled = None if lanes is None or other is None else _value(other, kind, pointer)
         if lanes is None or (other is not None and filled is None):
@@ -84,7 +111,14 @@ def _load(slow: Operator, builder: Any) -> Operator:
 
 
 def _store(slow: Operator, builder: Any) -> Operator:
-    def store(pointer: Any, value: Any, mask: Any = None, *more: Any, _semantic: Any = None, **options: Any) -> Any:
+    def store(
+        pointer: Any,
+        value: Any,
+        mask: Any = None,
+        *more: Any,
+        _semantic: Any = None,
+        **options: Any,
+    ) -> Any:
         kind = None if more or options not in ({}, {"cache_modifier": ".cs"}) else _element(pointer)
         handle = None if kind is None else _value(value, kind, pointer)
         lanes = None if handle is None or mask is None else _mask(mask, pointer)
@@ -101,7 +135,12 @@ def _store(slow: Operator, builder: Any) -> Operator:
 
 def _atomic_add(slow: Operator, builder: Any) -> Operator:
     def atomic_add(
-        pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None, _semantic: Any = None
+        pointer: Any,
+        value: Any,
+        mask: Any = None,
+        sem: Any = None,
+        scope: Any = None,
+        _semantic: Any = None,
     ) -> Any:
         kind = _element(pointer) if type(sem) is str and type(scope) is str else None
         fits = id(kind) in INTEGERS and _has_rank_of(pointer, value) and _has_rank_of(pointer, mask)
@@ -137,7 +176,11 @@ def _where(slow: Operator, builder: Any) -> Operator:
 
     def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
         kind = next((each.dtype for each in (x, y) if type(each) is tl.core.tensor), None)
-        if type(condition) is not tl.core.tensor or condition.dtype is not tl.int1 or id(kind) not in PLAIN:
+        if (
+            type(condition) is not tl.core.tensor
+            or condition.dtype is not tl.int1
+            or id(kind) not in PLAIN
+        ):
             return slow(condition, x, y)
         shape, parts = shape_of(condition), []
         for each in (x, y):
@@ -146,7 +189,9 @@ def _where(slow: Operator, builder: Any) -> Operator:
                 parts.append(each.handle.data if each.dtype is kind else None)
             else:
                 number = number_of(each)
-                parts.append(None if number is None or id(kind) not in INTEGERS else NUMPY[id(kind)](number))
+                parts.append(
+                    None if number is None or id(kind) not in INTEGERS else NUMPY[id(kind)](number)
+                )
         if shape is None or parts[0] is None or parts[1] is None:
             return slow(condition, x, y)
         return wrapped(np.where(condition.handle.data, *parts), kind, shape)
@@ -176,5 +221,7 @@ def _patching(original: Operator) -> Operator:
 
 
 def install(replace: Callable[[Any, str, Any], None]) -> None:
-    """Put the functions in place, by ``replace(owner, name, value)``; after those of :mod:`.interpreter_operators`."""
+    """Put the functions in place, by ``replace(owner, name, value)``; after those of
+    :mod:`.interpreter_operators`.
+    """
     replace(upstream, "_patch_builtin", _patching(upstream._patch_builtin))

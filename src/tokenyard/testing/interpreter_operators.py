@@ -1,10 +1,11 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Operators between plain tensors without the detour of Triton 3.6's interpreter. Installed by :mod:`.interpreter`.
+"""Operators between plain tensors without the detour of Triton 3.6's interpreter. Installed by
+:mod:`.interpreter`.
 
-Upstream an operator casts both sides to one type, spreads them to one shape, and wraps every step in new types; here numpy does all
-of that at once, to the same bits. What is not plain (narrow floats, unsigned numbers, constants of other types, the clock) takes
-upstream's way.
+Upstream an operator casts both sides to one type, spreads them to one shape, and wraps every step
+in new types; here numpy does all of that at once, to the same bits. What is not plain (narrow
+floats, unsigned numbers, constants of other types, the clock) takes upstream's way.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def tensor_of(handle: Any, kind: Any, shape: Shape) -> Any:
 
 
 def number_of(operand: Any) -> int | None:
-    """A Python number or constant that takes the type of the integers beside it; None if it is something else."""
+    """A Python number or constant that takes the type of the integers beside it; None if it is
+    something else.
+    """
     if type(operand) is tl.constexpr:
         operand = operand.value
     return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
@@ -58,7 +61,9 @@ def _divided(a: Any, b: Any) -> Any:
 def _binary(
     ufunc: Any, slow: Operator, kinds: dict[int, Any], compares: bool = False, swapped: bool = False
 ) -> Operator:
-    """An operator among ``kinds``, of which two integers of different sizes become the larger one."""
+    """An operator among ``kinds``, of which two integers of different sizes become the
+    larger one.
+    """
 
     def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
         kind, mine = left.dtype, left.handle
@@ -120,7 +125,11 @@ def _add(slow: Operator) -> Operator:
         if type(right) is tl.core.tensor and id(right.dtype) in INTEGERS:
             shape = shape.beside(shape_of(right))
             if shape is not None:
-                return wrapped(left.handle.data + np.uint64(width) * right.handle.data.astype(np.uint64), kind, shape)
+                return wrapped(
+                    left.handle.data + np.uint64(width) * right.handle.data.astype(np.uint64),
+                    kind,
+                    shape,
+                )
         return slow(left, right)
 
     return operate
@@ -181,7 +190,9 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
 
 
 def _patching(original: Operator) -> Operator:
-    """The methods of tensors, then the shortcuts in front of them; once, though ``tl`` and ``tl.core`` share the class."""
+    """The methods of tensors, then the shortcuts in front of them; once, though ``tl`` and
+    ``tl.core`` share the class.
+    """
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         names = [name for name in OPERATORS if tl.core.is_builtin(getattr(package, name, None))]
@@ -193,5 +204,7 @@ def _patching(original: Operator) -> Operator:
 
 
 def install(replace: Callable[[Any, str, Any], None]) -> None:
-    """Put the operators in place, by ``replace(owner, name, value)``; after those of :mod:`.interpreter_speed`."""
+    """Put the operators in place, by ``replace(owner, name, value)``; after those of
+    :mod:`.interpreter_speed`.
+    """
     replace(upstream, "_patch_builtin", _patching(upstream._patch_builtin))

@@ -1,6 +1,7 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Shortcuts for Triton 3.6's interpreter: the same results with a third of the Python. Installed by :mod:`.interpreter`.
+"""Shortcuts for Triton 3.6's interpreter: the same results with a third of the Python. Installed by
+:mod:`.interpreter`.
 
 Most of the time went into making the same shapes, types and wrappers again for every operation.
 """
@@ -79,7 +80,9 @@ SCALAR = _shapes[()]
 
 def _spread(left: tuple[int, ...], right: tuple[int, ...]) -> Shape | None:
     longest = max(len(left), len(right))
-    both = list(zip((1,) * (longest - len(left)) + left, (1,) * (longest - len(right)) + right, strict=True))
+    both = list(
+        zip((1,) * (longest - len(left)) + left, (1,) * (longest - len(right)) + right, strict=True)
+    )
     if any(a != b and 1 not in (a, b) for a, b in both):
         return None
     return _shapes[tuple(max(each) for each in both)]
@@ -131,7 +134,9 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         elif arithmetic_check and _are_plain(right, left):
             left = self.scalar_constant(left, right.dtype)
         elif not _are_alike(left, right):
-            return original(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            return original(
+                self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+            )
         return self.broadcast_impl_value(left, right)
 
     return binary_op_type_checking_impl
@@ -172,7 +177,9 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def _with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
-    wrapped = getattr(member, "__code__", None) is _BUILTIN_CODE  # it would only check that there is a semantic
+    wrapped = (
+        getattr(member, "__code__", None) is _BUILTIN_CODE
+    )  # it would only check that there is a semantic
     inner = member.__wrapped__ if wrapped else member
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -189,4 +196,8 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
-    replace(TritonSemantic, "binary_op_type_checking_impl", _checking(TritonSemantic.binary_op_type_checking_impl))
+    replace(
+        TritonSemantic,
+        "binary_op_type_checking_impl",
+        _checking(TritonSemantic.binary_op_type_checking_impl),
+    )

@@ -31,7 +31,10 @@ class Member:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._seen = 0
         arguments = (rank, world_size, device, port, name, theirs.fileno())
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {worker.__name__} import serve; serve{arguments!r}"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from {worker.__name__} import serve; "
+            f"serve{arguments!r}"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", program],
             pass_fds=(theirs.fileno(),),
@@ -47,7 +50,9 @@ class Member:
         return self._process.poll() is None
 
     def check_joined(self) -> None:
-        """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by now."""
+        """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by
+        now.
+        """
         with suppress(EOFError, OSError):
             if self.pipe.poll() and self.pipe.recv_bytes() == worker.READY:
                 return
@@ -60,13 +65,19 @@ class Member:
             self.pipe.send_bytes(pickle.dumps(job))
 
     def outcome(self) -> Outcome:
-        """Of the body that was sent. Waits unless ``pipe`` is readable (as it is when the worker has died)."""
+        """Of the body that was sent. Waits unless ``pipe`` is readable (as it is when the worker
+        has died).
+        """
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             code = self._process.wait()
-            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return Outcome(Ending.DIED if code >= 0 or code == -signal.SIGKILL else Ending.CRASHED, how)
+            how = (
+                f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            )
+            return Outcome(
+                Ending.DIED if code >= 0 or code == -signal.SIGKILL else Ending.CRASHED, how
+            )
 
     def new_output(self) -> str:
         """What the worker has printed since the last call, stdout and stderr in their order."""
@@ -95,7 +106,15 @@ class Member:
 
 
 def _tidy(dump: str) -> str:
-    """Without the addresses of threads, which differ between ranks, and without what every idle worker does."""
-    threads = "\n\n".join(block for block in dump.strip().split("\n\n") if "in _listen" not in block)
-    lines = (line for line in threads.splitlines() if worker.__file__ not in line and '"<string>"' not in line)
+    """Without the addresses of threads, which differ between ranks, and without what every idle
+    worker does.
+    """
+    threads = "\n\n".join(
+        block for block in dump.strip().split("\n\n") if "in _listen" not in block
+    )
+    lines = (
+        line
+        for line in threads.splitlines()
+        if worker.__file__ not in line and '"<string>"' not in line
+    )
     return re.sub(r"[Tt]hread 0x[0-9a-f]+", "thread", "\n".join(lines)) + "\n"

@@ -1,4 +1,6 @@
-"""Find a test body in a worker: import its module from its file, the way pytest did, with readable assertions."""
+"""Find a test body in a worker: import its module from its file, the way pytest did, with readable
+assertions.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _STAMP = "__tokenyard_stamp__"
 
 
 class _ReadableAsserts(SourceFileLoader):
-    """Compiles a module with pytest's explanations of failed assertions, where pytest is installed."""
+    """Compiles a module with pytest's explanations of failed assertions, where pytest is
+    installed.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
@@ -33,7 +37,9 @@ class _ReadableAsserts(SourceFileLoader):
 
 
 def load_module(name: str, path: str) -> ModuleType:
-    """The module in file ``path``, called ``name``; read anew when it has changed (workers outlive test sessions)."""
+    """The module in file ``path``, called ``name``; read anew when it has changed (workers outlive
+    test sessions).
+    """
     status = os.stat(path)
     stamp = (path, status.st_mtime_ns, status.st_size)
     known = sys.modules.get(name)
@@ -56,7 +62,8 @@ def load_module(name: str, path: str) -> ModuleType:
 def find_body(module: str, path: str, qualname: str) -> Callable[..., Any]:
     """The function that was decorated, whatever was wrapped around it later.
 
-    A script's ``__main__`` is imported as ``__mp_main__`` (as ``multiprocessing`` does), so that it does not run again.
+    A script's ``__main__`` is imported as ``__mp_main__`` (as ``multiprocessing`` does), so that it
+    does not run again.
     """
     found: Any = load_module("__mp_main__" if module == "__main__" else module, path)
     if module == "__main__":

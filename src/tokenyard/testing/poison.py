@@ -13,11 +13,12 @@ from torch.utils import deterministic
 
 @contextmanager
 def poisoned() -> Generator[None, None, None]:
-    """Inside, fresh memory (``torch.empty`` and its like, ``resize_``) holds NaN, or the largest integer, or ``True``.
+    """Inside, fresh memory (``torch.empty`` and its like, ``resize_``) holds NaN, or the largest
+    integer, or ``True``.
 
-    This is torch's own filling, which belongs to its deterministic mode: unlike a function or dispatch mode it also
-    reaches custom operators, backward passes, other threads and C++, on every device. It holds for the whole process.
-    Operations without a deterministic form still run.
+    This is torch's own filling, which belongs to its deterministic mode: unlike a function or
+    dispatch mode it also reaches custom operators, backward passes, other threads and C++, on every
+    device. It holds for the whole process. Operations without a deterministic form still run.
     """
     switch = cast("Any", deterministic)
     filled = switch.fill_uninitialized_memory

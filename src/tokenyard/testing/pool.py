@@ -19,7 +19,9 @@ START_TIMEOUT = 300.0
 """Seconds for a worker to import torch and to join its group."""
 
 GRACE = 3.0
-"""Seconds that the other ranks get to end after one has failed: they may fail too, or be waiting for it."""
+"""Seconds that the other ranks get to end after one has failed: they may fail too, or be waiting
+for it.
+"""
 
 
 class Pool:
@@ -46,7 +48,9 @@ class Pool:
         return all(member.alive for member in self.members)
 
     def run(self, job: Job, timeout: float, may_die: tuple[int, ...]) -> dict[int, Outcome]:
-        """Run a body on every rank for ``timeout`` seconds at most; how it ended, by rank. Prints what they print."""
+        """Run a body on every rank for ``timeout`` seconds at most; how it ended, by rank. Prints
+        what they print.
+        """
         for member in self.members:
             member.send(job)
         outcomes: dict[int, Outcome] = {}
@@ -59,7 +63,9 @@ class Pool:
             for member in [member for member in waiting if member.pipe in ready]:
                 waiting.remove(member)
                 outcome = outcomes[member.rank] = member.outcome()
-                hopeless = outcome.ending is not Ending.SKIPPED and not is_fine(outcome, member.rank in may_die)
+                hopeless = outcome.ending is not Ending.SKIPPED and not is_fine(
+                    outcome, member.rank in may_die
+                )
                 if hopeless and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE
                     overdue = f"still running {GRACE} s after rank {member.rank} failed"
@@ -79,15 +85,21 @@ class Pool:
 
 
 class Pools:
-    """The pools of this process, one for each number of ranks. They start when they are first needed."""
+    """The pools of this process, one for each number of ranks. They start when they are first
+    needed.
+    """
 
     def __init__(self) -> None:
         self._store = local_store()
         self._pools: dict[tuple[str, int], Pool] = {}
         self._started = 0
 
-    def run(self, job: Job, world_size: int, device: str, timeout: float, may_die: tuple[int, ...]) -> None:
-        """Run a body; raises as :func:`judge` does. A pool that may be out of step afterwards is ended."""
+    def run(
+        self, job: Job, world_size: int, device: str, timeout: float, may_die: tuple[int, ...]
+    ) -> None:
+        """Run a body; raises as :func:`judge` does. A pool that may be out of step afterwards is
+        ended.
+        """
         __tracebackhide__ = True
         pool = self._take(world_size, device)
         endings: set[Ending] = set()

@@ -13,13 +13,20 @@ _NOBODY = -1
 
 
 def routing(
-    name: str, rank: int, world_size: int, num_tokens: int, num_topk: int, num_experts: int, seed: int
+    name: str,
+    rank: int,
+    world_size: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Picks of one rank: ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32 in ``[0, 1)``, on the CPU.
+    """Picks of one rank: ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32 in ``[0,
+    1)``, on the CPU.
 
-    The same arguments give the same picks in any process. ``T`` is ``num_tokens``, but 0 on the odd ranks of
-    ``empty_ranks``. Picks without an expert have a weight too, which nobody may use. With more picks than experts to
-    choose from, the last picks are -1.
+    The same arguments give the same picks in any process. ``T`` is ``num_tokens``, but 0 on the odd
+    ranks of ``empty_ranks``. Picks without an expert have a weight too, which nobody may use. With
+    more picks than experts to choose from, the last picks are -1.
 
     Args:
         name: one of :data:`ROUTINGS`.
@@ -28,7 +35,9 @@ def routing(
     if name not in _MAKERS:
         raise ValueError(f"routing {name!r} is unknown; use one of {', '.join(ROUTINGS)}")
     mine = _generator("routing", name, rank, seed)
-    share = _Share(rank, world_size, num_tokens, num_topk, num_experts, mine, _generator("routing", name, seed))
+    share = _Share(
+        rank, world_size, num_tokens, num_topk, num_experts, mine, _generator("routing", name, seed)
+    )
     topk_idx = _MAKERS[name](share)
     return topk_idx, torch.rand(topk_idx.shape, generator=mine)
 
@@ -36,14 +45,20 @@ def routing(
 def payload(rank: int, num_tokens: int, hidden: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Random rows ``[num_tokens, hidden]`` on the CPU, the same in any process.
 
-    Rows of at least 8 elements begin with the digits of ``rank`` (2) and of the token (6) in base 8, so that each says
-    whose it is and no two are equal (up to 64 ranks and 262144 tokens). Every dtype holds these digits exactly.
+    Rows of at least 8 elements begin with the digits of ``rank`` (2) and of the token (6) in base
+    8, so that each says whose it is and no two are equal (up to 64 ranks and 262144 tokens). Every
+    dtype holds these digits exactly.
     """
     random = _generator("payload", rank, seed)
     if dtype.is_floating_point:
         rows = torch.randn(num_tokens, hidden, generator=random)
     else:
-        rows = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1, (num_tokens, hidden), generator=random)
+        rows = torch.randint(
+            torch.iinfo(dtype).min,
+            torch.iinfo(dtype).max + 1,
+            (num_tokens, hidden),
+            generator=random,
+        )
     if hidden >= 8:
         numbers = rank * 8**6 + torch.arange(num_tokens)
         rows[:, :8] = numbers[:, None] // 8 ** torch.arange(7, -1, -1) % 8
@@ -52,7 +67,9 @@ def payload(rank: int, num_tokens: int, hidden: int, dtype: torch.dtype, seed: i
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank's picks are made from. ``mine`` are random numbers of this rank, ``common`` those of all ranks."""
+    """What one rank's picks are made from. ``mine`` are random numbers of this rank, ``common``
+    those of all ranks.
+    """
 
     rank: int
     world_size: int
@@ -71,11 +88,18 @@ class _Share:
         return slice(begin, begin + size + (rank < larger))
 
     def pick(self, popularity: Tensor) -> Tensor:
-        """Distinct experts for each token, drawn by ``popularity [num_experts]``; never one whose popularity is 0."""
-        times = torch.empty(self.num_tokens, self.num_experts).exponential_(generator=self.mine) / popularity
+        """Distinct experts for each token, drawn by ``popularity [num_experts]``; never one whose
+        popularity is 0.
+        """
+        times = (
+            torch.empty(self.num_tokens, self.num_experts).exponential_(generator=self.mine)
+            / popularity
+        )
         first = times.topk(min(self.num_topk, self.num_experts), largest=False)
         picks = self.nothing()
-        picks[:, : first.indices.shape[1]] = first.indices.masked_fill(first.values.isinf(), _NOBODY)
+        picks[:, : first.indices.shape[1]] = first.indices.masked_fill(
+            first.values.isinf(), _NOBODY
+        )
         return picks
 
     def pick_among(self, experts: slice) -> Tensor:
@@ -94,7 +118,9 @@ def _uniform(share: _Share) -> Tensor:
 
 
 def _zipf(share: _Share) -> Tensor:
-    """Distinct experts, the n-th most popular drawn with a chance of 1 / n; which they are, all ranks agree."""
+    """Distinct experts, the n-th most popular drawn with a chance of 1 / n; which they are, all
+    ranks agree.
+    """
     return share.pick(1.0 / (1.0 + torch.randperm(share.num_experts, generator=share.common)))
 
 
@@ -107,7 +133,9 @@ def _dropped(share: _Share) -> Tensor:
 
 
 def _duplicates(share: _Share) -> Tensor:
-    """Picks are drawn from half as many experts, so that (if K > 1) every token picks one of them at least twice."""
+    """Picks are drawn from half as many experts, so that (if K > 1) every token picks one of them
+    at least twice.
+    """
     distinct = share.pick(torch.ones(share.num_experts))
     half = min((share.num_topk + 1) // 2, share.num_experts)
     return distinct.gather(1, torch.randint(half, distinct.shape, generator=share.mine))

@@ -1,4 +1,6 @@
-"""Run a test body on ranks of one process: threads that share one GPU, or coroutines of the simulator."""
+"""Run a test body on ranks of one process: threads that share one GPU, or coroutines of the
+simulator.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ ON_KERNELS = ("nvlink", "twolevel", "low_latency")
 
 
 def run_on_virtual_ranks(
-    body: Callable[..., Any], engine: str, arguments: dict[str, Any], world_size: int, timeout: float
+    body: Callable[..., Any],
+    engine: str,
+    arguments: dict[str, Any],
+    world_size: int,
+    timeout: float,
 ) -> None:
-    """Run ``body`` once per rank. It gets the same :class:`Ranks`, with a group that ``ExpertParallel`` takes."""
+    """Run ``body`` once per rank. It gets the same :class:`Ranks`, with a group that
+    ``ExpertParallel`` takes.
+    """
     _skip_others(engine)
     skipped: list[str] = []
 
     def rank(group: VirtualGroup) -> None:
-        _call(body, arguments, Ranks(group.rank(), world_size, group.device, engine, group), skipped)
+        _call(
+            body, arguments, Ranks(group.rank(), world_size, group.device, engine, group), skipped
+        )
 
     run_virtual_ranks(world_size, rank, "cuda", timeout)
     _skip_as_ranks_did(skipped, world_size)
@@ -39,13 +49,20 @@ def run_in_simulator(
     skipped: list[str] = []
 
     def rank(here: SimulatedRank) -> None:
-        _call(body, arguments, Ranks(here.rank, world_size, here.device, engine, SimulatedGroup(here)), skipped)
+        _call(
+            body,
+            arguments,
+            Ranks(here.rank, world_size, here.device, engine, SimulatedGroup(here)),
+            skipped,
+        )
 
     simulate(world_size, rank, seed=seed)
     _skip_as_ranks_did(skipped, world_size)
 
 
-def _call(body: Callable[..., Any], arguments: dict[str, Any], ranks: Ranks, skipped: list[str]) -> None:
+def _call(
+    body: Callable[..., Any], arguments: dict[str, Any], ranks: Ranks, skipped: list[str]
+) -> None:
     """Be one rank; add to ``skipped`` why it skips."""
     try:
         call_body(body, arguments, ranks)
@@ -57,9 +74,13 @@ def _skip_as_ranks_did(skipped: list[str], world_size: int) -> None:
     if len(skipped) == world_size:
         raise SkipTest("; ".join(sorted(set(skipped))))
     if skipped:
-        raise RuntimeError(f"{len(skipped)} of {world_size} ranks skipped ({skipped[0]}), but not every rank did")
+        raise RuntimeError(
+            f"{len(skipped)} of {world_size} ranks skipped ({skipped[0]}), but not every rank did"
+        )
 
 
 def _skip_others(engine: str) -> None:
     if engine not in ON_KERNELS:
-        raise SkipTest(f"ranks of one process have engines {', '.join(ON_KERNELS)} only, not {engine!r}")
+        raise SkipTest(
+            f"ranks of one process have engines {', '.join(ON_KERNELS)} only, not {engine!r}"
+        )

@@ -1,4 +1,6 @@
-"""One rank of a pool: a process that joins the group once and then runs one test body after the other."""
+"""One rank of a pool: a process that joins the group once and then runs one test body after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ READY = b"ready"
 
 
 def serve(rank: int, world_size: int, device: str, port: int, name: str, pipe_fd: int) -> None:
-    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of the pipe closes.
+    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of the pipe
+    closes.
 
     SIGTERM prints the stacks of all threads and then ends the process.
     """
@@ -51,7 +54,9 @@ def serve(rank: int, world_size: int, device: str, port: int, name: str, pipe_fd
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:
-    """Hand on jobs as they come. When the test process has gone, a body may be stuck for ever: leave without it."""
+    """Hand on jobs as they come. When the test process has gone, a body may be stuck for ever:
+    leave without it.
+    """
     try:
         while True:
             jobs.put(pickle.loads(pipe.recv_bytes()))
@@ -60,7 +65,9 @@ def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:
 
 
 def perform(job: Job, ranks: Ranks) -> Outcome:
-    """Run one body. Random numbers start from the rank, so that a test does not depend on those before it."""
+    """Run one body. Random numbers start from the rank, so that a test does not depend on those
+    before it.
+    """
     try:
         sys.path[:] = job.sys_path
         body = find_body(job.module, job.path, job.qualname)

@@ -1,10 +1,13 @@
-"""The name ``deep_ep`` for ``tokenyard.deep_ep``, unless a distribution of that name is installed."""
+"""The name ``deep_ep`` for ``tokenyard.deep_ep``, unless a distribution of that name is
+installed.
+"""
 
 from importlib.metadata import distributions
 
 for _real in distributions(name="deep_ep"):
     raise ImportError(
-        f"deep_ep {_real.version} is installed, and tokenyard-deep-ep does not shadow it: pip uninstall one of the two "
+        f"deep_ep {_real.version} is installed, and tokenyard-deep-ep does not shadow it: pip "
+        f"uninstall one of the two "
         "(to run one program on tokenyard: python -m tokenyard.deep_ep run SCRIPT ...)"
     )
 

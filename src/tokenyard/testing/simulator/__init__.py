@@ -1,30 +1,35 @@
-"""A deterministic simulator for communication kernels: all programs and the host code of all ranks, on the CPU, in one process.
+"""A deterministic simulator for communication kernels: all programs and the host code of all ranks,
+on the CPU, in one process.
 
-One seed is one schedule and one kind of (weak) hardware: the same seed gives the same run, switch by switch. A test runs a body
-under many seeds; whatever goes wrong comes back as an exception that names the seed::
+One seed is one schedule and one kind of (weak) hardware: the same seed gives the same run, switch
+by switch. A test runs a body under many seeds; whatever goes wrong comes back as an exception that
+names the seed::
 
-    from tokenyard.testing.simulator import simulate          # TRITON_INTERPRET=1 must be set before Triton is imported
+    # TRITON_INTERPRET=1 must be set before Triton is imported.
+    from tokenyard.testing.simulator import simulate
 
-    def body(ranks):                                          # runs once per rank: .rank, .world_size, .memory, .store, .sim
-        region = ranks.memory.allocate(4096)                  # a SymmetricMemory, as engines use it
+    def body(ranks):  # runs once per rank: .rank, .world_size, .memory, .store, .sim
+        region = ranks.memory.allocate(4096)  # a SymmetricMemory, as engines use it
         for rank, address in enumerate(region.addresses.tolist()):
-            ranks.sim.name(address, 8 * ranks.world_size, f"hello[{rank}]")
-        out = torch.zeros(1024)                               # kernels of a rank may touch any host tensor by its address
+            ranks.sim.name(address, 8 * ranks.world_size, f"barrier[{rank}]")
+        out = torch.zeros(1024)  # kernels of a rank may touch any host tensor by its address
         launch = ranks.memory.bind(my_kernel, 4, num_warps=4, H=64)
         launch(region.addresses.data_ptr(), out.data_ptr())
-        ranks.memory.settle()                                 # other ranks run meanwhile
+        ranks.memory.settle()  # other ranks run meanwhile
         return out
 
     for seed in range(100):
-        results = simulate(4, body, seed=seed)                # options: see Simulator (timeouts=, kill=, resident=, strict=)
+        # Options: see Simulator (timeouts=, kill=, resident=, strict=).
+        results = simulate(4, body, seed=seed)
 
-Without host code: ``sim = Simulator(world_size, seed=...)``, ``sim.allocate``, ``sim.register``, ``sim.launch(rank, kernel, grid,
-*args, num_warps=4, **constants)``, ``sim.run()``.
+Without host code: ``sim = Simulator(world_size, seed=...)``, ``sim.allocate``, ``sim.register``,
+``sim.launch(rank, kernel, grid, *args, num_warps=4, **constants)``, ``sim.run()``.
 
-What is simulated: weak stores and stale loads (:mod:`.weak`), streams, a clock, deadlocks, dead ranks (``kill={rank: step}``), a
-limit of resident programs, regions with forbidden zones around them. What is not: threads inside a program (a missing barrier
-shows through the memory model, or as a :class:`Race`), how long things take, and that host code may write memory while kernels
-run (they see it at once, and wake late from a wait for it).
+What is simulated: weak stores and stale loads (:mod:`.weak`), streams, a clock, deadlocks, dead
+ranks (``kill={rank: step}``), a limit of resident programs, regions with forbidden zones around
+them. What is not: threads inside a program (a missing barrier shows through the memory model, or as
+a :class:`Race`), how long things take, and that host code may write memory while kernels run (they
+see it at once, and wake late from a wait for it).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ _OS_PAGE = 12
 
 
 class Zone(NamedTuple):
-    """Addresses ``[low, high)`` of what begins at ``start``. ``ranks``: whose programs may touch them, None: everybody's.
-    ``wrong``: why nobody may."""
+    """Addresses ``[low, high)`` of what begins at ``start``. ``ranks``: whose programs may touch
+    them, None: everybody's. ``wrong``: why nobody may."""
 
     low: int
     high: int
@@ -54,9 +54,11 @@ class AddressBook:
         self._names: list[tuple[int, int, str]] = []
         self._mapped: list[tuple[int, int]] = []
 
-    def add(self, low: int, size: int, rank: int | None, name: str, guard: int = 0, shared: bool = False) -> None:
-        """Register a buffer; ``guard`` bytes on either side are forbidden. ``shared``: other ranks' programs may see it. Parts may
-        have been registered before."""
+    def add(
+        self, low: int, size: int, rank: int | None, name: str, guard: int = 0, shared: bool = False
+    ) -> None:
+        """Register a buffer; ``guard`` bytes on either side are forbidden. ``shared``: other ranks'
+        programs may see it. Parts may have been registered before."""
         self._ends[low] = max(low + size, self._ends.get(low, 0))
         ranks = None if rank is None else frozenset((rank,))
         zones = [Zone(low, low + size, low, ranks, name, "", shared)]
@@ -75,8 +77,14 @@ class AddressBook:
         parts: list[Zone] = []
         reached = zone.low
         for old in self._zones[first:last]:
-            pieces = old._replace(high=zone.low), zone._replace(low=reached, high=old.low), zone.beside(old)
-            parts += [piece for piece in (*pieces, old._replace(low=zone.high)) if piece.low < piece.high]
+            pieces = (
+                old._replace(high=zone.low),
+                zone._replace(low=reached, high=old.low),
+                zone.beside(old),
+            )
+            parts += [
+                piece for piece in (*pieces, old._replace(low=zone.high)) if piece.low < piece.high
+            ]
             reached = old.high
         if reached < zone.high:
             parts.append(zone._replace(low=reached))
@@ -97,7 +105,9 @@ class AddressBook:
         """A name for an address, as good as known."""
         where = self.zone(address)
         place = (
-            f"{where.name} + {address - where.start:#x}" if where is not None and not where.wrong else f"{address:#x}"
+            f"{where.name} + {address - where.start:#x}"
+            if where is not None and not where.wrong
+            else f"{address:#x}"
         )
         at = bisect_right(self._names, (address, sys.maxsize, "")) - 1
         if at >= 0:
@@ -115,13 +125,16 @@ class AddressBook:
     def shared(self, low: int, size: int) -> Bytes:
         """0xFF for those of ``size`` bytes from ``low`` on that other ranks may see."""
         found = np.zeros(size, np.uint8)
-        for zone in self._zones[max(bisect_right(self._lows, low) - 1, 0) : bisect_right(self._lows, low + size - 1)]:
+        for zone in self._zones[
+            max(bisect_right(self._lows, low) - 1, 0) : bisect_right(self._lows, low + size - 1)
+        ]:
             if zone.shared:
                 found[max(zone.low - low, 0) : max(zone.high - low, 0)] = 0xFF
         return found
 
     def check(self, rank: int, addresses: Addresses, size: int) -> None:
-        """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these addresses.
+        """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these
+        addresses.
 
         Raises:
             AddressError: it may not; the message lacks who it was.
@@ -133,7 +146,9 @@ class AddressBook:
             low, high = int(addresses.min()), int(addresses.max()) + size
         if (low | int(np.bitwise_or.reduce(addresses))) & (size - 1):
             raise AddressError(f"{size} bytes at {self.describe(low)}: not aligned to {size}")
-        if addresses.size > 1 and bisect_right(self._lows, low) != bisect_right(self._lows, high - 1):
+        if addresses.size > 1 and bisect_right(self._lows, low) != bisect_right(
+            self._lows, high - 1
+        ):
             for address in addresses.tolist():
                 self._check_range(rank, address, address + size)
         else:
@@ -147,18 +162,25 @@ class AddressBook:
         zone = self._zones[at] if at >= 0 and low < self._zones[at].high else None
         if zone is None:
             if at + 1 < len(self._lows) and high > self._lows[at + 1]:
-                raise AddressError(f"{high - low} bytes at {low:#x} reach into {self._zones[at + 1].name}")
+                raise AddressError(
+                    f"{high - low} bytes at {low:#x} reach into {self._zones[at + 1].name}"
+                )
             if self._strict:
                 raise AddressError(f"{high - low} bytes at {low:#x}, which is no registered memory")
             self._check_mapped(low >> _OS_PAGE)
             self._check_mapped((high - 1) >> _OS_PAGE)
         elif zone.wrong:
-            raise AddressError(f"{high - low} bytes at {low:#x}, {low - zone.start} bytes into the zone {zone.wrong}")
+            raise AddressError(
+                f"{high - low} bytes at {low:#x}, {low - zone.start} bytes into the zone "
+                f"{zone.wrong}"
+            )
         elif high > zone.high:
             raise AddressError(f"{high - low} bytes at {self.describe(low)} reach past its end")
         elif zone.ranks is not None and rank not in zone.ranks and not zone.shared:
             ranks = ", ".join(str(each) for each in sorted(zone.ranks))
-            raise AddressError(f"{high - low} bytes at {self.describe(low)}, which belongs to rank {ranks}")
+            raise AddressError(
+                f"{high - low} bytes at {self.describe(low)}, which belongs to rank {ranks}"
+            )
 
     def _check_mapped(self, page: int) -> None:
         address = page << _OS_PAGE

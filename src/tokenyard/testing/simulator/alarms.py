@@ -38,7 +38,9 @@ class Alarms:
         for word in words:
             sleepers = self._pages.setdefault(word * _WORD >> SHIFT, {}).setdefault(word, [])
             if len(sleepers) > _LONG:
-                sleepers[:] = [(other, nap) for other, nap in sleepers if other.asleep and other.nap == nap]
+                sleepers[:] = [
+                    (other, nap) for other, nap in sleepers if other.asleep and other.nap == nap
+                ]
             sleepers.append((p, p.nap))
 
     def ring(self, where: list[Written]) -> None:

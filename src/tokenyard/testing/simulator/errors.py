@@ -8,7 +8,9 @@ class SimulationError(RuntimeError):
 
 
 class Deadlock(SimulationError):
-    """Everybody waits, and nothing that could happen would wake anyone; the message lists every waiter."""
+    """Everybody waits, and nothing that could happen would wake anyone; the message lists every
+    waiter.
+    """
 
 
 class Livelock(SimulationError):
@@ -20,7 +22,9 @@ class AddressError(SimulationError):
 
 
 class Race(SimulationError):
-    """A program told others that it has read something while some of its threads may not have read it yet."""
+    """A program told others that it has read something while some of its threads may not have read
+    it yet.
+    """
 
 
 class ProgramError(SimulationError):

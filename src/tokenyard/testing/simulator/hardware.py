@@ -1,4 +1,6 @@
-"""How the simulated hardware behaves: drawn from the seed, so that seeds differ in kind and not in detail only."""
+"""How the simulated hardware behaves: drawn from the seed, so that seeds differ in kind and not in
+detail only.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # pyright: basic
 # (Triton's interpreter has no types)
-"""Where the interpreter meets the simulator: memory operations, barriers and the clock of kernels, while a simulation runs."""
+"""Where the interpreter meets the simulator: memory operations, barriers and the clock of kernels,
+while a simulation runs.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 def launch_of(
-    rank: int, kernel: Any, grid: tuple[int, int, int], threads: int, args: tuple[int, ...], constants: dict[str, Any]
+    rank: int,
+    kernel: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    args: tuple[int, ...],
+    constants: dict[str, Any],
 ) -> Launch:
-    """A launch of a ``@triton.jit`` function with int64 arguments and constants; ``threads`` of each program.
+    """A launch of a ``@triton.jit`` function with int64 arguments and constants; ``threads`` of
+    each program.
 
     Raises:
         ValueError: they do not fit, or Triton was imported without ``TRITON_INTERPRET=1``.
@@ -103,11 +111,17 @@ class _Hooks:
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
             size = dtype.itemsize
-            bits = self._operations.load(addresses, lambda: _gather(addresses, size), size, shape, lanes)
+            bits = self._operations.load(
+                addresses, lambda: _gather(addresses, size), size, shape, lanes
+            )
             values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
             if lanes is _ALL:
                 return self._noted(TensorHandle(values.reshape(shape), element), addresses, lanes)
-        out = np.zeros(shape, dtype) if other is None else np.array(np.broadcast_to(other.data, shape), dtype)
+        out = (
+            np.zeros(shape, dtype)
+            if other is None
+            else np.array(np.broadcast_to(other.data, shape), dtype)
+        )
         if addresses.size:
             out.reshape(-1)[lanes] = values
         return self._noted(TensorHandle(out, element), addresses, lanes)
@@ -119,7 +133,9 @@ class _Hooks:
             data = _spread(value.data, shape).reshape(-1)[lanes]
             self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]), shape, lanes)
 
-    def rmw(self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
+    def rmw(
+        self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any
+    ) -> TensorHandle:
         out = np.zeros(ptr.data.shape, value.data.dtype)
         addresses, lanes = _lanes(ptr.data, mask)
         if addresses.size:
@@ -131,17 +147,24 @@ class _Hooks:
             def act() -> np.ndarray:
                 if value.dtype.scalar == tl.bfloat16:
                     return _add_narrow(addresses, data, value.dtype.scalar)
-                return native.atomic_rmw(kind, addresses, bits, all_lanes, native.MEM_SEMANTIC.RELAXED)
+                return native.atomic_rmw(
+                    kind, addresses, bits, all_lanes, native.MEM_SEMANTIC.RELAXED
+                )
 
-            out.reshape(-1)[lanes] = self._atomic(addresses, data.itemsize, act, sem, scope).view(data.dtype)
+            out.reshape(-1)[lanes] = self._atomic(addresses, data.itemsize, act, sem, scope).view(
+                data.dtype
+            )
         return self._noted(TensorHandle(out, value.dtype.scalar), addresses, lanes)
 
-    def cas(self, builder: Any, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> TensorHandle:
+    def cas(
+        self, builder: Any, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any
+    ) -> TensorHandle:
         kind = UNSIGNED[value.data.itemsize]
         shape = ptr.data.shape
         addresses = np.ascontiguousarray(ptr.data).reshape(-1)
         wants, news = (
-            np.ascontiguousarray(np.broadcast_to(h.data, shape)).reshape(-1).view(kind) for h in (compare, value)
+            np.ascontiguousarray(np.broadcast_to(h.data, shape)).reshape(-1).view(kind)
+            for h in (compare, value)
         )
 
         def act() -> np.ndarray:
@@ -151,14 +174,20 @@ class _Hooks:
         handle = TensorHandle(old.view(value.data.dtype).reshape(shape), compare.dtype.scalar)
         return self._noted(handle, addresses, _ALL)
 
-    def _atomic(self, addresses: Any, size: int, act: Callable[[], Any], sem: Any, scope: Any) -> Any:
+    def _atomic(
+        self, addresses: Any, size: int, act: Callable[[], Any], sem: Any, scope: Any
+    ) -> Any:
         everywhere = scope == ir.MEM_SYNC_SCOPE.SYSTEM
         wide = scope != ir.MEM_SYNC_SCOPE.CTA
         order = (wide and sem in _ACQUIRES, wide and sem in _RELEASES, everywhere)
-        return self._operations.atomic(addresses, size, lambda: _gather(addresses, size), act, order)
+        return self._operations.atomic(
+            addresses, size, lambda: _gather(addresses, size), act, order
+        )
 
     def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
-        """What was read, marked for :meth:`_comparing` if the program is to say what it waits for."""
+        """What was read, marked for :meth:`_comparing` if the program is to say what it
+        waits for.
+        """
         if self._operations.caller.takes_notes and addresses.size:
             where = addresses.tolist()
             handle.set_attr("read", (where, lanes))
@@ -166,8 +195,8 @@ class _Hooks:
         return handle
 
     def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A comparison of the clock with something says when the program will wake up by itself, that of something read what it
-        waits for."""
+        """A comparison of the clock with something says when the program will wake up by itself,
+        that of something read what it waits for."""
 
         def compare(builder: Any, left: Any, right: Any) -> Any:
             if "clock" in left.attr or "clock" in right.attr:
@@ -221,7 +250,9 @@ def _gather(addresses: np.ndarray, size: int) -> np.ndarray:
     if is_run(addresses, size):
         return raw(int(addresses[0]), addresses.size * size).view(UNSIGNED[size]).copy()
     kind = np.dtype(UNSIGNED[size])
-    return native.load(addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind)
+    return native.load(
+        addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind
+    )
 
 
 def _add_narrow(addresses: np.ndarray, data: np.ndarray, dtype: Any) -> np.ndarray:

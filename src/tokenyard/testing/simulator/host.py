@@ -1,6 +1,7 @@
 """Host code of the ranks: threads of which one runs at a time, and only when the scheduler says so.
 
-Threads and not greenlets, because torch keeps state per thread (gradients on or off, the backward pass that runs).
+Threads and not greenlets, because torch keeps state per thread (gradients on or off, the backward
+pass that runs).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 
 class Ended(BaseException):
-    """Raised in host code whose simulation is over. Not an error of the code: it passes ``except Exception``."""
+    """Raised in host code whose simulation is over. Not an error of the code: it passes ``except
+    Exception``.
+    """
 
 
 class Host:
@@ -48,7 +51,11 @@ class Host:
         self._back.acquire()
 
     def pause(
-        self, waits_for: str, ready: Callable[[], bool] | None = None, deadline: int | None = None, polls: bool = False
+        self,
+        waits_for: str,
+        ready: Callable[[], bool] | None = None,
+        deadline: int | None = None,
+        polls: bool = False,
     ) -> None:
         """From the host code: let others run until ``ready()`` or the deadline."""
         self.ready, self.waits_for, self.deadline, self.polls = ready, waits_for, deadline, polls

@@ -21,11 +21,14 @@ def check_options(world_size: int, resident: int | None, hardware: dict[str, Any
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1: give the number of ranks")
     if resident is not None and resident < 1:
-        raise ValueError(f"resident ({resident}) must be at least 1, or None for any number of programs")
+        raise ValueError(
+            f"resident ({resident}) must be at least 1, or None for any number of programs"
+        )
     unknown = sorted(set(hardware) - set(Hardware._fields))
     if unknown:
         raise ValueError(
-            f"unknown option(s) {', '.join(unknown)}: besides its own arguments a Simulator takes {', '.join(Hardware._fields)}"
+            f"unknown option(s) {', '.join(unknown)}: besides its own arguments a Simulator takes "
+            f"{', '.join(Hardware._fields)}"
         )
 
 
@@ -37,7 +40,8 @@ def check_rank(rank: int, world_size: int, what: str) -> None:
     """
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"{what}: rank ({rank}) must be from 0 to {world_size - 1}: give one of these, or more ranks by world_size"
+            f"{what}: rank ({rank}) must be from 0 to {world_size - 1}: give one of these, or more "
+            f"ranks by world_size"
         )
 
 
@@ -58,7 +62,9 @@ def check_num_warps(num_warps: int) -> None:
         ValueError: they are no power of two.
     """
     if num_warps < 1 or num_warps & (num_warps - 1):
-        raise ValueError(f"num_warps ({num_warps}) must be a power of two from 1 on, as Triton takes it")
+        raise ValueError(
+            f"num_warps ({num_warps}) must be a power of two from 1 on, as Triton takes it"
+        )
 
 
 def grid_of(grid: Grid) -> tuple[int, int, int]:
@@ -69,16 +75,20 @@ def grid_of(grid: Grid) -> tuple[int, int, int]:
     """
     dims = [int(grid)] if isinstance(grid, int | np.integer) else [int(dim) for dim in grid]
     if not 1 <= len(dims) <= 3:
-        raise ValueError(f"a grid ({grid}) must have 1 to 3 dimensions, not {len(dims)}: fold some into one")
+        raise ValueError(
+            f"a grid ({grid}) must have 1 to 3 dimensions, not {len(dims)}: fold some into one"
+        )
     if min(dims) < 0:
-        raise ValueError(f"a grid ({grid}) must not be negative: give the number of programs, 0 for no work")
+        raise ValueError(
+            f"a grid ({grid}) must not be negative: give the number of programs, 0 for no work"
+        )
     x, y, z = (*dims, 1, 1)[:3]
     return x, y, z
 
 
 def extent(buffer: Any) -> tuple[int, int, int]:
-    """Of an array or CPU tensor: address of its first element, its lowest address, and bytes from there to the end of its highest
-    element; strides may leave gaps between."""
+    """Of an array or CPU tensor: address of its first element, its lowest address, and bytes from
+    there to the end of its highest element; strides may leave gaps between."""
     shape: list[int] = list(buffer.shape)
     if isinstance(buffer, np.ndarray):
         first, strides, size = int(buffer.ctypes.data), list(buffer.strides), buffer.itemsize

@@ -1,11 +1,13 @@
 # pyright: basic
 # (Triton's interpreter has no types)
-"""The network between nodes as NVSHMEM's device calls use it: puts take their time, and arrive in any order.
+"""The network between nodes as NVSHMEM's device calls use it: puts take their time, and arrive in
+any order.
 
-What kernels call (``kernels/two_net.py``) is replaced while a simulation runs. A put with a signal is a message: its bytes are
-read from the source, and reach the destination, part by part at any later time; when all are there the signal is added. Messages
-overtake each other, unless a fence stood between them: it orders what its program, and kernels of its rank that are over, have
-sent to a rank before what the program sends there afterwards.
+What kernels call (``kernels/two_net.py``) is replaced while a simulation runs. A put with a signal
+is a message: its bytes are read from the source, and reach the destination, part by part at any
+later time; when all are there the signal is added. Messages overtake each other, unless a fence
+stood between them: it orders what its program, and kernels of its rank that are over, have sent to
+a rank before what the program sends there afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _UNIT = 8
 
 @dataclass(eq=False)
 class Message:
-    """A put on its way. ``parts``: bytes (begin, end) that have not arrived; ``behind``: what must be there before."""
+    """A put on its way. ``parts``: bytes (begin, end) that have not arrived; ``behind``: what must
+    be there before.
+    """
 
     sender: Program
     to: int
@@ -90,7 +94,14 @@ class Network:
     # What programs call
 
     def put_signal(
-        self, target: int, source: int, num_bytes: int, signal: int, value: int, operation: int, to: int
+        self,
+        target: int,
+        source: int,
+        num_bytes: int,
+        signal: int,
+        value: int,
+        operation: int,
+        to: int,
     ) -> None:
         """``nvshmemx_putmem_signal_block``: addresses of the caller's own region."""
         p = self._sim.operations.network_step()
@@ -99,8 +110,14 @@ class Network:
         where = self._translate(p, target, num_bytes, to)
         self._translate(p, source, num_bytes, to)
         fenced = self._fences.get(p.serial)
-        behind = [] if fenced is None else [other for other in fenced.before if other.to == to and not other.over]
-        message = Message(p, to, source, where, self._translate(p, signal, 8, to), value, [(0, num_bytes)], behind)
+        behind = (
+            []
+            if fenced is None
+            else [other for other in fenced.before if other.to == to and not other.over]
+        )
+        message = Message(
+            p, to, source, where, self._translate(p, signal, 8, to), value, [(0, num_bytes)], behind
+        )
         self._on_way.append(message)
 
     def fence(self) -> None:
@@ -108,7 +125,11 @@ class Network:
         p = self._sim.operations.network_step()
         running = self._sim.streams[p.rank].queue[0]
         mine = [message for message in self._on_way if message.sender.rank == p.rank]
-        before = [message for message in mine if message.sender is p or message.sender.launch is not running]
+        before = [
+            message
+            for message in mine
+            if message.sender is p or message.sender.launch is not running
+        ]
         self._fences[p.serial] = Fence(before)
 
     # Inside
@@ -122,7 +143,8 @@ class Network:
                     break
                 return lows[to] + at
         raise AddressError(
-            f"{p.name} puts {num_bytes} bytes at {address:#x}, not inside a symmetric region of its rank"
+            f"{p.name} puts {num_bytes} bytes at {address:#x}, not inside a symmetric region of "
+            f"its rank"
         )
 
     def _deliver_part(self, message: Message) -> None:
@@ -144,7 +166,9 @@ class Network:
         before = cell.copy().view(np.uint64)
         cell += message.value
         where = np.array([message.signal], np.uint64)
-        self._sim.memory.after_atomic(Pending(message.sender.rank, self._sim.memory.now), spans(where, 8), before)
+        self._sim.memory.after_atomic(
+            Pending(message.sender.rank, self._sim.memory.now), spans(where, 8), before
+        )
         self._sim.alarms.ring_at(where)
         self._sim.happened()
         message.over = True

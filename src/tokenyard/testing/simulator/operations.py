@@ -1,4 +1,6 @@
-"""What programs do to memory: every operation is a step, at which time passes, hardware works and others may go on."""
+"""What programs do to memory: every operation is a step, at which time passes, hardware works and
+others may go on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Operations:
         return self._sim.now_ns
 
     def compares_clock(self, distance: int) -> None:
-        """A kernel compares the clock with a time that is so many ns away: it will wake up by itself then."""
+        """A kernel compares the clock with a time that is so many ns away: it will wake up by
+        itself then.
+        """
         self.caller.deadline = self._sim.now_ns + distance
 
     def reads_anew(self, addresses: list[int]) -> None:
@@ -62,33 +66,46 @@ class Operations:
         self.check_late_reads(p)
         self._sim.memory.barrier(p)
 
-    def store(self, addresses: Addresses, values: Values, shape: tuple[int, ...], taking: Index) -> None:
-        """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements take part.
+    def store(
+        self, addresses: Addresses, values: Values, shape: tuple[int, ...], taking: Index
+    ) -> None:
+        """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements
+        take part.
 
-        Raises:
-            Race: the program has read one of them since its last barrier. Several threads load the same lane of a small tensor; of
-                one with at least as many lanes as the program has threads, each may store to exactly what it has loaded.
+        Raises: Race: the program has read one of them since its last barrier. Several threads load
+            the same lane of a small tensor; of one with at least as many lanes as the program has
+            threads, each may store to exactly what it has loaded.
         """
         p = self._step(addresses, values.itemsize)
         p.advances()
         self._sim.happened()
         where = spans(addresses, values.itemsize)
-        again = self._sim.memory.rereads(p, where, values.itemsize, _lanes(p, addresses, shape, taking))
+        again = self._sim.memory.rereads(
+            p, where, values.itemsize, _lanes(p, addresses, shape, taking)
+        )
         if again is not None:
             raise Race(
-                f"{p.name} stores to {self._sim.addresses.describe(again)}, which it has read without a barrier in between, so "
+                f"{p.name} stores to {self._sim.addresses.describe(again)}, which it has read "
+                f"without a barrier in between, so "
                 f"that its other threads may still have to read it (seed {self._sim.seed})"
             )
         self._sim.memory.store(p, addresses, where, values)
 
     def load(
-        self, addresses: Addresses, read: Callable[[], Values], size: int, shape: tuple[int, ...], taking: Index
+        self,
+        addresses: Addresses,
+        read: Callable[[], Values],
+        size: int,
+        shape: tuple[int, ...],
+        taking: Index,
     ) -> Values:
         """A plain load of lanes as in :meth:`store`; ``read()`` gives what real memory holds."""
         p = self._step(addresses, size)
         where, lanes = spans(addresses, size), _lanes(p, addresses, shape, taking)
         values = read()
-        if not self._sim.memory.load(p, where, values, lanes) and self._is_fruitless(p, addresses, size, values):
+        if not self._sim.memory.load(p, where, values, lanes) and self._is_fruitless(
+            p, addresses, size, values
+        ):
             self._sleep(p)
             values = read()
             self._sim.memory.load(p, where, values, lanes)
@@ -132,16 +149,18 @@ class Operations:
     def check_late_reads(self, p: Program) -> None:
         """At a barrier or the end of a program.
 
-        Raises:
-            Race: something that it read before an earlier release, without a barrier in between, was overwritten after it.
+        Raises: Race: something that it read before an earlier release, without a barrier in
+        between, was overwritten after it.
         """
         found = self._sim.memory.overwritten(p) if p.exposed else None
         if found is not None:
             address, writer = found
             by = writer.name if isinstance(writer, Program) else f"rank {writer.rank}"
             raise Race(
-                f"{p.name} read {self._sim.addresses.describe(address)} and released without a barrier in between, so that its "
-                f"other threads may still be reading; {by} has overwritten it (seed {self._sim.seed})"
+                f"{p.name} read {self._sim.addresses.describe(address)} and released without a "
+                f"barrier in between, so that its "
+                f"other threads may still be reading; {by} has overwritten it (seed "
+                f"{self._sim.seed})"
             )
 
     def _step(self, addresses: Addresses, size: int) -> Program:
@@ -153,7 +172,11 @@ class Operations:
             raise AddressError(f"{p.name} touches {error} (seed {sim.seed})") from None
         sim.steps += 1
         sim.now_ns += self._tick
-        if sim.hardware.early and (p.fresh_log or p.fenced_log) and sim.rng.random() < sim.hardware.early:
+        if (
+            sim.hardware.early
+            and (p.fresh_log or p.fenced_log)
+            and sim.rng.random() < sim.hardware.early
+        ):
             sim.memory.leak(p)
         if sim.rng.random() < sim.hardware.switch or sim.kill_is_due:
             sim.give_way(p)
@@ -162,7 +185,12 @@ class Operations:
         return p
 
     def _act(
-        self, p: Program, addresses: Addresses, size: int, read: Callable[[], Values], act: Callable[[], Values]
+        self,
+        p: Program,
+        addresses: Addresses,
+        size: int,
+        read: Callable[[], Values],
+        act: Callable[[], Values],
     ) -> tuple[Values, bool]:
         """The result, and whether memory has changed."""
         memory, where = self._sim.memory, spans(addresses, size)

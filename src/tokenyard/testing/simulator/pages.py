@@ -1,7 +1,9 @@
-"""Sparse byte maps over addresses: some bytes with their values, in pages. Everything pending or past is kept in these.
+"""Sparse byte maps over addresses: some bytes with their values, in pages. Everything pending or
+past is kept in these.
 
-Lanes are elements of one access: an array of addresses, each a multiple of the element's size. :func:`spans` splits them by
-page once per access; all maps are then read and written through the result.
+Lanes are elements of one access: an array of addresses, each a multiple of the element's size.
+:func:`spans` splits them by page once per access; all maps are then read and written through the
+result.
 """
 
 from __future__ import annotations
@@ -137,7 +139,9 @@ class ByteMap(dict[int, Page]):
                 mine.have &= ~page.have
 
     def split(self, keep: Callable[[int], Bytes]) -> ByteMap:
-        """Take away what lies outside ``keep(page)`` (0xFF for bytes that stay). Pages of which nothing is known are dropped."""
+        """Take away what lies outside ``keep(page)`` (0xFF for bytes that stay). Pages of which
+        nothing is known are dropped.
+        """
         away = ByteMap()
         for number, page in list(self.items()):
             stays = page.have & keep(number)

@@ -21,9 +21,18 @@ _NOTED_ROUNDS = 4
 
 
 class Launch:
-    """A kernel on one rank's stream: ``call(index)`` runs one of its ``grid`` programs, of ``threads`` threads each."""
+    """A kernel on one rank's stream: ``call(index)`` runs one of its ``grid`` programs, of
+    ``threads`` threads each.
+    """
 
-    def __init__(self, rank: int, name: str, grid: tuple[int, int, int], threads: int, call: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        call: Callable[[], Any],
+    ) -> None:
         self.rank, self.name, self.grid, self.threads, self.call = rank, name, grid, threads, call
         self.size = grid[0] * grid[1] * grid[2]
         self.started = 0
@@ -105,7 +114,9 @@ class Program(Pending):
         self.deadline, self.reads_clock, self.patience, self.notes = None, False, 0, False
 
     def observe(self, addresses: Addresses, size: int, value: bytes) -> bool | None:
-        """Note a read. True: the program has come round to it and nothing it read has changed. None: nothing new either."""
+        """Note a read. True: the program has come round to it and nothing it read has changed.
+        None: nothing new either.
+        """
         key = (int(addresses[0]), int(addresses[-1]), addresses.size, size)
         old = self.seen.get(key)
         if old is None or old != value:

@@ -1,4 +1,6 @@
-"""Ranks with host code: :func:`simulate` runs one function per rank, as ``@distributed_test`` does, in one process."""
+"""Ranks with host code: :func:`simulate` runs one function per rank, as ``@distributed_test`` does,
+in one process.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,14 @@ class World:
         return self._regions[key]
 
     def retired(self, key: Any, addresses: list[int]) -> list[int]:
-        """Addresses of regions that a rank has closed: all ranks' once the last has, none before."""
+        """Addresses of regions that a rank has closed: all ranks' once the last has, none
+        before.
+        """
         closed = self._closed.setdefault(key, [])
         closed.append(addresses)
-        return [each for part in closed for each in part] if len(closed) == self.sim.world_size else []
+        return (
+            [each for part in closed for each in part] if len(closed) == self.sim.world_size else []
+        )
 
 
 class SimulatedRank:
@@ -79,7 +85,9 @@ class SimulatedRank:
         self.memory = SimulatedMemory(self)
 
     def next_memory(self) -> int:
-        """The number of one more memory of this rank; the n-th ones of all ranks belong together."""
+        """The number of one more memory of this rank; the n-th ones of all ranks belong
+        together.
+        """
         self._memories += 1
         return self._memories
 
@@ -94,7 +102,9 @@ class SimulatedRank:
             current_host(self.sim).pause("goes on")
 
     def yield_(self) -> None:
-        """Let others go on until anything has happened. For loops that wait for something by asking again and again."""
+        """Let others go on until anything has happened. For loops that wait for something by asking
+        again and again.
+        """
         before = self.sim.version
         current_host(self.sim).pause("polls", lambda: self.sim.version != before, polls=True)
 
@@ -118,14 +128,20 @@ def current_host(sim: Simulator) -> Host:
     raise RuntimeError("only the host code of a simulated rank can wait here")
 
 
-def simulate(world_size: int, body: Callable[[SimulatedRank], _T], *, seed: int = 0, **options: Any) -> list[_T | None]:
-    """Run ``body(ranks)`` for every rank, and all that it launches, in the order that ``seed`` decides.
+def simulate(
+    world_size: int, body: Callable[[SimulatedRank], _T], *, seed: int = 0, **options: Any
+) -> list[_T | None]:
+    """Run ``body(ranks)`` for every rank, and all that it launches, in the order that ``seed``
+    decides.
 
-    ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None of a rank that was killed.
+    ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None of a rank
+    that was killed.
 
-    Raises:
-        RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock, Livelock, AddressError: of kernels.
+    Raises: RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock,
+    Livelock, AddressError: of kernels.
     """
     sim = Simulator(world_size, seed=seed, **options)
     world = World(sim)
-    return sim.run_hosts([lambda rank=rank: body(SimulatedRank(world, rank)) for rank in range(world_size)])
+    return sim.run_hosts(
+        [lambda rank=rank: body(SimulatedRank(world, rank)) for rank in range(world_size)]
+    )

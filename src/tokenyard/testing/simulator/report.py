@@ -17,14 +17,24 @@ _MOST_PLACES = 8
 
 def deadlock(sim: Simulator, programs: list[Program], could_time_out: bool) -> str:
     """All waiters, and why nobody will wake them."""
-    ways = "they would time out; timeouts=True lets them" if could_time_out else "none of them has a timeout"
-    return f"nobody can go on after step {sim.steps} (seed {sim.seed}); {ways}" + waiters(sim, programs)
+    ways = (
+        "they would time out; timeouts=True lets them"
+        if could_time_out
+        else "none of them has a timeout"
+    )
+    return f"nobody can go on after step {sim.steps} (seed {sim.seed}); {ways}" + waiters(
+        sim, programs
+    )
 
 
 def waiters(sim: Simulator, programs: list[Program]) -> str:
     """One line for each."""
     lines = [_program(sim, p) for p in programs]
-    lines += [f"rank {host.rank}, host: {host.waits_for}" for host in sim.hosts if host.rank not in sim.dead]
+    lines += [
+        f"rank {host.rank}, host: {host.waits_for}"
+        for host in sim.hosts
+        if host.rank not in sim.dead
+    ]
     lines += _not_started(sim)
     lines += [f"rank {rank} is dead" for rank in sorted(sim.dead)]
     if len(lines) > _MOST_LINES:
@@ -39,13 +49,20 @@ def failures(errors: dict[int, BaseException], seed: int) -> str:
 
 
 def _program(sim: Simulator, p: Program) -> str:
-    read = [(address, key[-1]) for key, addresses in p.round.items() for address in addresses.tolist()]
+    read = [
+        (address, key[-1]) for key, addresses in p.round.items() for address in addresses.tolist()
+    ]
     read.sort(key=lambda place: place[0] not in p.compared)  # what it looks for first
     places = [_place(sim, address, size, p.compared.get(address, [])) for address, size in read]
     if len(places) > _MOST_PLACES:
         places[_MOST_PLACES:] = [f"... {len(places) - _MOST_PLACES} more"]
     inside = hooks.roles(p)
-    return f"{p.name}" + (f", in {' > '.join(inside)}," if inside else "") + " waits at " + "; ".join(places)
+    return (
+        f"{p.name}"
+        + (f", in {' > '.join(inside)}," if inside else "")
+        + " waits at "
+        + "; ".join(places)
+    )
 
 
 def _place(sim: Simulator, address: int, size: int, wants: list[Any]) -> str:
@@ -61,9 +78,13 @@ def _not_started(sim: Simulator) -> list[str]:
             left = launch.size - launch.started
             if left and place == 0:
                 lines.append(
-                    f"rank {rank}, {launch.name}: {left} of its {launch.size} programs have not started, because "
+                    f"rank {rank}, {launch.name}: {left} of its {launch.size} programs have not "
+                    f"started, because "
                     f"{len(launch.running)} others fill the rank (resident={sim.resident})"
                 )
             elif place > 0:
-                lines.append(f"rank {rank}, {launch.name}: {launch.size} programs wait for the launch before them")
+                lines.append(
+                    f"rank {rank}, {launch.name}: {launch.size} programs wait for the launch "
+                    f"before them"
+                )
     return lines

@@ -24,30 +24,32 @@ from tokenyard.testing.simulator.standstill import Standstill
 from tokenyard.testing.simulator.weak import WeakMemory
 
 _MOST_SLEEP = 20_000
-"""Steps after which sleepers look again: whether a poller has come round is a guess, and others may never be at rest."""
+"""Steps after which sleepers look again: whether a poller has come round is a guess, and others may
+never be at rest.
+"""
 
 
 class Simulator:
-    """Runs programs and host code of all ranks, one step of one of them at a time, in an order that the seed decides.
+    """Runs programs and host code of all ranks, one step of one of them at a time, in an order that
+    the seed decides.
 
-    Args:
-        world_size: number of ranks.
-        seed: one seed is one schedule, and one kind of hardware.
-        timeouts: when all wait, let the clock jump to the next deadline, so that waits time out; otherwise report a deadlock.
-        resident: programs of a rank that may run at once; None: any number.
-        strict: programs may touch registered memory only.
-        kill: rank -> step at which it stops for ever.
-        tick_ns: how far the clock goes per operation of a program.
-        max_steps: operations of programs after which the simulation is given up.
-        hardware: fields of :class:`Hardware` that are not to be drawn.
+    Args: world_size: number of ranks. seed: one seed is one schedule, and one kind of hardware.
+    timeouts: when all wait, let the clock jump to the next deadline, so that waits time out;
+    otherwise report a deadlock. resident: programs of a rank that may run at once; None: any
+    number. strict: programs may touch registered memory only. kill: rank -> step at which it stops
+    for ever. tick_ns: how far the clock goes per operation of a program. max_steps: operations of
+    programs after which the simulation is given up. hardware: fields of :class:`Hardware` that are
+    not to be drawn.
 
-    Raises:
-        ValueError: fewer than 1 rank or resident program, a rank to kill that is none, an unknown option.
+    Raises: ValueError: fewer than 1 rank or resident program, a rank to kill that is none, an
+    unknown option.
 
-    A program is taken to wait when it comes round to a read again, and nothing that it has read since its last store, or atomic
-    that changed something, is different: it sleeps until one of these places is written. That is a guess (a loop may count its
-    rounds), so before the clock jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then for 3000 more
-    those that read no clock, and poll nothing together with a program of their rank that does. Who counts further is taken to wait.
+    A program is taken to wait when it comes round to a read again, and nothing that it has read
+    since its last store, or atomic that changed something, is different: it sleeps until one of
+    these places is written. That is a guess (a loop may count its rounds), so before the clock
+    jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then for 3000 more
+    those that read no clock, and poll nothing together with a program of their rank that does. Who
+    counts further is taken to wait.
 
     Attributes:
         now_ns: the clock. steps: operations of programs so far.
@@ -70,7 +72,12 @@ class Simulator:
         limits.check_options(world_size, resident, hardware)
         for rank in kill or ():
             limits.check_rank(rank, world_size, "kill")
-        self.world_size, self.seed, self.timeouts, self.resident = world_size, seed, timeouts, resident
+        self.world_size, self.seed, self.timeouts, self.resident = (
+            world_size,
+            seed,
+            timeouts,
+            resident,
+        )
         self.rng = Random(seed)
         self.hardware = Hardware.draw(self.rng)._replace(**hardware)
         self.now_ns, self.steps, self.trace = 1_000_000, 0, list[int]()
@@ -111,9 +118,12 @@ class Simulator:
         self.addresses.add(whole.ctypes.data + start, size, None, name, GUARD, shared=True)
         return whole[start : start + size]
 
-    def register(self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False) -> int:
-        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, from its lowest element to its
-        highest, and keep it. The address of its first element. Parts of it may be registered again, for further ranks too.
+    def register(
+        self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False
+    ) -> int:
+        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, from
+        its lowest element to its highest, and keep it. The address of its first element. Parts of
+        it may be registered again, for further ranks too.
 
         Raises:
             ValueError: there is no such rank.
@@ -131,17 +141,26 @@ class Simulator:
         self.addresses.name(address, size, name)
 
     def launch(
-        self, rank: int, kernel: Any, grid: limits.Grid, *args: int, num_warps: int = 4, **constants: Any
+        self,
+        rank: int,
+        kernel: Any,
+        grid: limits.Grid,
+        *args: int,
+        num_warps: int = 4,
+        **constants: Any,
     ) -> None:
-        """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps`` threads of a ``@triton.jit`` function
-        behind the rank's earlier launches. Constants with defaults may be left out.
+        """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps``
+        threads of a ``@triton.jit`` function behind the rank's earlier launches. Constants with
+        defaults may be left out.
 
-        Raises:
-            ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments do not fit the kernel.
+        Raises: ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or
+        arguments do not fit the kernel.
         """
         limits.check_rank(rank, self.world_size, "launch()")
         limits.check_num_warps(num_warps)
-        launch = hooks.launch_of(rank, kernel, limits.grid_of(grid), 32 * num_warps, args, constants)
+        launch = hooks.launch_of(
+            rank, kernel, limits.grid_of(grid), 32 * num_warps, args, constants
+        )
         if not launch.size:
             return
         queue = self.streams[rank].queue
@@ -202,10 +221,11 @@ class Simulator:
     # The run
 
     def run(self) -> None:
-        """Until all programs and all host code have ended (those of dead ranks aside); then all stores are in real memory.
+        """Until all programs and all host code have ended (those of dead ranks aside); then all
+        stores are in real memory.
 
-        Raises:
-            ProgramError: a program raised. RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
+        Raises: ProgramError: a program raised. RanksFailed: host code did. Deadlock, Livelock,
+        Race, AddressError: as they say.
         """
         self._hub = greenlet.getcurrent()
         with hooks.installed(self.operations), connected(self.network):
@@ -232,7 +252,9 @@ class Simulator:
         """Raise if host code has raised."""
         if self._errors:
             first = next(iter(self._errors.values()))
-            raise RanksFailed(report.failures(self._errors, self.seed) + more, dict(self._errors)) from first
+            raise RanksFailed(
+                report.failures(self._errors, self.seed) + more, dict(self._errors)
+            ) from first
 
     def _run_one(self) -> bool:
         """Let somebody go on. False if all have ended."""
@@ -308,7 +330,9 @@ class Simulator:
     # Launches
 
     def _start_programs(self, launch: Launch) -> None:
-        while launch.started < launch.size and (self.resident is None or len(launch.running) < self.resident):
+        while launch.started < launch.size and (
+            self.resident is None or len(launch.running) < self.resident
+        ):
             self._serial += 1
             speed = self.hardware.speed(self.rng, self._speeds[launch.rank])
             p = Program(launch, launch.started, self._serial, speed, self.memory.now)
@@ -339,7 +363,9 @@ class Simulator:
             self.memory.forget_past()
 
     def _finish(self, launch: Launch) -> None:
-        """The end of a kernel publishes its stores to later kernels of its rank; to other ranks only where they look anyway."""
+        """The end of a kernel publishes its stores to later kernels of its rank; to other ranks
+        only where they look anyway.
+        """
         exposed = [p for p in launch.left_behind if p.exposed]
         for p in launch.left_behind:
             self.memory.bundle(p, p.pending())
@@ -358,7 +384,9 @@ class Simulator:
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
     def _leak_at_end(self, p: Program) -> None:
-        """What an ended program never released need not arrive at once: a flag may, before the data that was stored first."""
+        """What an ended program never released need not arrive at once: a flag may, before the data
+        that was stored first.
+        """
         if not (p.fresh_log or p.fenced_log):
             return
         if (self.hardware.early or self.hardware.late) and self.rng.random() < 0.75:

@@ -17,9 +17,9 @@ _SECOND = 1_000_000_000
 
 
 class Standstill:
-    """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then let hardware finish all
-    that it has begun, and believe it again; then believe it of those that wait without a deadline, for long; then let the clock
-    jump, or report a deadlock.
+    """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then
+    let hardware finish all that it has begun, and believe it again; then believe it of those that
+    wait without a deadline, for long; then let the clock jump, or report a deadlock.
     """
 
     def __init__(self, sim: Simulator) -> None:
@@ -29,9 +29,8 @@ class Standstill:
     def resolve(self) -> None:
         """Wake somebody.
 
-        Raises:
-            Deadlock: there is no way, or a timeout would be the only one and is not to be. RanksFailed: the same, after host code
-                of other ranks has raised.
+        Raises: Deadlock: there is no way, or a timeout would be the only one and is not to be.
+            RanksFailed: the same, after host code of other ranks has raised.
         """
         self._tries = self._tries + 1 if self._version == self._sim.version else 0
         if self._tries == 0:
@@ -52,12 +51,14 @@ class Standstill:
             host.checked = -1
 
     def _wake_the_patient(self) -> bool:
-        """Let programs that have no deadline, neither of their own nor another's, go on for long: they may count their rounds.
-        False: there are none."""
+        """Let programs that have no deadline, neither of their own nor another's, go on for long:
+        they may count their rounds. False: there are none."""
         waiting = [p for p in self._sim.live.values() if p.asleep]
         timed = {(p.rank, address) for p in waiting if p.reads_clock for address in _polled(p)}
         patient = [
-            p for p in waiting if not p.reads_clock and not any((p.rank, address) in timed for address in _polled(p))
+            p
+            for p in waiting
+            if not p.reads_clock and not any((p.rank, address) in timed for address in _polled(p))
         ]
         for p in patient:
             p.patience, p.notes = _PATIENCE[2], False
@@ -81,7 +82,11 @@ class Standstill:
         waiting = [p for p in sim.live.values() if p.asleep]
         deadlines = [p.deadline for p in waiting if p.deadline is not None]
         deadlines += [sim.now_ns + _SECOND for p in waiting if p.deadline is None and p.reads_clock]
-        deadlines += [host.deadline for host in sim.hosts if host.deadline is not None and host.rank not in sim.dead]
+        deadlines += [
+            host.deadline
+            for host in sim.hosts
+            if host.deadline is not None and host.rank not in sim.dead
+        ]
         if not deadlines or not sim.timeouts:
             programs = list(sim.live.values())
             sim.raise_errors(report.waiters(sim, programs))

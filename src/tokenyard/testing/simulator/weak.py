@@ -1,9 +1,10 @@
 """The memory model: who sees whose stores when, on the weakest hardware that the rules allow.
 
-A store passes four stages: *fresh* (its program only), *fenced* (behind a barrier of its program), then by a releasing
-atomic with gpu scope *in a bundle* (its rank), or with sys scope in *real memory* (everybody). The hardware may take it to
-real memory at any time. A program that acquires, and then passes a barrier, has a new *view*: what it loads afterwards is at
-least as new as what memory held at the acquire. A plain load may return anything the location held since then.
+A store passes four stages: *fresh* (its program only), *fenced* (behind a barrier of its program),
+then by a releasing atomic with gpu scope *in a bundle* (its rank), or with sys scope in *real
+memory* (everybody). The hardware may take it to real memory at any time. A program that acquires,
+and then passes a barrier, has a new *view*: what it loads afterwards is at least as new as what
+memory held at the acquire. A plain load may return anything the location held since then.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tokenyard.testing.simulator.pages import (
 Values: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 Written: TypeAlias = "tuple[int, int, Bytes]"
-"""Part of a write: a page, the first byte in it, and 0xFF for bytes from there on that are written."""
+"""Part of a write: a page, the first byte in it, and 0xFF for bytes from there on that are written.
+"""
 
 _WINDOW = 4096
 """Writes that the past reaches back."""
@@ -44,14 +46,18 @@ _MOST_READS = 4096
 
 
 class Lanes(NamedTuple):
-    """Lanes of a tensor of this shape (``taking``: which of its flat elements take part), which has one for each thread."""
+    """Lanes of a tensor of this shape (``taking``: which of its flat elements take part), which has
+    one for each thread.
+    """
 
     shape: tuple[int, ...]
     taking: Index
     addresses: Addresses
 
     def is_same(self, other: Lanes) -> bool:
-        """Whether each thread touches the places that it touches in ``other``, and no other thread does."""
+        """Whether each thread touches the places that it touches in ``other``, and no other thread
+        does.
+        """
         if self.shape != other.shape or not np.array_equal(self.addresses, other.addresses):
             return False
         if isinstance(self.taking, slice) or isinstance(other.taking, slice):
@@ -77,15 +83,20 @@ class Pending:
         self.fresh, self.fenced = ByteMap(), ByteMap()
         self.fresh_log: list[tuple[Addresses, int]] = []
         self.fenced_log: list[tuple[Addresses, int]] = []
-        # Writes up to here are seen: all of them, and those of programs of the same rank (at least as many)
+        # Writes up to here are seen: all of them, and those of programs of the same rank (at least
+        # as many)
         self.view = self.rank_view = now
         self.acquired = self.rank_acquired = now  # the same, once the program passes a barrier
-        self.reads: list[Read] = []  # since the last barrier: threads may lag behind and not have read yet
+        self.reads: list[
+            Read
+        ] = []  # since the last barrier: threads may lag behind and not have read yet
         self.exposed: list[tuple[int, Read]] = []  # those of them before a release, with its number
 
 
 class Record(NamedTuple):
-    """A write to a page: bytes ``have`` from ``low`` on were ``old``; ``since``: when the writer's rank could see it."""
+    """A write to a page: bytes ``have`` from ``low`` on were ``old``; ``since``: when the writer's
+    rank could see it.
+    """
 
     number: int
     since: int
@@ -110,7 +121,9 @@ class WeakMemory:
         stale: how likely a plain load looks into the past.
     """
 
-    def __init__(self, world_size: int, rng: Random, stale: float, written: Callable[[list[Written]], None]) -> None:
+    def __init__(
+        self, world_size: int, rng: Random, stale: float, written: Callable[[list[Written]], None]
+    ) -> None:
         self._rng, self._stale, self._written = rng, stale, written
         self.now = 0
         self._past: dict[int, list[Record]] = {}
@@ -127,7 +140,9 @@ class WeakMemory:
         p.fresh_log.append((addresses, values.itemsize))
 
     def barrier(self, p: Pending) -> None:
-        """All threads of the program meet: one may release for all, and all see what one has acquired."""
+        """All threads of the program meet: one may release for all, and all see what one has
+        acquired.
+        """
         if p.fresh:
             p.fenced.absorb(p.fresh)
             p.fenced_log += p.fresh_log
@@ -152,17 +167,25 @@ class WeakMemory:
             p.reads.clear()
         if everywhere:
             seen = max(p.rank_view, p.rank_acquired)
-            self._publish_bundles(p.rank, lambda bundle: bundle.writer is p or bundle.number <= seen)
+            self._publish_bundles(
+                p.rank, lambda bundle: bundle.writer is p or bundle.number <= seen
+            )
             self._write(p.fenced, p)
         else:
             self.bundle(p, p.fenced)
         p.fenced = ByteMap()
         p.fenced_log.clear()
         for address in addresses.tolist():
-            self._told[p.rank, address] = max(p.view, p.acquired, self._told.get((p.rank, address), 0))
+            self._told[p.rank, address] = max(
+                p.view, p.acquired, self._told.get((p.rank, address), 0)
+            )
 
-    def load(self, p: Pending, where: list[Span], values: Values, lanes: Lanes | None = None) -> bool:
-        """Turn what real memory holds into what ``p`` loads. True if a newer value exists. ``lanes``: see :class:`Read`."""
+    def load(
+        self, p: Pending, where: list[Span], values: Values, lanes: Lanes | None = None
+    ) -> bool:
+        """Turn what real memory holds into what ``p`` loads. True if a newer value exists.
+        ``lanes``: see :class:`Read`.
+        """
         if len(p.reads) < _MOST_READS:
             p.reads.append(Read(where, values.itemsize, lanes))
         stale = False
@@ -200,10 +223,14 @@ class WeakMemory:
         self.now += 1
         for number, page in before.items():
             low, high = extent(page)
-            self._remember(number, Record(self.now, self.now, p, low, page.have[low:high], page.data[low:high]))
+            self._remember(
+                number, Record(self.now, self.now, p, low, page.have[low:high], page.data[low:high])
+            )
 
     def overwritten(self, p: Pending) -> tuple[int, Pending] | None:
-        """A place that ``p`` read without a barrier before a release, and that another program has written since, and which."""
+        """A place that ``p`` read without a barrier before a release, and that another program has
+        written since, and which.
+        """
         for number, (where, size, _) in p.exposed:
             for span in where:
                 for record in reversed(self._past.get(span.page, ())):
@@ -213,15 +240,23 @@ class WeakMemory:
                         return (span.page << SHIFT) + _extent(span, size)[0], record.writer
         return None
 
-    def rereads(self, p: Pending, where: list[Span], size: int, lanes: Lanes | None = None) -> int | None:
-        """A place among these that ``p`` has read since its last barrier: threads that lag behind would read what is stored now.
-        Those that each store to what they alone have loaded (``lanes``, see :class:`Read`) do not."""
+    def rereads(
+        self, p: Pending, where: list[Span], size: int, lanes: Lanes | None = None
+    ) -> int | None:
+        """A place among these that ``p`` has read since its last barrier: threads that lag behind
+        would read what is stored now. Those that each store to what they alone have loaded
+        (``lanes``, see :class:`Read`) do not."""
         stored = {span.page: span for span in where}
         for read in (*p.reads, *(read for _, read in p.exposed)):
             for span in read.where:
                 mine = stored.get(span.page)
                 if mine is not None and bool((_lanes(span, read.size) & _lanes(mine, size)).any()):
-                    if lanes is not None and read.lanes is not None and read.size == size and read.lanes.is_same(lanes):
+                    if (
+                        lanes is not None
+                        and read.lanes is not None
+                        and read.size == size
+                        and read.lanes.is_same(lanes)
+                    ):
                         break
                     return (span.page << SHIFT) + _extent(mine, size)[0]
         return None
@@ -272,8 +307,8 @@ class WeakMemory:
             self._publish(bundles.pop(0))
 
     def publish_private(self, rank: int, shared: Callable[[int, int], Bytes]) -> None:
-        """Bundled stores to memory that no other rank can see go to real memory: the host may free it soon. ``shared(low, size)``:
-        0xFF for bytes that another can see."""
+        """Bundled stores to memory that no other rank can see go to real memory: the host may free
+        it soon. ``shared(low, size)``: 0xFF for bytes that another can see."""
         for bundle in self._bundles[rank]:
             private = bundle.stores.split(lambda number: shared(number << SHIFT, PAGE))
             self._write(private, bundle.writer, bundle.number)
@@ -318,7 +353,9 @@ class WeakMemory:
                 continue
             have = page.have[low:high]
             memory = raw((number << SHIFT) + low, high - low)
-            self._remember(number, Record(self.now, since or self.now, writer, low, have, memory.copy()))
+            self._remember(
+                number, Record(self.now, since or self.now, writer, low, have, memory.copy())
+            )
             lay_over(memory, page.data[low:high], have)
             where.append((number, low, have))
         self._written(where)
@@ -341,7 +378,9 @@ class WeakMemory:
         for span in where:
             records = self._past.get(span.page)
             if records and records[-1].number > target:
-                ByteMap({span.page: _undo(p, records, target, _extent(span, values.itemsize))}).over([span], older)
+                ByteMap(
+                    {span.page: _undo(p, records, target, _extent(span, values.itemsize))}
+                ).over([span], older)
         if first < 0.5:  # torn: one part only
             middle = int(cut * values.size)
             part = slice(middle, None) if first < 0.25 else slice(0, middle)
@@ -361,7 +400,9 @@ def _extent(span: Span, size: int) -> tuple[int, int]:
 
 def _meets(record: Record, span: Span, size: int) -> bool:
     """Whether a write has hit lanes of a span."""
-    return bool((_lanes(span, size)[record.low : record.low + record.have.size] & record.have).any())
+    return bool(
+        (_lanes(span, size)[record.low : record.low + record.have.size] & record.have).any()
+    )
 
 
 def _lanes(span: Span, size: int) -> Bytes:
@@ -372,7 +413,9 @@ def _lanes(span: Span, size: int) -> Bytes:
 
 
 def _undo(p: Pending, records: list[Record], target: int, extent: tuple[int, int]) -> Page:
-    """What bytes ``extent`` of a page held after write ``target``, where that was something else and ``p`` may still see it."""
+    """What bytes ``extent`` of a page held after write ``target``, where that was something else
+    and ``p`` may still see it.
+    """
     low, high = extent
     past = Page()
     seen = np.zeros_like(past.have)
