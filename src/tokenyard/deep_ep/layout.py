@@ -90,20 +90,22 @@ def bound(
 
 def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
     """Of the kernel."""
-    nodes = num_nodes(num_ranks) > 1
+    from tokenyard.kernels.layout import LayoutConfig
+
     picks, ranks = power_of_two_at_least(num_topk), power_of_two_at_least(num_ranks)
-    return {
-        "E": num_experts,
-        "R": num_ranks,
-        "K": num_topk,
-        "KP": picks,
-        "RP": ranks,
-        "EP": power_of_two_at_least(num_experts),
-        "P": RANKS_PER_NODE,
-        "TB": max(1, min(32, MOST_COMPARED // (picks * ranks))),
-        "WIDE": wide,
-        "NODES": nodes,
-    }
+    k = LayoutConfig(
+        num_experts=num_experts,
+        expert_bins=power_of_two_at_least(num_experts),
+        ranks=num_ranks,
+        rank_bins=ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        topk=num_topk,
+        topk_bins=picks,
+        tokens=max(1, min(32, MOST_COMPARED // (picks * ranks))),
+        wide=wide,
+        several_nodes=num_nodes(num_ranks) > 1,
+    )
+    return {"k": k}
 
 
 def fill(topk_idx: Tensor, num_experts: int, num_ranks: int, launch: Callable[..., None]) -> Layout:

@@ -45,7 +45,7 @@ class Cut:
     Attributes: rows, block: rows, and words (channels in combine) of each, that a program has in
     flight. chunk: rows per release. num_warps: per program; all roles of a kernel have the same.
     max_registers: per thread; None: as many as the compiler likes. stages: of those who sum: rounds
-    of loads under way at once, as far as shared memory has room for them (:func:`stages_for`).
+    of loads under way at once, as far as shared memory has room for them (:meth:`stages_for`).
     """
 
     rows: int
@@ -72,6 +72,24 @@ class Cut:
         channels = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
         return _at_once(channels // (groups * 128), most)
 
+    def stages_for(self, round_bytes: int, shared: int) -> int:
+        """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
+
+        Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have
+        room for one such round each.
+        """
+        return max(1, min(self.stages, 1 + shared // round_bytes))
+
+    def staged(self, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
+        """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared
+        memory: nor do registers hold them.
+
+        ``row_bytes``: of a row in a round, with all that is added to it.
+        """
+        while rows > 1 and self.stages > 1 and self.stages_for(rows * row_bytes, shared) == 1:
+            rows //= 2
+        return rows, self.stages_for(rows * row_bytes, shared)
+
 
 def shared_bytes(device: torch.device) -> int:
     """Shared memory of a multiprocessor for rows on their way."""
@@ -79,26 +97,6 @@ def shared_bytes(device: torch.device) -> int:
         return SHARED_BYTES
     get: Any = torch.cuda.get_device_properties  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return int(get(device).shared_memory_per_multiprocessor) - KEPT_BYTES
-
-
-def stages_for(stages: int, round_bytes: int, shared: int) -> int:
-    """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
-
-    Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have room
-    for one such round each.
-    """
-    return max(1, min(stages, 1 + shared // round_bytes))
-
-
-def staged(cut: Cut, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
-    """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared
-    memory: nor do registers hold them.
-
-    ``row_bytes``: of a row in a round, with all that is added to it.
-    """
-    while rows > 1 and cut.stages > 1 and stages_for(cut.stages, rows * row_bytes, shared) == 1:
-        rows //= 2
-    return rows, stages_for(cut.stages, rows * row_bytes, shared)
 
 
 @dataclass(frozen=True, slots=True)

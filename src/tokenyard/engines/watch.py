@@ -19,7 +19,7 @@ from tokenyard.engines.rings import Ground
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
-from tokenyard.kernels.plan import BAD_AT, BAD_VALUE
+from tokenyard.kernels.exchange import BAD_AT, BAD_VALUE
 from tokenyard.limits import MOST_PICKS
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize

@@ -1,47 +1,119 @@
 # pyright: basic
-"""Combine: experts' ranks send one row per (token, rank) back through the rings, owners add them in rank order.
+"""Combine: experts' ranks send one row per (token, rank) back through the rings, and its owner adds
+them in rank order.
 
-Grid ``R * C + 1``: a sender per (other owner, channel), a reducer per channel (tokens ``c * share`` .. ), the greeter. The rings are
-those of dispatch, the other way round: the row at place p among my rows to rank d comes back as row ``p - out_bound(d, c)`` of
-the ring (d, c). Example: 2 ranks, token 7 of rank 0 went to both: rank 1 sends its partial sum through ring (1, c) of rank 0, whose
-reducer c adds its own partial sum, then that row, rounds, and stores token 7.
+Grid ``ranks * channels + 1``: a sender per (other owner, channel), a reducer per channel (tokens
+``channel * share`` ..), the call barrier. The rings are those of dispatch, the other way round: the
+row at place p among my rows to rank d comes back as row ``p - out_bound(d, channel)`` of the ring
+(d, channel). Example: 2 ranks, token 7 of rank 0 went to both: rank 1 sends its partial sum through
+ring (1, c) of rank 0, whose reducer c adds its own partial sum, then that row, rounds, and stores
+token 7.
 
-Who publishes what, who may read when: as in ``kernels/dispatch.py``, with reducers for receivers; a reducer adds to ``heads`` at each
-source (release) after its reads of BATCHES steps: a release waits for all that was stored before.
+Who publishes what, and who may read it when: as in ``kernels/dispatch.py``, with reducers for
+receivers. A reducer adds to ``heads`` at each source (release) after its reads of ``batches``
+steps, because a release waits for all that was stored before.
 
-Nobody waits in a circle: rows of a ring are in token order, and a reducer takes tokens in order. If it waits for a row of
-ring (d, c), all earlier rows of that ring are returned but at most ``BATCHES * B - 1``, so with ``Q >= CHUNK + BATCHES * B - 1`` the sender has room
-for the chunk that holds the row; and that sender waits for nobody else.
+Nobody waits in a circle: rows of a ring are in token order, and a reducer takes tokens in order. If
+it waits for a row of ring (d, c), all earlier rows of that ring are returned but at most
+``batches * rows_summed - 1``. So with ``slots >= chunk + batches * rows_summed - 1`` the sender has
+room for the chunk that holds the row, and that sender waits for nobody else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
+from tokenyard.kernels.structs import Peers, RingLayout, RowLayout, row_layout
 from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
 )  # fmt: skip
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+
+
+class Tiles(NamedTuple):
+    """Rows, and channels of each, that programs have in flight."""
+
+    rows_sent: int
+    block_sent: int
+    rows_summed: int
+    block_summed: int
+
+
+class CombineConfig(NamedTuple):
+    """What is known of a combine when its kernel is compiled."""
+
+    ranks: int
+    rank_bins: int  # the next power of two
+    channels: int
+    row: RowLayout  # of a sum on the wire: weights follow its payload
+    ring: RingLayout
+    dtype: Any  # of rows, also on the wire
+    slots_per_row: int  # result rows that one arrival row can have
+    by_expert: bool  # rows are in the order of experts: those of an arrival row are summed first
+    weighted: bool  # and multiplied by weights before
+    picks: int  # weights per arrival row that are summed too; 0: none
+    bias0: Any  # dtype of a term that is added to sums, None: none
+    bias1: Any
+    tiles: Tiles
+    batches: int  # steps of a reducer between two returns of credits
+    stages: int  # rounds of loads of a reducer that are under way at once
+
+
+class Partials(NamedTuple):
+    """Addresses of what a combine reads: rows, the result rows of each arrival row, weights of
+    result rows, and weights of arrival rows that are summed too. 0: there is none."""
+
+    rows: Any
+    slots: Any
+    weights: Any
+    picks: Any
+
+
+class Sums(NamedTuple):
+    """Addresses of the terms that a combine adds to its sums, of the sums, and of summed weights.
+    0: there is none."""
+
+    bias0: Any
+    bias1: Any
+    rows: Any
+    weights: Any
+
+
+class Chunk(NamedTuple):
+    """Rows ``begin`` .. ``begin + count - 1`` of a source. Row ``low`` is the one in slot 0 of the
+    ring, row 0 is arrival row ``first``."""
+
+    begin: Any
+    count: Any
+    low: Any
+    first: Any
 
 
 @triton.jit
 def partial_rows(
-    x, slots, row_weights, a, here, w, H: tl.constexpr, J: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
-    WEIGHTED: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    x, slots, row_weights, a, here, w, H: tl.constexpr, J: tl.constexpr, DTYPE: tl.constexpr,
+    PLACED: tl.constexpr, WEIGHTED: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to the wire dtype."""
+    """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to
+    the wire dtype."""
     rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
     if PLACED:
         j = tl.arange(0, triton.next_power_of_2(J if J > 0 else 1))  # 0: a rank without experts
         at = slots.to(tl.pointer_type(tl.int64)) + a.to(tl.int64)[:, None] * J + j[None, :]
         slot = tl.load(at, mask=here[:, None] & (j < J)[None, :], other=-1)
         if WEIGHTED:
-            weight = tl.load(row_weights.to(tl.pointer_type(tl.float32)) + slot, mask=slot >= 0, other=0.0)
+            weight = tl.load(floats(row_weights) + slot, mask=slot >= 0, other=0.0)
         total = tl.zeros((B, BLOCK), tl.float32)
         for i in tl.static_range(J):  # unrolled, so that all rows are on their way at once
             one = (j == i)[None, :]
@@ -54,190 +126,292 @@ def partial_rows(
         return total.to(DTYPE)
     else:
         mask = here[:, None] & (w < H)[None, :]
-        return tl.load(rows + a.to(tl.int64)[:, None] * H + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        at = rows + a.to(tl.int64)[:, None] * H + w[None, :]
+        return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def store_sums(out, total, t, here, w, bias0, bias1, H: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr):
-    """Channels ``w [BLOCK]`` of tokens ``t [B]``, those ``here``: ``total [B, BLOCK]`` (float32), then biases, rounded."""
+def store_sums(
+    out, total, t, here, w, bias0, bias1, H: tl.constexpr, DTYPE: tl.constexpr,
+    BIAS0: tl.constexpr, BIAS1: tl.constexpr,
+):  # fmt: skip
+    """Channels ``w [BLOCK]`` of tokens ``t [B]``, those ``here``: ``total [B, BLOCK]`` (float32),
+    then biases, rounded."""
     at = t.to(tl.int64)[:, None] * H + w[None, :]
     mask = here[:, None] & (w < H)[None, :]
     if BIAS0 is not None:
-        total = total + tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0).to(tl.float32)
+        term = tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0)
+        total = total + term.to(tl.float32)
     if BIAS1 is not None:
-        total = total + tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0).to(tl.float32)
+        term = tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0)
+        total = total + term.to(tl.float32)
     to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
     tl.store(to + at, total.to(DTYPE), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def send_sums_chunk(
-    x, slots, row_weights, reduce, ring, i0, n, lo, a0,
-    K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
+    parts, ring, chunk, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr,
+    PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    PLACED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of arrival rows ``a0 + i0`` .. into a ring whose first row of the call is ``lo``. The caller publishes them."""
+    """Partial sums of a chunk of arrival rows into a ring. The caller publishes them."""
     b = tl.arange(0, B)
-    for j in range(0, n, B):
-        i, here = i0 + j + b, j + b < n
-        at = ring + ((i - lo) % Q).to(tl.int64) * SLOT
+    for j in range(0, chunk.count, B):
+        i, here = chunk.begin + j + b, j + b < chunk.count
+        at = ring + ((i - chunk.low) % Q).to(tl.int64) * SLOT
         for k0 in range(0, H, BLOCK):
             w = k0 + tl.arange(0, BLOCK)
-            v = partial_rows(x, slots, row_weights, a0 + i, here, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK)
+            v = partial_rows(
+                parts.rows, parts.slots, parts.weights, chunk.first + i, here, w, H, J, DTYPE,
+                PLACED, WEIGHTED, B, BLOCK,
+            )  # fmt: skip
             to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-            to = to + ((i - lo) % Q).to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-            tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
-        if REDUCE:
+            slot = ((i - chunk.low) % Q).to(tl.int64)[:, None]
+            to = to + slot * (SLOT * 8 // DTYPE.primitive_bitwidth) + w[None, :]
+            tl.store(to, v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
+        if K:
             k = tl.arange(0, triton.next_power_of_2(K))
             mask = here[:, None] & (k < K)[None, :]
-            v = tl.load(
-                reduce.to(tl.pointer_type(tl.float32)) + (a0 + i).to(tl.int64)[:, None] * K + k[None, :],
-                mask=mask,
-            )
-            tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :], v, mask=mask)
+            weights = floats(parts.picks) + (chunk.first + i).to(tl.int64)[:, None] * K
+            v = tl.load(weights + k[None, :], mask=mask)
+            tl.store(floats(at + PAY)[:, None] + k[None, :], v, mask=mask)
 
 
 @triton.jit
-def send_sums(
-    peers, state, plan, x, slots, row_weights, reduce, me, s, c,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, RINGS: tl.constexpr,
-    RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of rows that came from ``s`` in channel ``c``, into its ring (me, c)."""
-    lo, hi = tl.load(in_bound(plan, s, c, R, C)), tl.load(in_bound(plan, s, c + 1, R, C))
-    a0 = tl.load(first_in(plan, s, R, C))
-    mine, there = peer_base(peers, me), peer_base(peers, s)
-    ring = there + RINGS + (me * C + c).to(tl.int64) * RING
-    tail = tail_of(there, me, c, R, C)
-    base = tl.load(sent_to(state, s, c, R, C))
-    want = base
-    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
-    for i0 in range(lo, hi, CHUNK):
-        n = tl.minimum(CHUNK, hi - i0)
+def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
+    """Partial sums of this channel's rows from ``source``, into its ring (me, channel)."""
+    begin = tl.load(in_bound(plan, source, channel, k.ranks, k.channels))
+    end = tl.load(in_bound(plan, source, channel + 1, k.ranks, k.channels))
+    first = tl.load(first_in(plan, source, k.ranks, k.channels))
+    mine, there = peer_base(peers.regions, peers.rank), peer_base(peers.regions, source)
+    place = (peers.rank * k.channels + channel).to(tl.int64)
+    ring = there + k.ring.first_byte + place * k.ring.num_bytes
+    tail = tail_of(there, peers.rank, channel, k.ranks, k.channels)
+    sent = tl.load(sent_to(peers.state, source, channel, k.ranks, k.channels))
+    head = head_of(mine, source, channel, k.ranks, k.channels)
+    want = sent
+    ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= want
+    for i in range(begin, end, k.ring.chunk):
+        count = tl.minimum(k.ring.chunk, end - i)
         if ok:
-            want = base + (i0 - lo) + n - Q
-            ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= want
+            want = sent + (i - begin) + count - k.ring.slots
+            ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= want
         if ok:
             send_sums_chunk(
-                x, slots, row_weights, reduce, ring, i0, n, lo, a0, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED,
-                REDUCE,
+                parts, ring, Chunk(begin=i, count=count, low=begin, first=first), k.picks,
+                k.slots_per_row, k.row.hidden, k.row.slot_bytes, k.row.scales_at, k.ring.slots,
+                k.tiles.rows_sent, k.tiles.block_sent, k.dtype, k.by_expert, k.weighted,
             )  # fmt: skip
-            add_release(tail, n.to(tl.int64), None)
+            add_release(tail, count.to(tl.int64), None)
     tl.debug_barrier()
-    tl.store(sent_to(state, s, c, R, C), base + hi - lo)
+    tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels), sent + end - begin)
 
 
 @triton.jit
-def _reduce(
-    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, BATCHES: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of this channel's tokens, B tokens at a time, and return credits BATCHES times as many at a time.
+def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: tl.constexpr):
+    """Store the sums of tokens ``t [B]``, of ``places [B, bins]`` among my rows to each rank.
 
-    STAGES rounds of BLOCK channels are under way at once, all of rows that have been waited for: that loop begins behind the wait
-    and ends with all of them read.
+    Args:
+        lows: ``[bins]``, the places whose rows stand in slot 0.
+        mine, first: my region, and my first own arrival row.
     """
-    r, b = tl.arange(0, RP), tl.arange(0, B)
-    remote = (r < R) & (r != me)
-    share = (T + C - 1) // C
-    t1 = tl.minimum(c * share + share, T)
-    mine = peer_base(peers, me)
-    bases = tl.load(taken_from(state, r, c, R, C), mask=remote, other=0)
-    lows = tl.load(out_bound(plan, r, c, R, C), mask=r < R, other=0)
-    heads = head_of(tl.load(words(peers) + r, mask=r < R, other=0), me, c, R, C)
-    a0 = tl.load(first_in(plan, me, R, C))
-    taken, seen, freed = tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64), tl.zeros((RP,), tl.int64)
+    r = tl.arange(0, k.rank_bins)
+    dtype: tl.constexpr = k.dtype
+    hidden: tl.constexpr = k.row.hidden
+    B: tl.constexpr = k.tiles.rows_summed
+    BLOCK: tl.constexpr = k.tiles.block_summed
+    RING: tl.constexpr = k.ring.num_bytes
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    ROW: tl.constexpr = hidden * BITS // 8
+    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)
+    for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
+        w = k0 + tl.arange(0, BLOCK)
+        if k.by_expert:
+            v_own = partial_rows(
+                parts.rows, parts.slots, parts.weights, first + own, own >= 0, w, hidden,
+                k.slots_per_row, dtype, True, k.weighted, B, BLOCK,
+            )  # fmt: skip
+        total = tl.zeros((B, BLOCK), tl.float32)
+        for d in tl.static_range(k.ranks):
+            place = tl.sum(tl.where(r[None, :] == d, places, 0), axis=1)
+            slot = (place - tl.sum(tl.where(r == d, lows, 0))) % k.ring.slots
+            row = mine + k.ring.first_byte + (d * k.channels + channel).to(tl.int64) * RING
+            row = row + slot.to(tl.int64) * k.row.slot_bytes
+            got = place >= 0
+            if k.by_expert:
+                got = got & (d != me)
+            else:  # this rank's own rows are taken where they are
+                row = tl.where(d == me, parts.rows + (first + place).to(tl.int64) * ROW, row)
+            rows = tl.multiple_of(row.to(tl.pointer_type(dtype))[:, None], (ALIGNED, ALIGNED))
+            mask = got[:, None] & (w < hidden)[None, :]
+            v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            if k.by_expert:
+                v = tl.where(d == me, v_own, v)
+            total = total + v.to(tl.float32)
+        store_sums(
+            sums.rows, total, t, here, w, sums.bias0, sums.bias1, hidden, dtype, k.bias0,
+            k.bias1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_weights(
+    plan, parts, sums, t, here, num_tokens, mine, first, me, channel, k: tl.constexpr
+):  # fmt: skip
+    """Store the sums of the weights of tokens ``t [B]``: see :func:`_add_rows`."""
+    K: tl.constexpr = k.picks
+    RING: tl.constexpr = k.ring.num_bytes
+    pick = tl.arange(0, triton.next_power_of_2(K))
+    weight = tl.zeros((k.tiles.rows_summed, triton.next_power_of_2(K)), tl.float32)
+    for d in tl.static_range(k.ranks):
+        places = place_of(plan, t, num_tokens, k.ranks, k.channels)
+        place = tl.load(places + d, mask=here, other=-1)
+        mask = (place >= 0)[:, None] & (pick < K)[None, :]
+        low = tl.load(out_bound(plan, d, channel, k.ranks, k.channels))
+        slot = (place - low) % k.ring.slots
+        row = mine + k.ring.first_byte + (d * k.channels + channel).to(tl.int64) * RING
+        row = row + slot.to(tl.int64) * k.row.slot_bytes + k.row.scales_at
+        row = tl.where(d == me, parts.picks + (first + place).to(tl.int64) * (K * 4), row)
+        weight += tl.load(floats(row)[:, None] + pick[None, :], mask=mask, other=0.0)
+    to = floats(sums.weights) + t.to(tl.int64)[:, None] * K + pick[None, :]
+    tl.store(to, weight, mask=here[:, None] & (pick < K)[None, :])
+
+
+@triton.jit
+def _reduce(peers, plan, parts, sums, num_tokens, channel, k: tl.constexpr):
+    """Sum the rows of this channel's tokens, ``rows_summed`` tokens at a time, and return credits
+    for ``batches`` times as many at a time.
+
+    ``stages`` rounds of channels are under way at once, all of rows that have been waited for: that
+    loop begins behind the wait and ends with all of them read.
+    """
+    B: tl.constexpr = k.tiles.rows_summed
+    me = peers.rank
+    r, b = tl.arange(0, k.rank_bins), tl.arange(0, B)
+    remote = (r < k.ranks) & (r != me)
+    share = (num_tokens + k.channels - 1) // k.channels
+    t1 = tl.minimum(channel * share + share, num_tokens)
+    mine = peer_base(peers.regions, me)
+    bases_at = taken_from(peers.state, r, channel, k.ranks, k.channels)
+    bases = tl.load(bases_at, mask=remote, other=0)
+    lows_at = out_bound(plan, r, channel, k.ranks, k.channels)
+    lows = tl.load(lows_at, mask=r < k.ranks, other=0)
+    regions = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
+    heads = head_of(regions, me, channel, k.ranks, k.channels)
+    first = tl.load(first_in(plan, me, k.ranks, k.channels))
+    taken, seen = tl.zeros((k.rank_bins,), tl.int64), tl.zeros((k.rank_bins,), tl.int64)
+    freed = tl.zeros((k.rank_bins,), tl.int64)
     ok = True
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
-    for t0 in range(c * share, t1, B):
+    for t0 in range(channel * share, t1, B):
         t = t0 + b
         here = t < t1
-        table = place_of(plan, t, T, R, C)[:, None] + r[None, :]
-        places = tl.load(table, mask=here[:, None] & (r < R)[None, :], other=-1)
+        table = place_of(plan, t, num_tokens, k.ranks, k.channels)[:, None] + r[None, :]
+        places = tl.load(table, mask=here[:, None] & (r < k.ranks)[None, :], other=-1)
         upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
         upto = tl.where(remote, upto, 0)
         if ok & (tl.max((upto > seen).to(tl.int32)) > 0):
-            tails = wait_for_all(tail_of(mine, r, c, R, C), bases + upto, remote, state, ON_ROWS, c + (r * 0))
+            tails = tail_of(mine, r, channel, k.ranks, k.channels)
+            number = channel + (r * 0)
+            tails = wait_for_all(tails, bases + upto, remote, peers.state, ON_ROWS, number)
             ok = lacking(tails, bases + upto, remote) == 0
             seen = tails - bases
         if ok:
-            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)
-            for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
-                w = k0 + tl.arange(0, BLOCK)
-                if PLACED:
-                    v_own = partial_rows(
-                        x, slots, row_weights, a0 + own, own >= 0, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK
-                    )
-                total = tl.zeros((B, BLOCK), tl.float32)
-                for d in tl.static_range(R):
-                    place = tl.sum(tl.where(r[None, :] == d, places, 0), axis=1)
-                    slot = (place - tl.sum(tl.where(r == d, lows, 0))) % Q
-                    row = mine + RINGS + (d * C + c).to(tl.int64) * RING + slot.to(tl.int64) * SLOT
-                    got = place >= 0
-                    if PLACED:
-                        got = got & (d != me)
-                    else:  # this rank's own rows are taken where they are
-                        row = tl.where(d == me, x + (a0 + place).to(tl.int64) * ROW, row)
-                    rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
-                    v = tl.load(
-                        rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg"
-                    )
-                    if PLACED:
-                        v = tl.where(d == me, v_own, v)
-                    total = total + v.to(tl.float32)
-                store_sums(out, total, t, here, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
-            if REDUCE:
-                k = tl.arange(0, triton.next_power_of_2(K))
-                weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-                for d in tl.static_range(R):
-                    place = tl.load(place_of(plan, t, T, R, C) + d, mask=here, other=-1)
-                    mask = (place >= 0)[:, None] & (k < K)[None, :]
-                    slot = (place - tl.load(out_bound(plan, d, c, R, C))) % Q
-                    row = mine + RINGS + (d * C + c).to(tl.int64) * RING + slot.to(tl.int64) * SLOT + PAY
-                    row = tl.where(d == me, reduce + (a0 + place).to(tl.int64) * (K * 4), row)
-                    weight += tl.load(row.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=mask, other=0.0)
-                to = reduced.to(tl.pointer_type(tl.float32)) + t.to(tl.int64)[:, None] * K + k[None, :]
-                tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
+            _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k)
+            if k.picks:
+                _add_weights(plan, parts, sums, t, here, num_tokens, mine, first, me, channel, k)
             taken = upto
-            if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1):
+            if (t0 + B >= t1) | ((t0 - channel * share) // B % k.batches == k.batches - 1):
                 add_release(heads, taken - freed, remote & (taken > freed))
                 freed = taken
     tl.debug_barrier()
-    tl.store(taken_from(state, r, c, R, C), bases + taken, mask=remote)
+    tl.store(bases_at, bases + taken, mask=remote)
 
 
 @triton.jit(repr=shown_as("nvlink::combine"))
 def combine_kernel(
-    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, tag, T,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
-    SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-    BATCHES: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """See the module. ``bias0``, ``bias1``: dtype BIAS0, BIAS1 or none. ``reduce``: ``[Nb, K]`` float32 if REDUCE.
-
-    A sender has SB rows of SBLOCK channels in flight, a reducer B tokens of BLOCK channels in each of STAGES rounds.
-    """
+    regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, k: tl.constexpr
+):
+    """See the module. ``k`` is a :class:`CombineConfig`; :func:`bind_combine` and
+    :func:`combine_rows` launch it."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
-    T = T.to(tl.int32)
+    num_tokens = num_tokens.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
-    c = pid % C
-    if (pid >= 0) & (pid < C):
-        _reduce(
-            peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c,
-            R, C, RP, K, J, H, RINGS, RING, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, BATCHES, STAGES,
-        )  # fmt: skip
-    elif (pid >= 0) & (pid < R * C):
-        s = (me + pid // C) % R
-        send_sums(
-            peers, state, plan, x, slots, row_weights, reduce, me, s, c,
-            R, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
-        )  # fmt: skip
-    elif pid == R * C:
-        greet(peers, state, tag, R, C, RP)
+    peers = Peers(regions=regions, state=state, rank=me)
+    channel = pid % k.channels
+    if (pid >= 0) & (pid < k.channels):
+        _reduce(peers, plan, parts, sums, num_tokens, channel, k)
+    elif (pid >= 0) & (pid < k.ranks * k.channels):
+        send_sums(peers, plan, parts, (me + pid // k.channels) % k.ranks, channel, k)
+    elif pid == k.ranks * k.channels:
+        greet(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+
+
+# The host's side
+
+
+MOST_BATCHES = 4
+"""Steps of a reducer between two returns of credits."""
+
+
+def types_of(bias: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Of up to two terms of these torch dtypes."""
+    first, second, *_ = (*map(kernel_type, bias), None, None)
+    return first, second
+
+
+def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, placed: bool) -> Tiles:
+    """Of senders and reducers (at most ``most`` rows) as the cuts ``send`` and ``reduce`` say.
+
+    With ``placed`` a row is the sum of several, all of which are loaded at once: one row, 16 bytes
+    of it per lane.
+    """
+    whole = power_of_two_at_least(hidden)
+    if placed:
+        block = min(whole, 256 * reduce.num_warps)
+        return Tiles(1, block, 1, block)
+    sent, summed = min(whole, send.block), min(whole, reduce.block)
+    return Tiles(send.rows_of(sent, chunk), sent, reduce.rows_of(summed, most), summed)
+
+
+def bind_combine(
+    workspace: Any, form: Any, dtype: Any, slots_per_row: int, picks: int, bias: tuple[Any, ...],
+    *, by_expert: bool, weighted: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """Compile and load the kernel for one kind of call: see ``bind_dispatch``.
+
+    Args:
+        dtype: of rows; ``bias``: of terms, up to two.
+        slots_per_row: columns of ``slots``.
+        picks: columns of weights that are summed too.
+        by_expert: rows are in the order of experts.
+        weighted: and multiplied by weights.
+    """
+    shape, ranks = workspace.shape, workspace.memory.world_size
+    send, reduce, slots = shape.send, shape.reduce, workspace.slots(form)
+    chunk, grid = send.chunk_of(slots), ranks * shape.channels + 1
+    tiles = tiles_of(form.hidden, send, reduce, chunk, chunk, placed=by_expert)
+    token_bytes = ranks * dtype.itemsize + sum(each.itemsize for each in bias)  # per channel
+    shared = workspace.shared_bytes // -(-grid // shape.writers)
+    round_bytes = tiles.rows_summed * tiles.block_summed * token_bytes
+    bias0, bias1 = types_of(bias)
+    k = CombineConfig(
+        ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, row=row_layout(form),
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
+        dtype=kernel_type(dtype), slots_per_row=slots_per_row, by_expert=by_expert,
+        weighted=weighted, picks=picks, bias0=bias0, bias1=bias1, tiles=tiles,
+        batches=max(1, min(MOST_BATCHES, (slots + 1 - chunk) // tiles.rows_summed)),
+        stages=1 if by_expert else reduce.stages_for(round_bytes, shared),
+    )  # fmt: skip
+    return workspace.memory.bind(
+        combine_kernel, grid, num_warps=reduce.num_warps, max_registers=reduce.max_registers, k=k
+    )
+
+
+def combine_rows(
+    launch: Callable[..., None], workspace: Any, *, plan: int, parts: Partials, sums: Sums,
+    tag: int, num_tokens: int,
+) -> None:  # fmt: skip
+    """Launch what :func:`bind_combine`, or that of engine twolevel, made."""
+    launch(workspace.peers, workspace.state_at, plan, parts, sums, tag, num_tokens)

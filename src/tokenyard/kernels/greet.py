@@ -1,14 +1,19 @@
 # pyright: basic
-"""The greeter: one program of every data kernel tells all peers what call this is and waits until all have told the same.
+"""The call barrier: one program of every data kernel tells all peers what call this is, and waits
+until all have told the same.
 
-Publishes ``tags[half][me]`` at every peer, then 1 on ``hellos[me]`` there (release). Reads ``tags[half][peer]`` of its own region
-after ``hellos[peer]`` has reached the number of this call (acquire). A data kernel ends only after its greeter, so all peers have
-entered call n when a rank enters n + 1, and have left it when it enters n + 2, which is when it writes the half again.
+It publishes ``tags[half][me]`` at every peer, then adds 1 to ``hellos[me]`` there (release). It
+reads ``tags[half][peer]`` of its own region after ``hellos[peer]`` has reached the number of this
+call (acquire). A data kernel ends only after its barrier. So all peers have entered call n when a
+rank enters n + 1, and have left it when it enters n + 2, which is when it writes the half again.
 
-It is also what makes a silent peer a named one when no row was to come from it.
+It also names a silent peer from which no row was to come.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,15 +21,20 @@ import triton.language as tl
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, note_call, wait_for_all, words,
+    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, note_call, wait_for_all,
+    words,
 )  # fmt: skip
 
 
 @triton.jit
-def in_same_call(state, mine, call, tag, mask, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """Whether peers that have greeted, those of ``mask [RP]``, are in this ``call``. Gives up on one that is not."""
-    r = tl.arange(0, RP)
-    theirs = tl.load(tag_of(mine, (call % 2).to(tl.int32), r, R, C), mask=mask, other=0)
+def in_same_call(
+    state, mine, call, tag, mask, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
+):
+    """Whether peers that have greeted, those of ``mask [bins]``, are in this ``call``. Gives up on
+    one that is not."""
+    r = tl.arange(0, bins)
+    theirs = tag_of(mine, (call % 2).to(tl.int32), r, ranks, channels)
+    theirs = tl.load(theirs, mask=mask, other=0)
     peer = tl.max(tl.where(mask & (theirs != tag), r, -1))
     if peer >= 0:
         give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
@@ -32,28 +42,36 @@ def in_same_call(state, mine, call, tag, mask, R: tl.constexpr, C: tl.constexpr,
 
 
 @triton.jit
-def greeted(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """Whether all peers have come to this same call. For programs that leave before the call is counted."""
-    r = tl.arange(0, RP)
-    mine = peer_base(peers, tl.load(words(state) + RANK).to(tl.int32))
+def greeted(
+    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
+):  # fmt: skip
+    """Whether all peers have come to this same call. For programs that leave before the call is
+    counted."""
+    r = tl.arange(0, bins)
+    mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    ok = lacking(wait_for_all(hello_of(mine, r, R, C), want, r < R, state, ON_GREETING, r, MORE=False), want, r < R) == 0
+    hellos = hello_of(mine, r, ranks, channels)
+    seen = wait_for_all(hellos, want, r < ranks, state, ON_GREETING, r, MORE=False)
+    ok = lacking(seen, want, r < ranks) == 0
     if ok:
-        ok = in_same_call(state, mine, call, tag, r < R, R, C, RP)
+        ok = in_same_call(state, mine, call, tag, r < ranks, ranks, channels, bins)
     return ok
 
 
 @triton.jit
-def say_hello(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+def say_hello(
+    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
+):  # fmt: skip
     """Tell all peers that this rank has come to the call."""
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
     half = (call % 2).to(tl.int32)
     note_call(state, tag, call)
-    r = tl.arange(0, RP)
-    bases = tl.load(words(peers) + r, mask=r < R, other=0)
-    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=r < R)
-    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)
+    r = tl.arange(0, bins)
+    bases = tl.load(words(regions) + r, mask=r < ranks, other=0)
+    tl.store(tag_of(bases, half, me, ranks, channels), tag + (r * 0), mask=r < ranks)
+    hellos = hello_of(bases, me, ranks, channels)
+    add_release(hellos, tl.full((bins,), 1, tl.int64), r < ranks)
 
 
 @triton.jit
@@ -65,15 +83,35 @@ def count_call(state):
 
 
 @triton.jit
-def greet(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+def greet(
+    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
+):  # fmt: skip
     """Greet, wait for the others, compare tags, and count the call."""
-    say_hello(peers, state, tag, R, C, RP)
-    greeted(peers, state, tag, R, C, RP)
+    say_hello(regions, state, tag, ranks, channels, bins)
+    greeted(regions, state, tag, ranks, channels, bins)
     count_call(state)
 
 
 @triton.jit(repr=shown_as("nvlink::greet"))
-def greet_kernel(peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+def greet_kernel(
+    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
+):  # fmt: skip
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
     if not given_up(state):
-        greet(peers, state, tag, R, C, RP)
+        greet(regions, state, tag, ranks, channels, bins)
+
+
+# The host's side
+
+
+def bind_greet(workspace: Any) -> Callable[..., None]:
+    """Compile and load the kernel of a call without rows."""
+    return workspace.memory.bind(
+        greet_kernel, 1, num_warps=4, ranks=workspace.memory.world_size,
+        channels=workspace.shape.channels, bins=workspace.rank_bins,
+    )  # fmt: skip
+
+
+def greet_all(launch: Callable[..., None], workspace: Any, tag: int) -> None:
+    """Launch what :func:`bind_greet`, or that of engine twolevel, made."""
+    launch(workspace.peers, workspace.state_at, tag)

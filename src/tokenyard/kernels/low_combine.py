@@ -28,8 +28,7 @@ from tokenyard.kernels.low_region import (
 )  # fmt: skip
 from tokenyard.kernels.low_wait import agree, are_active, in_same_call, is_active, leave_out, tell, wait_flags, wait_notes, wait_weights
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.plan import owner_of
-from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.region import owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 
 

@@ -42,8 +42,7 @@ from tokenyard.kernels.low_wait import (
 )
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast, zero_row
-from tokenyard.kernels.plan import first_expert, owner_of
-from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.region import first_expert, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 
 _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)

@@ -46,6 +46,12 @@ def floats(address):
 
 
 @triton.jit
+def ints(address):
+    """``address`` as a pointer to int32."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def experts_of(routing, ranks: tl.constexpr):
     """The experts of this rank."""
     first = first_expert(routing.rank, routing.num_experts, ranks)

@@ -1,184 +1,279 @@
 # pyright: basic
-"""Combine in place: rows are pushed from where they lie to the landing of their tokens' owner, who adds them in rank order.
+"""Combine in place: rows are pushed from where they lie to the receive buffer of their tokens'
+owner, who adds them in rank order.
 
-Grid P + Q: P pushers, then Q reducers. A pusher copies CHUNK rows at a time to one owner; rows of one owner lie one behind the other, here
-and there. A reducer sums B tokens x SPAN channels at a time; rows for its own tokens it reads where they lie. Program 0 also greets.
-Example: 3 ranks, rank 2 sent 5 rows to rank 0 and 4 to rank 1; the third of these, row ``first_in(2) + 2`` of rank 1's ``x``, comes back
-to row 5 + 2 of rank 2's landing.
+Grid ``pushers + reducers``, in this order. A pusher copies a chunk of rows at a time to one owner;
+rows of one owner lie one behind the other, here and there. A reducer sums some tokens x ``span``
+channels at a time; rows for its own tokens it reads where they lie. Program 0 is in the call
+barrier too. Example: 3 ranks, rank 2 sent 5 rows to rank 0 and 4 to rank 1; the third of these, row
+``first_in(2) + 2`` of rank 1's ``x``, comes back to row 5 + 2 of rank 2's receive buffer.
 
-Who publishes what, who may read when:
+Who publishes what, and who may read it when:
 
-* A rank's greeting says that its stream has come to this call, so its reducers of earlier calls have read its landing: a program waits for
-  all greetings (acquire), and for all to name the same call, before it stores the first row to a peer. (So do reducers, else those of
-  two ranks would blame each other's pushers, which wait for a third rank.)
-* A pusher stores a chunk, then raises ``landed[me, chunk]`` at the owner to the number of this call (release). A reducer waits until the
-  chunks in which its rows lie show that number (acquire), then reads them. Nobody but ``me`` writes that word, once in a call.
-* Every program adds 1 to ``LEFT`` (local) when it is done. The last one of P + Q counts the call, so all may read its number at any time.
+* A rank that has come to the call barrier has its stream in this call, so its reducers of earlier
+  calls have read its receive buffer. A program waits until all ranks have come (acquire), and all
+  name the same call, before it stores the first row to a peer. (So do reducers, else those of two
+  ranks would blame each other's pushers, which wait for a third rank.)
+* A pusher stores a chunk, then raises ``landed[me, chunk]`` at the owner to the number of this call
+  (release). A reducer waits until the chunks in which its rows lie show that number (acquire), then
+  reads them. Nobody but ``me`` writes that word, once in a call.
+* Every program adds 1 to ``LEFT`` (local) when it is done. The last one counts the call, so all may
+  read its number at any time.
 
-Why reuse is safe: the owner of a row has a token for it, whose reducer waits for its chunk. So when the kernel of a rank ends, nobody stores
-to its landing any more, before it greets again; ``x`` is read by the rank's own programs only. Numbers of calls grow, so a chunk of an
-earlier call, of more or of fewer rows, is never taken for one of this call; a new landing begins with zeros, an old one (that a CUDA graph
-knows) with smaller numbers. Rows begin behind all flags, wherever the form of a call puts them.
+Why reuse is safe: the owner of a row has a token for it, whose reducer waits for its chunk. So when
+the kernel of a rank ends, nobody stores to its receive buffer any more, before it comes to the
+barrier again; ``x`` is read by the rank's own programs only. Numbers of calls grow, so a chunk of
+an earlier call, of more or of fewer rows, is never taken for one of this call; a new buffer begins
+with zeros, an old one (that a CUDA graph knows) with smaller numbers. Rows begin behind all flags,
+wherever the form of a call puts them.
 
-Nobody waits in a circle: all wait for greetings, which program 0 sends before it waits, and then only reducers for pushers, which come
-before them in the grid: these need no reducer to be resident.
+Nobody waits in a circle: all wait for the barrier, which program 0 enters before it waits, and then
+only reducers for pushers, which come before them in the grid: these need no reducer to be resident.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import store_sums
+from tokenyard.kernels.combine import Sums, store_sums, types_of
 from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, landing_rows_at, out_bound, place_of,
 )  # fmt: skip
-from tokenyard.kernels.sync import ON_LANDING, RANK, given_up, lacking, raise_release, wait_for_all, words
+from tokenyard.kernels.structs import Peers, RowLayout, row_layout
+from tokenyard.kernels.sync import (
+    ON_LANDING, RANK, given_up, lacking, raise_release, wait_for_all, words
+)  # fmt: skip
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+
+
+class PushConfig(NamedTuple):
+    """What is known of a combine in place when its kernel is compiled. Numbers of programs are the
+    same in all calls of an object."""
+
+    ranks: int
+    rank_bins: int  # the next power of two
+    channels: int
+    pushers: int  # programs
+    reducers: int
+    row: RowLayout
+    chunk: int  # rows that a pusher copies at a time
+    chunks: int  # of the most rows that one rank can send back to another
+    copied: int  # words that a pusher has in flight
+    tokens: int  # that a reducer sums at a time
+    block: int  # channels of each in a round of loads
+    span: int  # channels of each, in all rounds
+    stages: int  # rounds that are under way at once
+    dtype: Any  # of rows
+    bias0: Any  # dtype of a term that is added to sums, None: none
+    bias1: Any
 
 
 @triton.jit
-def _copy(src, dst, count, TILE: tl.constexpr):
-    """``dst[:count] = src[:count]``, TILE words at once."""
-    for at in range(0, count, TILE):
-        w = at + tl.arange(0, TILE)
+def _copy(src, dst, count, block: tl.constexpr):
+    """``dst[:count] = src[:count]``, ``block`` words at once."""
+    for at in range(0, count, block):
+        w = at + tl.arange(0, block)
         v = tl.load(src + w, mask=w < count, cache_modifier=".cg")
         tl.store(dst + w, v, mask=w < count, cache_modifier=".cs")
 
 
 @triton.jit
-def _push_rows(
-    plan, landings, x, me, call,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Every P-th chunk, so that owners get theirs in order; to another owner each time, as far as there are several."""
+def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
+    """Every ``pushers``-th chunk, so that owners get theirs in order; to another owner each time,
+    as far as there are several."""
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    CHUNK: tl.constexpr = k.chunk
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
-    TURN: tl.constexpr = P // OTHERS if P > OTHERS else 1
-    r = tl.arange(0, RP)
+    TURN: tl.constexpr = k.pushers // OTHERS if k.pushers > OTHERS else 1
+    r = tl.arange(0, k.rank_bins)
     others = (r < R) & (r != me)
     counts = tl.load(in_bound(plan, r, C, R, C), mask=others, other=0)
     firsts = tl.load(first_in(plan, r, R, C), mask=others, other=0)
     backs = tl.load(first_back(plan, r, R, C), mask=others, other=0)
     bases = tl.load(words(landings) + r, mask=others, other=0)
     chunks = (tl.max(counts) + CHUNK - 1) // CHUNK
-    for unit in range(tl.program_id(0), chunks * OTHERS, P):
-        k = unit // OTHERS
-        s = (me + 1 + (unit + k // TURN) % OTHERS) % R
-        n = tl.minimum(tl.sum(tl.where(r == s, counts, 0)) - k * CHUNK, CHUNK)
-        if n > 0:
-            base = tl.sum(tl.where(r == s, bases, 0))
-            row = (tl.sum(tl.where(r == s, firsts, 0)) + k * CHUNK).to(tl.int64)
-            back = (tl.sum(tl.where(r == s, backs, 0)) + k * CHUNK).to(tl.int64)
-            to = as_words(base + landing_rows_at(R, CHUNKS), BITS) + back * N
-            _copy(as_words(x, BITS) + row * N, to, n * N, TILE)
-            raise_release(landed_of(base, me, k, CHUNKS), call)
+    for unit in range(tl.program_id(0), chunks * OTHERS, k.pushers):
+        i = unit // OTHERS
+        owner = (me + 1 + (unit + i // TURN) % OTHERS) % R
+        count = tl.minimum(tl.sum(tl.where(r == owner, counts, 0)) - i * CHUNK, CHUNK)
+        if count > 0:
+            base = tl.sum(tl.where(r == owner, bases, 0))
+            row = (tl.sum(tl.where(r == owner, firsts, 0)) + i * CHUNK).to(tl.int64)
+            back = (tl.sum(tl.where(r == owner, backs, 0)) + i * CHUNK).to(tl.int64)
+            to = as_words(base + landing_rows_at(R, k.chunks), k.row.word_bits) + back * k.row.words
+            source = as_words(x, k.row.word_bits) + row * k.row.words
+            _copy(source, to, count * k.row.words, k.copied)
+            raise_release(landed_of(base, me, i, k.chunks), call)
 
 
 @triton.jit
-def _places(plan, t, T, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """Places of tokens ``t [B]`` among this rank's rows to each rank: ``[B, RP]``, -1 where one does not go."""
-    r = tl.arange(0, RP)
-    table = place_of(plan, t, T, R, C)[:, None] + r[None, :]
-    return tl.load(table, mask=(t < T)[:, None] & (r < R)[None, :], other=-1)
+def _places(plan, t, num_tokens, k: tl.constexpr):
+    """Places of tokens ``t [B]`` among this rank's rows to each rank: ``[B, rank_bins]``, -1 where
+    one does not go."""
+    r = tl.arange(0, k.rank_bins)
+    table = place_of(plan, t, num_tokens, k.ranks, k.channels)[:, None] + r[None, :]
+    mask = (t < num_tokens)[:, None] & (r < k.ranks)[None, :]
+    return tl.load(table, mask=mask, other=-1)
 
 
 @triton.jit
-def _landed(
-    state, landing, places, me, call, RP: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """Wait for the rows of other ranks at ``places [B, RP]``, which are consecutive by rank: whether they have landed."""
-    EACH: tl.constexpr = triton.next_power_of_2((B + CHUNK - 2) // CHUNK + 1)
-    r = tl.arange(0, RP)
+def _landed(state, landing, places, me, call, k: tl.constexpr):
+    """Wait for the rows of other ranks at ``places [B, rank_bins]``, which are consecutive by rank:
+    whether they have landed."""
+    CHUNK: tl.constexpr = k.chunk
+    EACH: tl.constexpr = triton.next_power_of_2((k.tokens + CHUNK - 2) // CHUNK + 1)
+    r = tl.arange(0, k.rank_bins)
     far = (places >= 0) & (r != me)[None, :]
     low = tl.min(tl.where(far, places, 1 << 30), axis=0) // CHUNK
     high = tl.max(tl.where(far, places, -CHUNK), axis=0) // CHUNK
     chunk = low[:, None] + tl.arange(0, EACH)[None, :]
-    needed = tl.reshape(chunk <= high[:, None], [RP * EACH])
-    flags = tl.reshape(landed_of(landing, r[:, None], chunk, CHUNKS), [RP * EACH])
-    chunk = tl.reshape(chunk, [RP * EACH])
+    needed = tl.reshape(chunk <= high[:, None], [k.rank_bins * EACH])
+    flags = tl.reshape(landed_of(landing, r[:, None], chunk, k.chunks), [k.rank_bins * EACH])
+    chunk = tl.reshape(chunk, [k.rank_bins * EACH])
     want = call + chunk * 0
     seen = wait_for_all(flags, want, needed, state, ON_LANDING, chunk, MORE=False, EACH=EACH)
     return lacking(seen, want, needed) == 0
 
 
 @triton.jit
-def _sum_rows(
-    state, plan, landing, x, bias0, bias1, out, T, me, call,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, H: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr,
-    BIAS1: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every Q-th piece of B tokens x SPAN channels, as rows land in the order of tokens; of BLOCK channels in each of STAGES rounds.
+def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
+    """Every ``reducers``-th piece of tokens x ``span`` channels, as rows land in the order of
+    tokens; of ``block`` channels in each of ``stages`` rounds.
 
     Places are loaded one piece ahead, so that neither flags nor rows need to wait for them.
     """
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
-    PARTS: tl.constexpr = (H + SPAN - 1) // SPAN
-    r, b = tl.arange(0, RP), tl.arange(0, B)
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    H: tl.constexpr = k.row.hidden
+    dtype: tl.constexpr = k.dtype
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    ROW: tl.constexpr = H * BITS // 8
+    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    PARTS: tl.constexpr = (H + k.span - 1) // k.span
+    me = peers.rank
+    r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
     sent = tl.load(out_bound(plan, r, C, R, C), mask=(r < R) & (r != me), other=0)
-    starts = landing + landing_rows_at(R, CHUNKS) + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
-    starts = tl.where(r == me, x + tl.load(first_in(plan, me, R, C)).to(tl.int64) * ROW, starts)
-    pieces = (T + B - 1) // B * PARTS
-    first = tl.program_id(0) - P
-    places = _places(plan, first // PARTS * B + b, T, R, C, RP)
+    starts = landing + landing_rows_at(R, k.chunks) + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
+    own = x + tl.load(first_in(plan, me, R, C)).to(tl.int64) * ROW
+    starts = tl.where(r == me, own, starts)
+    pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
+    first = tl.program_id(0) - k.pushers
+    places = _places(plan, first // PARTS * k.tokens + b, num_tokens, k)
     ok = True
-    for i in range(first, pieces, Q):
-        t, k1 = i // PARTS * B + b, i % PARTS * SPAN
+    for i in range(first, pieces, k.reducers):
+        t, begin = i // PARTS * k.tokens + b, i % PARTS * k.span
         if ok:
-            ok = _landed(state, landing, places, me, call, RP, B, CHUNK, CHUNKS)
+            ok = _landed(peers.state, landing, places, me, call, k)
         if ok:
-            for k0 in tl.range(k1, tl.minimum(k1 + SPAN, H), BLOCK, num_stages=STAGES):
-                w = k0 + tl.arange(0, BLOCK)
-                total = tl.zeros((B, BLOCK), tl.float32)
+            end = tl.minimum(begin + k.span, H)
+            for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
+                w = k0 + tl.arange(0, k.block)
+                total = tl.zeros((k.tokens, k.block), tl.float32)
                 for d in tl.static_range(R):
                     place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
                     row = tl.sum(tl.where(r == d, starts, 0)) + place.to(tl.int64) * ROW
-                    rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
+                    rows = row.to(tl.pointer_type(dtype))[:, None]
+                    rows = tl.multiple_of(rows, (ALIGNED, ALIGNED))
                     mask = (place >= 0)[:, None] & (w < H)[None, :]
                     v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                     total = total + v.to(tl.float32)
-                store_sums(out, total, t, t < T, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
-        places = _places(plan, (i + Q) // PARTS * B + b, T, R, C, RP)
+                store_sums(
+                    sums.rows, total, t, t < num_tokens, w, sums.bias0, sums.bias1, H, dtype,
+                    k.bias0, k.bias1,
+                )  # fmt: skip
+        places = _places(plan, (i + k.reducers) // PARTS * k.tokens + b, num_tokens, k)
 
 
 @triton.jit
-def _leave(state, PROGRAMS: tl.constexpr):
-    """The last of PROGRAMS to come here counts the call."""
+def _leave(state, programs: tl.constexpr):
+    """The last of ``programs`` to come here counts the call."""
     tl.debug_barrier()
-    if tl.atomic_add(words(state) + LEFT, 1, sem="acq_rel", scope="gpu") % PROGRAMS == PROGRAMS - 1:
+    if tl.atomic_add(words(state) + LEFT, 1, sem="acq_rel", scope="gpu") % programs == programs - 1:
         count_call(state)
 
 
 @triton.jit(repr=shown_as("nvlink::combine_push"))
 def push_kernel(
-    peers, state, plan, landings, x, bias0, bias1, out, tag, T,
-    R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    SPAN: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, STAGES: tl.constexpr,
+    regions, state, plan, landings, x, bias0, bias1, out, tag, num_tokens, k: tl.constexpr
 ):  # fmt: skip
-    """See the module. ``x [N, H]`` at an address that is a multiple of 16. ``bias0``, ``bias1``: ``[T, H]``, dtype BIAS0, BIAS1 or none.
+    """See the module. ``k`` is a :class:`PushConfig`; :func:`bind_push` and :func:`push_rows`
+    launch it.
 
-    N, BITS: words of a row as pushers copy it. CHUNKS: chunks of the most rows that one rank can send back to another. P and Q are the
-    same in all calls of an object.
+    ``x [N, hidden]`` at an address that is a multiple of 16. ``bias0``, ``bias1``: ``[T, hidden]``,
+    of the dtypes in ``k``. ``landings``: the table of receive buffers.
     """
     pid = tl.program_id(0)
-    T = T.to(tl.int32)
+    num_tokens = num_tokens.to(tl.int32)
     if not given_up(state):
         me = tl.load(words(state) + RANK).to(tl.int32)
         call = tl.load(words(state) + EPOCH) + 1
         if pid == 0:
-            say_hello(peers, state, tag, R, C, RP)
-        if greeted(peers, state, tag, R, C, RP):
-            if pid < P:
-                _push_rows(plan, landings, x, me, call, R, C, RP, P, N, BITS, CHUNK, CHUNKS, TILE)
+            say_hello(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):
+            if pid < k.pushers:
+                _push_rows(plan, landings, x, me, call, k)
             else:
                 landing = tl.load(words(landings) + me)
-                _sum_rows(
-                    state, plan, landing, x, bias0, bias1, out, T, me, call,
-                    R, C, RP, P, Q, H, CHUNK, CHUNKS, B, BLOCK, SPAN, DTYPE, BIAS0, BIAS1, STAGES,
-                )  # fmt: skip
-        _leave(state, P + Q)
+                peers = Peers(regions=regions, state=state, rank=me)
+                sums = Sums(bias0=bias0, bias1=bias1, rows=out, weights=0)
+                _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k)
+        _leave(state, k.pushers + k.reducers)
+
+
+# The host's side
+
+
+MOST_GATHERED = 16
+"""Tokens that a program sums at once, however short their rows are."""
+
+
+def chunks_of(workspace: Any, max_tokens: int) -> int:
+    """Chunks of the most rows that one rank can send back to another."""
+    return -(-max_tokens // workspace.shape.push.chunk)
+
+
+def bind_push(
+    workspace: Any, max_tokens: int, form: Any, dtype: Any, bias: tuple[Any, ...]
+) -> Callable[..., None]:
+    """Compile and load the kernel for one kind of call: see ``bind_combine``. ``max_tokens``: of a
+    rank."""
+    shape, push, gather = workspace.shape, workspace.shape.push, workspace.shape.gather
+    ranks, whole = workspace.memory.world_size, power_of_two_at_least(form.hidden)
+    grid, block = shape.pushers + shape.gatherers, min(whole, gather.block)
+    token_bytes = ranks * dtype.itemsize + sum(each.itemsize for each in bias)  # per channel
+    shared = workspace.shared_bytes // -(-grid // shape.writers)
+    tokens, stages = gather.staged(
+        gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
+    )
+    bias0, bias1 = types_of(bias)
+    k = PushConfig(
+        ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, pushers=shape.pushers,
+        reducers=shape.gatherers, row=row_layout(form), chunk=push.chunk,
+        chunks=chunks_of(workspace, max_tokens),
+        copied=min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
+        tokens=tokens, block=block, span=whole if gather.stages > 1 else block, stages=stages,
+        dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
+    )  # fmt: skip
+    return workspace.memory.bind(
+        push_kernel, grid, num_warps=gather.num_warps, max_registers=gather.max_registers, k=k
+    )
+
+
+def push_rows(
+    launch: Callable[..., None], workspace: Any, *, plan: int, landings: int, rows: int,
+    sums: Sums, tag: int, num_tokens: int,
+) -> None:  # fmt: skip
+    """Launch what :func:`bind_push` made."""
+    launch(
+        workspace.peers, workspace.state_at, plan, landings, rows, sums.bias0, sums.bias1,
+        sums.rows, tag, num_tokens,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import send_sums_chunk
+from tokenyard.kernels.combine import Chunk, Partials, send_sums_chunk
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
     first_expert, first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
@@ -155,10 +155,10 @@ def _send_turn(
         elif seen >= want:
             there = peer_base(peers, me // P * P + s % P)
             as_me = s // P * P + me % P
-            send_sums_chunk(
-                x, slots, row_weights, reduce, there + RINGS + (as_me * C + c).to(tl.int64) * RING,
-                lo + i, n, lo, tl.load(first_in(plan, s, D, C)), K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
-            )  # fmt: skip
+            parts = Partials(rows=x, slots=slots, weights=row_weights, picks=reduce)
+            ring = there + RINGS + (as_me * C + c).to(tl.int64) * RING
+            chunk = Chunk(begin=lo + i, count=n, low=lo, first=tl.load(first_in(plan, s, D, C)))
+            send_sums_chunk(parts, ring, chunk, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED)
             owe(state, task, c, 0, tail_of(there, as_me, c, R, C).to(tl.int64), n.to(tl.int64), None, R, D - R, C)
             left -= n
             tl.store(done, (i + n).to(tl.int64))

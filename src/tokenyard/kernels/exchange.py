@@ -1,0 +1,210 @@
+# pyright: basic
+"""What ranks tell each other in a plan, and what each makes of it: steps 2 and 3 of ``plan``. The
+constants ``k`` are a ``PlanConfig``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard import header as head
+from tokenyard.kernels.place import ints
+from tokenyard.kernels.region import (
+    arrival_of, block_of, bounds_of, first_back, first_expert, first_in, first_out, header_of,
+    in_bound, matrix_of, out_bound, start_of,
+)  # fmt: skip
+from tokenyard.kernels.sync import STATUS, add_release, words
+from tokenyard.kernels.two_letters import post_letters, to_letter
+
+_STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
+    tl.constexpr(at)
+    for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
+)
+NO_PICK = tl.constexpr(2**62)
+"""Instead of the place of the first bad pick: there is none."""
+BAD_AT, BAD_VALUE = 6, 7
+"""Words of the status where the first pick out of range of calls without a host wait is kept: index
++ 1, and its value."""
+
+
+@triton.jit
+def sum_before(hist, c, column, mask, k: tl.constexpr):
+    """Sum over channels before ``c`` of the columns given."""
+    row = tl.arange(0, k.channel_bins)
+    at = hist + row[:, None] * k.columns + column[None, :]
+    return tl.sum(tl.load(at, mask=(row < c)[:, None] & mask[None, :], other=0), axis=0)
+
+
+@triton.jit
+def experts_before(hist, to, c, num_experts, k: tl.constexpr):
+    """Expert columns of :func:`sum_before`, stored to ``to [E]``."""
+    for e0 in range(0, num_experts, 256):
+        e = e0 + tl.arange(0, 256)
+        before = sum_before(hist, c, k.rank_bins + e, e < num_experts, k)
+        tl.store(to + e, before, mask=e < num_experts)
+
+
+@triton.jit
+def _said(picks, marks, said, status, num_tokens, k: tl.constexpr):
+    """The words of my headers up to the number of rows, from ``said``, what the host says to all.
+    Notes the first bad pick."""
+    c, w = tl.arange(0, k.channel_bins), tl.arange(0, k.header_bins)
+    bad = tl.min(tl.load(marks + 2 * c, mask=c < k.channels, other=NO_PICK))
+    digest = tl.sum(tl.load(marks + 2 * c + 1, mask=c < k.channels, other=0))
+    value = tl.full((), 0, tl.int64)
+    if bad < NO_PICK:
+        kind = tl.int64 if k.wide else tl.int32
+        value = tl.load(picks.expert_ids.to(tl.pointer_type(kind)) + bad).to(tl.int64)
+        if not k.exact:
+            earlier = tl.load(status + 6)
+            tl.debug_barrier()
+            if earlier == 0:
+                tl.store(status + 7, value)
+                tl.store(status + 6, bad + 1)
+    if k.exact:
+        said = tl.where((w == _STATUS_AT) & (bad < NO_PICK), 2, said)
+        said = tl.where((w == _STATUS_AT + 1) & (bad < NO_PICK), bad, said)
+        said = tl.where(w == _STATUS_AT + 2, value, said)
+        said = tl.where((w == _STATUS_AT + 3) & (bad < NO_PICK), k.topk, said)
+    said = tl.where(w == _ROUTING_AT, digest, said)
+    return tl.where(w == _TOKENS_AT, num_tokens.to(tl.int64), said)
+
+
+@triton.jit
+def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl.constexpr):
+    """The last program: one header to each rank, and this rank's row of the matrix to all; other
+    nodes' into the outbox.
+
+    ``totals``: the last row of ``before``. AT_ONCE headers are on their way at a time.
+    """
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    P: tl.constexpr = k.ranks_per_node
+    W: tl.constexpr = k.header_words
+    AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
+    w, r = tl.arange(0, k.header_bins), tl.arange(0, k.rank_bins)
+    row = tl.load(totals + r).to(tl.int64)
+    for d0 in range(0, R, AT_ONCE):
+        to = d0 + tl.arange(0, AT_ONCE)
+        there = to < R
+        base = tl.load(words(regions) + to, mask=there & (to // P == me // P), other=0)
+        to_header, to_matrix = header_of(base, half, me, R, C, W), matrix_of(base, half, me, R, C)
+        if P < R:
+            to_header, to_matrix = to_letter(
+                to_header, to_matrix, regions, me, half, to, R, C, P, W, k.far_at
+            )
+        total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
+        v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
+        expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
+        end = first_expert(to + 1, num_experts, R)[:, None]
+        held = (w >= _COUNTS_AT)[None, :] & (expert < end) & there[:, None]
+        held_rows = tl.load(totals + k.rank_bins + expert, mask=held, other=0).to(tl.int64)
+        v = tl.where(held, held_rows, v)
+        tl.store(to_header[:, None] + w[None, :], v, mask=there[:, None] & (w < W)[None, :])
+        known = there[:, None] & (r < R)[None, :]
+        tl.store(to_matrix[:, None] + r[None, :], row[None, :] + (to * 0)[:, None], mask=known)
+        tl.store(to_matrix + R, room.to(tl.int64) + (to * 0), mask=there)
+        tl.store(to_matrix + R + 1, tag + (to * 0), mask=there)
+
+
+@triton.jit
+def _complete_experts(
+    pairs, counts, local, routing, tables, most_rows, alignment, s, e, k: tl.constexpr
+):  # fmt: skip
+    """Where rows of local experts ``e`` from sources ``s`` go in a result by expert: ``pairs
+    [ranks, experts]`` of them."""
+    known, here = s < k.ranks, e < local
+    D: tl.constexpr = k.plan_ranks
+    plan, tokens, num_rows = routing.plan, routing.num_tokens, routing.num_rows
+    begin = tl.cumsum(pairs, 0) - pairs
+    aligned = (counts + alignment - 1) // alignment * alignment
+    start = tl.cumsum(aligned, 0) - aligned
+    if k.padded:
+        start = e * (k.ranks * most_rows)
+        at = ints(tables.ranges) + (e[None, :] * k.ranks + s[:, None]) * 2
+        tl.store(at, begin, mask=known[:, None] & here[None, :])
+        tl.store(at + 1, pairs, mask=known[:, None] & here[None, :])
+    else:
+        to = ints(tables.offsets)
+        tl.store(to + e, tl.minimum(start, num_rows), mask=here)
+        tl.store(to + local, tl.minimum(tl.sum(tl.where(here, aligned, 0)), num_rows))
+        if tables.overflow != 0:
+            kept = tl.maximum(num_rows - start, 0)
+            lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
+            tl.store(ints(tables.overflow), lost)
+    starts = start_of(plan, e[None, :], s[:, None], tokens, D, k.channels)
+    tl.store(starts, start[None, :] + begin, mask=known[:, None] & here[None, :])
+    tl.store(block_of(plan, e, local, tokens, D, k.channels), start + counts, mask=here)
+    end = start + (counts if k.padded else aligned)
+    tl.store(block_of(plan, e, local, tokens, D, k.channels) + 1, end, mask=here)
+
+
+@triton.jit
+def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr):
+    """Program 0: what comes from the others, and where it goes.
+
+    ``most_rows``: that a rank may announce.
+    """
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    D: tl.constexpr = k.plan_ranks
+    plan, me, num_experts = routing.plan, routing.rank, routing.num_experts
+    s, c = tl.arange(0, k.rank_bins), tl.arange(0, k.channel_bins)
+    e, d = tl.arange(0, k.local_bins), tl.arange(0, k.rank_bins)
+    known = s < R
+    both = known[:, None] & (c < C)[None, :]
+    local = first_expert(me + 1, num_experts, R) - first_expert(me, num_experts, R)
+    here = e < local
+    headers = header_of(mine, half, s, R, C, k.header_words)
+    matrix = matrix_of(mine, half, s, R, C)
+    # all loads before a store
+    bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
+    rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
+    table = matrix[:, None] + d[None, :]
+    table = tl.load(table, mask=known[:, None] & (d < R)[None, :], other=0)
+    pairs = headers[:, None] + _COUNTS_AT + e[None, :]
+    pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
+    tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
+    tl.store(in_bound(plan, s, C, D, C), rows.to(tl.int32), mask=known)
+    tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    earlier = tl.where((s < me)[:, None], table, 0)
+    tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    before = tl.where((d < me)[None, :] & (d[None, :] != s[:, None]), table, 0)
+    tl.store(first_back(plan, s, D, C), tl.sum(before, axis=1).to(tl.int32), mask=known)
+    counts = tl.sum(pairs, axis=0)
+    tl.store(ints(tables.tokens_per_expert) + e, counts, mask=here)
+    if k.by_expert:
+        _complete_experts(pairs, counts, local, routing, tables, most_rows, alignment, s, e, k)
+
+
+@triton.jit
+def exchange(
+    picks, regions, state, routing, said, hist, marks, before, ranks, c, half, room, tag,
+    k: tl.constexpr,
+):  # fmt: skip
+    """Step 2: this channel's bounds to all peers, and by the last program the header and the row of
+    the matrix."""
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    D: tl.constexpr = k.plan_ranks
+    plan, me = routing.plan, routing.rank
+    r = tl.arange(0, k.rank_bins)
+    tl.store(out_bound(plan, r, c, D, C), before, mask=r < D)
+    near = (r < R) & (r // k.ranks_per_node == me // k.ranks_per_node)
+    bases = tl.load(words(regions) + r, mask=near, other=0)
+    tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=near)
+    if c == C - 1:
+        totals = hist + C * k.columns + C * k.columns
+        tl.store(out_bound(plan, r, C, D, C), before + ranks, mask=r < D)
+        tl.store(totals + r, before + ranks)
+        experts_before(hist, totals + k.rank_bins, C, routing.num_experts, k)
+        tl.debug_barrier()
+        status = words(tl.load(words(state) + STATUS))
+        said = _said(picks, marks, said, status, routing.num_tokens, k)
+        _send_headers(regions, me, totals, said, half, routing.num_experts, room, tag, k)
+        if k.ranks_per_node < R:
+            post_letters(
+                regions, state, me, half, hist, R, C, k.channel_bins, k.ranks_per_node,
+                k.header_words, k.columns, k.far_at, k.network,
+            )  # fmt: skip
+    add_release(arrival_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)
