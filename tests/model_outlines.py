@@ -37,6 +37,8 @@ VERBS = (
     "_pack_chunk",
     "_put_chunk",
     "_push_rows",
+    "_add_rows",
+    "_add_weights",
     "_copy",
     "raise_release",
     "_sum_rows",
@@ -97,58 +99,57 @@ if not k.placing.by_expert and (row.scale_words or k.placing.fresh)
     place_metadata(slots)
 """,  # model_rings.receive
     ("combine", "send_sums"): """
-wait_at_least(head_of(mine, s, c, R, C))
-for range(lo, hi, CHUNK)
+wait_at_least(head)
+for range(begin, end, k.ring.chunk)
   if ok
-    wait_at_least(head_of(mine, s, c, R, C))
+    wait_at_least(head)
   if ok
-    send_sums_chunk(x)
+    send_sums_chunk(parts)
     add_release(tail)
-tl.store(sent_to(state, s, c, R, C))
+tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels))
 """,  # model_rings.send
     ("combine", "send_sums_chunk"): """
-for range(0, n, B)
+for range(0, chunk.count, B)
   for range(0, H, BLOCK)
     tl.store(to + w[None, :])
-  if REDUCE
-    tl.store((at + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :])
+  if K
+    tl.store(floats(at + PAY)[:, None] + k[None, :])
 """,  # model_rings.send
     ("combine", "_reduce"): """
-for range(c * share, t1, B)
+for range(channel * share, t1, B)
   if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
-    wait_for_all(tail_of(mine, r, c, R, C))
+    wait_for_all(tails)
   if ok
-    for tl.range(0, H, BLOCK, num_stages=STAGES)
-      store_sums(out)
-    if REDUCE
-      tl.store(to)
-    if (t0 + B >= t1) | ((t0 - c * share) // B % BATCHES == BATCHES - 1)
+    _add_rows(parts)
+    if k.picks
+      _add_weights(plan)
+    if (t0 + B >= t1) | ((t0 - channel * share) // B % k.batches == k.batches - 1)
       add_release(heads)
-tl.store(taken_from(state, r, c, R, C))
+tl.store(bases_at)
 """,  # model_rings.reduce
     ("push", "_push_rows"): """
-for range(tl.program_id(0), chunks * OTHERS, P)
-  if n > 0
-    _copy(as_words(x, BITS) + row * N)
-    raise_release(landed_of(base, me, k, CHUNKS))
+for range(tl.program_id(0), chunks * OTHERS, k.pushers)
+  if count > 0
+    _copy(source)
+    raise_release(landed_of(base, me, i, k.chunks))
 """,  # no model: nobody waits in it
     ("push", "_sum_rows"): """
-for range(first, pieces, Q)
+for range(first, pieces, k.reducers)
   if ok
-    _landed(state)
+    _landed(peers.state)
   if ok
-    for tl.range(k1, tl.minimum(k1 + SPAN, H), BLOCK, num_stages=STAGES)
-      store_sums(out)
+    for tl.range(begin, end, k.block, num_stages=k.stages)
+      store_sums(sums.rows)
 """,  # no model: nobody waits for who sums
     ("push", "push_kernel"): """
 if not given_up(state)
   if pid == 0
-    say_hello(peers)
-  if greeted(peers, state, tag, R, C, RP)
-    if pid < P
+    say_hello(regions)
+  if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+    if pid < k.pushers
       _push_rows(plan)
     else
-      _sum_rows(state)
+      _sum_rows(peers)
   _leave(state)
 """,  # no model: all wait for greetings, then reducers for pushers only
 } | TWOLEVEL_OUTLINES

@@ -139,17 +139,7 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
     base = 0 if bug("rows sent not counted") else base
     for i0 in range(0, len(rows) - bug("last chunk dropped"), call.chunk):
         n = min(call.chunk, len(rows) - i0)
-        want = room(
-            base=base,
-            sent=base,
-            i0=i0,
-            i=i0,
-            lo=0,
-            begin=0,
-            n=n,
-            count=n,
-            slots=ring.slots(call.row),
-        )
+        want = room(sent=base, i=i0, begin=0, count=n, slots=ring.slots(call.row))
         if not bug("goes on without room"):
             yield from wait(ring.head, want - bug("one slot too many"))
         if bug("tail before data"):

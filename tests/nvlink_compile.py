@@ -107,7 +107,8 @@ class Recorder:
             "max_registers": max_registers,
             "constants": constants,
         }
-        self.launches[f"{kernel.__name__} {self.label}"] = launch
+        if launch not in self.launches.values():  # several kinds of calls can share one
+            self.launches[f"{kernel.__name__} {self.label}"] = launch
         names = parameters(kernel).args
 
         def launched(*args: int) -> None:

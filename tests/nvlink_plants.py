@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from plants import Plant, planted_in
+from tokenyard.engines.nvlink import NvlinkEngine
 
 
 def _moved(line: str, before: str) -> tuple[tuple[str, str], ...]:
@@ -76,8 +77,8 @@ PLANTS = {
         "plan",
         (
             (
-                "    tl.debug_barrier()  # several threads load one place of a small tile: all of "
-                "them before one stores it\n",
+                "    # several threads load one place of a small tile: all of them before one "
+                "stores it\n    tl.debug_barrier()\n",
                 "",
             ),
         ),
@@ -188,7 +189,8 @@ PLANTS = {
         "flag before data",
         "combine",
         _moved(
-            "            add_release(tail, n.to(tl.int64), None)", "            send_sums_chunk(\n"
+            "            add_release(tail, count.to(tl.int64), None)",
+            "            send_sums_chunk(\n",
         ),
     ),
     "combine: credit before read": Plant(
@@ -197,21 +199,21 @@ PLANTS = {
         (
             ("                add_release(heads, taken - freed, remote & (taken > freed))\n", ""),
             (
-                "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+                "            _add_rows(",
                 "            add_release(heads, upto - taken, remote & (upto > taken))\n"
-                "            own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)\n",
+                "            _add_rows(",
             ),
         ),
     ),
     "combine: one slot too many": Plant(
         "credit before read",
         "combine",
-        (("want = base + (i0 - lo) + n - Q\n", "want = base + (i0 - lo) + n - Q - 1\n"),),
+        (("+ count - k.ring.slots\n", "+ count - k.ring.slots - 1\n"),),
     ),
     "combine: last chunk dropped": Plant(
         "last chunk",
         "combine",
-        (("for i0 in range(lo, hi, CHUNK):", "for i0 in range(lo, hi - 1, CHUNK):"),),
+        (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),),
     ),
     "combine: last row not awaited": Plant(
         "last chunk",
@@ -223,9 +225,9 @@ PLANTS = {
         "combine",
         (
             (
-                "    ok = wait_at_least(head_of(mine, s, c, R, C), want, state, ON_ROOM, s, c) >= "
-                "want\n    for i0",
-                "    ok = True\n    for i0",
+                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= "
+                "want\n    for i",
+                "    ok = True\n    for i",
             ),
         ),
         within=30,
@@ -234,12 +236,7 @@ PLANTS = {
     "combine: rows taken not counted": Plant(
         "wrong epoch",
         "combine",
-        (
-            (
-                "tl.store(taken_from(state, r, c, R, C), bases + taken,",
-                "tl.store(taken_from(state, r, c, R, C), bases,",
-            ),
-        ),
+        (("tl.store(bases_at, bases + taken,", "tl.store(bases_at, bases,"),),
     ),
     # greet.py
     "greeting: one half only": Plant(
@@ -247,7 +244,7 @@ PLANTS = {
         "greet",
         (
             ("half = (call % 2).to(tl.int32)", "half = 0"),
-            ("tag_of(mine, (call % 2).to(tl.int32), r, R, C)", "tag_of(mine, 0, r, R, C)"),
+            ("tag_of(mine, (call % 2).to(tl.int32), r,", "tag_of(mine, 0, r,"),
         ),
         part="greetings",
         within=30,
@@ -261,8 +258,9 @@ PLANTS = {
         "flag before data",
         "greet",
         _moved(
-            "    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), r < R)",
-            "    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=r < R)\n",
+            "    hellos = hello_of(bases, me, ranks, channels)\n"
+            "    add_release(hellos, tl.full((bins,), 1, tl.int64), r < ranks)",
+            "    tl.store(tag_of(bases, half, me, ranks, channels), tag + (r * 0), mask=r < ranks)\n",
         ),
     ),
     # plan.py
@@ -277,7 +275,7 @@ PLANTS = {
     "plan: no barrier before a ticket": Plant(
         "barrier",
         "plan",
-        (("    tl.debug_barrier()\n    ticket = tl.atomic_add", "    ticket = tl.atomic_add"),),
+        (("    tl.debug_barrier()\n    return ranks", "    return ranks"),),
         hint=1,
     ),
     "plan: ticket without order": Plant(
@@ -296,8 +294,8 @@ PLANTS = {
         "plan",
         (
             (
-                "if wait_at_least(words(state) + TICKETS, (call + 1) * C, state, ON_PLAN, me, "
-                "TICKETS) >= (call + 1) * C:",
+                "if wait_at_least(words(state) + TICKETS, want, state, ON_PLAN, me, TICKETS) >= "
+                "want:",
                 "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) "
                 ">= call * C:",
             ),
@@ -305,14 +303,14 @@ PLANTS = {
         hint=2,
     ),
     "plan: arrivals of the last call": Plant(
-        "wrong epoch", "plan", (("(call + 1) * C + (r * 0)", "call * C + (r * 0)"),)
+        "wrong epoch", "plan", (("want + (r * 0)", "call * C + (r * 0)"),)
     ),
     "plan: arrival before the header": Plant(
         "flag before data",
-        "plan",
+        "exchange",
         _moved(
-            "        add_release(arrival_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)",
-            "        if c == C - 1:\n            total = before_all",
+            "    add_release(arrival_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)",
+            "    if c == C - 1:\n",
         ),
     ),
     # verdict.py
@@ -369,15 +367,20 @@ PLANTS = {
     "push: landings not waited for": Plant(
         "reused too early",
         "push",
-        (("        if greeted(peers, state, tag, R, C, RP):", "        if T >= 0:"),),
+        (
+            (
+                "        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):",
+                "        if num_tokens >= 0:",
+            ),
+        ),
         part="pushes",
     ),
     "push: flag before data": Plant(
         "flag before data",
         "push",
         _moved(
-            "            raise_release(landed_of(base, me, k, CHUNKS), call)",
-            "            _copy(as_words(",
+            "            raise_release(landed_of(base, me, i, k.chunks), call)",
+            "            _copy(source",
         ),
         part="pushes",
     ),
@@ -387,7 +390,7 @@ PLANTS = {
         (
             (
                 "        if ok:\n            ok = _landed(",
-                "        if T < 0:\n            ok = _landed(",
+                "        if num_tokens < 0:\n            ok = _landed(",
             ),
         ),
         part="pushes",
@@ -426,8 +429,8 @@ PLANTS = {
         "push",
         (
             (
-                "raise_release(landed_of(base, me, k, CHUNKS), call)",
-                "raise_release(landed_of(base, me, k ^ 1, CHUNKS), call)",
+                "raise_release(landed_of(base, me, i, k.chunks), call)",
+                "raise_release(landed_of(base, me, i ^ 1, k.chunks), call)",
             ),
         ),
         part="pushes",
@@ -457,18 +460,18 @@ PLANTS = {
     "push: last piece dropped": Plant(
         "last chunk",
         "push",
-        (("in range(first, pieces, Q)", "in range(first, pieces - 1, Q)"),),
+        (("in range(first, pieces, k.reducers)", "in range(first, pieces - 1, k.reducers)"),),
         part="pushes",
     ),
     "push: places of the last piece": Plant(
         "wrong row",
         "push",
-        (("_places(plan, (i + Q) // PARTS", "_places(plan, i // PARTS"),),
+        (("_places(plan, (i + k.reducers) // PARTS", "_places(plan, i // PARTS"),),
         part="pushes",
     ),
     "push: rows behind one's own": Plant(
         "wrong row",
-        "plan",
+        "exchange",
         (
             (
                 "(d < me)[None, :] & (d[None, :] != s[:, None])",
@@ -480,14 +483,14 @@ PLANTS = {
     "push: the first to leave counts the call": Plant(
         "wrong epoch",
         "push",
-        (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == 0"),),
+        (("% programs == programs - 1", "% programs == 0"),),
         part="pushes",
         within=30,
     ),
     "push: call not counted": Plant(
         "wrong epoch",
         "push",
-        (("% PROGRAMS == PROGRAMS - 1", "% PROGRAMS == PROGRAMS"),),
+        (("% programs == programs - 1", "% programs == programs"),),
         part="pushes",
     ),
 }
@@ -497,7 +500,7 @@ PLANTS = {
 LIES = {
     "a row too many": Plant(
         "lie",
-        "plan",
+        "exchange",
         (
             (
                 "total[:, None], said[None, :])",
@@ -511,4 +514,4 @@ LIES = {
 
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
-    return planted_in("tokenyard.engines.launches", (PLANTS | LIES)[name] if name else None)
+    return planted_in(NvlinkEngine, (PLANTS | LIES)[name] if name else None)

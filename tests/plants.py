@@ -60,24 +60,24 @@ def changed(plant: Plant) -> str:
 
 
 @contextmanager
-def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
-    """Inside, the engine whose launches are made in module ``launches`` launches kernels with a
-    bug; None: copies without one.
+def planted_in(home: Any, plant: Plant | None) -> Iterator[None]:
+    """Inside, the engine that has its binders in ``home``, a class or the name of a module,
+    launches kernels with a bug; None: copies without one.
     """
-    package = f"planted_{abs(hash((launches, plant)))}"
+    package = f"planted_{abs(hash((home, plant)))}"
     with tempfile.TemporaryDirectory() as directory:
-        home = Path(directory, package)
-        home.mkdir()
+        copies = Path(directory, package)
+        copies.mkdir()
         for path in KERNELS.glob("*.py"):
             text = (
                 changed(plant)
                 if plant is not None and path.stem == plant.file
                 else path.read_text()
             )
-            (home / path.name).write_text(text.replace(PACKAGE, package))
+            (copies / path.name).write_text(text.replace(PACKAGE, package))
         sys.path.insert(0, directory)
         try:
-            with _launched_from(import_module(launches), package):
+            with _launched_from(import_module(home) if isinstance(home, str) else home, package):
                 yield
         finally:
             sys.path.remove(directory)
@@ -86,27 +86,28 @@ def planted_in(launches: str, plant: Plant | None) -> Iterator[None]:
 
 
 @contextmanager
-def _launched_from(launches: Any, package: str) -> Iterator[None]:
-    """The kernels, and functions that bind kernels, in the names of module ``launches`` are those
-    of ``package``.
+def _launched_from(home: Any, package: str) -> Iterator[None]:
+    """Functions that bind kernels, in the names of ``home`` and in tables there, are those of
+    ``package``.
     """
-    real = {
-        name: value
-        for name, value in vars(launches).items()
-        if _home(value).startswith(f"{PACKAGE}.")
-    }
-    assert len(real) >= 3
+    real = dict(vars(home))
+    changed = {name: _from(value, package) for name, value in real.items()}
+    changed = {name: value for name, value in changed.items() if value is not real[name]}
+    assert changed
     try:
-        for name, value in real.items():
-            setattr(
-                launches, name, getattr(import_module(_home(value).replace(PACKAGE, package)), name)
-            )
+        for name, value in changed.items():
+            setattr(home, name, value)
         yield
     finally:
-        for name, value in real.items():
-            setattr(launches, name, value)
+        for name in changed:
+            setattr(home, name, real[name])
 
 
-def _home(value: Any) -> str:
-    """The module that a function, or a kernel, is from; "" for others."""
-    return getattr(getattr(value, "fn", value), "__module__", None) or ""
+def _from(value: Any, package: str) -> Any:
+    """``value``, or what it is in ``package``: a function of a kernel file, or a table."""
+    if hasattr(value, "_fields"):
+        return type(value)(*(_from(each, package) for each in value))
+    module = getattr(getattr(value, "fn", value), "__module__", None) or ""
+    if not module.startswith(f"{PACKAGE}.") or isinstance(value, type):
+        return value
+    return getattr(import_module(module.replace(PACKAGE, package)), value.__name__)

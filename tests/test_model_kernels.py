@@ -23,10 +23,10 @@ from model_rings import Call
 from model_source import outline
 from nvlink_pool import without_devices
 from tokenyard.config import Config
-from tokenyard.engines.launches import Launches
+from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import SHARED_BYTES, Form, Ground, shape_for
+from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.engines.twolevel_ground import NetRing, TwoGround, tuning_for
-from tokenyard.engines.twolevel_launches import TwoLaunches
 from tokenyard.topology import Topology
 
 pytestmark = without_devices
@@ -67,14 +67,13 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
             "NCHUNK": "far_chunk",
             "CREDIT": "credit",
             "B": "batch",
-            "BATCHES": "batches",
         }
         return {ours: constants[name] for name, ours in names.items() if name in constants}
-    sizes = {
-        "slots": k.ring.slots,
-        "chunk": k.ring.chunk,
-        "batch": getattr(k, "rows_forwarded", k.rows_received),
-    }
+    sizes = {"slots": k.ring.slots, "chunk": k.ring.chunk}
+    if hasattr(k, "tiles"):
+        sizes |= {"batch": k.tiles.rows_summed, "batches": getattr(k, "batches", 1)}
+    else:
+        sizes["batch"] = getattr(k, "rows_forwarded", k.rows_received)
     if hasattr(k, "network_ring"):
         far = k.network_ring
         sizes |= {"far_slots": far.slots, "far_chunk": far.chunk, "credit": far.credit}
@@ -92,6 +91,7 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
         "mapped": False,
         "header_words": 16,
         "buffer_bytes": buffer_bytes,
+        "config": CONFIG,
         "shared_bytes": SHARED_BYTES,
         "memory": _Memory(),
     }.items():
@@ -100,17 +100,19 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
     return ground
 
 
-def _calls(launches: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
+def _calls(
+    engine: type[NvlinkEngine], ground: Any, hidden: int
+) -> Iterator[tuple[dict[str, int], Call]]:
     """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those
     sizes.
     """
-    form, dtype = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16
+    form, dtype, binders = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16, engine.binders
     for combine in (False, True):
         if combine:
-            launches.combine(form, dtype, 1, 0, (), placed=False, weighted=False)
+            binders.combine(ground, form, dtype, 1, 0, (), by_expert=False, weighted=False)
         else:
-            launches.dispatch(form, None, dtype, 1, by_expert=False, padding=False)
-        known = _sizes(launches._ground.memory.constants)
+            binders.dispatch(ground, 2, form, None, dtype, 1, by_expert=False, padding=False)
+        known = _sizes(ground.memory.constants)
         sizes = {
             name: known.get(name, 1)
             for name in ("chunk", "far_chunk", "credit", "batch", "batches")
@@ -128,13 +130,13 @@ def _engines() -> Iterator[tuple[dict[str, int], Call]]:
         (24, 132), (False, True), BUFFERS, HIDDEN
     ):
         shapes = shape_for(num_sms, 4, all_sms=all_sms), tuning_for(num_sms, GRID, all_sms=all_sms)
-        launches = (
-            Launches(CONFIG, _ground(Ground, shapes[0], buffer_bytes)),
-            TwoLaunches(CONFIG, _ground(TwoGround, shapes[1], buffer_bytes)),
+        engines = (
+            (NvlinkEngine, _ground(Ground, shapes[0], buffer_bytes)),
+            (TwolevelEngine, _ground(TwoGround, shapes[1], buffer_bytes)),
         )
-        for some in launches:
+        for engine, ground in engines:
             with suppress(ValueError):  # less than two rows in a ring
-                yield from _calls(some, hidden)
+                yield from _calls(engine, ground, hidden)
 
 
 @pytest.fixture(scope="module")

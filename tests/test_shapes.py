@@ -45,7 +45,7 @@ def test_rounds_of_sums_fit_into_shared_memory(
     shape = rings.shape_for(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
     cut, together = shape.gather, -(-(shape.pushers + shape.gatherers) // shape.writers)
     row_bytes, shared = cut.block * (ranks * item + biases), rings.SHARED_BYTES // together
-    rows, stages = rings.staged(cut, cut.rows, row_bytes, shared)
+    rows, stages = cut.staged(cut.rows, row_bytes, shared)
     assert 0 < rows <= cut.rows
     assert 1 < stages <= cut.stages
     assert (stages - 1) * rows * row_bytes <= shared

@@ -76,7 +76,16 @@ def ringed(name: str, config: Config) -> list[Any]:
     engine = make(config, memory, stats, shape, 8 << 20, Blame(dist.HashStore(), config.rank, 1.0))
     for layout in Layout:
         for exact in (True, False):
-            engine._launches.plan(Spec(layout=layout, exact=exact), 4, weighted=True, wide=True)
+            engine.binders.plan(
+                engine._ground,
+                config.num_topk,
+                4,
+                by_expert=layout is not Layout.FLAT,
+                padded=layout is Layout.EXPERT_PADDED,
+                exact=exact,
+                weighted=True,
+                wide=True,
+            )
     return [*memory.noted, engine._ground.header_words, engine._headers.shape]
 
 

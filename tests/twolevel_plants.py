@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from nvlink_plants import PLANTS as NVLINK_PLANTS
 from nvlink_plants import _moved
 from plants import Plant, planted_in
+from tokenyard.engines.twolevel import TwolevelEngine
 from twolevel_dispatch_plants import DISPATCH_PLANTS
 from twolevel_view_plants import VIEW_PLANTS
 
@@ -294,7 +295,7 @@ def planted(name: str) -> Iterator[None]:
     """
     plant = HURRIED if name == "hurried" else PLANTS[name] if name else None
     with (
-        planted_in("tokenyard.engines.launches", plant),
         planted_in("tokenyard.engines.twolevel_launches", plant),
+        planted_in(TwolevelEngine, plant),
     ):
         yield

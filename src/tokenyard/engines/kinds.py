@@ -4,15 +4,15 @@ can.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.launches import Launch
 from tokenyard.engines.rings import Form, form_of, meta_words
 from tokenyard.engines.tables import Ahead, Blank
 from tokenyard.engines.watch import pack
@@ -20,6 +20,21 @@ from tokenyard.handle import Spec
 from tokenyard.header import Fingerprint
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
+
+Launch = Callable[..., None]
+
+
+class Binders(NamedTuple):
+    """What compiles and loads the kernels of an engine: functions in the kernels' files. All take
+    the engine's workspace first; those of one name make launches of the same arguments.
+    """
+
+    plan: Callable[..., Launch]
+    dispatch: Callable[..., Launch]
+    combine: Callable[..., Launch]
+    dispatch_in_place: Callable[..., Launch]
+    combine_in_place: Callable[..., Launch]
+    greet: Callable[..., Launch]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,10 +46,9 @@ class Kind:
         ``tag`` lacks the routing. form: of a row on the wire. out_dtype, scale_dtype: of the
         result. experts: whether the layout has expert blocks. padding: whether blocks end in rows
         of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
-        ``Plan.slots``. rows, plans: launches, once they were needed. room: tokens of the last call,
-        and rows that the result of a like one is given before its counts are known. ahead: tables
-        that were made for such a call. blank: tables of a static call as they begin, once they were
-        needed.
+        ``Plan.slots``. launches: see :meth:`bound`. room: tokens of the last call, and rows that
+        the result of a like one is given before its counts are known. ahead: tables that were made
+        for such a call. blank: tables of a static call as they begin, once they were needed.
     """
 
     spec: Spec
@@ -51,11 +65,19 @@ class Kind:
     padding: bool
     holes: bool
     width: int
-    rows: Launch | None = None
     room: tuple[int, int] = (-1, 0)
-    plans: dict[bool, Launch] = field(default_factory=dict[bool, Launch])
+    launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])
     ahead: Ahead | None = None
     blank: Blank | None = None
+
+    def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
+        """The launch ``key`` of such calls. The first time ``bind`` makes it, which may wait for
+        the device.
+        """
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = bind()
+        return launch
 
     def room_for(self, tokens: int) -> int:
         """Rows to give a fresh result before its counts are known, so that rows need not wait for

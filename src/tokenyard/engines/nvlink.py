@@ -18,17 +18,30 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.arrival import num_result_rows
 from tokenyard.engines.blame import Blame
-from tokenyard.engines.kinds import Kind, kind_of
-from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Cuts, Ground, address, aligned, as_aligned, form_of, sums_for
-from tokenyard.engines.tables import Counted, Counts, Tables, result_of, sent_of
+from tokenyard.engines.kinds import Binders, Kind, kind_of
+from tokenyard.engines.rings import (
+    Cuts,
+    Ground,
+    address,
+    addresses,
+    aligned,
+    as_aligned,
+    form_of,
+    sums_for,
+)
+from tokenyard.engines.tables import Counted, Counts, Tables, filled_of, result_of, sent_of
 from tokenyard.engines.views import View
 from tokenyard.engines.watch import REFUSED, Watch, pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
-from tokenyard.kernels.dispatch import dispatch_rows
+from tokenyard.kernels.combine import Partials, Sums, bind_combine, combine_rows
+from tokenyard.kernels.direct import bind_direct
+from tokenyard.kernels.dispatch import bind_dispatch, dispatch_rows
+from tokenyard.kernels.greet import bind_greet, greet_all
 from tokenyard.kernels.names import span
+from tokenyard.kernels.plan import Picks, bind_plan, make_plan
+from tokenyard.kernels.push import bind_push
 from tokenyard.layout import host_ints
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
@@ -49,7 +62,10 @@ class NvlinkEngine:
     name = "nvlink"
     waits_on_host = False
     returns_width = hop_counts = 0
-    _parts: Any = (Ground, Launches, Watch)  # what makes it this engine
+    _parts: Any = (Ground, Watch)  # what makes it this engine
+    binders = Binders(bind_plan, bind_dispatch, bind_combine, bind_direct, bind_push, bind_greet)
+    _table_rows = 0
+    """Rows of each node's part of the forwarders' table in the plan that is launched next."""
 
     def __init__(
         self,
@@ -61,11 +77,10 @@ class NvlinkEngine:
         blame: Blame,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
-        make_ground, make_launches, make_watch = self._parts
+        make_ground, make_watch = self._parts
         self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
-        self._launches: Launches = make_launches(config, self._ground)
         self._watch: Watch = make_watch(config, self._ground, blame)
-        self._view = View(config, self._ground, self._launches, self._watch)
+        self._view = View(config, self._ground, self.binders, self._watch)
         self._tables, self.interrupt = Tables(config, memory.device), self._watch.interrupt
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
@@ -157,18 +172,22 @@ class NvlinkEngine:
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 out = _result(payload, kind, num_rows, zeros=zeros)
-                if kind.rows is None:
-                    kind.rows = self._launches.dispatch(
+                launch = kind.bound(
+                    "rows",
+                    lambda: self.binders.dispatch(
+                        self._ground,
+                        self.config.num_topk,
                         kind.form,
                         mode,
                         kind.dtype,
                         kind.width if placed else 1,
                         by_expert=placed,
                         padding=placed and kind.padding and not zeros,
-                    )
+                    ),
+                )
                 self._memory.gate()
                 dispatch_rows(
-                    kind.rows,
+                    launch,
                     self._ground,
                     plan=plan.route.data_ptr(),
                     payload=sent_of(payload),
@@ -221,31 +240,31 @@ class NvlinkEngine:
             else:
                 total = sums_for(rows, tokens, out, rows, *bias)
                 placed = kind.experts and not raw
-                form = kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4)
-                launch = self._launches.combine(
-                    form,
-                    rows.dtype,
-                    kind.width if placed else 1,
-                    width,
-                    tuple(term.dtype for term in bias),
-                    placed=placed,
-                    weighted=weights is not None,
+                dtypes = tuple(term.dtype for term in bias)
+                launch = kind.bound(
+                    (width, placed, dtypes),
+                    lambda: self.binders.combine(
+                        self._ground,
+                        kind.form if width == 0 else form_of(payload, None, -(-width // 4) * 4),
+                        kind.dtype,
+                        kind.width if placed else 1,
+                        width,
+                        dtypes,
+                        by_expert=placed,
+                        weighted=weights is not None,
+                    ),
                 )
                 rows = as_aligned(rows)
                 given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
                 self._memory.gate()
-                launch(
-                    self._ground.peers,
-                    self._ground.state_at,
-                    plan.route.data_ptr(),
-                    rows.data_ptr(),
-                    plan.slots.data_ptr(),
-                    *(address(tensor) for tensor in (*given, *bias)),
-                    *(0,) * (2 - len(bias)),
-                    total.data_ptr(),
-                    address(reduced),
-                    tag,
-                    tokens,
+                combine_rows(
+                    launch,
+                    self._ground,
+                    plan=plan.route.data_ptr(),
+                    parts=Partials(rows.data_ptr(), plan.slots.data_ptr(), *map(address, given)),
+                    sums=Sums(*addresses(bias), total.data_ptr(), address(reduced)),
+                    tag=tag,
+                    num_tokens=tokens,
                 )
                 self._memory.settle()
                 total = total if out is None or total is out else out.copy_(total)
@@ -272,9 +291,9 @@ class NvlinkEngine:
         self._watch.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
         self._calls += 1
         if op != DISPATCH:
-            launch = self._launches.greet()
+            launch = self.binders.greet(self._ground)
             self._memory.gate()
-            launch(self._ground.peers, self._ground.state_at, REFUSED)
+            greet_all(launch, self._ground, REFUSED)
             self._memory.settle()
             return True
         nothing = Payload(
@@ -373,12 +392,19 @@ class NvlinkEngine:
     ) -> Counted:
         """Launch the plan."""
         config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
-        launch = kind.plans.get(wide := topk_idx.dtype == torch.int64)
-        if launch is None:
-            launch = self._launches.plan(
-                spec, kind.form.meta_words, weighted=kind.weighted, wide=wide
-            )
-            kind.plans[wide] = launch
+        launch = kind.bound(
+            topk_idx.dtype,
+            lambda: self.binders.plan(
+                ground,
+                config.num_topk,
+                kind.form.meta_words,
+                by_expert=kind.experts,
+                padded=spec.layout is Layout.EXPERT_PADDED,
+                exact=spec.exact,
+                weighted=kind.weighted,
+                wide=topk_idx.dtype == torch.int64,
+            ),
+        )
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
@@ -389,28 +415,19 @@ class NvlinkEngine:
             kind.words[head.CALL_AT] = kind.fingerprint.call
             self._header_in[: kind.words.shape[0]] = kind.words
         self._memory.gate()
-        launch(
-            topk_idx.data_ptr(),
-            address(weights),
-            ground.peers,
-            ground.state_at,
-            ground.scratch_at,
-            counted.route.data_ptr(),
-            counted.meta.data_ptr(),
-            counted.first_pick.data_ptr(),
-            counted.tokens_per_expert.data_ptr(),
-            counted.offsets.data_ptr(),
-            counted.ranges.data_ptr(),
-            counted.overflow.data_ptr(),
-            ground.header_in_at,
-            ground.header_out_at,
-            self._calls,
-            kind.tag,
-            tokens,
-            config.num_experts,
-            most,
-            rows,
-            spec.expert_alignment,
+        make_plan(
+            launch,
+            ground,
+            picks=Picks(topk_idx.data_ptr(), address(weights)),
+            plan=counted.route.data_ptr(),
+            tables=filled_of(counted),
+            nonce=self._calls,
+            tag=kind.tag,
+            num_tokens=tokens,
+            num_experts=config.num_experts,
+            most_rows=most,
+            num_rows=rows | self._table_rows << 32,
+            alignment=spec.expert_alignment,
         )
         return counted
 
@@ -479,8 +496,11 @@ class NvlinkEngine:
             out = self._view.write(payload, plan, kind, kind.tag, num_rows, counted.meta, arrived)
             return out, plan, arrived
         out = _result(payload, kind, num_rows, zeros=False)
-        if kind.rows is None:
-            kind.rows = self._launches.dispatch(
+        launch = kind.bound(
+            "rows",
+            lambda: self.binders.dispatch(
+                self._ground,
+                config.num_topk,
                 kind.form,
                 kind.mode,
                 kind.dtype,
@@ -490,10 +510,11 @@ class NvlinkEngine:
                 fresh=True,
                 weighted=kind.weighted,
                 static=not spec.exact,
-            )
+            ),
+        )
         self._memory.gate()
         dispatch_rows(
-            kind.rows,
+            launch,
             self._ground,
             plan=counted.route.data_ptr(),
             payload=sent_of(payload, counted.meta),

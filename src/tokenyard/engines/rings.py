@@ -238,7 +238,8 @@ class Ground:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, shape.channels
-        self.memory, self.shape, self.shared_bytes = memory, shape, shared_bytes(memory.device)
+        self.config, self.memory, self.shape = config, memory, shape
+        self.shared_bytes = shared_bytes(memory.device)
         self.header_words, self.buffer_bytes = head.COUNTS + config.most_local_experts, buffer_bytes
         self._lay_out(ranks, channels, buffer_bytes)
         check_symmetric(self.num_bytes, memory.device, f"buffer_bytes ({buffer_bytes})")
@@ -273,7 +274,14 @@ class Ground:
         self.ring_bytes = buffer_bytes // (ranks * channels) // 256 * 256
         self.num_bytes = self.rings_at + ranks * channels * self.ring_bytes
         self.state_words = region.state_words(ranks, channels)
-        self.rank_bins = power_of_two_at_least(max(ranks, 2))
+        self.plan_ranks, self.rank_bins = ranks, power_of_two_at_least(max(ranks, 2))
+
+    @property
+    def letters(self) -> tuple[int, int, bool]:
+        """Ranks of a node, bytes of the region before the signals between nodes, and whether these
+        cross by NVSHMEM.
+        """
+        return self.memory.world_size, 0, False
 
     def slots(self, form: Form) -> int:
         """Rows of ``form`` that one ring holds.
@@ -335,3 +343,9 @@ def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Te
 def address(tensor: Any) -> int:
     """Where a tensor's data is; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses(bias: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Of up to two terms; 0 for each that is not there."""
+    first, second, *_ = (*map(address, bias), 0, 0)
+    return first, second

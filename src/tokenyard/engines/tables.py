@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Arrived, Plan
+from tokenyard.kernels.plan import PlanTables
 from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result
 from tokenyard.rows import Payload
@@ -114,6 +115,12 @@ def sent_of(payload: Payload, meta: Tensor | None = None) -> Sent:
     """Addresses of what a dispatch sends."""
     scales = 0 if payload.scales is None else payload.scales.data_ptr()
     return Sent(payload.x.data_ptr(), scales, 0 if meta is None else meta.data_ptr())
+
+
+def filled_of(counted: Counted) -> PlanTables:
+    """Addresses of what the plan's launch fills, besides the plan."""
+    _, *tables = counted
+    return PlanTables(*(each.data_ptr() for each in tables))
 
 
 def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:

@@ -16,7 +16,7 @@ from tokenyard.engines.kinds import Kind
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.tables import Counted, Counts
 from tokenyard.engines.twolevel_ground import TwoGround
-from tokenyard.engines.twolevel_launches import TwoLaunches
+from tokenyard.engines.twolevel_launches import BINDERS
 from tokenyard.engines.twolevel_watch import TwoWatch
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import NUM_TOKENS
@@ -31,9 +31,8 @@ class TwolevelEngine(NvlinkEngine):
     """
 
     name = "twolevel"
-    _parts = (TwoGround, TwoLaunches, TwoWatch)
+    _parts, binders = (TwoGround, TwoWatch), BINDERS
     _ground: TwoGround  # pyright: ignore[reportIncompatibleVariableOverride]
-    _launches: TwoLaunches  # pyright: ignore[reportIncompatibleVariableOverride]
     _most_tokens = 0
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
@@ -106,7 +105,7 @@ class TwolevelEngine(NvlinkEngine):
         return (self._ground.grid.num_nodes - 1) * rows * self._ground.grid.ranks_per_node
 
     def _route_words(self, num_tokens: Any) -> Any:
-        return self._plan_words(num_tokens) + self._table_words(self._launches.table_rows)
+        return self._plan_words(num_tokens) + self._table_words(self._table_rows)
 
     def _count(
         self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0
@@ -115,7 +114,7 @@ class TwolevelEngine(NvlinkEngine):
         known = (
             kind.spec.exact and not kind.fingerprint.in_place
         )  # in place no rank has more than the most
-        self._launches.table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
+        self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, kind, room)
 
     def _learn(self, kind: Kind) -> Counts:
@@ -132,7 +131,7 @@ class TwolevelEngine(NvlinkEngine):
         *,
         forced: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        if forced and self._most_tokens > self._launches.table_rows:
+        if forced and self._most_tokens > self._table_rows:
             self._memory.settle()  # the plan's programs may still write to its tables
             counted = counted._replace(
                 route=self._with_larger_table(counted.route, counted.first_pick.shape[0])

@@ -170,7 +170,12 @@ class TwoGround(Ground):
         self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(
             ranks, nodes, channels
         )
+        self.plan_ranks = ranks + nodes
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
+
+    @property
+    def letters(self) -> tuple[int, int, bool]:
+        return self.grid.ranks_per_node, self.far_at, self.net
 
     @property
     def num_programs(self) -> int:

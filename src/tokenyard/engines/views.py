@@ -12,15 +12,17 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.kinds import Kind
-from tokenyard.engines.launches import Launches
-from tokenyard.engines.rings import Form, Ground, address, as_aligned, sums_for
+from tokenyard.engines.kinds import Binders, Kind, Launch
+from tokenyard.engines.rings import Form, Ground, addresses, as_aligned, sums_for
 from tokenyard.engines.tables import result_of, sent_of
 from tokenyard.engines.watch import Watch
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
-from tokenyard.kernels.direct import unpack_in_place, write_in_place
+from tokenyard.kernels.combine import Sums
+from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
+from tokenyard.kernels.greet import greet_all
+from tokenyard.kernels.push import chunks_of, push_rows
 from tokenyard.memory.aside import wait_for
 from tokenyard.memory.base import Region, SymmetricMemory
 from tokenyard.rows import Payload, overlap, padded
@@ -89,8 +91,8 @@ class View:
     landing of rows that come back.
     """
 
-    def __init__(self, config: Config, ground: Ground, launches: Launches, watch: Watch) -> None:
-        self._config, self._ground, self._launches, self._watch = config, ground, launches, watch
+    def __init__(self, config: Config, ground: Ground, binders: Binders, watch: Watch) -> None:
+        self._config, self._ground, self.binders, self._watch = config, ground, binders, watch
         self._memory = ground.memory
         self._view, self._landing = Growing(self._memory), Growing(self._memory)
         self._given: list[Any] = []
@@ -131,13 +133,26 @@ class View:
             f"in_place"
         )
         view = self._room(self._view, parts.end, tag)
-        launch = self._launches.direct(form, kind.mode, kind.dtype)
-        static = not kind.spec.exact
-        unpack = (
-            None
-            if meta is None
-            else self._launches.unpack(form.meta_words, weighted=kind.weighted, static=static)
+        launch = kind.bound(
+            "rows",
+            lambda: self.binders.dispatch_in_place(
+                ground, self._config.num_topk, form, kind.mode, kind.dtype
+            ),
         )
+        unpack = None
+        if meta is not None:
+            static = not kind.spec.exact
+            unpack = kind.bound(
+                "unpack",
+                lambda: bind_unpack(
+                    ground,
+                    self._config.num_topk,
+                    ground.plan_ranks,
+                    form.meta_words,
+                    weighted=kind.weighted,
+                    static=static,
+                ),
+            )
         out = self._payload(num_rows, kind, parts)
         self._memory.gate()
         write_in_place(
@@ -188,9 +203,7 @@ class View:
         """
         ground, print_ = self._ground, kind.fingerprint
         view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
-        launch = cast("Any", self._launches).pull(
-            kind.form, rows.dtype, tuple(term.dtype for term in bias)
-        )
+        launch = self._bound(kind, bias)
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
         elsewhere = rows.numel() > 0 and (
@@ -208,8 +221,7 @@ class View:
             ground.state_at,
             plan.route.data_ptr(),
             view.addresses.data_ptr(),
-            *(address(term) for term in terms),
-            *(0,) * (2 - len(bias)),
+            *addresses(tuple(terms)),
             total.data_ptr(),
             tag,
             tokens,
@@ -240,26 +252,32 @@ class View:
         """
         config, ground, tokens = self._config, self._ground, plan.first_pick.shape[0]
         most = (config.world_size - 1) * config.max_tokens_per_rank * rows.shape[1] * rows.itemsize
-        rows_at: int = cast("Any", region).landing_rows_at(config.world_size, self._launches.chunks)
-        launch = self._launches.push(kind.form, rows.dtype, tuple(term.dtype for term in bias))
+        rows_at: int = cast("Any", region).landing_rows_at(config.world_size, chunks_of(ground))
+        launch = self._bound(kind, bias)
         landing = self._room(self._landing, rows_at + padded(most), tag)
         rows = as_aligned(rows)
         total = sums_for(rows, tokens, out, rows, *bias)
         self._memory.gate()
-        launch(
-            ground.peers,
-            ground.state_at,
-            plan.route.data_ptr(),
-            landing.addresses.data_ptr(),
-            rows.data_ptr(),
-            *(address(term) for term in bias),
-            *(0,) * (2 - len(bias)),
-            total.data_ptr(),
-            tag,
-            tokens,
+        push_rows(
+            launch,
+            ground,
+            plan=plan.route.data_ptr(),
+            landings=landing.addresses.data_ptr(),
+            rows=rows.data_ptr(),
+            sums=Sums(*addresses(bias), total.data_ptr(), 0),
+            tag=tag,
+            num_tokens=tokens,
         )
         self._memory.settle()
         return total if out is None or total is out else out.copy_(total)
+
+    def _bound(self, kind: Kind, bias: tuple[Tensor, ...]) -> Launch:
+        """The launch of a combine in place."""
+        dtypes = tuple(term.dtype for term in bias)
+        return kind.bound(
+            dtypes,
+            lambda: self.binders.combine_in_place(self._ground, kind.form, kind.dtype, dtypes),
+        )
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a view of rows alone."""
@@ -284,9 +302,9 @@ class View:
         """Greet, and wait for it on the host: who refuses this call or makes another greets, but
         does not come to allocate.
         """
-        launch = self._launches.greet()
+        launch = self.binders.greet(self._ground)
         self._memory.gate()
-        launch(self._ground.peers, self._ground.state_at, tag)
+        greet_all(launch, self._ground, tag)
         self._watch.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda":

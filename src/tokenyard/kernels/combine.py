@@ -168,8 +168,9 @@ def send_sums_chunk(
             )  # fmt: skip
             to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
             slot = ((i - chunk.low) % Q).to(tl.int64)[:, None]
-            to = to + slot * (SLOT * 8 // DTYPE.primitive_bitwidth) + w[None, :]
-            tl.store(to, v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
+            to = to + slot * (SLOT * 8 // DTYPE.primitive_bitwidth)
+            mask = here[:, None] & (w < H)[None, :]
+            tl.store(to + w[None, :], v, mask=mask, cache_modifier=".cs")
         if K:
             k = tl.arange(0, triton.next_power_of_2(K))
             mask = here[:, None] & (k < K)[None, :]
@@ -185,8 +186,8 @@ def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
     end = tl.load(in_bound(plan, source, channel + 1, k.ranks, k.channels))
     first = tl.load(first_in(plan, source, k.ranks, k.channels))
     mine, there = peer_base(peers.regions, peers.rank), peer_base(peers.regions, source)
-    place = (peers.rank * k.channels + channel).to(tl.int64)
-    ring = there + k.ring.first_byte + place * k.ring.num_bytes
+    ring = there + k.ring.first_byte
+    ring = ring + (peers.rank * k.channels + channel).to(tl.int64) * k.ring.num_bytes
     tail = tail_of(there, peers.rank, channel, k.ranks, k.channels)
     sent = tl.load(sent_to(peers.state, source, channel, k.ranks, k.channels))
     head = head_of(mine, source, channel, k.ranks, k.channels)

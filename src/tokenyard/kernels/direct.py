@@ -37,10 +37,24 @@ from tokenyard.kernels.payload import (
 )  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import (
-    DIRECT_CALLS, done_of, first_in, first_out, in_bound, peer_base, place_of
+    DIRECT_CALLS,
+    done_of,
+    first_in,
+    first_out,
+    in_bound,
+    peer_base,
+    place_of,
 )
 from tokenyard.kernels.structs import (
-    Batch, Cast, Payload, Result, Routing, RowLayout, Strides, row_layout, strides_in_memory
+    Batch,
+    Cast,
+    Payload,
+    Result,
+    Routing,
+    RowLayout,
+    Strides,
+    row_layout,
+    strides_in_memory,
 )
 from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for_all, words
 from tokenyard.layout import power_of_two_at_least
@@ -259,7 +273,9 @@ MOST_PICKS = 256
 """Picks that a program unpacks at once."""
 
 
-def bind_direct(workspace: Any, form: Any, mode: Any, dtype: Any) -> Callable[..., None]:
+def bind_direct(
+    workspace: Any, _num_topk: int, form: Any, mode: Any, dtype: Any
+) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place: see ``bind_dispatch``."""
     cut, shape, ranks = workspace.shape.direct, workspace.shape, workspace.memory.world_size
     row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)

@@ -31,8 +31,9 @@ BAD_AT, BAD_VALUE = 6, 7
 def sum_before(hist, c, column, mask, k: tl.constexpr):
     """Sum over channels before ``c`` of the columns given."""
     row = tl.arange(0, k.channel_bins)
-    at = hist + row[:, None] * k.columns + column[None, :]
-    return tl.sum(tl.load(at, mask=(row < c)[:, None] & mask[None, :], other=0), axis=0)
+    mask = (row < c)[:, None] & mask[None, :]
+    tile = tl.load(hist + row[:, None] * k.columns + column[None, :], mask=mask, other=0)
+    return tl.sum(tile, axis=0)
 
 
 @triton.jit
@@ -40,8 +41,8 @@ def experts_before(hist, to, c, num_experts, k: tl.constexpr):
     """Expert columns of :func:`sum_before`, stored to ``to [E]``."""
     for e0 in range(0, num_experts, 256):
         e = e0 + tl.arange(0, 256)
-        before = sum_before(hist, c, k.rank_bins + e, e < num_experts, k)
-        tl.store(to + e, before, mask=e < num_experts)
+        mask, at = e < num_experts, to + e
+        tl.store(at, sum_before(hist, c, k.rank_bins + e, mask, k), mask=mask)
 
 
 @triton.jit
@@ -96,8 +97,8 @@ def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl
         total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
         v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
         expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
-        end = first_expert(to + 1, num_experts, R)[:, None]
-        held = (w >= _COUNTS_AT)[None, :] & (expert < end) & there[:, None]
+        held = (w >= _COUNTS_AT)[None, :]
+        held = held & (expert < first_expert(to + 1, num_experts, R)[:, None]) & there[:, None]
         held_rows = tl.load(totals + k.rank_bins + expert, mask=held, other=0).to(tl.int64)
         v = tl.where(held, held_rows, v)
         tl.store(to_header[:, None] + w[None, :], v, mask=there[:, None] & (w < W)[None, :])
@@ -132,11 +133,12 @@ def _complete_experts(
             kept = tl.maximum(num_rows - start, 0)
             lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
             tl.store(ints(tables.overflow), lost)
+    mask = known[:, None] & here[None, :]
     starts = start_of(plan, e[None, :], s[:, None], tokens, D, k.channels)
-    tl.store(starts, start[None, :] + begin, mask=known[:, None] & here[None, :])
-    tl.store(block_of(plan, e, local, tokens, D, k.channels), start + counts, mask=here)
-    end = start + (counts if k.padded else aligned)
-    tl.store(block_of(plan, e, local, tokens, D, k.channels) + 1, end, mask=here)
+    tl.store(starts, start[None, :] + begin, mask=mask)
+    block = block_of(plan, e, local, tokens, D, k.channels)
+    tl.store(block, start + counts, mask=here)
+    tl.store(block + 1, start + (counts if k.padded else aligned), mask=here)
 
 
 @triton.jit
@@ -160,8 +162,8 @@ def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr)
     # all loads before a store
     bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
     rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
-    table = matrix[:, None] + d[None, :]
-    table = tl.load(table, mask=known[:, None] & (d < R)[None, :], other=0)
+    mask = known[:, None] & (d < R)[None, :]
+    table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
     pairs = headers[:, None] + _COUNTS_AT + e[None, :]
     pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
     tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)

@@ -141,16 +141,15 @@ def _ranks_among_picks(out, flat, counts, inside, pick, k: tl.constexpr):
     i = tl.arange(0, k.tokens * k.topk_bins)
     before = (flat[:, None] == flat[None, :]) & (i[None, :] < i[:, None])
     rank = tl.sum(before.to(tl.int32), axis=1) + tl.load(counts + flat, mask=flat >= 0, other=0)
-    rank = tl.reshape(rank, [k.tokens, k.topk_bins])
-    tl.store(out + 1 + k.topk + pick[None, :], rank, mask=inside)
+    to = out + 1 + k.topk + pick[None, :]
+    tl.store(to, tl.reshape(rank, [k.tokens, k.topk_bins]), mask=inside)
 
 
 @triton.jit
 def _count_tile(
     picks, tables, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
 ):  # fmt: skip
-    """Step 1 for some tokens: merge, place within the channel, count. Returns the running counts.
-    """
+    """Step 1 for some tokens: merge, place within the channel, count. Returns the running counts."""
     t, pick, r = (
         tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     )  # fmt: skip
@@ -162,14 +161,12 @@ def _count_tile(
     )
     out = ints(tables.metadata) + row * k.metadata_words
     tl.store(out + pick[None, :] + 1, merged, mask=inside)
-    token = row.to(tl.int32) + (pick * 0)[None, :]
-    tl.store(out + (pick * 0)[None, :], token, mask=inside & (pick == 0)[None, :])
+    begins = inside & (pick == 0)[None, :]
+    tl.store(out + (pick * 0)[None, :], row.to(tl.int32) + (pick * 0)[None, :], mask=begins)
     if k.weighted:
         total = _merged_weights(picks.weights, t, pick, first, merged, inside, t1, k.topk)
         at_weights = 1 + (2 * k.topk if k.by_expert else k.topk)
-        tl.store(
-            out + at_weights + pick[None, :], total.to(tl.int32, bitcast=True), mask=inside
-        )
+        tl.store(out + at_weights + pick[None, :], total.to(tl.int32, bitcast=True), mask=inside)
     owner = owner_of(merged, routing.num_experts, k.ranks)[:, :, None]
     hit = owner == r[None, None, :]
     if k.plan_ranks > k.ranks:  # nodes stand behind the ranks
@@ -193,7 +190,7 @@ def _count_tile(
 
 
 @triton.jit
-def _count(picks, tables, routing, row, marks, t0, t1, k: tl.constexpr):
+def _count(picks, tables, routing, row, marks, c, t0, t1, k: tl.constexpr):
     """Step 1: this channel's row of ``hist`` and its ``marks``. Returns the rows to each rank."""
     ranks, held = tl.zeros((k.rank_bins,), tl.int32), tl.zeros((k.expert_bins,), tl.int32)
     tl.store(row + k.rank_bins + tl.arange(0, k.expert_bins), held)
@@ -204,8 +201,8 @@ def _count(picks, tables, routing, row, marks, t0, t1, k: tl.constexpr):
             picks, tables, routing, row, tb, t1, ranks, held, bad, digest, k
         )
     tl.store(row + tl.arange(0, k.rank_bins), ranks)
-    tl.store(marks, bad)
-    tl.store(marks + 1, digest)
+    tl.store(marks + 2 * c, bad)
+    tl.store(marks + 2 * c + 1, digest)
     tl.debug_barrier()
     return ranks
 
@@ -295,7 +292,7 @@ def plan_kernel(
     said = tl.zeros((k.header_bins,), tl.int64)
     if k.exact:  # far away, and not needed before all have counted
         said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
-    ranks = _count(picks, tables, routing, hist + c * k.columns, marks + 2 * c, t0, t1, k)
+    ranks = _count(picks, tables, routing, hist + c * k.columns, marks, c, t0, t1, k)
     ticket = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")
     call = ticket // C
     half = (call % 2).to(tl.int32)
@@ -342,17 +339,17 @@ def bind_plan(
     :class:`PlanConfig`."""
     bins, channels = power_of_two_at_least, workspace.shape.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
+    ranks_per_node, far_at, network = workspace.letters
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
     k = PlanConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
-        ranks_per_node=workspace.ranks_per_node, channels=channels, channel_bins=bins(channels),
+        ranks_per_node=ranks_per_node, channels=channels, channel_bins=bins(channels),
         topk=num_topk, topk_bins=top, expert_bins=workspace.expert_bins,
         local_bins=bins(workspace.header_words - head.COUNTS),
         columns=workspace.rank_bins + workspace.expert_bins, header_words=workspace.header_words,
         header_bins=bins(workspace.header_words), metadata_words=metadata_words,
         tokens=max(1, min(32, MOST_COMPARED // top**2, together)), wide=wide, weighted=weighted,
-        by_expert=by_expert, padded=padded, exact=exact, far_at=workspace.far_at,
-        network=workspace.net,
+        by_expert=by_expert, padded=padded, exact=exact, far_at=far_at, network=network,
     )  # fmt: skip
     return workspace.memory.bind(plan_kernel, channels, num_warps=8, max_registers=None, k=k)
 

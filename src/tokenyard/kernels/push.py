@@ -163,8 +163,7 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
     sent = tl.load(out_bound(plan, r, C, R, C), mask=(r < R) & (r != me), other=0)
     starts = landing + landing_rows_at(R, k.chunks) + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
-    own = x + tl.load(first_in(plan, me, R, C)).to(tl.int64) * ROW
-    starts = tl.where(r == me, own, starts)
+    starts = tl.where(r == me, x + tl.load(first_in(plan, me, R, C)).to(tl.int64) * ROW, starts)
     pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
     first = tl.program_id(0) - k.pushers
     places = _places(plan, first // PARTS * k.tokens + b, num_tokens, k)
@@ -236,16 +235,13 @@ MOST_GATHERED = 16
 """Tokens that a program sums at once, however short their rows are."""
 
 
-def chunks_of(workspace: Any, max_tokens: int) -> int:
+def chunks_of(workspace: Any) -> int:
     """Chunks of the most rows that one rank can send back to another."""
-    return -(-max_tokens // workspace.shape.push.chunk)
+    return -(-workspace.config.max_tokens_per_rank // workspace.shape.push.chunk)
 
 
-def bind_push(
-    workspace: Any, max_tokens: int, form: Any, dtype: Any, bias: tuple[Any, ...]
-) -> Callable[..., None]:
-    """Compile and load the kernel for one kind of call: see ``bind_combine``. ``max_tokens``: of a
-    rank."""
+def bind_push(workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]) -> Callable[..., None]:
+    """Compile and load the kernel for one kind of call: see ``bind_combine``."""
     shape, push, gather = workspace.shape, workspace.shape.push, workspace.shape.gather
     ranks, whole = workspace.memory.world_size, power_of_two_at_least(form.hidden)
     grid, block = shape.pushers + shape.gatherers, min(whole, gather.block)
@@ -258,7 +254,7 @@ def bind_push(
     k = PushConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, pushers=shape.pushers,
         reducers=shape.gatherers, row=row_layout(form), chunk=push.chunk,
-        chunks=chunks_of(workspace, max_tokens),
+        chunks=chunks_of(workspace),
         copied=min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
         tokens=tokens, block=block, span=whole if gather.stages > 1 else block, stages=stages,
         dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,

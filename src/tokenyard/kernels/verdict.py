@@ -52,14 +52,15 @@ def _tell_host(mine, me, half, header_out, most_rows, k: tl.constexpr):
     for s0 in range(0, R, AT_ONCE):
         s = s0 + tl.arange(0, AT_ONCE)
         known = (s < R)[:, None]
+        mask = known & (w < W)[None, :]
         from_header = header_of(mine, half, s, R, k.channels, W)[:, None] + w[None, :]
-        v = tl.load(from_header, mask=known & (w < W)[None, :], other=0)
+        v = tl.load(from_header, mask=mask, other=0)
+        in_matrix = known & (r < R)[None, :]
         from_matrix = matrix_of(mine, half, s, R, k.channels)[:, None] + r[None, :]
-        row = tl.load(from_matrix, mask=known & (r < R)[None, :], other=0)
-        to_header = words(header_out) + 3 + s[:, None] * W + w[None, :]
-        tl.store(to_header, v, mask=known & (w < W)[None, :])
+        row = tl.load(from_matrix, mask=in_matrix, other=0)
+        tl.store(words(header_out) + 3 + s[:, None] * W + w[None, :], v, mask=mask)
         to_matrix = words(header_out) + 3 + R * W + s[:, None] * R + r[None, :]
-        tl.store(to_matrix, row, mask=known & (r < R)[None, :])
+        tl.store(to_matrix, row, mask=in_matrix)
         rows = tl.sum(tl.where((w == _ROWS_AT)[None, :], v, 0), axis=1)
         tokens = tl.sum(tl.where((w == _TOKENS_AT)[None, :], v, 0), axis=1)
         counts = tl.where((w >= _COUNTS_AT)[None, :], v, 0)
@@ -86,8 +87,8 @@ def judge(
     # all loads before anybody waits for one
     tags = tl.load(matrix + R + 1, mask=s < R, other=0)
     rooms = tl.load(matrix + R, mask=s < R, other=0) & MOST
-    to_each = matrix[:, None] + d[None, :]
-    table = tl.load(to_each, mask=(s < R)[:, None] & (d < R)[None, :], other=0)
+    mask = (s < R)[:, None] & (d < R)[None, :]
+    table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
     said = tl.load(headers + (0 if k.exact else _ROWS_AT), mask=s < R, other=0)
     if k.exact:
         doubts = _tell_host(mine, me, half, header_out, most_rows, k)
