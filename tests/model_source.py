@@ -13,11 +13,11 @@ from typing import Any
 import tokenyard
 
 KERNELS = Path(tokenyard.__file__).parent / "kernels"
-SHOWN = {"owe": 4}
+SHOWN = {"owe": 3}
 """Which argument of a call its outline shows, if not the first: of what is owed, the counter."""
 
 
-NAMES = {"k.ring.slots": "slots", "net.slots": "far_slots", "Q": "slots", "NQ": "far_slots"}
+NAMES = {"k.ring.slots": "slots", "net.slots": "far_slots", "Q": "slots"}
 """What constants of kernels are called here."""
 
 
@@ -121,7 +121,7 @@ ROOM_INSIDE = {
 """The same inside nodes of engine twolevel, in dispatch and in combine."""
 ROOM_FAR_IN_DISPATCH = assigned("two_far", "far_turn", "want", "far_slots")
 """What a network sender waits for before a chunk."""
-ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine_turn", "want", "far_slots")
+ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine", "want", "far_slots")
 """The same of a combiner."""
 ROOM_AT_FORWARDER = assigned("two_forward", "_forward", "wants", "slots")
 """What a forwarder waits for before a batch of rows, for each other local rank."""

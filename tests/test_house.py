@@ -105,14 +105,6 @@ WITHOUT_STRUCTS = {
     "names",
     "region",
     "sync",
-    "two_combine",
-    "two_letters",
-    "two_net",
-    "two_pull",
-    "two_region",
-    "two_sums",
-    "two_turns",
-    "two_views",
     "types",
 }
 """Kernel files that still take every constant as a parameter of its own: none may be added."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from plants import Plant
 
-_CREDIT = "            credit(account, mine, source, rest, head, owed.to(tl.int64))\n"
-_HEAD = "net_head(hop.home, c, grid.nodes, k.channels, grid.first_byte)"
+_CREDIT = "            credit(account, mine, source, rest_at(k), head, owed.to(tl.int64))\n"
+_HEAD = "net_head(hop.home, c, k)"
 _EARLY = f"""    credit(
         net_bytes(state, hop.node, k.ranks, grid.nodes, k.channels), hop.mine, hop.source,
-        rest_at(k.ranks, P, k.channels, grid.header_words, grid.first_byte), {_HEAD}, n.to(tl.int64),
+        rest_at(k), {_HEAD}, n.to(tl.int64),
     )
 """
-_OWED = """            owe(
-                peers.state, turn.task, turn.channel, counter, to, owed.to(tl.int64), None, k.ranks,
-                grid.nodes, k.channels,
-            )  # fmt: skip
-"""
+_OWED = "            owe(peers.state, turn, counter, to, owed.to(tl.int64), None, k)\n"
 _EARLY_ADD = (
     f"    add_release(words(peer_base(peers.regions, hop.source) + {_HEAD}), n.to(tl.int64), "
     f"None)\n"
@@ -34,7 +30,7 @@ DISPATCH_PLANTS = {
         "two_dispatch",
         (
             (
-                "= left\n        publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)\n",
+                "= left\n        publish(state, worker, c, TASKS, k)\n",
                 "= left\n",
             ),
         ),
@@ -109,7 +105,7 @@ DISPATCH_PLANTS = {
     "network sender: tail without its row, mapped": Plant(
         "flag before data",
         "two_far",
-        (("c, 0, tail, count,", "c, 0, tail, count + (first == 0),"),),
+        (("turn, 0, tail, count,", "turn, 0, tail, count + (first == 0),"),),
         part="peers",
     ),
     "network sender: ring not drained": Plant(
@@ -123,8 +119,8 @@ DISPATCH_PLANTS = {
         "two_far",
         (
             (
-                "tl.store(sent, base + hi - lo)",
-                "tl.store(sent, base)",
+                "tl.store(net_sent_to(state, node, c, k), base + hi - lo)",
+                "tl.store(net_sent_to(state, node, c, k), base)",
             ),
         ),
     ),
@@ -148,8 +144,8 @@ DISPATCH_PLANTS = {
         "two_forward",
         (
             (
-                "rest, head, owed.to(tl.int64))",
-                "rest, head, owed.to(tl.int64) + 1)",
+                "rest_at(k), head, owed.to(tl.int64))",
+                "rest_at(k), head, owed.to(tl.int64) + 1)",
             ),
         ),
     ),
@@ -190,8 +186,8 @@ DISPATCH_PLANTS = {
         "two_forward",
         (
             (
-                "tl.store(taken, hop.base + hop.end - hop.begin)",
-                "tl.store(taken, hop.base)",
+                "c, k), hop.base + hop.end - hop.begin)",
+                "c, k), hop.base)",
             ),
         ),
     ),

@@ -25,14 +25,14 @@ if left > 0
 """,  # model_rings.receive
     ("two_far", "far_turn"): """
 if left > 0
-  load_acquire(words(mine + net_head(node, c, grid.nodes, k.channels, grid.first_byte)))
+  load_acquire(words(mine + net_head(node, c, k)))
   else
     if seen >= want
       _pack_chunk(routing)
       _put_chunk(peers)
       tl.store(turn.done)
       if left == 0
-        tl.store(sent)
+        tl.store(net_sent_to(state, node, c, k))
 """,  # model_twolevel.send_far
     ("two_far", "_pack_chunk"): """
 for range(0, n, k.rows_sent)
@@ -49,7 +49,7 @@ else
 """,  # model_twolevel.send_far
     ("two_forward", "forward_turn"): """
 if left > 0
-  load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
+  load_acquire(words(mine + net_tail(node, c, k)))
   else
     if seen >= want
       _forward(peers)
@@ -85,7 +85,7 @@ tl.store(put_at)
 return_credits(peers)
 if left == 0
   tl.store(sent_at)
-  tl.store(taken)
+  tl.store(net_taken_from(state, hop.node, c, k))
 """,  # model_twolevel.forward
     ("two_forward", "return_credits"): """
 if owed > 0
@@ -96,65 +96,82 @@ if owed > 0
 """,  # model_twolevel.forward
     ("two_combine", "_combine_turn"): """
 if left > 0
-  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
-  look_at_all(tail_of(mine, node * P + q, c, R, C))
-  while (i < end) & ok
-    if ok
-      for tl.range(0, H, BLOCK, num_stages=STAGES)
-        tl.store(to + w[None, :])
-      if REDUCE
-        tl.store(to)
-  if i > i0
-    owe(heads.to(tl.int64))
-    if MAPPED
-      owe(peer_base(peers, owner) + tail)
-    else
-      if i == end
-        put(peers)
-    tl.store(done)
-    tl.store(taken_at)
-    if left == 0
-      tl.store(bases_at)
-      tl.store(net_sent_to(state, node, c, R, G, C))
+  _combine(peers)
+""",  # model_twolevel.combine_far
+    ("two_combine", "_combine"): """
+load_acquire(words(mine + net_head(node, c, k)))
+look_at_all(tail_of(mine, node * P + q, c, k.ranks, k.channels))
+while (i < end) & ok
+  if ok
+    _combine_rows(parts)
+if i > i0
+  _end_combine(peers)
+""",  # model_twolevel.combine_far
+    ("two_combine", "_combine_rows"): """
+for tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages)
+  tl.store(to + w[None, :])
+if k.picks
+  tl.store(to)
+""",  # model_twolevel.combine_far
+    ("two_combine", "_end_combine"): """
+owe(heads)
+if k.grid.mapped
+  owe(tail)
+else
+  if i == end
+    put(peers.regions)
+tl.store(turn.done)
+tl.store(moved_of(state, 0, link.node * P + q, c, k))
+if left == 0
+  tl.store(bases_at)
+  tl.store(net_sent_to(state, link.node, c, k))
 """,  # model_twolevel.combine_far
     ("two_combine", "_send_turn"): """
 if left > 0
-  load_acquire(head_of(peer_base(peers, me), s, c, R, C))
+  load_acquire(head_of(mine, s, c, k.ranks, k.channels))
   else
     if seen >= want
-      send_sums_chunk(x)
-      owe(tail_of(there, as_me, c, R, C).to(tl.int64))
-      tl.store(done)
+      send_sums_chunk(parts)
+      owe(tail)
+      tl.store(turn.done)
       if left == 0
-        tl.store(sent_to(state, s, c, R, C))
+        tl.store(sent_to(peers.state, s, c, k.ranks, k.channels))
 """,  # model_twolevel.send_near
-    ("two_combine", "_reduce_turn"): """
-if left > 0
-  look_at_all(words(tails))
-  while (i < end) & ok
-    if ok
-      for tl.range(0, H, BLOCK, num_stages=STAGES)
-        add_nodes(v_home)
-      if REDUCE
-        tl.store(to)
-  if i > i0
-    add_release(heads)
-    if not MAPPED
-      return_network_credits(state)
-      tl.store(owed_at)
-    tl.store(done)
-    tl.store(taken_at)
-    if left == 0
-      tl.store(near_at)
-      tl.store(far_at)
+    ("two_combine", "_reduce"): """
+look_at_all(words(tails))
+while (i < end) & ok
+  if ok
+    _sum_tokens(parts)
+if i > share.done
+  _end_reduce(peers)
+""",  # model_twolevel.reduce_both
+    ("two_combine", "_sum_tokens"): """
+for tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages)
+  add_nodes(v_home)
+if k.picks
+  add_node_weights(w_home)
+""",  # model_twolevel.reduce_both
+    ("two_combine", "_end_reduce"): """
+add_release(heads)
+if not k.grid.mapped
+  return_network_credits(peers)
+  tl.store(moved_of(state, 1, r, c, k))
+tl.store(turn.done)
+tl.store(moved_of(state, 0, r, c, k))
+if left == 0
+  tl.store(near_at)
+  tl.store(far_at)
 """,  # model_twolevel.reduce_both
     ("two_combine", "return_network_credits"): """
-for tl.static_range(R // P)
-  if (amount >= CREDIT) | last & (amount > 0)
+for tl.static_range(k.grid.nodes)
+  if (amount >= k.network_ring.credit) | last & (amount > 0)
     credit(account)
 """,  # model_twolevel.reduce_both
     ("two_sums", "add_nodes"): """
-store_sums(out)
+store_sums(sums.rows)
+""",  # model_twolevel.reduce_both
+    ("two_sums", "add_node_weights"): """
+tl.store(to)
 """,  # model_twolevel.reduce_both
     ("two_turns", "publish"): """
 if tl.max(count) > 0
@@ -163,16 +180,16 @@ if tl.max(count) > 0
 """,  # model_turns.Workers._published
     ("two_letters", "greet_turn"): """
 if i == 0
-  say_hello_to_all(peers)
-  tl.store(done)
+  say_hello_to_all(regions)
+  tl.store(turn.done)
 else
   if i == 1
-    if all_are_here(peers, state, tag, tl.load(words(state) + EPOCH), step, R, C, RP)
+    if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k)
       count_call(state)
-      tl.store(done)
+      tl.store(turn.done)
 """,  # model_rings.greet
     ("two_letters", "all_are_here"): """
-look_at_all(hello_of(mine, r, R, C))
+look_at_all(hello_of(mine, r, k.ranks, k.channels))
 else
   if here
     in_same_call(state)
@@ -183,7 +200,7 @@ add_release(hello_of(bases, me, R, C))
 tl.store(words(mine + here))
 for range(R)
   if to // P != me // P
-    put(peers)
+    put(regions)
 """,  # model_rings.greet
     ("two_dispatch", "_turn"): """
 if task < NODES - 1
@@ -214,22 +231,26 @@ if pid >= 0
         publish(state)
   publish(state)
 """,  # model_turns.Workers
+    ("two_combine", "_turn"): """
+if task < 1
+  if rows > 0
+    _reduce(peers)
+else
+  if task < G
+    _combine_turn(peers)
+  else
+    if task < k.ranks
+      _send_turn(peers)
+    else
+      if (task < k.ranks + 1) & (turn.channel == 0)
+        greet_turn(peers.regions)
+""",  # model_turns.Workers
     ("two_combine", "two_combine_kernel"): """
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
-    for range((TASKS + WORKERS - 1) // WORKERS)
-      if task < 1
-        _reduce_turn(peers)
-      else
-        if task < G
-          _combine_turn(peers)
-        else
-          if task < R
-            _send_turn(peers)
-          else
-            if (task < TASKS) & (c == 0)
-              greet_turn(peers)
+    for range((TASKS + k.grid.workers - 1) // k.grid.workers)
+      _turn(peers)
       if place == 0
         publish(state)
   publish(state)
@@ -242,7 +263,7 @@ if (left > 0) & ready
 """,  # no model: no ring, nobody waits for it
     ("two_direct", "_place_turn"): """
 if left > 0
-  load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
+  load_acquire(words(mine + net_tail(node, c, k)))
   else
     if (seen >= want) & ready & (turn.step == ON_TIME)
       for range(0, n, k.rows_forwarded)
@@ -254,7 +275,7 @@ if left > 0
         tl.store(moved_at)
       return_credits(peers)
       if left == 0
-        tl.store(taken)
+        tl.store(net_taken_from(peers.state, node, c, k))
 """,  # model_twolevel.forward, without inner rings
     ("two_direct", "_turn"): """
 if task < NODES - 1
@@ -286,67 +307,74 @@ if pid >= 0
 """,  # model_turns.Workers
     ("two_pull", "_combine_turn"): """
 if left > 0
-  load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+  load_acquire(words(mine + net_head(node, c, k)))
   else
-    if (room >= want) & ready & (step == ON_TIME)
-      for range(0, n, B)
-        for tl.range(0, H, BLOCK, num_stages=STAGES)
-          tl.store(to + w[None, :])
-      if MAPPED
-        owe(peer_base(peers, owner) + tail)
+    if (room >= want) & ready & (turn.step == ON_TIME)
+      _sum_chunk(peers)
+      if k.grid.mapped
+        owe(peer_base(peers.regions, owner) + tail)
       else
-        put(peers)
-      tl.store(done)
+        put(peers.regions)
+      tl.store(turn.done)
       if left == 0
-        tl.store(net_sent_to(state, node, c, R, G, C))
+        tl.store(net_sent_to(state, node, c, k))
 """,  # model_twolevel.combine_far, without inner rings
-    ("two_pull", "_reduce_turn"): """
-if (left > 0) & ready
-  look_at_all(words(mine + net_tail(node, c, C, FAR)))
-  while (i < end) & ok
-    if ok
-      for tl.range(0, H, BLOCK, num_stages=STAGES)
-        add_nodes(v_home)
-  if i > i0
-    if MAPPED
-      tl.store(owed_at)
-    else
-      return_network_credits(state)
-      tl.store(owed_at)
-    tl.store(done)
-    tl.store(taken_at)
-    if left == 0
-      tl.store(taken_from)
+    ("two_pull", "_sum_chunk"): """
+for range(0, n, B)
+  for tl.range(0, hidden, BLOCK, num_stages=k.stages)
+    tl.store(to + w[None, :])
+""",  # model_twolevel.combine_far, without inner rings
+    ("two_pull", "_reduce"): """
+look_at_all(words(mine + net_tail(node, c, k)))
+while (i < end) & ok
+  if ok
+    _sum_tokens(rows_at)
+if i > share.done
+  if not k.grid.mapped
+    return_network_credits(peers)
+  tl.store(owed_at)
+  tl.store(turn.done)
+  tl.store(taken_at)
+  if left == 0
+    tl.store(taken_from)
+""",  # model_twolevel.reduce_both, without inner rings
+    ("two_pull", "_sum_tokens"): """
+for tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages)
+  add_nodes(v_home)
 """,  # model_twolevel.reduce_both, without inner rings
     ("two_pull", "_publish"): """
 if tl.max(count) > 0
   add_release(words(tl.where(r < 0, tails, heads)))
   tl.store(counts)
 """,  # model_turns.Workers._published
+    ("two_pull", "_turn"): """
+if task < 1
+  if (rows > 0) & ready
+    _reduce(peers)
+else
+  if task < G
+    _combine_turn(peers)
+  else
+    if (task < G + 1) & (turn.channel == 0)
+      if tl.load(turn.done) == 0
+        say_hello_to_all(peers.regions)
+        tl.store(turn.done)
+""",  # model_turns.Workers
     ("two_pull", "two_pull_kernel"): """
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
     if not ready
       if before > 0
-        all_are_here(peers)
-    for range((TASKS + WORKERS - 1) // WORKERS)
-      if task < 1
-        _reduce_turn(peers)
-      else
-        if task < G
-          _combine_turn(peers)
-        else
-          if (task < TASKS) & (c == 0)
-            if tl.load(done) == 0
-              say_hello_to_all(peers)
-              tl.store(done)
+        all_are_here(regions)
+    for range((TASKS + k.grid.workers - 1) // k.grid.workers)
+      _turn(peers)
     _publish(peers)
   if step < OVER
-    end_in_views(peers)
+    end_in_views(regions)
 """,  # model_turns.Workers
     ("two_views", "end_in_views"): """
-add_release(done_of(bases, me, R, C))
+add_release(dones)
 if tl.program_id(0) == 0
   if wait_beside(dones, want, r == me, state)
     wait_for_all(dones)

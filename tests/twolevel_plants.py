@@ -50,7 +50,7 @@ PLANTS = {
         "two_turns",
         (
             (
-                "tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))",
+                "tl.store(done_in(state, task, channel, k), tl.full((), 0, tl.int64))",
                 "task += 0",
             ),
         ),
@@ -84,8 +84,7 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            before = left\n        publish(state, worker, c, TASKS, WORKERS, R, "
-                "G, C)\n",
+                "            before = left\n        publish(state, worker, c, TASKS, k)\n",
                 "            before = left\n",
             ),
         ),
@@ -95,9 +94,8 @@ PLANTS = {
         "two_combine",
         (
             (
-                "        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)\n       "
-                " tl.debug_barrier()\n",
-                "        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)\n",
+                "c, k.ranks, k.channels), others)\n    tl.debug_barrier()\n",
+                "c, k.ranks, k.channels), others)\n",
             ),
         ),
     ),
@@ -106,24 +104,26 @@ PLANTS = {
         "two_combine",
         (
             (
-                "        found = look_at_all(words(tails), awaited)\n        tl.debug_barrier()\n",
-                "        found = look_at_all(words(tails), awaited)\n",
+                "    found = look_at_all(words(tails), awaited)\n    tl.debug_barrier()\n",
+                "    found = look_at_all(words(tails), awaited)\n",
             ),
         ),
     ),
     "combiner: one slot too many": Plant(
         "credit before read",
         "two_combine",
-        (("tl.maximum(end - NQ, 0)", "tl.maximum(end - NQ - 1, 0)"),),
+        (("tl.maximum(end - net.slots, 0)", "tl.maximum(end - net.slots - 1, 0)"),),
         hint=7,
     ),
     "combiner: last chunk dropped": Plant(
-        "last chunk", "two_combine", (("if i == end:", "if (i == end) & (end < hi - lo):"),)
+        "last chunk",
+        "two_combine",
+        (("if i == end:", "if (i == end) & (end < link.end - link.begin):"),),
     ),
     "combiner: a chunk is put before its end": Plant(
         "flag before data",
         "two_combine",
-        (("            elif i == end:\n", "            elif i > i0:\n"),),
+        (("    elif i == end:\n", "    elif i > link.done:\n"),),
         part="long",
         within=20,
     ),
@@ -132,8 +132,8 @@ PLANTS = {
         "two_combine",
         (
             (
-                "                n = (i - i0).to(tl.int64)\n",
-                "                n = (end - i0).to(tl.int64)\n",
+                "        n = (i - link.done).to(tl.int64)\n",
+                "        n = (end - link.done).to(tl.int64)\n",
             ),
         ),
         part="long peers",
@@ -147,23 +147,20 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & "
-                "(taken > before), R, G, C)\n",
+                "    owe(state, turn, q, heads, taken - before, others & (taken > before), k)\n",
                 "",
             ),
             (
-                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), "
-                "axis=1)\n",
-                "                add_release(heads, upto - taken, others & (upto > taken))\n"
-                "                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), "
-                "axis=1)\n",
+                "            own = a0 + tl.sum(",
+                "            add_release(heads, upto - taken, others & (upto > taken))\n"
+                "            own = a0 + tl.sum(",
             ),
         ),
     ),
     "combiner: ring not drained": Plant(
         "reused too early",
         "two_combine",
-        (("base + tl.maximum(end - NQ, 0)", "base + end - NQ"),),
+        (("base + tl.maximum(end - net.slots, 0)", "base + end - net.slots"),),
         within=30,
     ),
     "combiner: rows taken not counted": Plant(
@@ -181,8 +178,8 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            tl.store(taken_at, taken, mask=others)",
-                "            tl.store(taken_at, taken * 0, mask=others)",
+                "c, k), taken, mask=others)",
+                "c, k), taken * 0, mask=others)",
             ),
         ),
     ),
@@ -196,16 +193,13 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            add_release(heads, taken - before, (awaited if MAPPED else near) & "
-                "(taken > before))\n",
+                "    add_release(heads, taken - before, credited & (taken > before))\n",
                 "",
             ),
             (
-                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, "
-                ":]\n",
-                "                add_release(heads, upto - taken, near & (upto > taken))\n"
-                "                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, "
-                ":]\n",
+                "            beside = table",
+                "            add_release(heads, upto - taken, near & (upto > taken))\n"
+                "            beside = table",
             ),
         ),
     ),
@@ -224,8 +218,8 @@ PLANTS = {
         "two_combine",
         (
             (
-                "            tl.store(owed_at, owed, mask=far)",
-                "            tl.store(owed_at, owed * 0, mask=far)",
+                "c, k), owed, mask=far)",
+                "c, k), owed * 0, mask=far)",
             ),
         ),
         part="long",
@@ -241,7 +235,7 @@ PLANTS = {
         "flag before data",
         "two_letters",
         _moved(
-            "    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)",
+            "    add_release(hello_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)",
             "    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)\n",
         ),
         within=30,
@@ -294,8 +288,5 @@ def planted(name: str) -> Iterator[None]:
     one.
     """
     plant = HURRIED if name == "hurried" else PLANTS[name] if name else None
-    with (
-        planted_in("tokenyard.engines.twolevel_launches", plant),
-        planted_in(TwolevelEngine, plant),
-    ):
+    with planted_in(TwolevelEngine, plant):
         yield

@@ -4,48 +4,40 @@ from __future__ import annotations
 
 from plants import Plant
 
-_END = "        if step < OVER:\n            end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"
+_END = "        if step < OVER:\n            end_in_views(regions, state, k)\n"
 _BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
 _DONE_FIRST = (
     (_END, ""),
-    (_BEGIN, _BEGIN + "        end_in_views(peers, state, C * WORKERS, R, P, C, RP)\n"),
+    (_BEGIN, _BEGIN + "        end_in_views(regions, state, k)\n"),
 )
-_WRITTEN = """            end_in_views(
-                regions, state, k.channels * grid.workers, k.ranks, grid.ranks_per_node, k.channels,
-                k.rank_bins,
-            )  # fmt: skip
-"""
 _WRITTEN_FIRST = (
-    ("        if step < OVER:\n" + _WRITTEN, ""),
-    (_BEGIN, _BEGIN + "        if worker >= 0:\n" + _WRITTEN),
+    (_END, ""),
+    (_BEGIN, _BEGIN + "        if worker >= 0:\n            end_in_views(regions, state, k)\n"),
 )
 _UNASKED = ("left += tl.where(ready, 0, 1)\n", "left += 0\n")
 _ROWS = "            for j in range(0, n, k.rows_forwarded):\n"
 _CREDITED = (
     "            return_credits(peers, mine, home, source, node, turn, i0, {i1}, {last}, k)\n"
 )
-_SUMS = "            if ok:\n"
-_NOTED = "                tl.store(owed_at, taken - before, mask=far)\n"
-_ADD_EARLY = """                theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
-                heads = words(theirs + net_head(home, c, G, C, FAR))
-                add_release(heads, upto - taken, far & (upto > taken))
+_SUMS = "        if ok:\n"
+_ADD_EARLY = """            theirs = words(peers.regions) + node * P + peers.rank % P
+            heads = words(tl.load(theirs, mask=far, other=0) + net_head(home, c, k))
+            add_release(heads, upto - taken, far & (upto > taken))
 """
-_OWED = "                owed += tl.where(far, taken - before, 0)\n"
-_OWE_EARLY = """                early = tl.where(far, upto - taken, 0)
-                return_network_credits(state, mine, home, local, c, early, left > 0, R, P, C, RP, W, CREDIT, FAR)
+_OWE_EARLY = """            early = tl.where(far, upto - taken, 0)
+            return_network_credits(peers, mine, c, early, share.tokens > 0, k)
 """
 _PUT = (
-    "                put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, "
-    "tail, n.to(tl.int64), 2, True)\n"
+    "                put(peers.regions, account, mine, owner, there, here, num_bytes, tail, num, 2, "
+    "True)\n"
 )
 _LAST = "j + b < n - (n == left).to(tl.int32)"
-_FIRST = (
-    "            first = i0 % NQ  # chunks begin at multiples of NCHUNK, and so does the end of "
-    "the ring\n"
-)
-_PUT_EARLY = """            at, num_bytes = first.to(tl.int64) * SLOT, n.to(tl.int64) * SLOT
-            account, tail = net_bytes(state, node, R, G, C), net_tail(home, c, C, FAR)
-            put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)
+_STORED = "            _sum_chunk(peers, routing, starts, here, there, link, n, c, k)\n"
+_PUT_EARLY = """            account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)
+            num, at = n.to(tl.int64), (i0 % net.slots).to(tl.int64) * k.row.slot_bytes
+            num_bytes, tail = num * k.row.slot_bytes, net_tail(home, c, k)
+            to, from_ = there + at, here + at
+            put(peers.regions, account, mine, owner, to, from_, num_bytes, tail, num, 2, True)
 """
 
 VIEW_PLANTS = {
@@ -136,8 +128,8 @@ VIEW_PLANTS = {
         "two_direct",
         (
             (
-                "tl.store(taken, base + hi - lo)",
-                "tl.store(taken, base)",
+                "tl.store(net_taken_from(peers.state, node, c, k), base + hi - lo)",
+                "tl.store(net_taken_from(peers.state, node, c, k), base)",
             ),
         ),
         part="views",
@@ -185,7 +177,7 @@ VIEW_PLANTS = {
         "two_direct",
         (
             (
-                "            publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)\n            step,",
+                "            publish(state, worker, c, TASKS, k)\n            step,",
                 "            step,",
             ),
         ),
@@ -227,8 +219,8 @@ VIEW_PLANTS = {
         (
             ("        count_call(state)\n", ""),
             (
-                "        dones, want = done_of(",
-                "        count_call(state)\n        dones, want = done_of(",
+                "        dones = done_of(",
+                "        count_call(state)\n        dones = done_of(",
             ),
         ),
         part="apart pulls",
@@ -240,8 +232,8 @@ VIEW_PLANTS = {
         "two_letters",
         (
             (
-                "    seen = look_at_all(hello_of(mine, r, R, C), r < R)\n    tl.debug_barrier()\n",
-                "    seen = look_at_all(hello_of(mine, r, R, C), r < R)\n",
+                "k.channels), r < k.ranks)\n    tl.debug_barrier()\n",
+                "k.channels), r < k.ranks)\n",
             ),
         ),
         part="views",
@@ -279,7 +271,7 @@ VIEW_PLANTS = {
     "pulling reducer: rows of ranks that are not there": Plant(
         "flag before data",
         "two_pull",
-        (("    if (left > 0) & ready:\n", "    if left > 0:\n"),),
+        (("        if (rows > 0) & ready:\n", "        if rows > 0:\n"),),
         part="pulls",
     ),
     "puller: no barrier behind its look": Plant(
@@ -287,8 +279,8 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "C, FAR)))\n        tl.debug_barrier()\n        if reports(",
-                "C, FAR)))\n        if reports(",
+                "c, k)))\n        tl.debug_barrier()\n        if reports(",
+                "c, k)))\n        if reports(",
             ),
         ),
         part="pulls peers",
@@ -296,20 +288,20 @@ VIEW_PLANTS = {
     "pulling reducer: no barrier behind its look": Plant(
         "barrier",
         "two_pull",
-        (("C, FAR)), far)\n        tl.debug_barrier()\n", "C, FAR)), far)\n"),),
+        (("c, k)), far)\n    tl.debug_barrier()\n", "c, k)), far)\n"),),
         part="pulls",
     ),
     "puller: one slot too many": Plant(
         "credit before read",
         "two_pull",
-        (("tl.maximum(i0 + n - NQ, 0)", "tl.maximum(i0 + n - NQ - 1, 0)"),),
+        (("tl.maximum(i0 + n - net.slots, 0)", "tl.maximum(i0 + n - net.slots - 1, 0)"),),
         part="pulls",
         hint=2,
     ),
     "puller: put before its rows": Plant(
         "flag before data",
         "two_pull",
-        ((_PUT, "                pass\n"), (_FIRST, _FIRST + _PUT_EARLY)),
+        ((_PUT, "                pass\n"), (_STORED, _PUT_EARLY + _STORED)),
         part="pulls",
     ),
     "puller: tail without its row, mapped": Plant(
@@ -317,8 +309,8 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "peer_base(peers, owner) + tail, n.to(tl.int64),",
-                "peer_base(peers, owner) + tail, n.to(tl.int64) + (i0 == 0),",
+                "owner) + tail, num, None",
+                "owner) + tail, num + (i0 == 0), None",
             ),
         ),
         part="pulls peers",
@@ -334,8 +326,8 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)",
-                "tl.store(net_sent_to(state, node, c, R, G, C), base)",
+                "tl.store(net_sent_to(state, node, c, k), base + hi - lo)",
+                "tl.store(net_sent_to(state, node, c, k), base)",
             ),
         ),
         part="pulls",
@@ -345,8 +337,8 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "other(node, home), q, c, D, P, C), mask=q < P",
-                "other(node, home), q, (c + 1) % C, D, P, C), mask=q < P",
+                "number, q, channel, k.plan_ranks",
+                "number, q, (channel + 1) % k.channels, k.plan_ranks",
             ),
         ),
         part="pulls channels",
@@ -362,8 +354,8 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "ok = (lacking(found, bases + upto, far) == 0) & (step == ON_TIME)",
-                "ok = step == ON_TIME",
+                "ok = (lacking(found, bases + upto, far) == 0) & (turn.step == ON_TIME)",
+                "ok = turn.step == ON_TIME",
             ),
         ),
         part="pulls",
@@ -377,20 +369,20 @@ VIEW_PLANTS = {
     "pulling reducer: last token dropped": Plant(
         "last chunk",
         "two_pull",
-        (("            here = t < t1\n", "            here = t < t1 - 1\n"),),
+        (("        here = t < share.end\n", "        here = t < share.end - 1\n"),),
         part="pulls",
     ),
     "pulling reducer: credit before read": Plant(
         "credit before read",
         "two_pull",
-        ((_OWED, ""), (_SUMS, _SUMS + _OWE_EARLY)),
+        (("else owed + tl.where(far, taken - before, 0)", "else owed"), (_SUMS, _SUMS + _OWE_EARLY)),
         part="pulls",
         within=20,
     ),
     "pulling reducer: credit before read, mapped": Plant(
         "credit before read",
         "two_pull",
-        ((_NOTED, "                pass\n"), (_SUMS, _SUMS + _ADD_EARLY)),
+        (("owed = taken - before if", "owed = owed * 0 if"), (_SUMS, _SUMS + _ADD_EARLY)),
         part="pulls peers",
         within=20,
     ),
@@ -426,7 +418,7 @@ VIEW_PLANTS = {
         "two_pull",
         (
             (
-                "            _publish(peers, state, worker, c, me, TASKS, WORKERS, R, P, C, RP, FAR, MAPPED)\n            step,",
+                "            _publish(peers, worker, c, TASKS, k)\n            step,",
                 "            step,",
             ),
         ),
@@ -452,7 +444,7 @@ VIEW_PLANTS = {
     "pull: credits of reducers forgotten": Plant(
         "last chunk",
         "two_pull",
-        (("(worker == 0) & MAPPED", "(worker < 0) & MAPPED"),),
+        (("(worker == 0) & k.grid.mapped", "(worker < 0) & k.grid.mapped"),),
         part="long pulls peers",
     ),
 }

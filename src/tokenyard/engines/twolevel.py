@@ -12,15 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.engines.kinds import Kind
+from tokenyard.engines.kinds import Binders, Kind
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.tables import Counted, Counts
 from tokenyard.engines.twolevel_ground import TwoGround
-from tokenyard.engines.twolevel_launches import BINDERS
 from tokenyard.engines.twolevel_watch import TwoWatch
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import NUM_TOKENS
 from tokenyard.kernels import region, two_region
+from tokenyard.kernels.plan import bind_plan
+from tokenyard.kernels.two_combine import bind_two_combine
+from tokenyard.kernels.two_direct import bind_two_direct
+from tokenyard.kernels.two_dispatch import bind_two_dispatch
+from tokenyard.kernels.two_letters import bind_two_greet
+from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.layout import host_ints
 from tokenyard.rows import Payload
 
@@ -31,7 +36,15 @@ class TwolevelEngine(NvlinkEngine):
     """
 
     name = "twolevel"
-    _parts, binders = (TwoGround, TwoWatch), BINDERS
+    _parts = (TwoGround, TwoWatch)
+    binders = Binders(
+        bind_plan,
+        bind_two_dispatch,
+        bind_two_combine,
+        bind_two_direct,
+        bind_two_pull,
+        bind_two_greet,
+    )
     _ground: TwoGround  # pyright: ignore[reportIncompatibleVariableOverride]
     _most_tokens = 0
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 from tokenyard.config import Config
 from tokenyard.engines.rings import Cut, Cuts, Form, Ground, least_ring
@@ -159,17 +159,18 @@ class TwoGround(Ground):
 
         nodes, words = self.grid.num_nodes, self.header_words
         links = (nodes - 1) * channels
-        self.far_at = 8 * region.signal_words(ranks, channels, words)
-        self.rings_at = self.far_at + 8 * two_region.far_words(ranks, nodes, channels, words)
         far_bytes = int(buffer_bytes * self.tuning.net_share) if links else 0
         self.ring_bytes = (buffer_bytes - far_bytes) // (ranks * channels) // 256 * 256
         self.net_ring_bytes = far_bytes // (2 * links) // 256 * 256 if links else 0
-        self.nets_at = self.rings_at + ranks * channels * self.ring_bytes
-        self.stage_at = self.nets_at + links * self.net_ring_bytes
-        self.num_bytes = self.stage_at + links * self.net_ring_bytes
-        self.state_words = region.state_words(ranks, channels) + two_region.far_state_words(
-            ranks, nodes, channels
+        parts = (
+            8 * region.signal_words(ranks, channels, words),
+            two_region.far_bytes(ranks, nodes, channels, words),
+            ranks * channels * self.ring_bytes,
+            links * self.net_ring_bytes,
+            links * self.net_ring_bytes,
         )
+        self.far_at, self.rings_at, self.nets_at, self.stage_at, self.num_bytes = accumulate(parts)
+        self.state_words = two_region.state_words(ranks, nodes, channels)
         self.plan_ranks = ranks + nodes
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
 
@@ -208,37 +209,3 @@ class TwoGround(Ground):
         :func:`most_channels` then chooses them.
         """
         return least_bytes(self.grid, 2 * form.hidden, form.slot_bytes, self.shape.channels)
-
-    def constants(self, form: Form | None = None) -> dict[str, Any]:
-        """Constants of the grid and its memory that kernels share; with those of rings for rows of
-        ``form``.
-        """
-        ranks, nodes = self.grid.world_size, self.grid.num_nodes
-        known: dict[str, Any] = {
-            "R": ranks,
-            "P": self.grid.ranks_per_node,
-            "C": self.shape.channels,
-            "RP": self.rank_bins,
-            "W": self.header_words,
-            "FAR": self.far_at,
-            "NET": self.net,
-        }
-        if form is None:
-            return known
-        ring = self.net_ring(form)
-        return known | {
-            "D": ranks + nodes,
-            "PP": power_of_two_at_least(max(2, self.grid.ranks_per_node)),
-            "RINGS": self.rings_at,
-            "RING": self.ring_bytes,
-            "SLOT": form.slot_bytes,
-            "PAY": form.payload_bytes,
-            "Q": self.slots(form),
-            "NETS": self.nets_at,
-            "STAGE": self.stage_at,
-            "NRING": self.net_ring_bytes,
-            "NQ": ring.slots,
-            "NCHUNK": ring.chunk,
-            "CREDIT": ring.chunk,
-            "MAPPED": self.mapped,
-        }

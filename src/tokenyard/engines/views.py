@@ -23,6 +23,7 @@ from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
 from tokenyard.kernels.greet import greet_all
 from tokenyard.kernels.push import chunks_of, push_rows
+from tokenyard.kernels.two_pull import combine_in_views
 from tokenyard.memory.aside import wait_for
 from tokenyard.memory.base import Region, SymmetricMemory
 from tokenyard.rows import Payload, overlap, padded
@@ -216,15 +217,14 @@ class View:
             )
             view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
         self._memory.gate()
-        launch(
-            ground.peers,
-            ground.state_at,
-            plan.route.data_ptr(),
-            view.addresses.data_ptr(),
-            *addresses(tuple(terms)),
-            total.data_ptr(),
-            tag,
-            tokens,
+        combine_in_views(
+            launch,
+            ground,
+            plan=plan.route.data_ptr(),
+            views=view.addresses.data_ptr(),
+            sums=Sums(*addresses(tuple(terms)), total.data_ptr(), 0),
+            tag=tag,
+            num_tokens=tokens,
         )
         self._memory.settle()
         if out is not None and total is not out:

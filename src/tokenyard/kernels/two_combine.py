@@ -1,343 +1,527 @@
 # pyright: basic
-"""Combine over two levels: a node's rows of a token are summed there, and one row per (token, node) crosses the network.
+"""Combine over two levels: a node's rows of a token are summed there, and one row per (token, node)
+crosses the network.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a channel: a reducer, a combiner per other node,
-a sender per owner with another local index, the greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2
-and 3: rank 3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends one row to rank 0, whose reducer
-adds node 0's sum and this row.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
+channel: a reducer, a combiner per other node, a sender per owner with another local index, the
+greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3: rank
+3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends one
+row to rank 0, whose reducer adds node 0's sum and this row.
 
-The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype; then nodes in order (``docs/semantics.md``).
+The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype;
+then nodes in order (``docs/semantics.md``).
 
-Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``. A combiner stores sums to staging
-slots, and puts a chunk with its number onto ``net tail``; MAPPED: it stores them into the network ring itself, and owes the tail in every turn.
-Senders owe tails, combiners heads of local senders: ``publish`` adds them once per round behind the reducer (release), and once behind the
-last round. A reducer adds to heads itself at the end of a turn (release, behind its reads); MAPPED: also to those of network rings.
+Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``.
+A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:
+it stores them into the network ring itself, and owes the tail in every turn. Senders owe tails,
+combiners heads of local senders: ``publish`` adds them once per round behind the reducer (release),
+and once behind the last round. A reducer adds to heads itself at the end of a turn (release, behind
+its reads); MAPPED: also to those of network rings.
 
-Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a reducer waits for a row of a
-network ring, all earlier ones are taken but those of its step (at most B - 1), and less than CREDIT are held back, so with
-``NQ >= NCHUNK + B + CREDIT - 2`` its combiner has room for the chunk with the row, and waits for senders only, which wait for it only.
+Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a
+reducer waits for a row of a network ring, all earlier ones are taken but those of its step (at most
+``rows_summed - 1``), and less than CREDIT are held back, so with
+``NQ >= NCHUNK + rows_summed + CREDIT - 2`` its combiner has room for the chunk with the row, and
+waits for senders only, which wait for it only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import Chunk, Partials, send_sums_chunk
+from tokenyard.kernels.combine import (
+    Chunk, Partials, Sums, Tiles, send_sums_chunk, tiles_of, types_of
+)
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
-    first_expert, first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
+    first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
+)  # fmt: skip
+from tokenyard.kernels.structs import (
+    Grid, NetworkRing, Peers, RingLayout, Routing, RowLayout, Turn, grid_of, network_ring_of,
+    row_layout,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    ON_ROOM, RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire, look_at_all, now_ns, words,
+    ON_ROOM, RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
+    look_at_all, now_ns, words,
 )  # fmt: skip
 from tokenyard.kernels.two_letters import greet_turn
 from tokenyard.kernels.two_net import credit, put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, rest_at,
-    table_of, table_rows,
+    ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail,
+    net_taken_from, other, rest_at, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import add_nodes, node_sum, node_weights
-from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+from tokenyard.kernels.two_sums import (
+    NodeRows, Tokens, add_node_weights, add_nodes, in_network_ring, node_sum, node_weights
+)
+from tokenyard.kernels.two_turns import (
+    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+)
+from tokenyard.kernels.types import kernel_type
+
+
+class TwoCombineConfig(NamedTuple):
+    """What is known of a combine over two levels when its kernel is compiled. See
+    ``CombineConfig``."""
+
+    ranks: int
+    rank_bins: int  # a power of two, not less than plan_ranks
+    plan_ranks: int
+    channels: int
+    grid: Grid
+    row: RowLayout
+    ring: RingLayout
+    network_ring: NetworkRing
+    dtype: Any
+    slots_per_row: int
+    by_expert: bool
+    weighted: bool
+    picks: int
+    bias0: Any
+    bias1: Any
+    tiles: Tiles  # rows_summed: of combiners too
+    turn: int  # tokens of a reducer's turn
+    stages: int
+
+
+class Link(NamedTuple):
+    """A combiner's turn: sums for ``owner``, of ``node``, that are made in node ``home``."""
+
+    node: Any
+    home: Any
+    owner: Any
+    mine: Any  # address of this rank's region
+    base: Any  # rows put into the network ring in earlier calls
+    begin: Any  # this channel's rows among those for the node: the first
+    end: Any  # and the end
+    done: Any  # rows summed in earlier turns
+
+
+class Share(NamedTuple):
+    """A reducer's turn: tokens of its channel, and how many there are, and were summed in earlier
+    turns."""
+
+    first: Any
+    end: Any
+    tokens: Any
+    done: Any
 
 
 @triton.jit
-def _combine_turn(
-    peers, state, plan, x, slots, row_weights, reduce, T, E, me, node, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
-    H: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
-    NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """Sums of my node for owner (``node``, my local index), channel ``c``, into its network ring, up to the end of a chunk.
+def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
+    """Store sums of my node's ``rows`` into slots ``i [B]`` of a network ring, or its staging."""
+    hidden: tl.constexpr = k.row.hidden
+    slot = i % k.network_ring.slots
+    for k0 in tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages):
+        w = k0 + tl.arange(0, k.tiles.block_summed)
+        v = node_sum(parts, rows, w, k)
+        to = in_network_ring(ring, slot, k)
+        tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
+    if k.picks:
+        pick = tl.arange(0, triton.next_power_of_2(k.picks))
+        v = node_weights(parts, rows, k)
+        to = ring + slot.to(tl.int64) * k.row.slot_bytes + k.row.scales_at
+        to = floats(to)[:, None] + pick[None, :]
+        tl.store(to, v, mask=inside[:, None] & (pick < k.picks)[None, :])
+
+
+@triton.jit
+def _end_combine(
+    peers, link, turn, heads, bases, before, taken, i, end, here, there, k: tl.constexpr
+):
+    """Owe what a combiner's turn up to row ``i`` of the chunk that ends at ``end`` has moved, or
+    put it, and note its progress. Returns the rows that are left.
+
+    Args:
+        heads, bases, before, taken: of the rings ``[local_bins]``: their counters, and rows taken
+            out in earlier calls, in this one before the turn, and by now.
+        here, there: bytes of staging and network ring.
+    """
+    net: tl.constexpr = k.network_ring
+    P: tl.constexpr = k.grid.ranks_per_node
+    state, c, q = peers.state, turn.channel, tl.arange(0, k.grid.local_bins)
+    others, heads = (q < P) & (q != peers.rank % P), heads.to(tl.int64)
+    owe(state, turn, q, heads, taken - before, others & (taken > before), k)
+    tail = net_tail(link.home, c, k)
+    account = net_bytes(state, link.node, k.ranks, k.grid.nodes, k.channels)
+    if k.grid.mapped:
+        n = (i - link.done).to(tl.int64)
+        tl.atomic_add(account, n * k.row.slot_bytes, sem="relaxed", scope="gpu")
+        tail = peer_base(peers.regions, link.owner) + tail
+        owe(state, turn, peers.rank % P, tail, n, None, k)
+    elif i == end:
+        first = link.done // net.chunk * net.chunk
+        at = (first % net.slots).to(tl.int64) * k.row.slot_bytes
+        n = (end - first).to(tl.int64)
+        put(
+            peers.regions, account, link.mine, link.owner, there + at, here + at,
+            n * k.row.slot_bytes, tail, n, 2, True,
+        )  # fmt: skip
+    left = link.end - link.begin - i
+    tl.store(turn.done, i.to(tl.int64))
+    tl.store(moved_of(state, 0, link.node * P + q, c, k), taken, mask=others)
+    if left == 0:
+        bases_at = taken_from(state, link.node * P + q, c, k.ranks, k.channels)
+        tl.store(bases_at, bases + taken, mask=others)
+        tl.store(net_sent_to(state, link.node, c, k), link.base + link.end - link.begin)
+    return left
+
+
+@triton.jit
+def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexpr):
+    """Sum rows ``lo + i0`` .. of those for ``node`` up to the end of a chunk, as far as they are
+    here. Returns the rows that are left, up to ``hi``."""
+    net: tl.constexpr = k.network_ring
+    P: tl.constexpr = k.grid.ranks_per_node
+    plan, state, c, local = routing.plan, peers.state, turn.channel, peers.rank % P
+    b, q = tl.arange(0, k.tiles.rows_summed), tl.arange(0, k.grid.local_bins)
+    link = Link(
+        mine=peer_base(peers.regions, peers.rank), node=node, home=peers.rank // P,
+        owner=node * P + local, base=base, begin=lo, end=hi, done=i0,
+    )  # fmt: skip
+    mine, others = link.mine, (q < P) & (q != local)
+    a0 = tl.load(first_in(plan, link.owner, k.plan_ranks, k.channels))
+    a0 = a0 + tl.load(in_bound(plan, link.owner, c, k.plan_ranks, k.channels))
+    cap = tl.load(table_rows(plan, k))
+    table = table_of(routing, cap, node, link.home, k)
+    here = staging_at(other(node, link.home), c, k)
+    there = ring_at(0, other(link.home, node), c, k)
+    ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else mine + here
+    regions = tl.load(words(peers.regions) + link.home * P + q, mask=others, other=0)
+    heads = head_of(regions, link.owner, c, k.ranks, k.channels)
+    taken_at = moved_of(state, 0, node * P + q, c, k)
+    bases_at = taken_from(state, node * P + q, c, k.ranks, k.channels)
+    bases = tl.load(bases_at, mask=others, other=0)
+    before = tl.load(taken_at, mask=others & (i0 > 0), other=0)
+    taken = before
+    end = tl.minimum(i0 // net.chunk * net.chunk + net.chunk, hi - lo)
+    # ring and staging are drained before the first row
+    want = base + tl.maximum(end - net.slots, 0)
+    room = load_acquire(words(mine + net_head(node, c, k)))
+    tails = look_at_all(tail_of(mine, node * P + q, c, k.ranks, k.channels), others)
+    tl.debug_barrier()
+    if reports(turn.step, room < want, False):
+        give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
+    i, ok = i0, room >= want
+    while (i < end) & ok:
+        inside, row = i + b < end, lo + i + b
+        entries = table + row.to(tl.int64)[:, None] * P + q[None, :]
+        known = (inside & (row < cap))[:, None] & (q < P)[None, :]
+        at = tl.load(entries, mask=known, other=-1)
+        upto = tl.where(others, tl.maximum(tl.max(at + 1, axis=0).to(tl.int64), taken), 0)
+        ok = (lacking(tails, bases + upto, others) == 0) & (turn.step == ON_TIME)
+        if reports(turn.step, lacking(tails, bases + upto, others) > 0, False):
+            number = node * k.channels + c + (q * 0)
+            give_up_on_one(state, ON_PARTS, number, bases + upto, tails, others)
+        if ok:
+            own = a0 + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
+            rows = NodeRows(mine=mine, node=node, local=local, channel=c, at=at, own=own)
+            _combine_rows(parts, ring, i + b, inside, rows, k)
+            taken = upto
+            i = tl.minimum(i + k.tiles.rows_summed, end)
+    left = hi - lo - i0
+    if i > i0:
+        left = _end_combine(
+            peers, link, turn, heads, bases, before, taken, i, end, here, there, k
+        )
+    return left
+
+
+@triton.jit
+def _combine_turn(peers, routing, parts, node, turn, k: tl.constexpr):
+    """Sums of my node for owner (``node``, my local index) in this channel, into its network ring.
 
     Returns the rows that are left, as all turns do.
     """
-    G: tl.constexpr = R // P
-    lo, hi = tl.load(in_bound(plan, R + node, c, D, C)), tl.load(in_bound(plan, R + node, c + 1, D, C))
-    i0 = tl.load(done).to(tl.int32)
-    base = tl.load(net_sent_to(state, node, c, R, G, C))
+    c = turn.channel
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    i0 = tl.load(turn.done).to(tl.int32)
+    base = tl.load(net_sent_to(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:
-        b, q = tl.arange(0, B), tl.arange(0, PP)
-        mine, home, owner = peer_base(peers, me), me // P, node * P + me % P
-        others = (q < P) & (q != me % P)
-        a0 = tl.load(first_in(plan, owner, D, C)) + tl.load(in_bound(plan, owner, c, D, C))
-        cap = tl.load(table_rows(plan, R, D, C))
-        local = first_expert(me + 1, E, R) - first_expert(me, E, R)
-        table = table_of(plan, T, local, cap, other(node, home), D, P, C)
-        here_ring = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
-        there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
-        ring = peer_base(peers, owner) + there if MAPPED else mine + here_ring
-        heads = head_of(tl.load(words(peers) + home * P + q, mask=others, other=0), owner, c, R, C)
-        taken_at, bases_at = moved_of(state, 0, node * P + q, c, R, G, C), taken_from(state, node * P + q, c, R, C)
-        bases = tl.load(bases_at, mask=others, other=0)
-        before = tl.load(taken_at, mask=others & (i0 > 0), other=0)
-        taken = before
-        first = i0 // NCHUNK * NCHUNK
-        end = tl.minimum(first + NCHUNK, hi - lo)
-        want = base + tl.maximum(end - NQ, 0)  # ring and staging are drained before the first row
-        room = load_acquire(words(mine + net_head(node, c, G, C, FAR)))
-        tails = look_at_all(tail_of(mine, node * P + q, c, R, C), others)
-        tl.debug_barrier()
-        if reports(step, room < want, False):
-            give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
-        i, ok = i0, room >= want
-        while (i < end) & ok:
-            inside = i + b < end
-            row = lo + i + b
-            rows = table + row.to(tl.int64)[:, None] * P + q[None, :]
-            at = tl.load(rows, mask=(inside & (row < cap))[:, None] & (q < P)[None, :], other=-1)
-            upto = tl.where(others, tl.maximum(tl.max(at + 1, axis=0).to(tl.int64), taken), 0)
-            ok = (lacking(tails, bases + upto, others) == 0) & (step == ON_TIME)
-            if reports(step, lacking(tails, bases + upto, others) > 0, False):
-                give_up_on_one(state, ON_PARTS, node * C + c + (q * 0), bases + upto, tails, others)
-            if ok:
-                own = a0 + tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)
-                slot = (i + b) % NQ
-                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
-                    w = k0 + tl.arange(0, BLOCK)
-                    v = node_sum(
-                        x, slots, row_weights, mine, at, own, node, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
-                        PLACED, WEIGHTED,
-                    )  # fmt: skip
-                    to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-                    to = to + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                    tl.store(to + w[None, :], v.to(DTYPE), mask=inside[:, None] & (w < H)[None, :])
-                if REDUCE:
-                    k = tl.arange(0, triton.next_power_of_2(K))
-                    v = node_weights(reduce, mine, at, own, node, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
-                    to = (ring + slot.to(tl.int64) * SLOT + PAY).to(tl.pointer_type(tl.float32))[:, None] + k[None, :]
-                    tl.store(to, v, mask=inside[:, None] & (k < K)[None, :])
-                taken = upto
-                i = tl.minimum(i + B, end)
-        if i > i0:
-            owe(state, task, c, q, heads.to(tl.int64), taken - before, others & (taken > before), R, G, C)
-            tail, account = net_tail(home, c, C, FAR), net_bytes(state, node, R, G, C)
-            if MAPPED:
-                n = (i - i0).to(tl.int64)
-                tl.atomic_add(account, n * SLOT, sem="relaxed", scope="gpu")
-                owe(state, task, c, me % P, peer_base(peers, owner) + tail, n, None, R, G, C)
-            elif i == end:
-                offset = (first % NQ).to(tl.int64) * SLOT
-                n = (end - first).to(tl.int64)
-                put(peers, account, mine, owner, there + offset, here_ring + offset, n * SLOT, tail, n, 2, True)
-            left = hi - lo - i
-            tl.store(done, i.to(tl.int64))
-            tl.store(taken_at, taken, mask=others)
-            if left == 0:
-                tl.store(bases_at, bases + taken, mask=others)
-                tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)
+        left = _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k)
     return left
 
 
 @triton.jit
-def _send_turn(
-    peers, state, plan, x, slots, row_weights, reduce, me, s, c, task, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr,
-    B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-):  # fmt: skip
-    """A chunk of partial sums of rows that came from ``s``, into the ring of the local rank that has ``s``'s local index."""
-    lo, hi = tl.load(in_bound(plan, s, c, D, C)), tl.load(in_bound(plan, s, c + 1, D, C))
-    i = tl.load(done).to(tl.int32)
-    base = tl.load(sent_to(state, s, c, R, C))
+def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
+    """A chunk of partial sums of rows that came from ``s``, into the ring of the local rank that
+    has ``s``'s local index."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    plan, c, me = routing.plan, turn.channel, peers.rank
+    lo = tl.load(in_bound(plan, s, c, k.plan_ranks, k.channels))
+    hi = tl.load(in_bound(plan, s, c + 1, k.plan_ranks, k.channels))
+    i = tl.load(turn.done).to(tl.int32)
+    base = tl.load(sent_to(peers.state, s, c, k.ranks, k.channels))
     left = hi - lo - i
     if left > 0:
-        n = tl.minimum(left, CHUNK)
-        want = base + tl.maximum(i + n - Q, 0)  # the ring is drained before the first row
-        seen = load_acquire(head_of(peer_base(peers, me), s, c, R, C))
+        n = tl.minimum(left, k.ring.chunk)
+        # the ring is drained before the first row
+        want = base + tl.maximum(i + n - k.ring.slots, 0)
+        mine = peer_base(peers.regions, me)
+        seen = load_acquire(head_of(mine, s, c, k.ranks, k.channels))
         tl.debug_barrier()
-        if step != ON_TIME:
-            if reports(step, seen < want, False):
-                give_up(state, TIMED_OUT, ON_ROOM, s, c, want, seen)
+        if turn.step != ON_TIME:
+            if reports(turn.step, seen < want, False):
+                give_up(peers.state, TIMED_OUT, ON_ROOM, s, c, want, seen)
         elif seen >= want:
-            there = peer_base(peers, me // P * P + s % P)
+            there = peer_base(peers.regions, me // P * P + s % P)
             as_me = s // P * P + me % P
-            parts = Partials(rows=x, slots=slots, weights=row_weights, picks=reduce)
-            ring = there + RINGS + (as_me * C + c).to(tl.int64) * RING
-            chunk = Chunk(begin=lo + i, count=n, low=lo, first=tl.load(first_in(plan, s, D, C)))
-            send_sums_chunk(parts, ring, chunk, K, J, H, SLOT, PAY, Q, B, BLOCK, DTYPE, PLACED, WEIGHTED)
-            owe(state, task, c, 0, tail_of(there, as_me, c, R, C).to(tl.int64), n.to(tl.int64), None, R, D - R, C)
+            ring = there + k.ring.first_byte
+            ring = ring + (as_me * k.channels + c).to(tl.int64) * k.ring.num_bytes
+            begin, first = lo + i, tl.load(first_in(plan, s, k.plan_ranks, k.channels))
+            chunk = Chunk(begin=begin, count=n, low=lo, first=first)
+            send_sums_chunk(
+                parts, ring, chunk, k.picks, k.slots_per_row, k.row.hidden, k.row.slot_bytes,
+                k.row.scales_at, k.ring.slots, k.tiles.rows_sent, k.tiles.block_sent, k.dtype,
+                k.by_expert, k.weighted,
+            )  # fmt: skip
+            tail = tail_of(there, as_me, c, k.ranks, k.channels).to(tl.int64)
+            owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
-            tl.store(done, (i + n).to(tl.int64))
+            tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                tl.store(sent_to(state, s, c, R, C), base + hi - lo)
+                tl.store(sent_to(peers.state, s, c, k.ranks, k.channels), base + hi - lo)
     return left
 
 
 @triton.jit
-def return_network_credits(
-    state, mine, home, local, c, owed, last, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr,
-    W: tl.constexpr, CREDIT: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Network credits ``owed [RP]`` (node g at R + g) that are due. Returns what is still owed."""
-    r = tl.arange(0, RP)
-    for node in tl.static_range(R // P):
-        amount = tl.sum(tl.where(r == R + node, owed, 0))
-        if (amount >= CREDIT) | (last & (amount > 0)):
+def return_network_credits(peers, mine, channel, owed, last, k: tl.constexpr):
+    """Network credits ``owed [rank_bins]`` (node g at ranks + g) that are due. Returns what is
+    still owed. ``mine``: this rank's region."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    r, home, local = tl.arange(0, k.rank_bins), peers.rank // P, peers.rank % P
+    for node in tl.static_range(k.grid.nodes):
+        amount = tl.sum(tl.where(r == k.ranks + node, owed, 0))
+        if (amount >= k.network_ring.credit) | (last & (amount > 0)):
             to = home * 0 + node * P + local
-            account = net_bytes(state, node, R, R // P, C)
-            credit(account, mine, to, rest_at(R, P, C, W, FAR), net_head(home, c, R // P, C, FAR), amount)
-            owed = tl.where(r == R + node, 0, owed)
+            account = net_bytes(peers.state, node, k.ranks, k.grid.nodes, k.channels)
+            credit(account, mine, to, rest_at(k), net_head(home, channel, k), amount)
+            owed = tl.where(r == k.ranks + node, 0, owed)
     return owed
 
 
 @triton.jit
-def _reduce_turn(
-    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
-    J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, Q: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, TURN: tl.constexpr,
-    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr,
-    WEIGHTED: tl.constexpr, REDUCE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of TURN of this channel's tokens, B tokens at a time: my node's here, other nodes' as they come."""
-    share = (T + C - 1) // C
-    t1 = tl.minimum(c * share + share, T)
-    tokens = tl.maximum(t1 - c * share, 0)
-    i0 = tl.load(done).to(tl.int32)
-    left = tokens - i0
-    if left > 0:
-        r, b, q = tl.arange(0, RP), tl.arange(0, B), tl.arange(0, PP)
-        home, local = me // P, me % P
-        G: tl.constexpr = R // P
-        near = (r < R) & (r // P == home) & (r != me)
-        far = (r >= R) & (r < D) & (r != R + home)
-        awaited = near | far
-        mine = peer_base(peers, me)
-        node = tl.maximum(r - R, 0)
-        near_at, far_at = taken_from(state, r, c, R, C), net_taken_from(state, node, c, R, G, C)
-        taken_at, owed_at = moved_of(state, 0, r, c, R, G, C), moved_of(state, 1, r, c, R, G, C)
-        bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
-        before = tl.load(taken_at, mask=awaited & (i0 > 0), other=0)
-        taken = before
-        owed = tl.load(owed_at, mask=far & (i0 > 0), other=0)
-        lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
-        heads = head_of(tl.load(words(peers) + r, mask=near, other=0), me, c, R, C)
-        if MAPPED:
-            theirs = tl.load(words(peers) + node * P + local, mask=far, other=0)
-            heads = words(tl.where(far, theirs + net_head(home, c, G, C, FAR), heads.to(tl.int64)))
-        a0 = tl.load(first_in(plan, me, D, C))
-        my_low = tl.sum(tl.where(r == me, lows, 0))
-        low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
-        tails = tl.where(far, mine + net_tail(node, c, C, FAR), tail_of(mine, r, c, R, C).to(tl.int64))
-        found = look_at_all(words(tails), awaited)
-        tl.debug_barrier()
-        i, ok = i0, True
-        end = tl.minimum(i0 + TURN, tokens)
-        while (i < end) & ok:
-            t = c * share + i + b
-            here = t < t1
-            table = place_of(plan, t, T, D, C)[:, None] + r[None, :]
-            places = tl.load(table, mask=here[:, None] & (r < D)[None, :], other=-1)
-            upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
-            upto = tl.where(awaited, upto, 0)
-            ok = (lacking(found, bases + upto, awaited) == 0) & (step == ON_TIME)
-            if reports(step, lacking(found, bases + upto, awaited) > 0, True):
-                give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, awaited)
-            if ok:
-                beside = place_of(plan, t, T, D, C)[:, None] + home * P + q[None, :]
-                at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
-                at = tl.where(at >= 0, at - low_near[None, :], -1)
-                own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
-                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
-                    w = k0 + tl.arange(0, BLOCK)
-                    v_home = node_sum(
-                        x, slots, row_weights, mine, at, own, home, me, c, w, H, J, P, PP, C, RINGS, RING, SLOT, Q, B, BLOCK, DTYPE,
-                        PLACED, WEIGHTED,
-                    )  # fmt: skip
-                    add_nodes(
-                        v_home, places, lows, t, here, mine, home, c, w, bias0, bias1, out,
-                        R, P, C, RP, H, SLOT, NETS, NRING, NQ, B, BLOCK, DTYPE, BIAS0, BIAS1,
-                    )  # fmt: skip
-                if REDUCE:
-                    k = tl.arange(0, triton.next_power_of_2(K))
-                    weight = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-                    w_home = node_weights(reduce, mine, at, own, home, me, c, K, P, PP, C, RINGS, RING, SLOT, PAY, Q, B)
-                    for g in tl.static_range(G):
-                        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
-                        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-                        ring = mine + NETS + (other((home * 0) + g, home) * C + c).to(tl.int64) * NRING + PAY
-                        rows = (ring + slot.to(tl.int64) * SLOT).to(tl.pointer_type(tl.float32))
-                        got = (place >= 0) & (home != g)
-                        v = tl.load(rows[:, None] + k[None, :], mask=got[:, None] & (k < K)[None, :], other=0.0)
-                        weight += tl.where(home == g, w_home, v)
-                    to = reduced.to(tl.pointer_type(tl.float32)) + t.to(tl.int64)[:, None] * K + k[None, :]
-                    tl.store(to, weight, mask=here[:, None] & (k < K)[None, :])
-                taken = upto
-                i = tl.minimum(i + B, tokens)
-        if i > i0:
-            left = tokens - i
-            add_release(heads, taken - before, (awaited if MAPPED else near) & (taken > before))
-            if not MAPPED:
-                owed += tl.where(far, taken - before, 0)
-                owed = return_network_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
-                tl.store(owed_at, owed, mask=far)
-            tl.store(done, i.to(tl.int64))
-            tl.store(taken_at, taken, mask=awaited)
-            if left == 0:
-                tl.store(near_at, bases + taken, mask=near)
-                tl.store(far_at, bases + taken, mask=far)
+def _heads(peers, mine, near, far, channel, k: tl.constexpr):
+    """Where those who put rows read how many a reducer has taken, ``[rank_bins]``: near ranks, and
+    other nodes where their memory is mapped."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    r, me = tl.arange(0, k.rank_bins), peers.rank
+    regions = tl.load(words(peers.regions) + r, mask=near, other=0)
+    heads = head_of(regions, me, channel, k.ranks, k.channels)
+    if k.grid.mapped:
+        node = tl.maximum(r - k.ranks, 0)
+        theirs = tl.load(words(peers.regions) + node * P + me % P, mask=far, other=0)
+        head = net_head(me // P, channel, k)
+        heads = words(tl.where(far, theirs + head, heads.to(tl.int64)))
+    return heads
+
+
+@triton.jit
+def _sum_tokens(parts, sums, rows, tokens, k: tl.constexpr):
+    """Store the sums of ``tokens``, of which ``rows`` are those of my node."""
+    for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
+        w = k0 + tl.arange(0, k.tiles.block_summed)
+        v_home = node_sum(parts, rows, w, k)
+        add_nodes(v_home, tokens, sums, rows.mine, rows.node, rows.channel, w, k)
+    if k.picks:
+        w_home = node_weights(parts, rows, k)
+        add_node_weights(w_home, tokens, sums, rows.mine, rows.node, rows.channel, k)
+
+
+@triton.jit
+def _end_reduce(
+    peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k: tl.constexpr
+):
+    """Return credits for what a reducer's turn up to token ``i`` has taken, and note its progress.
+    Returns the tokens that are left."""
+    state, c, r = peers.state, turn.channel, tl.arange(0, k.rank_bins)
+    left = share.tokens - i
+    credited = (near | far) if k.grid.mapped else near
+    add_release(heads, taken - before, credited & (taken > before))
+    if not k.grid.mapped:
+        owed += tl.where(far, taken - before, 0)
+        owed = return_network_credits(peers, mine, c, owed, left == 0, k)
+        tl.store(moved_of(state, 1, r, c, k), owed, mask=far)
+    tl.store(turn.done, i.to(tl.int64))
+    tl.store(moved_of(state, 0, r, c, k), taken, mask=near | far)
+    if left == 0:
+        near_at = taken_from(state, r, c, k.ranks, k.channels)
+        far_at = net_taken_from(state, tl.maximum(r - k.ranks, 0), c, k)
+        tl.store(near_at, bases + taken, mask=near)
+        tl.store(far_at, bases + taken, mask=far)
     return left
+
+
+@triton.jit
+def _reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
+    """Sum the rows of ``k.turn`` tokens, ``rows_summed`` tokens at a time, as far as they are here.
+    Returns the tokens that are left."""
+    R: tl.constexpr = k.ranks
+    P: tl.constexpr = k.grid.ranks_per_node
+    D: tl.constexpr = k.plan_ranks
+    C: tl.constexpr = k.channels
+    plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
+    r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tiles.rows_summed)
+    q, home, local = tl.arange(0, k.grid.local_bins), me // P, me % P
+    near = (r < R) & (r // P == home) & (r != me)
+    far = (r >= R) & (r < D) & (r != R + home)
+    awaited = near | far
+    mine, node = peer_base(peers.regions, me), tl.maximum(r - R, 0)
+    near_at, far_at = taken_from(state, r, c, R, C), net_taken_from(state, node, c, k)
+    taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
+    bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
+    before = tl.load(taken_at, mask=awaited & (share.done > 0), other=0)
+    taken = before
+    owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
+    lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
+    heads = _heads(peers, mine, near, far, c, k)
+    a0, my_low = tl.load(first_in(plan, me, D, C)), tl.sum(tl.where(r == me, lows, 0))
+    low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
+    tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, R, C).to(tl.int64))
+    found = look_at_all(words(tails), awaited)
+    tl.debug_barrier()
+    i, ok = share.done, True
+    end = tl.minimum(share.done + k.turn, share.tokens)
+    while (i < end) & ok:
+        t = share.first + i + b
+        here = t < share.end
+        table = place_of(plan, t, routing.num_tokens, D, C)[:, None]
+        places_at, known = table + r[None, :], here[:, None] & (r < D)[None, :]
+        places = tl.load(places_at, mask=known, other=-1)
+        upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
+        upto = tl.where(awaited, upto, 0)
+        ok = (lacking(found, bases + upto, awaited) == 0) & (turn.step == ON_TIME)
+        if reports(turn.step, lacking(found, bases + upto, awaited) > 0, True):
+            give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, awaited)
+        if ok:
+            beside = table + home * P + q[None, :]
+            at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
+            at = tl.where(at >= 0, at - low_near[None, :], -1)
+            own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
+            rows = NodeRows(mine=mine, node=home, local=local, channel=c, at=at, own=own)
+            _sum_tokens(parts, sums, rows, Tokens(index=t, here=here, places=places, lows=lows), k)
+            taken = upto
+            i = tl.minimum(i + k.tiles.rows_summed, share.tokens)
+    left = share.tokens - share.done
+    if i > share.done:
+        left = _end_reduce(
+            peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k
+        )
+    return left
+
+
+@triton.jit
+def share_of(routing, turn, k: tl.constexpr):
+    """A channel's tokens, and how far its task is with them."""
+    share = (routing.num_tokens + k.channels - 1) // k.channels
+    first = turn.channel * share
+    end = tl.minimum(first + share, routing.num_tokens)
+    tokens, done = tl.maximum(end - first, 0), tl.load(turn.done).to(tl.int32)
+    return Share(first=first, end=end, tokens=tokens, done=done)
+
+
+@triton.jit
+def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
+    """A turn of any task: rows (tokens) left to do. ``home``, ``local``: where this rank is."""
+    G: tl.constexpr = k.grid.nodes
+    P: tl.constexpr = k.grid.ranks_per_node
+    BESIDE: tl.constexpr = P - 1 if P > 1 else 1
+    task = turn.task
+    rows = task * 0
+    if task < 1:
+        share = share_of(routing, turn, k)
+        rows = share.tokens - share.done
+        if rows > 0:
+            rows = _reduce(peers, routing, parts, sums, share, turn, k)
+    elif task < G:
+        rows = _combine_turn(peers, routing, parts, (home + task) % G, turn, k)
+    elif task < k.ranks:
+        node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
+        rows = _send_turn(peers, routing, parts, node * P + beside, turn, k)
+    elif (task < k.ranks + 1) & (turn.channel == 0):
+        rows = greet_turn(peers.regions, peers.state, tag, turn, k)
+    return rows
 
 
 @triton.jit(repr=shown_as("twolevel::combine"))
 def two_combine_kernel(
-    peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, tag, T, E,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
-    J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr,
-    NQ: tl.constexpr, NCHUNK: tl.constexpr, CREDIT: tl.constexpr, SB: tl.constexpr, SBLOCK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, TURN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr, REDUCE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
+    regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, num_experts,
+    k: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``combine_kernel``. Combiners and reducers have B rows of BLOCK channels in flight, in each of STAGES rounds."""
+    """See the module. ``k`` is a :class:`TwoCombineConfig`; :func:`bind_two_combine` makes the
+    launch."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
-    T, E = T.to(tl.int32), E.to(tl.int32)
+    num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
-    home, local = me // P, me % P
-    c, worker = pid % C, pid // C
-    G: tl.constexpr = R // P
-    TASKS: tl.constexpr = R + 1
-    BESIDE: tl.constexpr = P - 1 if P > 1 else 1
+    home, local = me // k.grid.ranks_per_node, me % k.grid.ranks_per_node
+    peers = Peers(regions=regions, state=state, rank=me)
+    routing = Routing(
+        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
+    )
+    c, worker = pid % k.channels, pid // k.channels
+    TASKS: tl.constexpr = k.ranks + 1
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, WORKERS, R, G, C)
+        begin_tasks(state, worker, c, TASKS, k)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            for turn in range((TASKS + WORKERS - 1) // WORKERS):
-                place = place_in_round(turn, c, WORKERS, TASKS)
-                task = dealt(worker, place, WORKERS)
-                done = done_in(state, task, c, R, G, C)
-                rows = worker * 0
-                if task < 1:
-                    rows = _reduce_turn(
-                        peers, state, plan, x, slots, row_weights, reduce, bias0, bias1, out, reduced, T, me, c, done, step,
-                        R, D, P, PP, C, RP, K, J, H, W, RINGS, RING, SLOT, PAY, Q, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, STAGES, DTYPE,
-                        PLACED, WEIGHTED, REDUCE, BIAS0, BIAS1, FAR, MAPPED,
-                    )  # fmt: skip
-                elif task < G:
-                    rows = _combine_turn(
-                        peers, state, plan, x, slots, row_weights, reduce, T, E, me, (home + task) % G, c, task, done, step,
-                        R, D, P, PP, C, K, J, H, RINGS, RING, SLOT, PAY, Q, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, STAGES, DTYPE, PLACED,
-                        WEIGHTED, REDUCE, FAR, MAPPED,
-                    )  # fmt: skip
-                elif task < R:
-                    node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
-                    rows = _send_turn(
-                        peers, state, plan, x, slots, row_weights, reduce, me, node * P + beside, c, task, done, step,
-                        R, D, P, C, K, J, H, RINGS, RING, SLOT, PAY, Q, CHUNK, SB, SBLOCK, DTYPE, PLACED, WEIGHTED, REDUCE,
-                    )  # fmt: skip
-                elif (task < TASKS) & (c == 0):
-                    rows = greet_turn(peers, state, tag, done, step, R, C, RP, P, W, FAR, NET)
+            for i in range((TASKS + k.grid.workers - 1) // k.grid.workers):
+                place = place_in_round(i, c, TASKS, k)
+                task = dealt(worker, place, k)
+                turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
+                rows = _turn(peers, home, local, routing, parts, sums, tag, turn, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-                if place == 0:  # behind the reducer, which stores inside the rank only: meanwhile what others stored arrives
-                    publish(state, worker, c, TASKS, WORKERS, R, G, C)
+                # behind the reducer, which stores inside the rank only: meanwhile what others
+                # stored arrives
+                if place == 0:
+                    publish(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        publish(state, worker, c, TASKS, WORKERS, R, G, C)
+        publish(state, worker, c, TASKS, k)
+
+
+# The host's side
+
+
+def token_bytes(grid: Grid, dtype: Any, bias: tuple[Any, ...]) -> int:
+    """Bytes that a reducer loads for a channel of a token, at most."""
+    most = grid.ranks_per_node + grid.nodes - 1
+    return most * dtype.itemsize + sum(each.itemsize for each in bias)
+
+
+def bind_two_combine(
+    workspace: Any, form: Any, dtype: Any, slots_per_row: int, picks: int, bias: tuple[Any, ...],
+    *, by_expert: bool, weighted: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """As ``bind_combine``, of a ``TwoGround``; ``combine_rows`` launches it."""
+    tuning, grid, slots = workspace.tuning, grid_of(workspace), workspace.slots(form)
+    send, reduce, chunk = tuning.send, tuning.reduce, tuning.send.chunk_of(slots)
+    most, stages = min(chunk, workspace.net_ring(form).most_rows), 1
+    tiles = tiles_of(form.hidden, send, reduce, chunk, most, placed=by_expert)
+    if not by_expert:
+        row_bytes = tiles.block_summed * token_bytes(grid, dtype, bias)
+        rows, stages = reduce.staged(tiles.rows_summed, row_bytes, workspace.shared_bytes)
+        tiles = tiles._replace(rows_summed=rows)
+    ranks, (bias0, bias1) = grid.nodes * grid.ranks_per_node, types_of(bias)
+    k = TwoCombineConfig(
+        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
+        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
+        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype),
+        slots_per_row=slots_per_row, by_expert=by_expert, weighted=weighted, picks=picks,
+        bias0=bias0, bias1=bias1, tiles=tiles, turn=tuning.turn, stages=stages,
+    )  # fmt: skip
+    launch = workspace.memory.bind(
+        two_combine_kernel, workspace.num_programs, num_warps=reduce.num_warps,
+        max_registers=reduce.max_registers, k=k,
+    )  # fmt: skip
+    return lambda *args: launch(*args, workspace.config.num_experts)

@@ -117,26 +117,27 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
     lo = tl.load(in_bound(plan, k.ranks + node, c, k.plan_ranks, k.channels))
     hi = tl.load(in_bound(plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
     i0 = tl.load(turn.done).to(tl.int32)
-    base = tl.load(net_taken_from(peers.state, node, c, k.ranks, grid.nodes, k.channels))
+    base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:
         mine, home, source = peer_base(peers.regions, me), me // P, node * P + me % P
         want = base + i0 + 1
-        seen = load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
+        seen = load_acquire(words(mine + net_tail(node, c, k)))
         b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
         near = q < P
-        moved_at = moved_of(peers.state, 0, node * P + q, c, k.ranks, grid.nodes, k.channels)
+        moved_at = moved_of(peers.state, 0, node * P + q, c, k)
         counts = tl.load(moved_at, mask=near & (i0 > 0), other=0).to(tl.int32)
         tl.debug_barrier()
         if reports(turn.step, seen < want, False):
             give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif (seen >= want) & ready & (turn.step == ON_TIME):
-            cap = tl.load(table_rows(plan, k.ranks, k.plan_ranks, k.channels))
+            cap = tl.load(table_rows(plan, k))
             local = num_experts_of(routing, k.ranks)
             number = other(node, home)
-            tokens = routing.num_tokens
-            table = table_of(plan, tokens, local, cap, number, k.plan_ranks, P, k.channels)
-            landings = landing_of(plan, tokens, local, number, q, c, k.plan_ranks, P, k.channels)
+            table = table_of(routing, cap, node, home, k)
+            landings = landing_of(
+                plan, routing.num_tokens, local, number, q, c, k.plan_ranks, P, k.channels
+            )
             landings = tl.load(landings, mask=near, other=0)
             ring = mine + net.first_byte + (number * k.channels + c).to(tl.int64) * net.num_bytes
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)
@@ -162,8 +163,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
                 tl.store(moved_at, counts.to(tl.int64), mask=near)
             return_credits(peers, mine, home, source, node, turn, i0, i1, left == 0, k)
             if left == 0:
-                taken = net_taken_from(peers.state, node, c, k.ranks, grid.nodes, k.channels)
-                tl.store(taken, base + hi - lo)
+                tl.store(net_taken_from(peers.state, node, c, k), base + hi - lo)
     return left
 
 
@@ -184,10 +184,7 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
         rows = _near_turn(peers, routing, payload, buffers, turn, ready, k)
     elif (task < FAR + 2) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
-            say_hello_to_all(
-                peers.regions, peers.state, tag, k.ranks, k.channels, k.rank_bins,
-                grid.ranks_per_node, grid.header_words, grid.first_byte, grid.network,
-            )  # fmt: skip
+            say_hello_to_all(peers.regions, peers.state, tag, k)
             tl.store(turn.done, tl.full((), 1, tl.int64))
     return rows
 
@@ -212,7 +209,7 @@ def two_direct_kernel(
     c, worker = pid % k.channels, pid // k.channels
     TASKS: tl.constexpr = 2 * grid.nodes
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+        begin_tasks(state, worker, c, TASKS, k)
         q = tl.arange(0, grid.local_bins)
         local = words(buffers) + home * grid.ranks_per_node + q
         parts = tl.load(local, mask=q < grid.ranks_per_node, other=0)
@@ -224,26 +221,20 @@ def two_direct_kernel(
             # the first thing to report: while somebody lacks it, others may lack room and rows
             if not ready:
                 if before > 0:  # who waits has come to the barrier itself before
-                    ready = all_are_here(
-                        regions, state, tag, call, step, k.ranks, k.channels, k.rank_bins
-                    )
+                    ready = all_are_here(regions, state, tag, call, step, k)
                 # it came in this round: the next one has nothing else to end for
                 left += tl.where(ready, 0, 1)
             for i in range((TASKS + grid.workers - 1) // grid.workers):
-                task = dealt(worker, place_in_round(i, c, grid.workers, TASKS), grid.workers)
-                done = done_in(state, task, c, k.ranks, grid.nodes, k.channels)
-                turn = Turn(channel=c, task=task, done=done, step=step)
+                task = dealt(worker, place_in_round(i, c, TASKS, k), k)
+                turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows = _turn(peers, home, routing, payload, views, tag, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
-            publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+            publish(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, left, idle, since)
             before = left
         if step < OVER:
-            end_in_views(
-                regions, state, k.channels * grid.workers, k.ranks, grid.ranks_per_node, k.channels,
-                k.rank_bins,
-            )  # fmt: skip
+            end_in_views(regions, state, k)
 
 
 # The host's side
@@ -270,7 +261,8 @@ def bind_two_direct(
         rows_sent=rows_sent(cut, form, mode, block, network.chunk),
         rows_forwarded=cut.rows_of(block, min(network.chunk, most)), block=block,
     )  # fmt: skip
-    return workspace.memory.bind(
+    launch = workspace.memory.bind(
         two_direct_kernel, workspace.num_programs, num_warps=cut.num_warps,
         max_registers=cut.max_registers, k=k,
     )  # fmt: skip
+    return lambda *args: launch(*args, workspace.config.num_experts)

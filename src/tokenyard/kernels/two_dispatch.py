@@ -133,10 +133,7 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
             order = order_of(routing.plan, to, routing.num_tokens, k.plan_ranks, k.channels)
             send_chunk(payload, order, ring, lo + i, n, lo, k)
             tail = tail_of(there, peers.rank, turn.channel, k.ranks, k.channels).to(tl.int64)
-            owe(
-                peers.state, turn.task, turn.channel, 0, tail, n.to(tl.int64), None, k.ranks,
-                k.grid.nodes, k.channels,
-            )  # fmt: skip
+            owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
@@ -175,10 +172,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
             first = tl.load(first_in(routing.plan, source, k.plan_ranks, k.channels)) + lo
             receive_chunk(routing, result, source, ring, i, n, first, k)
             head = head.to(tl.int64)
-            owe(
-                peers.state, turn.task, turn.channel, 0, head, n.to(tl.int64), None, k.ranks,
-                k.grid.nodes, k.channels,
-            )  # fmt: skip
+            owe(peers.state, turn, 0, head, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
@@ -216,10 +210,7 @@ def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constex
         relayed = (source // NEAR != home).to(tl.int32)
         rows = _receive_turn(peers, routing, result, source, turn, k)
     elif (task < num_tasks(k.ranks, NODES)) & (turn.channel == 0):
-        rows = greet_turn(
-            peers.regions, peers.state, tag, turn.done, turn.step, k.ranks, k.channels,
-            k.rank_bins, NEAR, grid.header_words, grid.first_byte, grid.network,
-        )  # fmt: skip
+        rows = greet_turn(peers.regions, peers.state, tag, turn, k)
     return rows, relayed
 
 
@@ -248,7 +239,7 @@ def two_dispatch_kernel(
     TASKS: tl.constexpr = num_tasks(k.ranks, grid.nodes)
     ROUND: tl.constexpr = (TASKS + grid.workers - 1) // grid.workers
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+        begin_tasks(state, worker, c, TASKS, k)
         if k.padding:
             if worker == grid.workers - 1:
                 zero_padding(routing, num_experts_of(routing, k.ranks), result, c, k)
@@ -257,20 +248,19 @@ def two_dispatch_kernel(
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
             for i in range(ROUND):
-                place = place_in_round(i, c, grid.workers, TASKS)
-                task = dealt(worker, place, grid.workers)
-                done = done_in(state, task, c, k.ranks, grid.nodes, k.channels)
-                turn = Turn(channel=c, task=task, done=done, step=step)
+                place = place_in_round(i, c, TASKS, k)
+                task = dealt(worker, place, k)
+                turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows, relayed = _turn(peers, home, local, routing, payload, result, tag, turn, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(relayed > 0, 0, rows)
                 # behind tasks that copy inside the rank: meanwhile what others stored arrives
                 if place == ROUND - 1:
-                    publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+                    publish(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        publish(state, worker, c, TASKS, grid.workers, k.ranks, grid.nodes, k.channels)
+        publish(state, worker, c, TASKS, k)
 
 
 # The host's side

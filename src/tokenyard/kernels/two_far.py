@@ -43,11 +43,11 @@ def _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.c
     at, count = first.to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
     num_bytes = count * k.row.slot_bytes
     account = net_bytes(state, node, k.ranks, grid.nodes, k.channels)
-    tail = net_tail(home, c, k.channels, grid.first_byte)
+    tail = net_tail(home, c, k)
     if grid.mapped:
         tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
         tail = peer_base(peers.regions, to) + tail
-        owe(state, turn.task, c, 0, tail, count, None, k.ranks, grid.nodes, k.channels)
+        owe(state, turn, 0, tail, count, None, k)
     else:
         target, source = there + at, here + at
         put(peers.regions, account, mine, to, target, source, num_bytes, tail, count, 2, True)
@@ -66,7 +66,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
     lo = tl.load(out_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
     hi = tl.load(out_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
     i = tl.load(turn.done).to(tl.int32)
-    base = tl.load(net_sent_to(state, node, c, k.ranks, grid.nodes, k.channels))
+    base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i
     if left > 0:
         mine, home = peer_base(peers.regions, peers.rank), peers.rank // grid.ranks_per_node
@@ -74,9 +74,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
         n = tl.minimum(left, net.chunk)
         # ring and staging are drained before the first row
         want = base + tl.maximum(i + n - net.slots, 0)
-        seen = load_acquire(
-            words(mine + net_head(node, c, grid.nodes, k.channels, grid.first_byte))
-        )
+        seen = load_acquire(words(mine + net_head(node, c, k)))
         tl.debug_barrier()
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, False):
@@ -96,6 +94,5 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                sent = net_sent_to(state, node, c, k.ranks, grid.nodes, k.channels)
-                tl.store(sent, base + hi - lo)
+                tl.store(net_sent_to(state, node, c, k), base + hi - lo)
     return left

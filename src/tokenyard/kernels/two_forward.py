@@ -74,19 +74,13 @@ def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.co
     CREDIT: tl.constexpr = k.network_ring.credit
     owed = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
     if owed > 0:
-        head = net_head(home, turn.channel, grid.nodes, k.channels, grid.first_byte)
+        head = net_head(home, turn.channel, k)
         if grid.mapped:
             counter, to = peers.rank % grid.ranks_per_node, peer_base(peers.regions, source) + head
-            owe(
-                peers.state, turn.task, turn.channel, counter, to, owed.to(tl.int64), None, k.ranks,
-                grid.nodes, k.channels,
-            )  # fmt: skip
+            owe(peers.state, turn, counter, to, owed.to(tl.int64), None, k)
         else:
             account = net_bytes(peers.state, node, k.ranks, grid.nodes, k.channels)
-            rest = rest_at(
-                k.ranks, grid.ranks_per_node, k.channels, grid.header_words, grid.first_byte
-            )
-            credit(account, mine, source, rest, head, owed.to(tl.int64))
+            credit(account, mine, source, rest_at(k), head, owed.to(tl.int64))
 
 
 @triton.jit
@@ -170,16 +164,11 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
     """
     grid: tl.constexpr = k.grid
     state, c, q = peers.state, turn.channel, tl.arange(0, grid.local_bins)
-    put_at = moved_of(
-        state, 0, hop.node * grid.ranks_per_node + q, c, k.ranks, grid.nodes, k.channels
-    )
+    put_at = moved_of(state, 0, hop.node * grid.ranks_per_node + q, c, k)
     sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k.ranks, k.channels)
     put_here = (counts - before).to(tl.int64)
     tails = tail_of(bases, hop.source, c, k.ranks, k.channels).to(tl.int64)
-    owe(
-        state, turn.task, c, q, tails, put_here, beside & (put_here > 0), k.ranks, grid.nodes,
-        k.channels,
-    )  # fmt: skip
+    owe(state, turn, q, tails, put_here, beside & (put_here > 0), k)
     left -= moved
     done = hop.done + moved
     tl.store(turn.done, done.to(tl.int64))
@@ -189,8 +178,7 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
     )
     if left == 0:
         tl.store(sent_at, sent + counts, mask=beside)
-        taken = net_taken_from(state, hop.node, c, k.ranks, grid.nodes, k.channels)
-        tl.store(taken, hop.base + hop.end - hop.begin)
+        tl.store(net_taken_from(state, hop.node, c, k), hop.base + hop.end - hop.begin)
     return left
 
 
@@ -204,11 +192,10 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
     b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
     near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
-    cap = tl.load(table_rows(plan, k.ranks, k.plan_ranks, k.channels))
+    cap = tl.load(table_rows(plan, k))
     experts = experts_of(routing, k.ranks)
-    local = experts.end - experts.first
     number = other(hop.node, hop.home)
-    table = table_of(plan, routing.num_tokens, local, cap, number, k.plan_ranks, P, k.channels)
+    table = table_of(routing, cap, hop.node, hop.home, k)
     from_source = tl.load(in_bound(plan, hop.source, c, k.plan_ranks, k.channels))
     a0 = tl.load(first_in(plan, hop.source, k.plan_ranks, k.channels)) + from_source
     most = tl.load(in_bound(plan, hop.source, c + 1, k.plan_ranks, k.channels)) - from_source
@@ -216,7 +203,7 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     rings = k.ring.first_byte + (hop.source * k.channels + c).to(tl.int64) * k.ring.num_bytes
     bases = tl.load(words(peers.regions) + hop.home * P + q, mask=beside, other=0)
     heads = head_of(hop.mine, hop.node * P + q, c, k.ranks, k.channels)
-    put_at = moved_of(state, 0, hop.node * P + q, c, k.ranks, grid.nodes, k.channels)
+    put_at = moved_of(state, 0, hop.node * P + q, c, k)
     sent = tl.load(sent_to(state, hop.node * P + q, c, k.ranks, k.channels), mask=beside, other=0)
     before = tl.load(put_at, mask=near & (hop.done > 0), other=0).to(tl.int32)
     counts = before
@@ -263,13 +250,13 @@ def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
     lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
     hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
     i0 = tl.load(turn.done).to(tl.int32)
-    base = tl.load(net_taken_from(peers.state, node, c, k.ranks, grid.nodes, k.channels))
+    base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:
         mine, home = peer_base(peers.regions, peers.rank), peers.rank // grid.ranks_per_node
         source = node * grid.ranks_per_node + peers.rank % grid.ranks_per_node
         want = base + i0 + 1
-        seen = load_acquire(words(mine + net_tail(node, c, k.channels, grid.first_byte)))
+        seen = load_acquire(words(mine + net_tail(node, c, k)))
         if reports(turn.step, seen < want, False):
             give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif seen >= want:

@@ -1,18 +1,25 @@
 # pyright: basic
-"""What a plan and a greeting send to other nodes: letters and tags, one put to each rank. Inside a node peers store (``plan``, ``greet``).
+"""What a plan and a greeting send to other nodes: letters and tags, one put to each rank. Inside a
+node peers store (``plan``, ``greet``).
 
-A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one, the same to d's node, rows to d's node; if d has
-s's local index, it forwards rows of s: then also rows to each rank of its node in channels before each one.
+A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one,
+the same to d's node, rows to d's node; if d has s's local index, it forwards rows of s: then also
+rows to each rank of its node in channels before each one.
 
-Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d, as many as C programs of a near plan do; a tag
-comes with 1 onto ``hellos[s]``. Program 0 has waited for them (acquire) and copies letters to where near ranks write theirs. The greeting
-reads tags when a look at all hellos (acquire) has found those of this call.
+Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d,
+as many as C programs of a near plan do; a tag comes with 1 onto ``hellos[s]``. Program 0 has waited
+for them (acquire) and copies letters to where near ranks write theirs. The greeting reads tags when
+a look at all hellos (acquire) has found those of this call.
 
-Why reuse is safe: letters, tags and what they are put from alternate by the parity of the call. Half ``n % 2`` is written again in call n + 2,
-behind arrival (hello) n + 1 of that rank, which it sent behind its call n, for which it needed mine: it has read that, and the put is over.
+Why reuse is safe: letters, tags and what they are put from alternate by the parity of the call.
+Half ``n % 2`` is written again in call n + 2, behind arrival (hello) n + 1 of that rank, which it
+sent behind its call n, for which it needed mine: it has read that, and the put is over.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,22 +28,39 @@ from tokenyard import header as head
 from tokenyard.kernels.greet import count_call, greeted, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    EPOCH, arrival_of, bounds_of, first_expert, first_out, header_of, hello_of, in_bound, matrix_of, peer_base, tag_of,
+    EPOCH, arrival_of, bounds_of, first_expert, first_out, header_of, hello_of, in_bound, matrix_of,
+    peer_base, tag_of,
 )  # fmt: skip
+from tokenyard.kernels.structs import Grid, grid_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up, lacking, look_at_all, note_call, words,
+    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up,
+    lacking, look_at_all, note_call, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
-from tokenyard.kernels.two_region import landing_of, letter_at, letter_words, net_bytes, other, short_letter_words, tag_at
+from tokenyard.kernels.two_region import (
+    landing_of, letter_at, letter_words, net_bytes, other, short_letter_words, tag_at
+)
 from tokenyard.kernels.two_turns import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
 
 
+class TwoGreetConfig(NamedTuple):
+    """What is known of a call without rows when its kernel is compiled."""
+
+    ranks: int
+    rank_bins: int  # a power of two, not less than ranks and nodes together
+    channels: int
+    grid: Grid
+
+
 @triton.jit
-def to_letter(to_header, to_matrix, peers, me, half, to, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
-              FAR: tl.constexpr):  # fmt: skip
-    """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and ``to_matrix`` there, or my outbox."""
+def to_letter(
+    to_header, to_matrix, peers, me, half, to, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
+    W: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and
+    ``to_matrix`` there, or my outbox."""
     letter = peer_base(peers, me) + letter_at(1, half, to, R, P, C, W, FAR)
     far = to // P != me // P
     header = tl.where(far, letter, to_header.to(tl.int64))
@@ -45,8 +69,8 @@ def to_letter(to_header, to_matrix, peers, me, half, to, R: tl.constexpr, C: tl.
 
 @triton.jit
 def post_letters(
-    peers, state, me, half, hist, R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
-    HIST: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
+    peers, state, me, half, hist, R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, HIST: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
 ):  # fmt: skip
     """Complete the letters whose headers are in the outbox, and put them."""
     mine = peer_base(peers, me)
@@ -67,26 +91,30 @@ def post_letters(
             for beside in range(0, tl.where(rail, P, 0)):
                 q = beside + 0
                 rows = tl.load(hist + c * HIST + to // P * P + q, mask=c < C, other=0)
-                tl.store(words(mine + here) + SHORT + q * C + c, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
+                to_rank = words(mine + here) + SHORT + q * C + c
+                tl.store(to_rank, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
             num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
             there = letter_at(0, half, me, R, P, C, W, FAR)
             counter = arrival_of(mine, me, R, C).to(tl.int64) - mine
             account = net_bytes(state, to // P, R, R // P, C)
-            put(peers, account, mine, to, there, here, num_bytes, counter, tl.full((), C, tl.int64), 1, NET)
+            count = tl.full((), C, tl.int64)
+            put(peers, account, mine, to, there, here, num_bytes, counter, count, 1, NET)
 
 
 @triton.jit
 def open_letters(
-    mine, me, half, plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, FAR: tl.constexpr,
+    mine, me, half, plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Bring what letters say to where near ranks write it, and note what comes through the network."""
+    """Bring what letters say to where near ranks write it, and note what comes through the
+    network."""
     c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
     for rank in range(R):
         s = rank + 0
         if s // P != me // P:
             letter = words(mine + letter_at(0, half, s, R, P, C, W, FAR))
-            tl.store(header_of(mine, half, s, R, C, W) + w, tl.load(letter + w, mask=w < W, other=0), mask=w < W)
+            header = header_of(mine, half, s, R, C, W) + w
+            tl.store(header, tl.load(letter + w, mask=w < W, other=0), mask=w < W)
             row = tl.load(letter + W + r, mask=r < R + 2, other=0)
             tl.store(matrix_of(mine, half, s, R, C) + r, row, mask=r < R + 2)
             bounds = tl.load(letter + W + R + 2 + c, mask=c < C, other=0)
@@ -101,10 +129,11 @@ def open_letters(
 
 @triton.jit
 def note_landings(
-    mine, me, half, plan, T, E, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
+    mine, me, half, plan, T, E, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Where rows that this rank forwards begin at the ranks of its node, from letters and the matrix."""
+    """Where rows that this rank forwards begin at the ranks of its node, from letters and the
+    matrix."""
     SHORT: tl.constexpr = short_letter_words(R, C, W)
     PP: tl.constexpr = triton.next_power_of_2(P)
     c, s, q = tl.arange(0, CP), tl.arange(0, RP), tl.arange(0, PP)
@@ -124,10 +153,11 @@ def note_landings(
 
 @triton.jit
 def lacks_table(
-    mine, state, half, plan, room, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, W: tl.constexpr,
-    HOST: tl.constexpr,
+    mine, state, half, plan, room, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    RP: tl.constexpr, W: tl.constexpr, HOST: tl.constexpr,
 ):  # fmt: skip
-    """Whether a rank has more tokens than another's forwarders have room for: the upper half of ``room``. Notes this rank's."""
+    """Whether a rank has more tokens than another's forwarders have room for: the upper half of
+    ``room``. Notes this rank's."""
     r = tl.arange(0, RP)
     tokens = tl.load(header_of(mine, half, r, R, C, W) + _TOKENS_AT, mask=r < R, other=0)
     rooms = tl.load(matrix_of(mine, half, r, R, C) + R, mask=r < R, other=2**62) >> 32
@@ -140,77 +170,92 @@ def lacks_table(
 
 
 @triton.jit
-def say_hello_to_all(
-    peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
-    NET: tl.constexpr,
-):  # fmt: skip
+def say_hello_to_all(regions, state, tag, k: tl.constexpr):
     """As ``say_hello``: near ranks by stores, the others by puts."""
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    P: tl.constexpr = k.grid.ranks_per_node
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
     half = (call % 2).to(tl.int32)
     note_call(state, tag, call)
-    r = tl.arange(0, RP)
+    r = tl.arange(0, k.rank_bins)
     near = (r < R) & (r // P == me // P)
-    bases = tl.load(words(peers) + r, mask=near, other=0)
+    bases = tl.load(words(regions) + r, mask=near, other=0)
     tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)
-    add_release(hello_of(bases, me, R, C), tl.full((RP,), 1, tl.int64), near)
-    mine = peer_base(peers, me)
-    here = tag_at(half, R, P, C, W, FAR)
+    add_release(hello_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)
+    mine = peer_base(regions, me)
+    here = tag_at(half, k)
     tl.store(words(mine + here), tag)
-    there, counter = tag_of(mine, half, me, R, C).to(tl.int64) - mine, hello_of(mine, me, R, C).to(tl.int64) - mine
+    there = tag_of(mine, half, me, R, C).to(tl.int64) - mine
+    counter = hello_of(mine, me, R, C).to(tl.int64) - mine
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
             account = net_bytes(state, to // P, R, R // P, C)
-            put(peers, account, mine, to, there, here, tl.full((), 8, tl.int64), counter, tl.full((), 1, tl.int64), 1, NET)
+            num_bytes, count = tl.full((), 8, tl.int64), tl.full((), 1, tl.int64)
+            network: tl.constexpr = k.grid.network
+            put(regions, account, mine, to, there, here, num_bytes, counter, count, 1, network)
 
 
 @triton.jit
-def greet_turn(
-    peers, state, tag, done, step, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
-    FAR: tl.constexpr, NET: tl.constexpr,
-):  # fmt: skip
-    """``greet`` as a task (``two_turns.py``): the first turn says hello; a later one, when all have said so, compares tags and counts the call.
+def greet_turn(regions, state, tag, turn, k: tl.constexpr):
+    """``greet`` as a task (``two_turns.py``): the first turn says hello; a later one, when all have
+    said so, compares tags and counts the call.
 
     Returns what is left of the two, as other turns return rows.
     """
-    i = tl.load(done).to(tl.int32)
+    i = tl.load(turn.done).to(tl.int32)
     left = 2 - i
     if i == 0:
-        say_hello_to_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
+        say_hello_to_all(regions, state, tag, k)
         left -= 1
-        tl.store(done, tl.full((), 1, tl.int64))
+        tl.store(turn.done, tl.full((), 1, tl.int64))
     elif i == 1:
-        if all_are_here(peers, state, tag, tl.load(words(state) + EPOCH), step, R, C, RP):
+        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k):
             count_call(state)
             left -= 1
-            tl.store(done, tl.full((), 2, tl.int64))
+            tl.store(turn.done, tl.full((), 2, tl.int64))
     return left
 
 
 @triton.jit
-def all_are_here(peers, state, tag, call, step, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
-    """One look: whether all ranks have come to this ``call``. Gives up on one that is late, or in another: not before this rank
-    has said hello itself, as the worker that does so may begin after one that gave up, and the others would wait for it."""
-    r, me = tl.arange(0, RP), tl.load(words(state) + RANK).to(tl.int32)
-    mine, others = peer_base(peers, me), (r < R) & (r != me)
+def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
+    """One look: whether all ranks have come to this ``call``.
+
+    Gives up on one that is late, or in another: not before this rank has said hello itself, as the
+    worker that does so may begin after one that gave up, and the others would wait for it.
+    """
+    r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
+    mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
     want = call + 1 + (r * 0)
-    seen = look_at_all(hello_of(mine, r, R, C), r < R)
+    seen = look_at_all(hello_of(mine, r, k.ranks, k.channels), r < k.ranks)
     tl.debug_barrier()
-    here = (lacking(seen, want, r < R) == 0) & (step == ON_TIME)
+    here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_GREETING, r, want, seen, others)
     elif here:
-        here = in_same_call(state, mine, call, tag, others, R, C, RP)
+        here = in_same_call(state, mine, call, tag, others, k.ranks, k.channels, k.rank_bins)
     return here
 
 
 @triton.jit(repr=shown_as("twolevel::greet"))
-def two_greet_kernel(
-    peers, state, tag, R: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
-    NET: tl.constexpr,
-):  # fmt: skip
-    """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
+def two_greet_kernel(regions, state, tag, k: tl.constexpr):
+    """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it. ``k`` is
+    a :class:`TwoGreetConfig`; :func:`bind_two_greet` makes the launch."""
     if not given_up(state):
-        say_hello_to_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
-        greeted(peers, state, tag, R, C, RP)
+        say_hello_to_all(regions, state, tag, k)
+        greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins)
         count_call(state)
+
+
+# The host's side
+
+
+def bind_two_greet(workspace: Any) -> Callable[..., None]:
+    """Compile and load the kernel of a call without rows, of a ``TwoGround``."""
+    grid = grid_of(workspace)
+    k = TwoGreetConfig(
+        ranks=grid.nodes * grid.ranks_per_node, rank_bins=workspace.rank_bins,
+        channels=workspace.shape.channels, grid=grid,
+    )  # fmt: skip
+    return workspace.memory.bind(two_greet_kernel, 1, num_warps=4, max_registers=None, k=k)

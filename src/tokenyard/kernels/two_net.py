@@ -1,16 +1,18 @@
 # pyright: basic
 """One-sided verbs between nodes: the only file that speaks of how bytes cross the network.
 
-``put``: bytes of my region to the same region of another rank, then a number onto a counter there. ``credit``: the number alone. Places
-are bytes from the start of the region, which is symmetric. Two implementations of ``put``, chosen by NET: NVSHMEM's device calls, and peer
-pointers. Rows are put, and credited, only where memory of other nodes is not mapped (MAPPED), so by NVSHMEM.
+``put``: bytes of my region to the same region of another rank, then a number onto a counter there.
+``credit``: the number alone. Places are bytes from the start of the region, which is symmetric. Two
+implementations of ``put``, chosen by NET: NVSHMEM's device calls, and peer pointers. Rows are put,
+and credited, only where memory of other nodes is not mapped (``grid.mapped``), so by NVSHMEM.
 
-Who publishes what, who may read when: whoever acquires the counter sees the bytes. A fence orders a put behind all that this program, and
-earlier kernels of this rank, have put to anybody; otherwise NVSHMEM may deliver puts in any order, and a counter that two puts
-add to would be as large as if both were there. Bytes are read from here until the put is over, which only an answer tells.
+Who publishes what, who may read when: whoever acquires the counter sees the bytes. A fence orders a
+put behind all that this program, and earlier kernels of this rank, have put to anybody; otherwise
+NVSHMEM may deliver puts in any order, and a counter that two puts add to would be as large as if
+both were there. Bytes are read from here until the put is over, which only an answer tells.
 
-All threads of a program make NVSHMEM's calls together, so a credit is a put, of 16 bytes that nobody reads: of the calls that signal, only
-those that put are made once per program.
+All threads of a program make NVSHMEM's calls together, so a credit is a put, of 16 bytes that
+nobody reads: of the calls that signal, only those that put are made once per program.
 """
 
 from __future__ import annotations
@@ -49,22 +51,28 @@ def _nvshmem(account, mine, rank, there, here, num_bytes, counter, count):
     add_release(account, num_bytes, None)  # what the program has stored, the network reads
     nvshmem_fence()
     nvshmem_put_signal(
-        mine + there, mine + here, num_bytes, mine + counter, count.to(tl.uint64), SIGNAL_ADD, rank.to(tl.int32)
-    )
+        mine + there, mine + here, num_bytes, mine + counter, count.to(tl.uint64), SIGNAL_ADD,
+        rank.to(tl.int32),
+    )  # fmt: skip
     tl.debug_barrier()
 
 
 @triton.jit
-def put(peers, account, mine, rank, there, here, num_bytes, counter, count, WORDS: tl.constexpr, NET: tl.constexpr):
-    """Bytes from ``here`` to ``there`` at ``rank``, then ``count`` onto ``counter`` there. ``mine``: address of my region.
+def put(
+    regions, account, mine, rank, there, here, num_bytes, counter, count, WORDS: tl.constexpr,
+    NET: tl.constexpr,
+):  # fmt: skip
+    """Bytes from ``here`` to ``there`` at ``rank``, then ``count`` onto ``counter`` there.
+    ``mine``: address of my region.
 
-    ``num_bytes`` (int64) is a multiple of 8 * WORDS (1 or 2). ``account``: a word of this GPU that counts them.
+    ``num_bytes`` (int64) is a multiple of 8 * WORDS (1 or 2). ``account``: a word of this GPU that
+    counts them.
     """
     if NET:
         _nvshmem(account, mine, rank, there, here, num_bytes, counter, count)
     else:
         tl.debug_barrier()
-        base = peer_base(peers, rank)
+        base = peer_base(regions, rank)
         source = tl.multiple_of((mine + here).to(tl.pointer_type(tl.int64)), 8 * WORDS)
         target = tl.multiple_of((base + there).to(tl.pointer_type(tl.int64)), 8 * WORDS)
         n = (num_bytes // (8 * WORDS)).to(tl.int32) * WORDS
@@ -78,5 +86,6 @@ def put(peers, account, mine, rank, there, here, num_bytes, counter, count, WORD
 
 @triton.jit
 def credit(account, mine, rank, rest, counter, count):
-    """``count`` onto ``counter`` at ``rank``, behind all that this program has read. ``rest``: 16 bytes that nobody reads."""
+    """``count`` onto ``counter`` at ``rank``, behind all that this program has read. ``rest``: 16
+    bytes that nobody reads."""
     _nvshmem(account, mine, rank, rest, rest, tl.full((), 16, tl.int64), counter, count)

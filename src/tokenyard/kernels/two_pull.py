@@ -1,248 +1,352 @@
 # pyright: basic
-"""Combine in place over two levels: a node's rows of a token are read where they lie and summed, and one row per (token, node) crosses.
+"""Combine in place over two levels: a node's rows of a token are read where they lie and summed,
+and one row per (token, node) crosses.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a channel: a reducer, a combiner per other node, the
-hello (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 1, 2 and 3: rank 2 reads its own row and rank 3's out of
-their views, adds them in rank order, rounds and sends one row to rank 0, whose reducer adds rank 1's row, out of its view, and this row.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
+channel: a reducer, a combiner per other node, the hello (of channel 0). Example: 2 nodes of 2
+ranks, token 5 of rank 0 went to ranks 1, 2 and 3: rank 2 reads its own row and rank 3's out of
+their views, adds them in rank order, rounds and sends one row to rank 0, whose reducer adds rank
+1's row, out of its view, and this row.
 
-The tree is that of ``kernels/two_combine.py``, bit for bit. Rows of a view stand as a dispatch in place leaves them: in arrival order.
+The tree is that of ``kernels/two_combine.py``, bit for bit. Rows of a view stand as a dispatch in
+place leaves them: in arrival order. They begin at 0 of a view.
 
-Who publishes what, who may read when: of the network rings, as in ``kernels/two_combine.py``, but reducers owe what they add to MAPPED heads,
-too, so a round has one release; of views, ``kernels/two_views.py``. There are no rings inside a node.
+Who publishes what, who may read when: of the network rings, as in ``kernels/two_combine.py``, but
+reducers owe what they add to MAPPED heads, too, so a round has one release; of views,
+``kernels/two_views.py``. There are no rings inside a node.
 
-Nobody waits in a circle: a combiner needs room in its network ring, so its reducer, which takes rows in token order, as combiners send them:
-the argument of ``kernels/two_combine.py``, without inner rings. Both need greetings, which wait for nothing.
+Nobody waits in a circle: a combiner needs room in its network ring, so its reducer, which takes
+rows in token order, as combiners send them: the argument of ``kernels/two_combine.py``, without
+inner rings. Both need greetings, which wait for nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.combine import Sums, Tiles, types_of
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.region import EPOCH, first_expert, first_out, in_bound, out_bound, peer_base, place_of
+from tokenyard.kernels.place import num_experts_of
+from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
+from tokenyard.kernels.structs import (
+    Grid, NetworkRing, Peers, Routing, RowLayout, Turn, grid_of, network_ring_of, row_layout
+)
 from tokenyard.kernels.sync import (
-    RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire, look_at_all, now_ns, words,
+    RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
+    look_at_all, now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.two_combine import return_network_credits
+from tokenyard.kernels.two_combine import Link, return_network_credits, share_of, token_bytes
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, owed_of,
-    owed_words, table_of, table_rows,
+    ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail,
+    net_taken_from, other, owed_of, owed_words, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import add_nodes, view_sum
-from tokenyard.kernels.two_turns import ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
+from tokenyard.kernels.two_sums import Tokens, add_nodes, in_network_ring, view_sum
+from tokenyard.kernels.two_turns import (
+    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
+)
 from tokenyard.kernels.two_views import end_in_views
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+
+
+class TwoPullConfig(NamedTuple):
+    """What is known of a combine in place over two levels when its kernel is compiled. See
+    ``TwoCombineConfig``."""
+
+    ranks: int
+    rank_bins: int  # a power of two, not less than plan_ranks
+    plan_ranks: int
+    channels: int
+    grid: Grid
+    row: RowLayout
+    network_ring: NetworkRing
+    dtype: Any
+    bias0: Any
+    bias1: Any
+    tiles: Tiles
+    turn: int  # tokens of a reducer's turn
+    stages: int
 
 
 @triton.jit
-def _combine_turn(
-    peers, state, plan, starts, T, E, me, node, c, task, done, step, ready,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr,
-    NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, NCHUNK: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """A chunk of sums of my node for owner (``node``, my local index), channel ``c``, into its network ring. ``starts [PP]``: of views."""
-    G: tl.constexpr = R // P
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    lo, hi = tl.load(in_bound(plan, R + node, c, D, C)), tl.load(in_bound(plan, R + node, c + 1, D, C))
-    i0 = tl.load(done).to(tl.int32)
-    base = tl.load(net_sent_to(state, node, c, R, G, C))
+def _sum_chunk(peers, routing, starts, here, there, link, n, channel, k: tl.constexpr):
+    """Store sums of my node's rows ``link.done`` .. into slots of the owner's network ring, at byte
+    ``there``, or of its staging, at byte ``here``. ``starts [local_bins]``: of views."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    B: tl.constexpr = k.tiles.rows_summed
+    BLOCK: tl.constexpr = k.tiles.block_summed
+    hidden: tl.constexpr = k.row.hidden
+    ROW: tl.constexpr = hidden * k.dtype.primitive_bitwidth // 8
+    b, q = tl.arange(0, B), tl.arange(0, k.grid.local_bins)
+    cap = tl.load(table_rows(routing.plan, k))
+    local, number = num_experts_of(routing, k.ranks), other(link.node, link.home)
+    table = table_of(routing, cap, link.node, link.home, k)
+    landings = landing_of(
+        routing.plan, routing.num_tokens, local, number, q, channel, k.plan_ranks, P, k.channels
+    )
+    rows_at = starts + tl.load(landings, mask=q < P, other=0).to(tl.int64) * ROW
+    ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else link.mine + here
+    # chunks begin at multiples of network_ring.chunk, and so does the end of the ring
+    first = link.done % k.network_ring.slots
+    for j in range(0, n, B):
+        inside, row = j + b < n, link.begin + link.done + j + b
+        entries = table + row.to(tl.int64)[:, None] * P + q[None, :]
+        known = (inside & (row < cap))[:, None] & (q < P)[None, :]
+        at = tl.load(entries, mask=known, other=-1)
+        for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
+            w = k0 + tl.arange(0, BLOCK)
+            v = view_sum(rows_at, at, w, k)
+            to = in_network_ring(ring, first + j + b, k)
+            tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
+
+
+@triton.jit
+def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
+    """A chunk of sums of my node for owner (``node``, my local index) in this channel, into its
+    network ring. ``starts [local_bins]``: of views."""
+    net: tl.constexpr = k.network_ring
+    P: tl.constexpr = k.grid.ranks_per_node
+    state, c, me = peers.state, turn.channel, peers.rank
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    i0 = tl.load(turn.done).to(tl.int32)
+    base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i0
     if left > 0:
-        b, q = tl.arange(0, B), tl.arange(0, PP)
-        mine, home, owner = peer_base(peers, me), me // P, node * P + me % P
-        n = tl.minimum(left, NCHUNK)
-        want = base + tl.maximum(i0 + n - NQ, 0)  # ring and staging are drained before the first row
-        room = load_acquire(words(mine + net_head(node, c, G, C, FAR)))
+        mine, home, owner = peer_base(peers.regions, me), me // P, node * P + me % P
+        link = Link(
+            node=node, home=home, owner=owner, mine=mine, base=base, begin=lo, end=hi, done=i0
+        )
+        n = tl.minimum(left, net.chunk)
+        # ring and staging are drained before the first row
+        want = base + tl.maximum(i0 + n - net.slots, 0)
+        room = load_acquire(words(mine + net_head(node, c, k)))
         tl.debug_barrier()
-        if reports(step, room < want, False):
+        if reports(turn.step, room < want, False):
             give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
-        elif (room >= want) & ready & (step == ON_TIME):
-            cap = tl.load(table_rows(plan, R, D, C))
-            local = first_expert(me + 1, E, R) - first_expert(me, E, R)
-            table = table_of(plan, T, local, cap, other(node, home), D, P, C)
-            landings = tl.load(landing_of(plan, T, local, other(node, home), q, c, D, P, C), mask=q < P, other=0)
-            rows_at = starts + landings.to(tl.int64) * ROW
-            here_ring = STAGE + (other(node, home) * C + c).to(tl.int64) * NRING
-            there = NETS + (other(home, node) * C + c).to(tl.int64) * NRING
-            ring = peer_base(peers, owner) + there if MAPPED else mine + here_ring
-            first = i0 % NQ  # chunks begin at multiples of NCHUNK, and so does the end of the ring
-            for j in range(0, n, B):
-                inside, row = j + b < n, lo + i0 + j + b
-                entries = table + row.to(tl.int64)[:, None] * P + q[None, :]
-                at = tl.load(entries, mask=(inside & (row < cap))[:, None] & (q < P)[None, :], other=-1)
-                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
-                    w = k0 + tl.arange(0, BLOCK)
-                    v = view_sum(rows_at, at, w, H, P, PP, B, BLOCK, DTYPE)
-                    to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-                    to = to + (first + j + b).to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-                    tl.store(to + w[None, :], v.to(DTYPE), mask=inside[:, None] & (w < H)[None, :])
-            at, num_bytes, account = first.to(tl.int64) * SLOT, n.to(tl.int64) * SLOT, net_bytes(state, node, R, G, C)
-            tail = net_tail(home, c, C, FAR)
-            if MAPPED:
+        elif (room >= want) & ready & (turn.step == ON_TIME):
+            here = staging_at(other(node, home), c, k)
+            there = ring_at(0, other(home, node), c, k)
+            _sum_chunk(peers, routing, starts, here, there, link, n, c, k)
+            at, num = (i0 % net.slots).to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
+            num_bytes = num * k.row.slot_bytes
+            account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)
+            tail = net_tail(home, c, k)
+            if k.grid.mapped:
                 tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
-                owe(state, task, c, 0, peer_base(peers, owner) + tail, n.to(tl.int64), None, R, G, C)
+                owe(state, turn, 0, peer_base(peers.regions, owner) + tail, num, None, k)
             else:
-                put(peers, account, mine, owner, there + at, here_ring + at, num_bytes, tail, n.to(tl.int64), 2, True)
+                there, here = there + at, here + at
+                put(peers.regions, account, mine, owner, there, here, num_bytes, tail, num, 2, True)
             left -= n
-            tl.store(done, (i0 + n).to(tl.int64))
+            tl.store(turn.done, (i0 + n).to(tl.int64))
             if left == 0:
-                tl.store(net_sent_to(state, node, c, R, G, C), base + hi - lo)
+                tl.store(net_sent_to(state, node, c, k), base + hi - lo)
     return left
 
 
 @triton.jit
-def _reduce_turn(
-    peers, state, plan, starts, bias0, bias1, out, T, me, c, done, step, ready,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, SLOT: tl.constexpr, NETS: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr, TURN: tl.constexpr,
-    CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-    STAGES: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of TURN of this channel's tokens, B tokens at a time: my node's where they lie, other nodes' as they come."""
-    share = (T + C - 1) // C
-    t1 = tl.minimum(c * share + share, T)
-    tokens = tl.maximum(t1 - c * share, 0)
-    i0 = tl.load(done).to(tl.int32)
-    left = tokens - i0
-    if (left > 0) & ready:
-        r, b, q = tl.arange(0, RP), tl.arange(0, B), tl.arange(0, PP)
-        home, local = me // P, me % P
-        G: tl.constexpr = R // P
-        ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-        far = (r >= R) & (r < D) & (r != R + home)
-        mine = peer_base(peers, me)
-        node = tl.maximum(r - R, 0)
-        taken_from = net_taken_from(state, node, c, R, G, C)
-        taken_at, owed_at = moved_of(state, 0, r, c, R, G, C), moved_of(state, 1, r, c, R, G, C)
-        bases = tl.load(taken_from, mask=far, other=0)
-        before = tl.load(taken_at, mask=far & (i0 > 0), other=0)
-        taken = before
-        owed = tl.load(owed_at, mask=far & (i0 > 0), other=0)
-        lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
-        firsts = tl.load(first_out(plan, home * P + q, D, C), mask=q < P, other=0)
-        rows_at = starts + firsts.to(tl.int64) * ROW
-        found = look_at_all(words(mine + net_tail(node, c, C, FAR)), far)
-        tl.debug_barrier()
-        i, ok = i0, True
-        end = tl.minimum(i0 + TURN, tokens)
-        while (i < end) & ok:
-            t = c * share + i + b
-            here = t < t1
-            table = place_of(plan, t, T, D, C)[:, None]
-            places = tl.load(table + r[None, :], mask=here[:, None] & (r < D)[None, :], other=-1)
-            at = tl.load(table + home * P + q[None, :], mask=here[:, None] & (q < P)[None, :], other=-1)
-            upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
-            upto = tl.where(far, upto, 0)
-            ok = (lacking(found, bases + upto, far) == 0) & (step == ON_TIME)
-            if reports(step, lacking(found, bases + upto, far) > 0, True):
-                give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, far)
-            if ok:
-                for k0 in tl.range(0, H, BLOCK, num_stages=STAGES):
-                    w = k0 + tl.arange(0, BLOCK)
-                    v_home = view_sum(rows_at, at, w, H, P, PP, B, BLOCK, DTYPE)
-                    add_nodes(
-                        v_home, places, lows, t, here, mine, home, c, w, bias0, bias1, out,
-                        R, P, C, RP, H, SLOT, NETS, NRING, NQ, B, BLOCK, DTYPE, BIAS0, BIAS1,
-                    )  # fmt: skip
-                taken = upto
-                i = tl.minimum(i + B, tokens)
-        if i > i0:
-            left = tokens - i
-            if MAPPED:
-                tl.store(owed_at, taken - before, mask=far)
-            else:
-                owed += tl.where(far, taken - before, 0)
-                owed = return_network_credits(state, mine, home, local, c, owed, left == 0, R, P, C, RP, W, CREDIT, FAR)
-                tl.store(owed_at, owed, mask=far)
-            tl.store(done, i.to(tl.int64))
-            tl.store(taken_at, taken, mask=far)
-            if left == 0:
-                tl.store(taken_from, bases + taken, mask=far)
+def _sum_tokens(starts, sums, tokens, at, mine, home, channel, k: tl.constexpr):
+    """Store the sums of ``tokens``. ``at [B, local_bins]``: of my node's rows, behind ``starts``.
+    """
+    for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
+        w = k0 + tl.arange(0, k.tiles.block_summed)
+        v_home = view_sum(starts, at, w, k)
+        add_nodes(v_home, tokens, sums, mine, home, channel, w, k)
+
+
+@triton.jit
+def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
+    """Sum the rows of ``k.turn`` of a channel's tokens, ``rows_summed`` tokens at a time: my node's
+    where they lie, other nodes' as they come."""
+    R: tl.constexpr = k.ranks
+    P: tl.constexpr = k.grid.ranks_per_node
+    D: tl.constexpr = k.plan_ranks
+    ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
+    plan, state, c, home = routing.plan, peers.state, turn.channel, peers.rank // P
+    r, q = tl.arange(0, k.rank_bins), tl.arange(0, k.grid.local_bins)
+    b = tl.arange(0, k.tiles.rows_summed)
+    far = (r >= R) & (r < D) & (r != R + home)
+    mine = peer_base(peers.regions, peers.rank)
+    node = tl.maximum(r - R, 0)
+    taken_from = net_taken_from(state, node, c, k)
+    taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
+    bases = tl.load(taken_from, mask=far, other=0)
+    before = tl.load(taken_at, mask=far & (share.done > 0), other=0)
+    taken = before
+    owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
+    lows = tl.load(out_bound(plan, r, c, D, k.channels), mask=r < D, other=0)
+    firsts = tl.load(first_out(plan, home * P + q, D, k.channels), mask=q < P, other=0)
+    rows_at = starts + firsts.to(tl.int64) * ROW
+    found = look_at_all(words(mine + net_tail(node, c, k)), far)
+    tl.debug_barrier()
+    i, ok = share.done, True
+    end = tl.minimum(share.done + k.turn, share.tokens)
+    while (i < end) & ok:
+        t = share.first + i + b
+        here = t < share.end
+        table = place_of(plan, t, routing.num_tokens, D, k.channels)[:, None]
+        places = tl.load(table + r[None, :], mask=here[:, None] & (r < D)[None, :], other=-1)
+        inside = here[:, None] & (q < P)[None, :]
+        at = tl.load(table + home * P + q[None, :], mask=inside, other=-1)
+        upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
+        upto = tl.where(far, upto, 0)
+        ok = (lacking(found, bases + upto, far) == 0) & (turn.step == ON_TIME)
+        if reports(turn.step, lacking(found, bases + upto, far) > 0, True):
+            give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, far)
+        if ok:
+            tokens = Tokens(index=t, here=here, places=places, lows=lows)
+            _sum_tokens(rows_at, sums, tokens, at, mine, home, c, k)
+            taken = upto
+            i = tl.minimum(i + k.tiles.rows_summed, share.tokens)
+    left = share.tokens - share.done
+    if i > share.done:
+        left = share.tokens - i
+        owed = taken - before if k.grid.mapped else owed + tl.where(far, taken - before, 0)
+        if not k.grid.mapped:
+            owed = return_network_credits(peers, mine, c, owed, left == 0, k)
+        tl.store(owed_at, owed, mask=far)
+        tl.store(turn.done, i.to(tl.int64))
+        tl.store(taken_at, taken, mask=far)
+        if left == 0:
+            tl.store(taken_from, bases + taken, mask=far)
     return left
 
 
 @triton.jit
-def _publish(
-    peers, state, worker, c, me, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-    RP: tl.constexpr, FAR: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """:func:`publish`, and behind the same release what the reducer owes to heads of MAPPED network rings."""
-    G: tl.constexpr = R // P
+def _publish(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
+    """:func:`publish`, and behind the same release what the reducer owes to heads of MAPPED network
+    rings."""
+    R: tl.constexpr = k.ranks
+    G: tl.constexpr = k.grid.nodes
+    P: tl.constexpr = k.grid.ranks_per_node
     EACH: tl.constexpr = owed_words(P)
-    ROUND: tl.constexpr = (TASKS + W - 1) // W
-    N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), RP)
+    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
+    N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), k.rank_bins)
+    state, home = peers.state, peers.rank // P
     e = tl.arange(0, 2 * N)  # tasks, then nodes, as N + R + node
-    task, r = dealt(worker, e // EACH, W), e - N
-    of_task = (e // EACH < ROUND) & (task < TASKS) & (r < 0)
-    of_node = (r >= R) & (r < R + G) & (r != R + me // P) & (worker == 0) & MAPPED
-    owed = owed_of(state, task, c, e % EACH, R, G, C)
-    counts = words(tl.where(r < 0, (owed + 1).to(tl.int64), moved_of(state, 1, r, c, R, G, C).to(tl.int64)))
+    task, r = dealt(worker, e // EACH, k), e - N
+    of_task = (e // EACH < ROUND) & (task < tasks) & (r < 0)
+    of_node = (r >= R) & (r < R + G) & (r != R + home) & (worker == 0) & k.grid.mapped
+    owed = owed_of(state, task, channel, e % EACH, k)
+    more, moved = (owed + 1).to(tl.int64), moved_of(state, 1, r, channel, k).to(tl.int64)
+    counts = words(tl.where(r < 0, more, moved))
     count = tl.load(counts, mask=of_task | of_node, other=0)
     if tl.max(count) > 0:
         tails = tl.load(owed, mask=of_task & (count > 0), other=0)
-        heads = tl.load(words(peers) + (r - R) * P + me % P, mask=of_node, other=0) + net_head(me // P, c, G, C, FAR)
+        theirs = words(peers.regions) + (r - R) * P + peers.rank % P
+        heads = tl.load(theirs, mask=of_node, other=0) + net_head(home, channel, k)
         add_release(words(tl.where(r < 0, tails, heads)), count, count > 0)
         tl.store(counts, tl.zeros_like(count), mask=count > 0)
         tl.debug_barrier()
 
 
+@triton.jit
+def _turn(peers, home, routing, starts, sums, tag, turn, ready, k: tl.constexpr):
+    """A turn of any task: rows (tokens) left to do. ``home``: this rank's node."""
+    G: tl.constexpr = k.grid.nodes
+    task = turn.task
+    rows = task * 0
+    if task < 1:
+        share = share_of(routing, turn, k)
+        rows = share.tokens - share.done
+        if (rows > 0) & ready:
+            rows = _reduce(peers, routing, starts, sums, share, turn, k)
+    elif task < G:
+        rows = _combine_turn(peers, routing, starts, (home + task) % G, turn, ready, k)
+    elif (task < G + 1) & (turn.channel == 0):
+        if tl.load(turn.done) == 0:
+            say_hello_to_all(peers.regions, peers.state, tag, k)
+            tl.store(turn.done, tl.full((), 1, tl.int64))
+    return rows
+
+
 @triton.jit(repr=shown_as("twolevel::combine_pull"))
 def two_pull_kernel(
-    peers, state, plan, views, bias0, bias1, out, tag, T, E,
-    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, SLOT: tl.constexpr, NETS: tl.constexpr, STAGE: tl.constexpr, NRING: tl.constexpr, NQ: tl.constexpr,
-    NCHUNK: tl.constexpr, CREDIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TURN: tl.constexpr, DTYPE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr, MAPPED: tl.constexpr, WORKERS: tl.constexpr,
-):  # fmt: skip
-    """See the module. Rows ``[H]`` begin at 0 of a view. Combiners and reducers have B rows of BLOCK channels in flight, in each of STAGES rounds."""
+    regions, state, plan, views, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
+):
+    """See the module. ``k`` is a :class:`TwoPullConfig`, ``views`` the table of views;
+    :func:`bind_two_pull` and :func:`combine_in_views` launch it."""
+    P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))
-    T, E = T.to(tl.int32), E.to(tl.int32)
+    num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     call = tl.load(words(state) + EPOCH)
     home = me // P
-    c, worker = pid % C, pid // C
-    G: tl.constexpr = R // P
-    TASKS: tl.constexpr = G + 1
+    peers = Peers(regions=regions, state=state, rank=me)
+    routing = Routing(
+        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
+    )
+    sums = Sums(bias0=bias0, bias1=bias1, rows=out, weights=0)
+    c, worker = pid % k.channels, pid // k.channels
+    TASKS: tl.constexpr = k.grid.nodes + 1
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, WORKERS, R, G, C)
-        q = tl.arange(0, PP)
+        begin_tasks(state, worker, c, TASKS, k)
+        q = tl.arange(0, k.grid.local_bins)
         starts = tl.load(words(views) + home * P + q, mask=q < P, other=0)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            if not ready:  # the first thing to report: while somebody lacks it, others may lack room and rows
+            # the first thing to report: while somebody lacks it, others may lack room and rows
+            if not ready:
                 if before > 0:  # hellos go out first
-                    ready = all_are_here(peers, state, tag, call, step, R, C, RP)
+                    ready = all_are_here(regions, state, tag, call, step, k)
                 short = tl.where(ready, 0, 1)  # as in two_direct.py
                 left += short
                 direct += short
-            for turn in range((TASKS + WORKERS - 1) // WORKERS):
-                task = dealt(worker, place_in_round(turn, c, WORKERS, TASKS), WORKERS)
-                done = done_in(state, task, c, R, G, C)
-                rows = worker * 0
-                if task < 1:
-                    rows = _reduce_turn(
-                        peers, state, plan, starts, bias0, bias1, out, T, me, c, done, step, ready,
-                        R, D, P, PP, C, RP, H, W, SLOT, NETS, NRING, NQ, TURN, CREDIT, B, BLOCK, DTYPE, BIAS0, BIAS1, STAGES, FAR, MAPPED,
-                    )  # fmt: skip
-                elif task < G:
-                    rows = _combine_turn(
-                        peers, state, plan, starts, T, E, me, (home + task) % G, c, task, done, step, ready,
-                        R, D, P, PP, C, H, SLOT, NETS, STAGE, NRING, NQ, NCHUNK, B, BLOCK, STAGES, DTYPE, FAR, MAPPED,
-                    )  # fmt: skip
-                elif (task < TASKS) & (c == 0):
-                    if tl.load(done) == 0:
-                        say_hello_to_all(peers, state, tag, R, C, RP, P, W, FAR, NET)
-                        tl.store(done, tl.full((), 1, tl.int64))
+            for i in range((TASKS + k.grid.workers - 1) // k.grid.workers):
+                task = dealt(worker, place_in_round(i, c, TASKS, k), k)
+                turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
+                rows = _turn(peers, home, routing, starts, sums, tag, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-            _publish(peers, state, worker, c, me, TASKS, WORKERS, R, P, C, RP, FAR, MAPPED)
+            _publish(peers, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
         if step < OVER:
-            end_in_views(peers, state, C * WORKERS, R, P, C, RP)
+            end_in_views(regions, state, k)
+
+
+# The host's side
+
+
+def bind_two_pull(
+    workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]
+) -> Callable[..., None]:
+    """Compile and load the kernel for one kind of call, of a ``TwoGround``: see
+    ``bind_two_combine``."""
+    cut, grid, ring = workspace.tuning.pull, grid_of(workspace), workspace.net_ring(form)
+    block = min(power_of_two_at_least(form.hidden), cut.block)
+    rows, stages = cut.staged(
+        cut.rows_of(block, min(ring.chunk, ring.most_rows)), block * token_bytes(grid, dtype, bias),
+        workspace.shared_bytes,
+    )  # fmt: skip
+    ranks, (bias0, bias1) = grid.nodes * grid.ranks_per_node, types_of(bias)
+    k = TwoPullConfig(
+        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
+        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
+        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype), bias0=bias0,
+        bias1=bias1, tiles=Tiles(rows, block, rows, block), turn=workspace.tuning.turn,
+        stages=stages,
+    )  # fmt: skip
+    launch = workspace.memory.bind(
+        two_pull_kernel, workspace.num_programs, num_warps=cut.num_warps,
+        max_registers=cut.max_registers, k=k,
+    )  # fmt: skip
+    return lambda *args: launch(*args, workspace.config.num_experts)
+
+
+def combine_in_views(
+    launch: Callable[..., None], workspace: Any, *, plan: int, views: int, sums: Sums, tag: int,
+    num_tokens: int,
+) -> None:  # fmt: skip
+    """Launch what :func:`bind_two_pull` made. Of ``sums`` it takes the terms, and where rows go."""
+    launch(workspace.peers, workspace.state_at, plan, views, *sums[:3], tag, num_tokens)

@@ -1,21 +1,31 @@
 # pyright: basic
-"""Where things lie for the two-level engine, beside what ``kernels/region.py`` places. Host and kernels use the same functions.
+"""Where things lie for the two-level engine, beside what ``kernels/region.py`` places. Host and
+kernels use the same tables: parts in their order, from whose sizes all offsets follow.
 
-R ranks in G nodes of P, C channels, W words of a header, LW words of a letter. In the symmetric region, from byte FAR on, int64:
+R ranks in G nodes of P, C channels, W words of a header, LW words of a letter. In the symmetric
+region, from ``grid.first_byte`` on, int64 (:func:`signal_table`):
 
-    net tails [G, C]  written by the node's rank of my local index: rows put into my network ring (node, channel), in total
-    net heads [G, C]  written by the same: rows of mine taken out of its ring (my node, channel), in total
-    letters [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me, bounds to my node, rows to my node;
-                        from ranks of my local index also bounds to each rank of my node
-    outbox  [2, R, LW]  mine: letters to be put
-    tag     [2]  mine: tags to be put
-    rest    [2]  written by everybody, read by nobody: what a credit carries
+    counters  net tails [G, C], net heads [G, C]; written by the node's rank of my local index: rows
+              put into my network ring (node, channel), in total; rows of mine taken out of its ring
+              (my node, channel), in total
+    letters   [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me,
+              bounds to my node, rows to my node; from ranks of my local index also bounds to each
+              rank of my node
+    outbox    [2, R, LW]  mine: letters to be put
+    tags      [2]  mine: tags to be put
+    rest      [2]  written by everybody, read by nobody: what a credit carries
 
-From byte NETS on: a network ring of NRING bytes per (other node, channel); from byte STAGE on: the source of its puts, likewise.
+Behind all inner rings stand the network rings, one per (other node, channel), and behind these the
+source of their puts, likewise. The local state is :func:`state_table`.
 
-A plan's tables know D = R + G destinations: node g stands at R + g. Behind them stand the landings ``[G - 1, P, C]``: the arrival row at each
-rank of my node where those of the other node's rank of my local index begin, by channel; and the forwarders' table ``[G - 1, cap, P]``: where
-each row of a network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at ``first_out(R)``.
+A plan's tables know R + G destinations: node g stands at R + g. Behind them stand the landings
+``[G - 1, P, C]``: the arrival row at each rank of my node where those of the other node's rank of
+my local index begin, by channel; and the forwarders' table ``[G - 1, cap, P]``: where each row of a
+network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at
+``first_out(R)``.
+
+``k`` of functions here is any struct of constants with ``ranks``, ``plan_ranks``, ``channels`` and
+``grid``.
 """
 
 from __future__ import annotations
@@ -23,12 +33,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import _head, first_out
-from tokenyard.kernels.sync import STATE_WORDS
+from tokenyard.kernels.sync import STATE_WORDS, words
 
 _STATE = tl.constexpr(STATE_WORDS)
 # what a wait is on; the status has it as the phase, behind those of ``kernels/sync.py``
-ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(phase) for phase in range(6, 11))
+ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(at) for at in range(6, 11))
+
+# Sizes
 
 
 @triton.constexpr_function
@@ -40,30 +53,15 @@ def short_letter_words(ranks: int, channels: int, header_words: int) -> int:
 @triton.constexpr_function
 def letter_words(ranks: int, ranks_per_node: int, channels: int, header_words: int) -> int:
     """int64 words of a letter to a rank of the same local index, even."""
-    return short_letter_words(ranks, channels, header_words) + -(-ranks_per_node * channels // 2) * 2
-
-
-def far_words(ranks: int, nodes: int, channels: int, header_words: int) -> int:
-    """int64 words from FAR on, a multiple of 32."""
-    words = 2 * nodes * channels + 4 * ranks * letter_words(ranks, ranks // nodes, channels, header_words) + 4
-    return -(-words // 32) * 32
-
-
-def landing_words(ranks: int, nodes: int, channels: int) -> int:
-    """int32 words of the landings in a plan."""
-    return (nodes - 1) * ranks // nodes * channels
+    short = short_letter_words(ranks, channels, header_words)
+    return short + -(-ranks_per_node * channels // 2) * 2
 
 
 @triton.constexpr_function
 def num_tasks(ranks: int, nodes: int) -> int:
-    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``); the last one greets."""
+    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``); the last
+    one greets."""
     return ranks + ranks // nodes + nodes - 1
-
-
-def far_state_words(ranks: int, nodes: int, channels: int) -> int:
-    """Words of local state behind those of ``region.state_words``."""
-    tasks = num_tasks(ranks, nodes)
-    return 2 * nodes * channels + nodes + (tasks + 2 * (ranks + nodes) + 2 * tasks * owed_words(ranks // nodes)) * channels
 
 
 @triton.constexpr_function
@@ -72,9 +70,9 @@ def owed_words(ranks_per_node: int) -> int:
     return max(2, 1 << (ranks_per_node - 1).bit_length())
 
 
-def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
-    """Word of the local state from which on :func:`net_bytes` stand."""
-    return STATE_WORDS + 2 * ranks * channels + 2 * nodes * channels
+def landing_words(ranks: int, nodes: int, channels: int) -> int:
+    """int32 words of the landings in a plan."""
+    return (nodes - 1) * ranks // nodes * channels
 
 
 def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
@@ -82,71 +80,172 @@ def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
     return 2 * (ranks + nodes) * (channels + 1) + (ranks + nodes) + ranks
 
 
-@triton.jit
-def net_tail(node, channel, C: tl.constexpr, FAR: tl.constexpr):
-    """Byte of the region: written by ``node``'s rank: rows put into my network ring (node, channel), in total."""
-    return FAR + (node * C + channel).to(tl.int64) * 8
+# Tables
+
+
+@triton.constexpr_function
+def signal_table(ranks: int, nodes: int, channels: int, header_words: int) -> dict[str, int]:
+    """int64 words of each part of the region between nodes."""
+    letters = 2 * ranks * letter_words(ranks, ranks // nodes, channels, header_words)
+    return {
+        "counters": 2 * nodes * channels, "letters": letters, "outbox": letters, "tags": 2,
+        "rest": 2,
+    }  # fmt: skip
+
+
+@triton.constexpr_function
+def state_table(ranks: int, nodes: int, channels: int) -> dict[str, int]:
+    """int64 words of each part of a rank's state behind that of ``region.state_words``."""
+    tasks = num_tasks(ranks, nodes)
+    return {
+        "rows": 2 * nodes * channels,  # sent to each network ring, taken out of each of mine
+        "bytes": nodes,
+        "done": tasks * channels,
+        "moved": 2 * (ranks + nodes) * channels,
+        "owed": 2 * tasks * owed_words(ranks // nodes) * channels,  # a counter and how much each
+    }
+
+
+@triton.constexpr_function
+def before(part: str, table: dict[str, int]) -> int:
+    """Words of a table's parts before ``part``."""
+    names = list(table)
+    return sum([table[name] for name in names[: names.index(part)]])
+
+
+@triton.constexpr_function
+def state_at(part: str, ranks: int, nodes: int, channels: int) -> int:
+    """Word of a rank's state where ``part`` begins."""
+    return STATE_WORDS + 2 * ranks * channels + before(part, state_table(ranks, nodes, channels))
+
+
+def far_bytes(ranks: int, nodes: int, channels: int, header_words: int) -> int:
+    """Bytes of the region between nodes, a multiple of 256."""
+    return -(-sum(signal_table(ranks, nodes, channels, header_words).values()) // 32) * 256
+
+
+def state_words(ranks: int, nodes: int, channels: int) -> int:
+    """Words of a rank's state."""
+    return STATE_WORDS + 2 * ranks * channels + sum(state_table(ranks, nodes, channels).values())
+
+
+def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
+    """Word of a rank's state from which on :func:`net_bytes` stand."""
+    return state_at("bytes", ranks, nodes, channels)
+
+
+# The symmetric region, in bytes
 
 
 @triton.jit
-def net_head(node, channel, G: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr):
-    """Byte of the region: written by ``node``'s rank: rows of mine that it has taken out of its network ring, in total."""
-    return FAR + ((G + node) * C + channel).to(tl.int64) * 8
+def net_tail(node, channel, k: tl.constexpr):
+    """Written by ``node``'s rank: rows put into my network ring (node, channel), in total."""
+    return k.grid.first_byte + (node * k.channels + channel).to(tl.int64) * 8
 
 
 @triton.jit
-def letter_at(outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
-    """Byte of the region: the letter from ``peer``, or mine to it (``outbox``)."""
+def net_head(node, channel, k: tl.constexpr):
+    """Written by ``node``'s rank: rows of mine that it has taken out of its network ring, in
+    total."""
+    return k.grid.first_byte + ((k.grid.nodes + node) * k.channels + channel).to(tl.int64) * 8
+
+
+@triton.jit
+def letter_at(
+    outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The letter from ``peer``, or mine to it (``outbox``)."""
     LW: tl.constexpr = letter_words(R, P, C, W)
-    return FAR + (2 * (R // P) * C + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
+    first: tl.constexpr = before("letters", signal_table(R, R // P, C, W))
+    return FAR + (first + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
 
 
 @triton.jit
-def tag_at(half, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
-    """Byte of the region: my tag to be put."""
-    LW: tl.constexpr = letter_words(R, P, C, W)
-    return FAR + (2 * (R // P) * C + 4 * R * LW + half).to(tl.int64) * 8
+def tag_at(half, k: tl.constexpr):
+    """My tag to be put."""
+    W: tl.constexpr = k.grid.header_words
+    first: tl.constexpr = before("tags", signal_table(k.ranks, k.grid.nodes, k.channels, W))
+    return k.grid.first_byte + (first + half).to(tl.int64) * 8
 
 
 @triton.jit
-def net_sent_to(state, node, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: rows put into the network ring of ``node``'s rank, in total. One program touches it per kernel."""
-    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + node * C + channel
+def rest_at(k: tl.constexpr):
+    """What nobody reads."""
+    W: tl.constexpr = k.grid.header_words
+    first: tl.constexpr = before("rest", signal_table(k.ranks, k.grid.nodes, k.channels, W))
+    return tl.full((), k.grid.first_byte + first * 8, tl.int64)
 
 
 @triton.jit
-def net_taken_from(state, node, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: rows taken out of my network ring (node, channel), in total. One program touches it per kernel."""
-    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + (G + node) * C + channel
+def ring_at(base, number, channel, k: tl.constexpr):
+    """The network ring of the other node of this ``number``, behind ``base``."""
+    net: tl.constexpr = k.network_ring
+    return base + net.first_byte + (number * k.channels + channel).to(tl.int64) * net.num_bytes
+
+
+@triton.jit
+def staging_at(number, channel, k: tl.constexpr):
+    """Where rows wait to be put to that node."""
+    net: tl.constexpr = k.network_ring
+    return net.staging + (number * k.channels + channel).to(tl.int64) * net.num_bytes
+
+
+# A rank's state
+
+
+@triton.jit
+def net_sent_to(state, node, channel, k: tl.constexpr):
+    """Rows put into the network ring of ``node``'s rank, in total. One program touches it per
+    kernel."""
+    first: tl.constexpr = state_at("rows", k.ranks, k.grid.nodes, k.channels)
+    return words(state) + first + node * k.channels + channel
+
+
+@triton.jit
+def net_taken_from(state, node, channel, k: tl.constexpr):
+    """Rows taken out of my network ring (node, channel), in total. One program touches it per
+    kernel."""
+    first: tl.constexpr = state_at("rows", k.ranks, k.grid.nodes, k.channels)
+    return words(state) + first + (k.grid.nodes + node) * k.channels + channel
 
 
 @triton.jit
 def net_bytes(state, node, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: bytes of all kinds that this rank has put to ``node``, in total."""
-    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + 2 * G * C + node
+    """Bytes of all kinds that this rank has put to ``node``, in total."""
+    return words(state) + state_at("bytes", R, G, C) + node
 
 
 @triton.jit
-def done_in(state, task, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: rows (tokens) of this call that a task is done with. One program touches it per kernel."""
-    return state.to(tl.pointer_type(tl.int64)) + _STATE + 2 * R * C + 2 * G * C + G + task * C + channel
+def done_in(state, task, channel, k: tl.constexpr):
+    """Rows (tokens) of this call that a task is done with. One program touches it per kernel."""
+    first: tl.constexpr = state_at("done", k.ranks, k.grid.nodes, k.channels)
+    return words(state) + first + task * k.channels + channel
 
 
 @triton.jit
-def moved_of(state, what: tl.constexpr, r, channel, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: rows of this call put into (0: or taken out of) the rings of destination r, or taken but not credited (1).
+def moved_of(state, what: tl.constexpr, r, channel, k: tl.constexpr):
+    """Rows of this call put into (0: or taken out of) the rings of destination r, or taken but not
+    credited (1).
 
-    A forwarder and a combiner have those of one node's ranks, a reducer those of its own node's ranks and of other nodes.
+    A forwarder and a combiner have those of one node's ranks, a reducer those of its own node's
+    ranks and of other nodes.
     """
-    start: tl.constexpr = _STATE + 2 * R * C + 2 * G * C + G + (num_tasks(R, G) + what * (R + G)) * C
-    return state.to(tl.pointer_type(tl.int64)) + start + r * C + channel
+    first: tl.constexpr = state_at("moved", k.ranks, k.grid.nodes, k.channels)
+    part: tl.constexpr = what * (k.ranks + k.grid.nodes) * k.channels
+    return words(state) + (first + part) + r * k.channels + channel
 
 
 @triton.jit
-def owed_of(state, task, channel, q, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Local: address of the ``q``-th counter that a task's last turn adds to, and behind it how much. 0: nothing, or it is published."""
-    start: tl.constexpr = _STATE + 2 * R * C + 2 * G * C + G + (num_tasks(R, G) + 2 * (R + G)) * C
-    return state.to(tl.pointer_type(tl.int64)) + start + ((task * C + channel) * owed_words(R // G) + q) * 2
+def owed_of(state, task, channel, q, k: tl.constexpr):
+    """Address of the ``q``-th counter that a task's last turn adds to, and behind it how much. 0:
+    nothing, or it is published."""
+    first: tl.constexpr = state_at("owed", k.ranks, k.grid.nodes, k.channels)
+    each: tl.constexpr = owed_words(k.grid.ranks_per_node)
+    return words(state) + first + ((task * k.channels + channel) * each + q) * 2
+
+
+# A plan's tables: int32
 
 
 @triton.jit
@@ -156,28 +255,28 @@ def other(node, mine):
 
 
 @triton.jit
-def table_rows(plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+def table_rows(plan, k: tl.constexpr):
     """Rows of each node's part of the forwarders' table."""
-    return first_out(plan, R, D, C)
+    return first_out(plan, k.ranks, k.plan_ranks, k.channels)
 
 
 @triton.jit
-def table_of(plan, tokens, local, cap, number, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """The forwarders' table of the other node of this ``number``, ``[cap, P]``. ``local``: experts of this rank."""
-    LANDINGS: tl.constexpr = (D // (P + 1) - 1) * P * C
-    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2) + LANDINGS
-    return plan.to(tl.pointer_type(tl.int32)) + start + number * cap.to(tl.int64) * P
+def table_of(routing, cap, node, home, k: tl.constexpr):
+    """The forwarders' table of ``node``, another than ``home``: ``[cap, P]``."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    LANDINGS: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
+    D: tl.constexpr = k.plan_ranks
+    local, number = num_experts_of(routing, k.ranks), other(node, home)
+    start = _head(D, k.channels) + 2 * D * routing.num_tokens.to(tl.int64) + local * (D + 2)
+    plan = routing.plan.to(tl.pointer_type(tl.int32))
+    return plan + (start + LANDINGS) + number * cap.to(tl.int64) * P
 
 
 @triton.jit
-def landing_of(plan, tokens, local, number, q, channel, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the other node's rank of my local index."""
+def landing_of(
+    plan, tokens, local, number, q, channel, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+):
+    """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the
+    other node's rank of my local index. ``local``: experts of this rank."""
     start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
     return plan.to(tl.pointer_type(tl.int32)) + start + (number * P + q) * C + channel
-
-
-@triton.jit
-def rest_at(R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr):
-    """Byte of the region: what nobody reads."""
-    LW: tl.constexpr = letter_words(R, P, C, W)
-    return tl.full((), FAR + (2 * (R // P) * C + 4 * R * LW + 2) * 8, tl.int64)

@@ -1,108 +1,178 @@
 # pyright: basic
-"""Sums as combiners and reducers make them: over the ranks of this node, whose rows are in inner rings (this rank's own where they are), or
-all in views; and over nodes, whose rows are in network rings.
+"""Sums as combiners and reducers make them: over the ranks of this node, whose rows are in inner
+rings (this rank's own where they are), or all in views; and over nodes, whose rows are in network
+rings.
 
-Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and gives credit behind these reads; or all
-greetings, for views (``kernels/two_views.py``).
+Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and
+gives credit behind these reads; or all greetings, for views (``kernels/two_views.py``).
+
+``k`` of functions here: a ``TwoCombineConfig``; of those that read no inner ring also a
+``TwoPullConfig``.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import partial_rows, store_sums
+from tokenyard.kernels.place import floats
+from tokenyard.kernels.two_region import other, ring_at
+
+
+class NodeRows(NamedTuple):
+    """Rows of the ranks of this node for some tokens of the ranks of ``node``."""
+
+    mine: Any  # address of this rank's region
+    node: Any
+    local: Any  # this rank's index in its node
+    channel: Any
+    at: Any  # [B, local_bins]: numbers of the rows in the inner rings of (node, rank), -1: none
+    own: Any  # [B]: arrival rows of this rank's own
+
+
+class Tokens(NamedTuple):
+    """Some tokens, ``[B]``: numbers, whether they exist, places ``[B, rank_bins]`` among rows to
+    each destination, and the first place of this channel for each destination."""
+
+    index: Any
+    here: Any
+    places: Any
+    lows: Any
 
 
 @triton.jit
-def node_sum(
-    x, slots, row_weights, mine, at, own_row, node, me, c, w, H: tl.constexpr, J: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    C: tl.constexpr, RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, Q: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PLACED: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32.
+def in_network_ring(ring, slot, k: tl.constexpr):
+    """Pointers ``[B, 1]`` to rows in slots of a network ring."""
+    slot_elements: tl.constexpr = k.row.slot_bytes * 8 // k.dtype.primitive_bitwidth
+    rows = tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
+    return rows + slot.to(tl.int64)[:, None] * slot_elements
 
-    ``at [B, PP]``: numbers of the rows in the inner rings (node, rank, c), -1 for none; ``own_row [B]``: arrival rows of my own.
-    """
-    q = tl.arange(0, PP)
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
-    if PLACED:
-        mine_at = tl.sum(tl.where((q == me % P)[None, :], at, 0), axis=1)
-        v_own = partial_rows(x, slots, row_weights, own_row, mine_at >= 0, w, H, J, DTYPE, PLACED, WEIGHTED, B, BLOCK)
+
+@triton.jit
+def _inner_slot(rows, rank, number, k: tl.constexpr):
+    """Address of slots of the inner ring of local ``rank``."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    NUM_BYTES: tl.constexpr = k.ring.num_bytes
+    ring = rows.mine + k.ring.first_byte
+    ring = ring + ((rows.node * P + rank) * k.channels + rows.channel).to(tl.int64) * NUM_BYTES
+    return ring + (number % k.ring.slots).to(tl.int64) * k.row.slot_bytes
+
+
+@triton.jit
+def node_sum(parts, rows, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32."""
+    q = tl.arange(0, k.grid.local_bins)
+    hidden: tl.constexpr = k.row.hidden
+    B: tl.constexpr = k.tiles.rows_summed
+    BLOCK: tl.constexpr = k.tiles.block_summed
+    BITS: tl.constexpr = k.dtype.primitive_bitwidth
+    ROW: tl.constexpr = hidden * BITS // 8
+    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    if k.by_expert:
+        mine_at = tl.sum(tl.where((q == rows.local)[None, :], rows.at, 0), axis=1)
+        v_own = partial_rows(
+            parts.rows, parts.slots, parts.weights, rows.own, mine_at >= 0, w, hidden,
+            k.slots_per_row, k.dtype, True, k.weighted, B, BLOCK,
+        )  # fmt: skip
     total = tl.zeros((B, BLOCK), tl.float32)
-    for p in tl.static_range(P):
-        number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
-        row = mine + RINGS + ((node * P + p) * C + c).to(tl.int64) * RING + (number % Q).to(tl.int64) * SLOT
+    for p in tl.static_range(k.grid.ranks_per_node):
+        number = tl.sum(tl.where((q == p)[None, :], rows.at, 0), axis=1)
+        row = _inner_slot(rows, p, number, k)
         got = number >= 0
-        if PLACED:
-            got = got & (p != me % P)
+        if k.by_expert:
+            got = got & (p != rows.local)
         else:  # this rank's own rows are taken where they are
-            row = tl.where(p == me % P, x + own_row.to(tl.int64) * ROW, row)
-        rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
-        v = tl.load(rows + w[None, :], mask=got[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
-        if PLACED:
-            v = tl.where(p == me % P, v_own, v)
+            row = tl.where(p == rows.local, parts.rows + rows.own.to(tl.int64) * ROW, row)
+        row = tl.multiple_of(row.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
+        mask = got[:, None] & (w < hidden)[None, :]
+        v = tl.load(row + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        if k.by_expert:
+            v = tl.where(p == rows.local, v_own, v)
         total = total + v.to(tl.float32)
     return total
 
 
 @triton.jit
-def node_weights(reduce, mine, at, own_row, node, me, c, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, C: tl.constexpr,
-                  RINGS: tl.constexpr, RING: tl.constexpr, SLOT: tl.constexpr, PAY: tl.constexpr, Q: tl.constexpr,
-                  B: tl.constexpr):  # fmt: skip
-    """The same for reduced weights ``[B, K]``, which are not rounded."""
-    k, q = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, PP)
-    total = tl.zeros((B, triton.next_power_of_2(K)), tl.float32)
-    for p in tl.static_range(P):
-        number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
-        row = mine + RINGS + ((node * P + p) * C + c).to(tl.int64) * RING + (number % Q).to(tl.int64) * SLOT + PAY
-        row = tl.where(p == me % P, reduce + own_row.to(tl.int64) * (K * 4), row)
-        mask = (number >= 0)[:, None] & (k < K)[None, :]
-        total += tl.load(row.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=mask, other=0.0)
+def node_weights(parts, rows, k: tl.constexpr):
+    """The same for reduced weights ``[B, picks]``, which are not rounded."""
+    K: tl.constexpr = k.picks
+    pick, q = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, k.grid.local_bins)
+    total = tl.zeros((k.tiles.rows_summed, triton.next_power_of_2(K)), tl.float32)
+    for p in tl.static_range(k.grid.ranks_per_node):
+        number = tl.sum(tl.where((q == p)[None, :], rows.at, 0), axis=1)
+        row = _inner_slot(rows, p, number, k) + k.row.scales_at
+        row = tl.where(p == rows.local, parts.picks + rows.own.to(tl.int64) * (K * 4), row)
+        mask = (number >= 0)[:, None] & (pick < K)[None, :]
+        total += tl.load(floats(row)[:, None] + pick[None, :], mask=mask, other=0.0)
     return total
 
 
 @triton.jit
-def view_sum(starts, at, w, H: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32, of rows ``at [B, PP]`` (-1: none) behind ``starts [PP]``."""
-    q = tl.arange(0, PP)
-    ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else DTYPE.primitive_bitwidth // 8
-    total = tl.zeros((B, BLOCK), tl.float32)
-    for p in tl.static_range(P):
+def view_sum(starts, at, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32, of rows
+    ``at [B, local_bins]`` (-1: none) behind ``starts [local_bins]``."""
+    q = tl.arange(0, k.grid.local_bins)
+    hidden: tl.constexpr = k.row.hidden
+    BITS: tl.constexpr = k.dtype.primitive_bitwidth
+    ROW: tl.constexpr = hidden * BITS // 8
+    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
+    for p in tl.static_range(k.grid.ranks_per_node):
         number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
         row = tl.sum(tl.where(q == p, starts, 0)) + number.to(tl.int64) * ROW
-        rows = tl.multiple_of(row.to(tl.pointer_type(DTYPE))[:, None], (ALIGNED, ALIGNED))
-        mask = (number >= 0)[:, None] & (w < H)[None, :]
-        total = total + tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        rows = tl.multiple_of(row.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
+        mask = (number >= 0)[:, None] & (w < hidden)[None, :]
+        v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        total = total + v.to(tl.float32)
     return total
 
 
 @triton.jit
-def add_nodes(
-    v_home, places, lows, t, here, mine, home, c, w, bias0, bias1, out,
-    R: tl.constexpr, P: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr, NETS: tl.constexpr,
-    NRING: tl.constexpr, NQ: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, BIAS0: tl.constexpr,
-    BIAS1: tl.constexpr,
-):  # fmt: skip
-    """Store channels ``w [BLOCK]`` of tokens ``t [B]``: this node's sums ``v_home`` and other nodes', in order of nodes, then biases.
-
-    ``places [B, RP]``: of these tokens among rows to each destination; those to node g begin at ``lows[R + g]`` in this channel.
-    """
-    G: tl.constexpr = R // P
-    r = tl.arange(0, RP)
+def add_nodes(v_home, tokens, sums, mine, home, channel, w, k: tl.constexpr):
+    """Store channels ``w [BLOCK]`` of ``tokens``: this node's sums ``v_home`` and other nodes', in
+    order of nodes, then biases."""
+    G: tl.constexpr = k.grid.nodes
+    R: tl.constexpr = k.ranks
+    net: tl.constexpr = k.network_ring
+    r = tl.arange(0, k.rank_bins)
     if G > 1:
-        v_home = v_home.to(DTYPE).to(tl.float32)
-    total = tl.zeros((B, BLOCK), tl.float32)
+        v_home = v_home.to(k.dtype).to(tl.float32)
+    total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
     for o in tl.static_range(G - 1):
         g = tl.where(home > o, o, o + 1)
-        place = tl.sum(tl.where((r == R + g)[None, :], places, 0), axis=1)
-        slot = (place - tl.sum(tl.where(r == R + g, lows, 0))) % NQ
-        ring = mine + NETS + ((home * 0 + o) * C + c).to(tl.int64) * NRING
-        rows = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
-        rows = rows + slot.to(tl.int64)[:, None] * (SLOT * 8 // DTYPE.primitive_bitwidth)
-        v = tl.load(rows + w[None, :], mask=(place >= 0)[:, None] & (w < H)[None, :], other=0.0, cache_modifier=".cg")
-        total = total + tl.where(home == o, v_home, 0.0) + v.to(tl.float32)  # no sum that begins with 0.0 is -0.0
+        place = tl.sum(tl.where((r == R + g)[None, :], tokens.places, 0), axis=1)
+        slot = (place - tl.sum(tl.where(r == R + g, tokens.lows, 0))) % net.slots
+        ring = ring_at(mine, (home * 0) + o, channel, k)
+        rows = in_network_ring(ring, slot, k)
+        mask = (place >= 0)[:, None] & (w < k.row.hidden)[None, :]
+        v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        # no sum that begins with 0.0 is -0.0
+        total = total + tl.where(home == o, v_home, 0.0) + v.to(tl.float32)
     total = total + tl.where(home == G - 1, v_home, 0.0)
-    store_sums(out, total, t, here, w, bias0, bias1, H, DTYPE, BIAS0, BIAS1)
+    store_sums(
+        sums.rows, total, tokens.index, tokens.here, w, sums.bias0, sums.bias1, k.row.hidden,
+        k.dtype, k.bias0, k.bias1,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_node_weights(w_home, tokens, sums, mine, home, channel, k: tl.constexpr):
+    """Store the sums of weights of ``tokens``: this node's ``w_home [B, picks]`` and other nodes',
+    in order of nodes."""
+    K: tl.constexpr = k.picks
+    r, pick = tl.arange(0, k.rank_bins), tl.arange(0, triton.next_power_of_2(K))
+    weight = tl.zeros((k.tiles.rows_summed, triton.next_power_of_2(K)), tl.float32)
+    for g in tl.static_range(k.grid.nodes):
+        place = tl.sum(tl.where((r == k.ranks + g)[None, :], tokens.places, 0), axis=1)
+        low = tl.sum(tl.where(r == k.ranks + g, tokens.lows, 0))
+        slot = (place - low) % k.network_ring.slots
+        ring = ring_at(mine, other((home * 0) + g, home), channel, k) + k.row.scales_at
+        rows = floats(ring + slot.to(tl.int64) * k.row.slot_bytes)
+        mask = ((place >= 0) & (home != g))[:, None] & (pick < K)[None, :]
+        v = tl.load(rows[:, None] + pick[None, :], mask=mask, other=0.0)
+        weight += tl.where(home == g, w_home, v)
+    to = floats(sums.weights) + tokens.index.to(tl.int64)[:, None] * K + pick[None, :]
+    tl.store(to, weight, mask=tokens.here[:, None] & (pick < K)[None, :])

@@ -1,20 +1,26 @@
 # pyright: basic
 """How programs of the two-level engine share work: by turns, none of which waits.
 
-A channel's work is a row of *tasks*: to send to one rank, to forward from one node, and so on. W programs of a channel, its workers, have
-them dealt among them. A worker goes round its tasks; in each turn a task does what is possible at once, a chunk at most, and notes how
-far it is (``done_in``), then the next has its turn. So a worker is busy as long as any of its tasks can go on, whatever tasks take, and
-the number of programs is free of the number of ranks.
+A channel's work is a row of *tasks*: to send to one rank, to forward from one node, and so on. W
+programs of a channel, its workers, have them dealt among them. A worker goes round its tasks; in
+each turn a task does what is possible at once, a chunk at most, and notes how far it is
+(``done_in``), then the next has its turn. So a worker is busy as long as any of its tasks can go
+on, whatever tasks take, and the number of programs is free of the number of ranks.
 
-Who publishes what: a turn stores and reads, and notes what it *owes* to counters (:func:`owe`); the worker adds all of it once per round, and
-once behind the last one (:func:`publish`): one release, behind all that its tasks have stored and read. Who may read when: whoever has
-acquired the counter. Reuse is safe as if each turn had released itself, later: a task has no other turn in between.
+Who publishes what: a turn stores and reads, and notes what it *owes* to counters (:func:`owe`); the
+worker adds all of it once per round, and once behind the last one (:func:`publish`): one release,
+behind all that its tasks have stored and read. Who may read when: whoever has acquired the counter.
+Reuse is safe as if each turn had released itself, later: a task has no other turn in between.
 
-Nobody waits in a circle: a turn never waits, so a round ends and is published, so each task goes on as if it had a program of its own, and
-for those ``docs/twolevel.md`` has the argument. All workers are resident.
+Nobody waits in a circle: a turn never waits, so a round ends and is published, so each task goes on
+as if it had a program of its own, and for those ``docs/twolevel.md`` has the argument. All workers
+are resident.
 
-A worker of whose tasks none could go on for the timeout gives up: on the first task that lacks something and that nobody else hands rows
-on to; else on the first that lacks something, ``RELAYED_NS`` later; else (it came at the last moment) on the first that is not done.
+A worker of whose tasks none could go on for the timeout gives up: on the first task that lacks
+something and that nobody else hands rows on to; else on the first that lacks something,
+``RELAYED_NS`` later; else (it came at the last moment) on the first that is not done.
+
+``k`` of functions here: see ``kernels/two_region.py``. ``tasks``: of a channel.
 """
 
 from __future__ import annotations
@@ -22,52 +28,60 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.sync import RELAYED_NS, TIMEOUT_NS, add_release, is_late, now_ns, still_time, words
+from tokenyard.kernels.sync import (
+    RELAYED_NS, TIMEOUT_NS, add_release, is_late, now_ns, still_time, words
+)
 from tokenyard.kernels.two_region import done_in, owed_of, owed_words
 
 SPINS = tl.constexpr(16)
 """Rounds in vain between two looks at the clock."""
 ON_TIME, DIRECT_REPORT, REPORT, ANY_REPORT, OVER = (tl.constexpr(step) for step in range(5))
-"""What a worker is at: work; then tasks report what they lack, those first that wait for no relayed rows; then any."""
+"""What a worker is at: work; then tasks report what they lack, those first that wait for no relayed
+rows; then any."""
 
 
 @triton.jit
-def place_in_round(turn, channel, W: tl.constexpr, TASKS: tl.constexpr):
-    """Which of its tasks a worker comes to in a turn. Channel 0 begins with the last place, where the greeting is.
+def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
+    """Which of its tasks a worker comes to in a turn. Channel 0 begins with the last place, where
+    the greeting is.
 
-    Each channel begins a round elsewhere: if all were at the same kind of task at once, links would be idle while rows are copied
-    inside ranks, and too narrow while they are stored to others.
+    Each channel begins a round elsewhere: if all were at the same kind of task at once, links would
+    be idle while rows are copied inside ranks, and too narrow while they are stored to others.
     """
-    ROUND: tl.constexpr = (TASKS + W - 1) // W
+    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
     return (turn + channel + ROUND - 1) % ROUND
 
 
 @triton.jit
-def dealt(worker, i, W: tl.constexpr):
-    """A worker's ``i``-th task. Heavy tasks come first; who has the heaviest of one place has the lightest of the next."""
+def dealt(worker, i, k: tl.constexpr):
+    """A worker's ``i``-th task. Heavy tasks come first; who has the heaviest of one place has the
+    lightest of the next."""
+    W: tl.constexpr = k.grid.workers
     return i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
 
 
 @triton.jit
-def owe(state, task, channel, q, counter, count, mask, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Note that ``counter`` (an address), a task's ``q``-th, is to have ``count`` more: a task does so once between two of :func:`publish`.
+def owe(state, turn, q, counter, count, mask, k: tl.constexpr):
+    """Note that ``counter`` (an address), the ``q``-th of a turn's task, is to have ``count`` more:
+    a task does so once between two of :func:`publish`.
 
-    What a turn stores to other GPUs is on its way for microseconds, and a release waits for it. Other tasks have their turns meanwhile.
+    What a turn stores to other GPUs is on its way for microseconds, and a release waits for it.
+    Other tasks have their turns meanwhile.
     """
-    at = owed_of(state, task, channel, q, R, G, C)
+    at = owed_of(state, turn.task, turn.channel, q, k)
     tl.store(at, counter, mask=mask)
     tl.store(at + 1, count, mask=mask)
 
 
 @triton.jit
-def publish(state, worker, channel, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+def publish(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
     """Add what this worker's tasks owe (release): behind all that it has stored and read so far."""
-    EACH: tl.constexpr = owed_words(R // G)
-    ROUND: tl.constexpr = (TASKS + W - 1) // W
+    EACH: tl.constexpr = owed_words(k.grid.ranks_per_node)
+    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
     e = tl.arange(0, triton.next_power_of_2(ROUND * EACH))
-    task = dealt(worker, e // EACH, W)
-    at = owed_of(state, task, channel, e % EACH, R, G, C)
-    count = tl.load(at + 1, mask=(e // EACH < ROUND) & (task < TASKS), other=0)
+    task = dealt(worker, e // EACH, k)
+    at = owed_of(state, task, channel, e % EACH, k)
+    count = tl.load(at + 1, mask=(e // EACH < ROUND) & (task < tasks), other=0)
     if tl.max(count) > 0:
         counter = tl.load(at, mask=count > 0, other=0)
         add_release(words(counter), count, count > 0)
@@ -76,19 +90,22 @@ def publish(state, worker, channel, TASKS: tl.constexpr, W: tl.constexpr, R: tl.
 
 
 @triton.jit
-def begin_tasks(state, worker, channel, TASKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+def begin_tasks(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
     """This worker's tasks are at their beginning."""
-    for turn in range((TASKS + W - 1) // W):
-        task = dealt(worker, turn + 0, W)
-        if task < TASKS:
-            tl.store(done_in(state, task, channel, R, G, C), tl.full((), 0, tl.int64))
+    for turn in range((tasks + k.grid.workers - 1) // k.grid.workers):
+        task = dealt(worker, turn + 0, k)
+        if task < tasks:
+            tl.store(done_in(state, task, channel, k), tl.full((), 0, tl.int64))
     tl.debug_barrier()
 
 
 @triton.jit
 def next_step(state, step, left, before, direct, idle, since):
-    """After a round: the step of the next one, rounds in vain, and since when. ``left``: rows to do, ``before`` this round too;
-    ``direct``: of tasks that wait for no relayed rows."""
+    """After a round: the step of the next one, rounds in vain, and since when.
+
+    ``left``: rows to do, ``before`` this round too; ``direct``: of tasks that wait for no relayed
+    rows.
+    """
     if step != ON_TIME:
         step += 1
     elif left < before:
@@ -105,4 +122,6 @@ def next_step(state, step, left, before, direct, idle, since):
 @triton.jit
 def reports(step, lacks, relayed):
     """Whether an unfinished task says now what it waits for. ``lacks``: it has not got that."""
-    return (step == ANY_REPORT) | (lacks & ((step == REPORT) | ((step == DIRECT_REPORT) & (not relayed))))
+    return (step == ANY_REPORT) | (
+        lacks & ((step == REPORT) | ((step == DIRECT_REPORT) & (not relayed)))
+    )

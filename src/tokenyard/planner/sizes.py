@@ -109,7 +109,7 @@ def _signals(workload: Workload, channels: int) -> int:
 
 
 def _letters(workload: Workload, channels: int) -> int:
-    """Bytes that engine twolevel has besides: ``two_region.far_words``."""
+    """Bytes that engine twolevel has besides: ``two_region.signal_table``."""
     ranks = workload.ranks
     letter = _even(_header_words(workload) + ranks + 3 + 2 * channels) + _even(
         workload.gpus_per_node * channels
