@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.low_latency_ground import Shape
+from tokenyard.engines.low_latency_workspace import Shape
 from tokenyard.testing import ROUTINGS
 
 _, MAJOR, PADDED = ty.Layout

@@ -21,8 +21,8 @@ from low_latency_plants import planted
 from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
 from tokenyard.config import Config
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.low_latency_ground import shape_for
 from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.low_latency_workspace import shape_for
 from tokenyard.handle import Spec
 from tokenyard.memory.base import Region
 from tokenyard.rows import Payload

@@ -1,4 +1,4 @@
-"""What a call of engine low_latency does on the host once its kind is known. Reached through
+"""What a call of engine low_latency does on the host once its signature is known. Reached through
 ``nvlink_pool.py``.
 
 ``python tests/low_latency_host.py`` prints the host time of native calls, and of the drop-in's,
@@ -24,8 +24,8 @@ from tokenyard.calls import Calls
 from tokenyard.config import Config
 from tokenyard.deep_ep import low_latency
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.low_latency_ground import Shape
 from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.low_latency_workspace import Shape
 from tokenyard.handle import Spec
 from tokenyard.memory.base import Region
 from tokenyard.rows import Payload
@@ -179,7 +179,7 @@ def shapes_and_numbers() -> None:
 def tags() -> None:
     """Ranks in unlike calls do not take each other for partners."""
     engine: Any = engine_on(Idle())
-    kinds = engine._kinds
+    signatures = engine._signatures
     x, rows = torch.ones(TOKENS, HIDDEN), torch.ones(ROWS, HIDDEN)
     specs = [Spec(layout=Layout.EXPERT_PADDED, exact=False)] + [
         Spec(layout=Layout.EXPERT_MAJOR, exact=False, expert_alignment=alignment, capacity=capacity)
@@ -190,11 +190,11 @@ def tags() -> None:
         tag
         for spec in specs
         for mode in (None, *Quantize)
-        for tag in kinds.dispatch(Payload(x.bfloat16(), None), spec, mode).tags
+        for tag in signatures.dispatch(Payload(x.bfloat16(), None), spec, mode).tags
     ]
     for dtype in (torch.bfloat16, torch.float16):
         seen += [
-            kinds.combine(rows.to(dtype), spec).tag(at_owner, number)
+            signatures.combine(rows.to(dtype), spec).tag(at_owner, number)
             for spec in specs
             for at_owner in (False, True)
             for number in (1, 2, 300)

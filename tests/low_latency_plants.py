@@ -6,31 +6,28 @@ from contextlib import AbstractContextManager
 
 from plants import Plant, planted_in
 
-_ROW_FLAG = '    tl.atomic_max(flags, (r * 0).to(tl.int64) + 2 * call + 1, mask=goes > 0, sem="release", scope="sys")\n'
-_ROW_FLAGS = "    flags = flag_of(bases, half, me, t, R, M, LC) + piece\n" + _ROW_FLAG
-_SUM_FLAG = '        tl.atomic_max(flag_of(base, half, me, t, R, M, LC), 2 * call + 1, sem="release", scope="sys")\n'
-_READY = 'tl.atomic_xchg(words(state) + READY, call, sem="release", scope="gpu")'
+_ROW_FLAG = '    tl.atomic_max(flags, done, mask=goes > 0, sem="release", scope="sys")\n'
+_ROW_FLAGS = (
+    "    flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece\n"
+    "    done = (r * 0).to(tl.int64) + 2 * call.number + 1\n" + _ROW_FLAG
+)
+_SUM_FLAG = '        tl.atomic_max(flag, 2 * call.number + 1, sem="release", scope="sys")\n'
+_SUM_FLAGS = "        flag = flag_of(base, call.parity, call.rank, t, sizes)\n" + _SUM_FLAG
+_READY = 'tl.atomic_xchg(words(state) + READY, call.number, sem="release", scope="gpu")'
 _READY_SEEN = 'tl.atomic_add(words(state) + READY, 0, sem="acquire", scope="gpu")'
-_HALF = "    half = (call % 2).to(tl.int32)\n"
-_ONE_HALF = "    half = (call % 1).to(tl.int32)\n"
-_SEND = (
-    "    for i in tl.static_range(R):  # first what is long, so that it is on its way meanwhile\n"
-)
-_SUM = (
-    "        for w0 in range(0, H, BLOCK):\n            w = w0 + tl.arange(0, BLOCK)\n           "
-    " total"
-)
-
-
+_PARITY = "    parity = (number % 2).to(tl.int32)\n"
+_ONE_HALF = "    parity = (number % 1).to(tl.int32)\n"
+_SEND = "    if k.cast.mode:  # first what is long, so that it is on its way meanwhile\n"
+_SUM = "        for w0 in range(0, H, k.sent_block):\n"
 _BARRIER = "    tl.debug_barrier()\n"
 _SEEN = "    return seen\n\n\n@triton.jit\ndef "
-_COUNTED = "        tl.store(epoch_of(state, pid), call)\n"
+_COUNTED = "        tl.store(epoch_of(state, pid, sizes), number)\n"
 
 
 def _plant(
     kind: str, file: str, *changes: tuple[str, str], times: int = 1, within: int = 10
 ) -> Plant:
-    return Plant(kind, f"low_{file}" if file != "sync" else file, changes, times, within=within)
+    return Plant(kind, f"low_latency_{file}", changes, times, within=within)
 
 
 def _without(kind: str, file: str, text: str, before: str = "", behind: str = "") -> Plant:
@@ -58,12 +55,12 @@ PLANTS = {
         "flag before data", "dispatch", (_ROW_FLAGS, ""), (_SEND, _ROW_FLAGS + _SEND)
     ),
     "combine: no barrier before the flag": _without(
-        "barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAG
+        "barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAGS
     ),
     "combine: flag without order": _instead("release", "combine", _SUM_FLAG, "release", "relaxed"),
     "combine: flag for this GPU only": _instead("release", "combine", _SUM_FLAG, '"sys"', '"gpu"'),
     "combine: flag before the sum": _plant(
-        "flag before data", "combine", (_SUM_FLAG, ""), (_SUM, _SUM_FLAG + _SUM)
+        "flag before data", "combine", (_SUM_FLAGS, ""), (_SUM, _SUM_FLAGS + _SUM)
     ),
     "table: no barrier before READY": _without(
         "barrier", "dispatch", _BARRIER, behind="    " + _READY
@@ -81,20 +78,20 @@ PLANTS = {
     # What is waited for
     "plain load for an acquire": _plant(
         "acquire",
-        "wait",
+        "waits",
         ('tl.min(tl.atomic_add(flags, 0, sem="acquire", scope="sys"))', "tl.min(tl.load(flags))"),
         times=2,
     ),
     "one piece waited for": _instead(
         "acquire",
-        "wait",
-        "flags = flag + tl.arange(0, PIECES)",
-        "tl.arange(0, PIECES)",
+        "waits",
+        "flags = flag + tl.arange(0, pieces)",
+        "tl.arange(0, pieces)",
         "tl.arange(0, 1)",
     ),
     "plain loads for acquires": _plant(
         "acquire",
-        "wait",
+        "waits",
         (
             'tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")',
             "tl.load(flags, mask=mask, other=0)",
@@ -102,38 +99,46 @@ PLANTS = {
         times=3,
     ),
     "READY seen without order": _instead(
-        "acquire", "wait", _READY_SEEN, "acquire", "relaxed", times=2
+        "acquire", "waits", _READY_SEEN, "acquire", "relaxed", times=2
     ),
-    "no barrier behind a flag": _without("barrier", "wait", _BARRIER, behind=_SEEN + "wait_flags"),
-    "no barrier behind flags": _without("barrier", "wait", _BARRIER, behind=_SEEN + "agree"),
+    "no barrier behind a flag": _without("barrier", "waits", _BARRIER, behind=_SEEN + "wait_flags"),
+    "no barrier behind flags": _without("barrier", "waits", _BARRIER, behind=_SEEN + "agree"),
     "no barrier behind READY": _without(
-        "barrier", "wait", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("
+        "barrier", "waits", _BARRIER, behind="\n\n@triton.jit\ndef wait_flag("
     ),
     # Which call it is
     "dispatch: flags of the last but one": _instead(
-        "wrong epoch", "dispatch", "        want = 2 * call\n", "call", "call - 4"
+        "wrong epoch",
+        "dispatch",
+        "        want = 2 * call.number\n",
+        "call.number",
+        "call.number - 4",
     ),
     "combine: flags of the last but one": _plant(
         "wrong epoch",
         "combine",
-        ("wait_flags(flags, 2 * call, here", "wait_flags(flags, 2 * call - 4, here"),
-        ("seen == 2 * call + 1", "seen >= 2 * call - 3"),
+        ("wait_flags(flags, want, here", "wait_flags(flags, want - 4, here"),
+        ("seen == want + 1", "seen >= want - 3"),
     ),
     "notes of the last but one": _plant(
-        "wrong epoch", "wait", ("(least >= call) & (call_in(tags) >= call)", "(least >= call - 2)")
+        "wrong epoch",
+        "waits",
+        ("(least >= number) & (call_in(tags) >= number)", "(least >= number - 2)"),
     ),
     "weights of the last but one": _plant(
         "wrong epoch",
-        "wait",
+        "waits",
         ("((look(at, inside) >> 32) != sign)", "(look(at, inside) < 0)"),
         times=2,
     ),
     "calls not counted in combine": _instead(
-        "wrong epoch", "combine", _COUNTED, "call)", "call - 1)"
+        "wrong epoch", "combine", _COUNTED, "number)", "number - 1)"
     ),
     # When a slot is written again
-    "dispatch: one half only": _plant("reused too early", "dispatch", (_HALF, _ONE_HALF)),
-    "combine: one half only": _plant("reused too early", "combine", (_HALF, _ONE_HALF), within=40),
+    "dispatch: one half only": _plant("reused too early", "dispatch", (_PARITY, _ONE_HALF)),
+    "combine: one half only": _plant(
+        "reused too early", "combine", (_PARITY, _ONE_HALF), within=40
+    ),
     "combine: peers not waited for": _plant(
         "reused too early",
         "combine",
@@ -144,9 +149,9 @@ PLANTS = {
     "dispatch: last piece dropped": _instead(
         "last token",
         "dispatch",
-        "for u in range(pid, T * PIECES, P)",
-        "T * PIECES",
-        "T * PIECES - 1",
+        "for u in range(pid, num_tokens * k.pieces, P)",
+        "k.pieces,",
+        "k.pieces - 1,",
     ),
     "combine: last slot dropped": _instead(
         "last token", "combine", "for u in range(pid, R * M, P)", "M", "M - 1"
@@ -156,7 +161,7 @@ PLANTS = {
 
 TORN = Plant(
     "torn sum",
-    "low_wait",
+    "low_latency_waits",
     (("    if tl.max(doubted.to(tl.int32)) > 0:\n", "    if tl.max(doubted.to(tl.int32)) > 1:\n"),),
     1,
 )
@@ -168,6 +173,6 @@ def planted(name: str) -> AbstractContextManager[None]:
     without one.
     """
     return planted_in(
-        "tokenyard.engines.low_latency_launches",
+        "tokenyard.engines.low_latency_signatures",
         (PLANTS | {TORN.kind: TORN})[name] if name else None,
     )

@@ -96,12 +96,6 @@ def test_files_are_small(path: Path) -> None:
 
 
 WITHOUT_STRUCTS = {
-    "low_combine",
-    "low_dispatch",
-    "low_picks",
-    "low_refuse",
-    "low_region",
-    "low_wait",
     "names",
     "region",
     "sync",

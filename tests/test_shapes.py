@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
-from tokenyard.engines import low_latency_ground as ground
-from tokenyard.engines import rings
+from tokenyard.engines import low_latency_workspace, rings
 from tokenyard.engines.select import Asked
 
 SMS = 132
@@ -29,7 +28,7 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     assert shape.writers <= room
     assert 0 < shape.pushers + shape.gatherers <= COMBINES * room
     for tokens in (1, 128):
-        slots = ground.shape_for(room, ranks, tokens)
+        slots = low_latency_workspace.shape_for(room, ranks, tokens)
         assert ranks <= slots.programs <= SLOTS * room * 8 // slots.num_warps
 
 

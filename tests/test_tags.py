@@ -17,7 +17,7 @@ import torch
 
 from tokenyard import header
 from tokenyard.config import Config
-from tokenyard.engines import low_latency_kinds, watch
+from tokenyard.engines import low_latency_signatures, watch
 from tokenyard.engines.watch import (
     LARGEST,
     TAG_FIELDS,
@@ -175,11 +175,12 @@ def test_low_latency_has_no_bits_to_run_out_of() -> None:
     """
     for name in (each.name for each in fields(Fingerprint)):
         prints = [replace(PLAIN, **{name: value}) for value in VALUES.get(name, range(100))]
-        tags = [low_latency_kinds._tag(low_latency_kinds._number(print_)) for print_ in prints]
+        numbers = [low_latency_signatures._number(print_) for print_ in prints]
+        tags = [low_latency_signatures._tag(number) for number in numbers]
         assert len(set(tags)) == len(tags), name
         assert all(0 < tag < 2**24 for tag in tags)
-    kind = low_latency_kinds.CombineKind(kept=0, numbers=(zlib.crc32(b"a"), zlib.crc32(b"b")))
-    assert (
-        len({kind.tag(at_owner, number) for at_owner in (False, True) for number in range(100)})
-        == 200
+    signature = low_latency_signatures.CombineSignature(
+        numbers=(zlib.crc32(b"a"), zlib.crc32(b"b")), launch=print
     )
+    both = (False, True)
+    assert len({signature.tag(each, number) for each in both for number in range(100)}) == 200

@@ -92,33 +92,23 @@ def ringed(name: str, config: Config) -> list[Any]:
 def slotted(config: Config) -> list[Any]:
     """All that engine low_latency lays out."""
     from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_ground import Shape
-    from tokenyard.engines.low_latency_launches import BOTH
-    from tokenyard.engines.rings import form_of
+    from tokenyard.engines.low_latency_workspace import Shape
+    from tokenyard.kernels.low_latency_memory import BOTH
 
     memory = Noting(config)
     engine = LowLatencyEngine(
         config, memory, Stats.zeros(config.rank, config.world_size), Shape(programs=8), None
     )  # type: ignore[arg-type]
     spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
-    form = form_of(Payload(torch.empty(0, 256, dtype=torch.bfloat16), None), None, 8)
-    more: dict[str, Any] = {
-        "wide": True,
-        "weighted": True,
-        "columns": False,
-        "loads": 0,
-        "timed": False,
-    }
-    engine._launches.dispatch(form, None, torch.bfloat16, spec, BOTH, **more)
-    engine._launches.combine(torch.bfloat16, 0, (), BOTH, kept=0, timed=False, lost=False)
-    ground = engine._ground
-    return [
-        *memory.noted,
-        ground.slots_at,
-        ground.num_bytes,
-        ground.state.shape,
-        ground.expert_bins,
-    ]
+    payload = Payload(torch.empty(0, 256, dtype=torch.bfloat16), None)
+    engine._signatures.dispatch(payload, spec, None).launch(
+        BOTH, wide=True, weighted=True, load_bytes=0, timed=False
+    )
+    engine._signatures.combine(payload.x, spec).launch(
+        BOTH, weighted=0, bias=(), timed=False, lost=False
+    )
+    workspace = engine._workspace
+    return [*memory.noted, workspace.sizes, workspace.num_bytes, workspace.state.shape]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

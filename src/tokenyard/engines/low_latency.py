@@ -17,15 +17,30 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.low_latency_ground import Ground, Shape
-from tokenyard.engines.low_latency_kinds import CombineKind, DispatchKind, Kinds
-from tokenyard.engines.low_latency_launches import BOTH, RECEIVE, SEND, Launch, Launches, Parts
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
-from tokenyard.engines.rings import address, aligned, as_aligned, sums_for
+from tokenyard.engines.low_latency_signatures import (
+    DispatchSignature,
+    Launch,
+    Signatures,
+)
+from tokenyard.engines.low_latency_workspace import Shape, Workspace
+from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
 from tokenyard.header import COMBINE
-from tokenyard.kernels.low_region import BAD_AT, BAD_VALUE, OTHER_RANK, SILENT_RANK
+from tokenyard.kernels.low_latency_combine import combine_rows
+from tokenyard.kernels.low_latency_dispatch import dispatch_rows
+from tokenyard.kernels.low_latency_memory import (
+    BAD_AT,
+    BAD_VALUE,
+    BOTH,
+    OTHER_RANK,
+    RECEIVE,
+    SEND,
+    SILENT_RANK,
+    Stages,
+)
+from tokenyard.kernels.low_latency_refuse import refuse_call
 from tokenyard.layout import host_ints
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.base import SymmetricMemory
@@ -35,17 +50,6 @@ from tokenyard.types import Quantize
 from tokenyard.whole import whole
 
 Sums = tuple[Tensor, Tensor | None]
-
-
-class _Pending(NamedTuple):
-    """A call that is ready: ``launch(parts)(*args)`` makes it, then ``result()``. ``held`` are
-    tensors that launches read.
-    """
-
-    launch: Callable[[Parts], Launch]
-    args: tuple[int, ...]
-    result: Callable[[], Any]
-    held: tuple[Any, ...]
 
 
 class _Rest(NamedTuple):
@@ -60,6 +64,12 @@ class _Rest(NamedTuple):
         return self.finish()
 
 
+def _copy(source: Tensor | None, target: Tensor | None) -> None:
+    """Copy to where the caller wants it, if that is elsewhere."""
+    if source is not None and target is not None and source is not target:
+        target.copy_(source)
+
+
 class LowLatencyEngine:
     """Dispatch and combine for decoding. All methods that move rows are collective and run in one
     order on all ranks.
@@ -69,8 +79,9 @@ class LowLatencyEngine:
         shape: how kernels are cut; equal on all ranks.
         buffer_bytes: symmetric memory; None: what rows of 2 bytes per channel need.
 
-    Attributes: active: int32 ``[R]`` on the device, 0 for ranks that are left out. Kernels read and
-    write it.
+    Attributes:
+        active: int32 ``[R]`` on the device, 0 for ranks that are left out. Kernels read and write
+            it.
     """
 
     name = "low_latency"
@@ -87,19 +98,17 @@ class LowLatencyEngine:
     ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
-        self._ground = Ground(config, memory, shape, buffer_bytes)
-        self._launches = Launches(config, self._ground)
-        self._kinds = Kinds(config, self._ground)
-        self._refuse = self._launches.refuse()  # so that a refusal is not late
-        self._status: Any = self._ground.status.numpy()
+        self._workspace = Workspace(config, memory, shape, buffer_bytes)
+        self._signatures = Signatures(config, self._workspace)
+        self._status: Any = self._workspace.status.numpy()
         self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)
         self._open = ""
-        self.active = self._ground.active
+        self.active = self._workspace.active
 
     @property
     def buffer_bytes(self) -> int:
         """Symmetric memory of this rank."""
-        return self._ground.num_bytes
+        return self._workspace.num_bytes
 
     # Dispatch
 
@@ -119,11 +128,11 @@ class LowLatencyEngine:
         options are wrong.
         """
         by_column = options is not None and options.scales_by_column
-        self._checked(
-            payload, spec, mode, by_column, cached=cached, in_place=in_place, options=options
-        )
+        self._signature(payload, spec, mode, by_column, cached=cached, in_place=in_place)
+        if options is not None:
+            options.check(self.config, self._memory.device, None)
 
-    def _checked(
+    def _signature(
         self,
         payload: Payload,
         spec: Spec,
@@ -132,14 +141,13 @@ class LowLatencyEngine:
         *,
         cached: bool,
         in_place: bool,
-        options: CallOptions | None,
-    ) -> DispatchKind:
+    ) -> DispatchSignature:
         if cached or in_place:
             what = "cached dispatch (handle=)" if cached else "in_place=True"
             raise NotSupported(f"engine 'low_latency' has no {what}; engine 'nvlink' has")
-        kind = self._kinds.dispatch(payload, spec, mode, by_column)
-        self._check_open(options)
-        return kind
+        signature = self._signatures.dispatch(payload, spec, mode, by_column)
+        self._check_open()
+        return signature
 
     def dispatch(
         self,
@@ -159,87 +167,34 @@ class LowLatencyEngine:
         ``options`` have passed :meth:`check_dispatch`. ``in_two``: make the sending launch only,
         and return a function that makes the receiving one and returns them.
         """
-        by_column = options.scales_by_column
-        kind = self._checked(
-            payload, spec, mode, by_column, cached=False, in_place=in_place, options=None
+        signature = self._signature(
+            payload, spec, mode, options.scales_by_column, cached=False, in_place=in_place
         )
+        weighted, loads = weights is not None, options.loads
         with self._memory.tensors():
-            payload = aligned(payload)
-            topk_idx, weights = (
-                topk_idx.contiguous(),
-                None if weights is None else weights.contiguous(),
+            self._dispatches += 1
+            rows = self._signatures.results(signature, topk_idx, weighted, self._dispatches)
+            run = partial(
+                dispatch_rows,
+                workspace=self._workspace,
+                payload=aligned(payload),
+                topk_idx=topk_idx.contiguous(),
+                weights=None if weights is None else weights.contiguous(),
+                rows=rows,
+                spec=spec,
+                options=options,
+                timeout=self._limit(options),
+                tag=signature.tags[weighted],
+                num_rows=signature.num_rows,
             )
-            return self._make(
-                self._prepare(kind, payload, topk_idx, weights, spec, mode, options),
-                "dispatch",
-                in_two,
+            load = partial(
+                signature.launch,
+                wide=topk_idx.dtype == torch.int64,
+                weighted=weighted,
+                load_bytes=0 if loads is None else loads.itemsize,
+                timed=options.waits is not None,
             )
-
-    def _prepare(
-        self,
-        kind: DispatchKind,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        options: CallOptions,
-    ) -> _Pending:
-        ground, weighted, wide = self._ground, weights is not None, topk_idx.dtype == torch.int64
-        loads, waits = options.loads, options.waits
-        load_bytes = 0 if loads is None else loads.itemsize
-        self._dispatches += 1
-        made = self._kinds.results(kind, topk_idx, weighted, self._dispatches)
-        out, plan, arrived = made
-        route = plan.route.data_ptr()
-        blocks = arrived.source_ranges if kind.padded else arrived.expert_offsets
-        args = (
-            ground.peers,
-            ground.state_at,
-            ground.active_at,
-            topk_idx.data_ptr(),
-            address(weights),
-            payload.x.data_ptr(),
-            address(payload.scales),
-            out.x.data_ptr(),
-            address(out.scales),
-            arrived.weights.data_ptr(),
-            arrived.source.data_ptr(),
-            route + self._kinds.slots_at,
-            route,
-            plan.first_pick.data_ptr(),
-            arrived.tokens_per_expert.data_ptr(),
-            blocks.data_ptr(),
-            arrived.overflow.data_ptr(),
-            address(loads),
-            address(waits),
-            self._limit(options),
-            kind.tags[weighted],
-            self.config.rank,
-            topk_idx.shape[0],
-            kind.num_rows,
-            spec.expert_alignment,
-        )
-
-        def launch(parts: Parts) -> Launch:
-            key = (parts, wide, weighted, load_bytes, waits is None)
-            kept = kind.launches.get(key)
-            if kept is None:
-                kept = kind.launches[key] = self._launches.dispatch(
-                    kind.form,
-                    mode,
-                    payload.x.dtype,
-                    spec,
-                    parts,
-                    wide=wide,
-                    weighted=weighted,
-                    columns=kind.by_column,
-                    loads=load_bytes,
-                    timed=waits is not None,
-                )
-            return kept
-
-        return _Pending(launch, args, lambda: made, (payload, topk_idx, weights, options))
+            return self._make("dispatch", in_two, load, run, lambda: rows)
 
     # Combine
 
@@ -251,14 +206,10 @@ class LowLatencyEngine:
         Raises:
             ValueError: rows do not fit into slots, options are wrong.
         """
-        self._checked_sums(rows, spec, num_tokens, options)
-
-    def _checked_sums(
-        self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
-    ) -> CombineKind:
-        kind = self._kinds.combine(rows, spec)
-        self._check_open(options, num_tokens)
-        return kind
+        self._signatures.combine(rows, spec)
+        self._check_open()
+        if options is not None:
+            options.check(self.config, self._memory.device, num_tokens)
 
     def combine(
         self,
@@ -285,77 +236,45 @@ class LowLatencyEngine:
                 "engine 'low_latency' is for inference: it has no gradients of weights and of "
                 "combine; engine 'nvlink' has"
             )
-        tokens = plan.first_pick.shape[0]
-        kind = self._checked_sums(rows, spec, tokens, None)
+        signature = self._signatures.combine(rows, spec)
+        self._check_open()
         with self._memory.tensors():
-            return self._make(
-                self._prepare_sums(kind, tokens, rows, plan, weights, bias, out, options),
-                "combine",
-                in_two,
+            tokens, rows = plan.first_pick.shape[0], as_aligned(rows)
+            weights = None if weights is None else as_aligned(weights)
+            terms = [as_aligned(term) for term in bias]
+            total = sums_for(rows, tokens, out, rows, *terms)
+            told, waits = options.lost_weights, options.waits
+            lost = told
+            if told is not None and not told.is_cuda:
+                lost = rows.new_empty(tokens, dtype=torch.float32)
+            weighted = 0 if weights is None else weights.dim()
+            run = partial(
+                combine_rows,
+                workspace=self._workspace,
+                rows=rows,
+                plan=plan,
+                weights=weights,
+                bias=terms,
+                sums=total,
+                lost=lost,
+                waits=waits,
+                timeout=self._limit(options),
+                tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
+            )
+            load = partial(
+                signature.launch,
+                weighted=weighted,
+                bias=tuple(term.dtype for term in bias),
+                timed=waits is not None,
+                lost=lost is not None,
             )
 
-    def _prepare_sums(
-        self,
-        kind: CombineKind,
-        tokens: int,
-        rows: Tensor,
-        plan: Plan,
-        weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-        out: Tensor | None,
-        options: CallOptions,
-    ) -> _Pending:
-        ground, rows = self._ground, as_aligned(rows)
-        weights = None if weights is None else as_aligned(weights)
-        terms = [as_aligned(term) for term in bias]
-        total = sums_for(rows, tokens, out, rows, *terms)
-        told, waits = options.lost_weights, options.waits
-        lost = told if told is None or told.is_cuda else rows.new_empty(tokens, dtype=torch.float32)
-        weighted, route = 0 if weights is None else weights.dim(), plan.route.data_ptr()
-        args = (
-            ground.peers,
-            ground.state_at,
-            ground.active_at,
-            rows.data_ptr(),
-            route + self._kinds.slots_at,
-            address(weights),
-            route,
-            plan.first_pick.data_ptr(),
-            *(term.data_ptr() for term in terms),
-            *(0,) * (2 - len(terms)),
-            total.data_ptr(),
-            address(waits),
-            address(lost),
-            self._limit(options),
-            kind.tag(weighted == 2, host_ints(plan.splits)[-1]),
-            self.config.rank,
-            tokens,
-        )
+            def result() -> Sums:
+                _copy(lost, told)
+                _copy(total, out)
+                return (total if out is None else out), None
 
-        def launch(parts: Parts) -> Launch:
-            dtypes = tuple(term.dtype for term in bias)
-            key = (parts, weighted, dtypes, waits is None, lost is None)
-            kept = kind.launches.get(key)
-            if kept is None:
-                kept = kind.launches[key] = self._launches.combine(
-                    rows.dtype,
-                    weighted,
-                    dtypes,
-                    parts,
-                    kept=kind.kept,
-                    timed=waits is not None,
-                    lost=lost is not None,
-                )
-            return kept
-
-        def result() -> Sums:
-            if told is not None and lost is not None and lost is not told:
-                told.copy_(lost)
-            if out is not None and total is not out:
-                out.copy_(total)
-            return (total if out is None else out), None
-
-        return _Pending(launch, args, result, (rows, weights, terms, plan, options))
+            return self._make("combine", in_two, load, run, result)
 
     def redispatch(
         self,
@@ -375,42 +294,44 @@ class LowLatencyEngine:
 
     # Both
 
-    def _make(self, pending: _Pending, op: str, in_two: bool) -> Any:
-        if in_two:
-            self._launch(pending, SEND)
-            self._open = op
-            return _Rest(partial(self._finish, pending, op), pending.result)
-        self._launch(pending, BOTH)
-        return self._end(pending, op)
+    def _make(
+        self,
+        op: str,
+        in_two: bool,
+        load: Callable[[Stages], Launch],
+        run: Callable[[Launch], None],
+        result: Callable[[], Any],
+    ) -> Any:
+        """Make a call: ``run(load(stages))`` is a launch, ``result()`` what the call returns."""
 
-    def _finish(self, pending: _Pending, op: str) -> Any:
-        """The receiving launch of a call in two."""
-        with self._memory.tensors():
-            self._open = ""
-            self._launch(pending, RECEIVE)
-            return self._end(pending, op)
+        def launch(stages: Stages) -> None:
+            kernel = load(stages)  # may wait for launches that run, so it comes before the gate
+            self._memory.gate()
+            run(kernel)
 
-    def _launch(self, pending: _Pending, parts: Parts) -> None:
-        launch = pending.launch(
-            parts
-        )  # may load a kernel, which waits for those that run: so before the gate
-        self._memory.gate()
-        launch(*pending.args)
+        def end() -> Any:
+            self._memory.settle()
+            self.stats.record_unknown(op)
+            return result()
 
-    def _end(self, pending: _Pending, op: str) -> Any:
-        self._memory.settle()
-        self.stats.record_unknown(op)
-        return pending.result()
+        def finish() -> Any:
+            with self._memory.tensors():
+                self._open = ""
+                launch(RECEIVE)
+                return end()
 
-    def _check_open(self, options: CallOptions | None, num_tokens: int | None = None) -> None:
+        launch(SEND if in_two else BOTH)
+        if not in_two:
+            return end()
+        self._open = op
+        return _Rest(finish, result)
+
+    def _check_open(self) -> None:
         if self._open:
             raise ValueError(
                 f"the hook of the last {self._open} was not called: one call of an object may be "
-                f"outstanding; call it first, or "
-                "make two ExpertParallels for two batches"
+                f"outstanding; call it first, or make two ExpertParallels for two batches"
             )
-        if options is not None:
-            options.check(self.config, self._memory.device, num_tokens)
 
     def _limit(self, options: CallOptions) -> int:
         """Nanoseconds that silent ranks are waited for."""
@@ -451,8 +372,7 @@ class LowLatencyEngine:
             return False
         with self._memory.tensors():
             self._memory.gate()
-            ground = self._ground
-            self._refuse(ground.peers, ground.state_at, ground.active_at, self._nanoseconds)
+            refuse_call(self._signatures.refuse, self._workspace, self._nanoseconds)
             self._memory.settle()
             self._dispatches += op != COMBINE
         return True
@@ -471,8 +391,7 @@ class LowLatencyEngine:
         if other:
             raise Mismatch(
                 f"ranks {self.config.rank} and {other - 1} were in different calls, or disagreed "
-                f"on dtype, layout or another "
-                f"option; rank {other - 1} is left out since"
+                f"on dtype, layout or another option; rank {other - 1} is left out since"
             )
 
     def interrupt(self, text: str) -> None:
@@ -481,10 +400,10 @@ class LowLatencyEngine:
     def close(self) -> None:
         """Let go of everything held."""
         self._memory.close()
-        del self._ground.region
+        del self._workspace.region
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
     ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
-        return self._kinds.route_shape, torch.int32, self.config.padded_rows
+        return self._signatures.route_shape, torch.int32, self.config.padded_rows

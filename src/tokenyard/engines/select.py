@@ -127,7 +127,7 @@ def _low_latency(
     memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str
 ) -> Choice:
     from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_ground import shape_for
+    from tokenyard.engines.low_latency_workspace import shape_for
 
     room = asked.room(most_sms)
     shape = shape_for(

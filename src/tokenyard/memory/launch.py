@@ -87,15 +87,16 @@ def wrapped(value: Any) -> Any:
     return type(value)(*(constexpr(wrapped(each)) for each in value))
 
 
-def calls_network(constants: dict[str, Any]) -> bool:
-    """Whether a kernel with these constants calls NVSHMEM: constant ``NET``, or a field ``network``
-    of a struct.
-    """
-    if constants.get("NET") or constants.get("network"):
-        return True
-    return any(
-        calls_network(each._asdict()) for each in constants.values() if hasattr(each, "_fields")
+def is_set(constants: dict[str, Any], *names: str) -> bool:
+    """Whether one of these constants is true, or a field of such a name of a struct."""
+    return any(constants.get(name) for name in names) or any(
+        is_set(each._asdict(), *names) for each in constants.values() if hasattr(each, "_fields")
     )
+
+
+def calls_network(constants: dict[str, Any]) -> bool:
+    """Whether a kernel with these constants calls NVSHMEM."""
+    return is_set(constants, "NET", "network")
 
 
 def gpu_target(architecture: int | str) -> Any:
@@ -333,7 +334,7 @@ class Kernels:
             num_warps,
             compiled.metadata.shared,
             (None,) * len(constants),
-            bool(constants.get("EARLY")),
+            is_set(constants, "EARLY", "early"),
             residents * self._num_sms,
             (kernel, compiled),
         )

@@ -1,5 +1,5 @@
-"""Sizes and memory of the low-latency engine: slots, local state, the mask, and the words that
-kernels and host share.
+"""Memory that an object of engine low_latency keeps between calls: slots, local state, the mask,
+and the words that kernels and host share.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from tokenyard.config import Config
 from tokenyard.engines.rings import Form, form_of
 from tokenyard.handle import Spec
-from tokenyard.kernels import low_region as region
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.limits import check_symmetric
 from tokenyard.memory.base import SymmetricMemory
 from tokenyard.rows import Payload
@@ -59,10 +58,10 @@ def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
     many = num_ranks * max_tokens > 2 * num_sms
     shape = Shape(programs=4 * num_sms, num_warps=4) if many else Shape(programs=2 * num_sms)
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
-    return replace(shape, pieces=min(parts, region.PIECES), shares=parts)
+    return replace(shape, pieces=min(parts, memory_map.PIECES), shares=parts)
 
 
-def meta_words(num_topk: int) -> int:
+def metadata_words(num_topk: int) -> int:
     """int32 words that ride with a row: ids, ranks of picks, weights."""
     return -(-3 * num_topk // 4) * 4
 
@@ -77,11 +76,11 @@ def kept_words(num_topk: int, spec: Spec) -> int:
 def _default_slot(config: Config) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
-    forms = (form_of(plain, mode, meta_words(config.num_topk)) for mode in (None, Quantize.FP8))
+    forms = (form_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, Quantize.FP8))
     return -(-max(form.slot_bytes for form in forms) // 128) * 128
 
 
-class Ground:
+class Workspace:
     """What an object keeps between calls. Making one is collective.
 
     Args:
@@ -100,45 +99,34 @@ class Ground:
                 f"would wait for itself"
             )
         self.config, self.memory, self.shape = config, memory, shape
-        ranks, tokens, experts = (
-            config.world_size,
-            config.max_tokens_per_rank,
-            config.most_local_experts,
-        )
+        ranks, tokens = config.world_size, config.max_tokens_per_rank
         if tokens > MOST_TOKENS:
             raise ValueError(
                 f"max_tokens_per_rank ({tokens}) must be at most {MOST_TOKENS} with engine "
                 f"'low_latency'"
             )
-        self.slots_at = region.slots_at(ranks, tokens, config.num_topk, experts)
-        self.num_slots = 2 * ranks * tokens
-        least = _default_slot(config)
-        self.slot_bytes = (
-            least
-            if buffer_bytes is None
-            else (buffer_bytes - self.slots_at) // self.num_slots // 128 * 128
-        )
-        if self.slot_bytes < least:
+        least, slot_bytes = _default_slot(config), _default_slot(config)
+        if buffer_bytes is not None:
+            free = buffer_bytes - self.bytes_for(0)
+            slot_bytes = free // (2 * ranks * tokens) // 128 * 128
+        if slot_bytes < least:
             raise ValueError(
                 f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for "
                 f"{tokens} tokens on each of {ranks} "
                 f"ranks with hidden={config.hidden}: make it larger, or leave it out"
             )
-        self.num_bytes = self.bytes_for(self.slot_bytes)
+        self.num_bytes = self.bytes_for(slot_bytes)
         sizes = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
         check_symmetric(
             self.num_bytes,
             memory.device,
             f"buffer_bytes ({buffer_bytes})" if buffer_bytes else sizes,
         )
+        self.sizes = memory_map.sizes_of(config, shape.programs, shape.shares, slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        voters = tokens * shape.shares
-        state = torch.zeros(
-            region.state_words(ranks, shape.programs, experts, voters),
-            dtype=torch.int64,
-            device="cpu",
-        )
+        parts = memory_map.state_parts(config, shape.programs, shape.shares)
+        state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
@@ -147,23 +135,21 @@ class Ground:
         self.state.copy_(state)  # waits for both
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.active_at = self.active.data_ptr()
-        self.rank_bins = power_of_two_at_least(max(ranks, 2))
-        self.expert_bins = power_of_two_at_least(max(experts, 2))
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
-        return self.slots_at + self.num_slots * slot_bytes
+        return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes))[1]
 
-    def check_fits(self, form: Form, what: str) -> None:
+    def check_fits(self, row: Form, what: str) -> None:
         """Raise if a row does not fit into a slot.
 
         Raises:
             ValueError: names the size, and the ``buffer_bytes`` that it would take.
         """
-        if form.slot_bytes > self.slot_bytes:
-            needed = self.bytes_for(-(-form.slot_bytes // 128) * 128)
+        if row.slot_bytes > self.sizes.slot_bytes:
+            needed = self.bytes_for(-(-row.slot_bytes // 128) * 128)
             raise ValueError(
-                f"{what} of {form.slot_bytes} bytes do not fit into slots of {self.slot_bytes} "
-                f"bytes: make ExpertParallel with "
+                f"{what} of {row.slot_bytes} bytes do not fit into slots of "
+                f"{self.sizes.slot_bytes} bytes: make ExpertParallel with "
                 f"buffer_bytes of at least {needed}"
             )

@@ -1,0 +1,267 @@
+"""Call signatures of engine ``low_latency``. What does not depend on the data of a call is worked
+out once per signature, because a call should cost the host as little as it can.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.config import Config
+from tokenyard.engines.arrival import num_result_rows
+from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
+from tokenyard.engines.rings import Form, form_of
+from tokenyard.errors import NotSupported
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import COMBINE, DISPATCH, Fingerprint, fingerprint_of
+from tokenyard.kernels.low_latency_combine import bind_combine
+from tokenyard.kernels.low_latency_dispatch import bind_dispatch
+from tokenyard.kernels.low_latency_refuse import bind_refuse
+from tokenyard.rows import Payload
+from tokenyard.types import Layout, Quantize
+
+Launch = Callable[..., None]
+Rows = tuple[Payload, Plan, Arrived]
+Signature = TypeVar("Signature")
+
+
+class Outlines(NamedTuple):
+    """Shapes and dtypes of what a dispatch returns: views of one element, as ``empty_like`` takes
+    half the time of ``empty``.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    scale_strides: tuple[int, ...] | None  # of scales by column, else None
+    blocks: Tensor  # source_ranges or expert_offsets
+    weights: Tensor
+    source: Tensor
+    tokens_per_expert: Tensor
+    overflow: Tensor | None
+    route: Tensor
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DispatchSignature:
+    """What dispatches of one signature share.
+
+    Attributes:
+        tags: what a call tells the other ranks, without weights and with them.
+        padded: whether experts have blocks of one size.
+        num_rows: of the result.
+        launch: loads the kernel for some stages and options, and keeps it.
+    """
+
+    tags: tuple[int, int]
+    padded: bool
+    num_rows: int
+    outlines: Outlines
+    launch: Callable[..., Launch]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CombineSignature:
+    """What combines of one signature share.
+
+    Attributes:
+        numbers: what a call tells the other ranks, which dispatch aside: without the owner's
+            weights, and with them.
+        launch: as in :class:`DispatchSignature`.
+    """
+
+    numbers: tuple[int, int]
+    launch: Callable[..., Launch]
+
+    def tag(self, at_owner: bool, number: int) -> int:
+        """What a combine of dispatch ``number`` tells the other ranks. ``at_owner``: with weights
+        of the tokens' owners.
+        """
+        return _tag(zlib.crc32(number.to_bytes(8, "little"), self.numbers[at_owner]))
+
+
+class Signatures:
+    """The call signatures of one object, and the tensors that its dispatches return. A signature is
+    kept if such calls can be made.
+
+    Attributes:
+        refuse: the launch of a call to which this rank brings nothing; loaded now, so that it is
+            not late.
+        route_shape: of ``Plan.route``: ids and weights of the picks of M tokens, then result rows
+            of each slot ``[R * M, K]``.
+    """
+
+    def __init__(self, config: Config, workspace: Workspace) -> None:
+        self._config, self._workspace = config, workspace
+        self._device = workspace.memory.device
+        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._ones: dict[torch.dtype, Tensor] = {}
+        # what a layout lacks, one for all results (operators own theirs, see ``ops``)
+        self._floats, self._ints, self._longs = (
+            torch.empty(0, dtype=dtype, device=self._device)
+            for dtype in (torch.float32, torch.int32, torch.int64)
+        )
+        self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=self._device)
+        self._splits: Any = np.full(2 * config.world_size + 1, -1)
+        self.route_shape = 2 * config.max_tokens_per_rank + config.padded_rows, config.num_topk
+        self.refuse = bind_refuse(workspace)
+
+    def dispatch(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool = False
+    ) -> DispatchSignature:
+        """The signature of a dispatch. ``by_column``: ``CallOptions.scales_by_column``.
+
+        Raises:
+            NotSupported: names the engine that can.
+            ValueError: rows do not fit into slots, or have no scales in blocks.
+        """
+        scales = payload.scales
+        given = None if scales is None else (scales.dtype, scales.shape[1])
+        return self._of(
+            ("dispatch", payload.x.dtype, given, mode, by_column),
+            spec,
+            lambda: self._new_dispatch(payload, spec, mode, by_column),
+        )
+
+    def combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
+        """The signature of a combine.
+
+        Raises:
+            ValueError: rows do not fit into slots.
+        """
+        return self._of(("combine", rows.dtype), spec, lambda: self._new_combine(rows, spec))
+
+    def _of(self, key: tuple[Any, ...], spec: Spec, make: Callable[[], Signature]) -> Signature:
+        key = (*key, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
+        signature = self._kept.get(key)
+        if signature is None:
+            signature = self._kept[key] = make()
+        return signature
+
+    def results(
+        self, signature: DispatchSignature, topk_idx: Tensor, weighted: bool, number: int
+    ) -> Rows:
+        """What dispatch ``number`` of this object returns, still to be filled."""
+        like, likes, ints = torch.empty_like, signature.outlines, self._ints
+        blocks, scales, padded = like(likes.blocks), likes.scales, signature.padded
+        if scales is not None:
+            strides = likes.scale_strides
+            scales = (
+                like(scales) if strides is None else scales.new_empty_strided(scales.shape, strides)
+            )
+        arrived = Arrived(
+            topk_idx=ints,
+            weights=like(likes.weights) if weighted else self._floats,
+            source=like(likes.source),
+            tokens_per_expert=like(likes.tokens_per_expert),
+            expert_offsets=ints if padded else blocks,
+            source_ranges=blocks if padded else ints,
+            overflow=ints if likes.overflow is None else like(likes.overflow),
+        )
+        splits = self._splits.copy()
+        splits[-1] = number
+        plan = Plan(
+            splits=torch.from_numpy(splits),  # pyright: ignore[reportUnknownMemberType]
+            route=like(likes.route),
+            returns=self._no_returns,
+            slots=ints,
+            picks=self._longs,
+            gather=self._longs,
+            first_pick=like(topk_idx, dtype=torch.int64),
+        )
+        return Payload(like(likes.x), scales), plan, arrived
+
+    def _new_dispatch(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool
+    ) -> DispatchSignature:
+        if spec.exact or spec.layout is Layout.FLAT:
+            asked = f"exact={spec.exact} with Layout.{spec.layout.name}"
+            raise NotSupported(
+                f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
+                f"only, not {asked}; engines 'nvlink' and 'collective' have"
+            )
+        row = form_of(payload, mode, metadata_words(self._config.num_topk))
+        padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
+        if by_column and not (padded and row.scale_words):
+            has = f"Layout.{spec.layout.name}" if row.scale_words else "no scales"
+            raise ValueError(
+                f"options.scales_by_column needs scales and Layout.EXPERT_PADDED, but this "
+                f"dispatch has {has}: leave it out"
+            )
+        by_column = by_column and row.scale_words > 1  # see ``results.by_column``
+        self._workspace.check_fits(row, f"rows of {dtype} x {payload.x.shape[1]}")
+        scaled = payload.scales is not None
+        plain, weighted = (
+            _tag(_number(fingerprint_of(DISPATCH, 0, payload, spec, mode, weighted, 0, scaled)))
+            for weighted in (False, True)
+        )
+        return DispatchSignature(
+            tags=(plain, weighted),
+            padded=padded,
+            num_rows=num_result_rows(spec, self._config, None, 0),
+            outlines=self._outlines(payload, spec, mode, row, by_column),
+            launch=cache(
+                partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
+            ),
+        )
+
+    def _outlines(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, row: Form, by_column: bool
+    ) -> Outlines:
+        config, num_rows = self._config, num_result_rows(spec, self._config, None, 0)
+        local, ints, outline = config.num_local_experts, torch.int32, self._outline
+        dtype = payload.x.dtype if mode is None else torch.float8_e4m3fn
+        scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
+        scale_dtype = ints if mode is Quantize.FP8_UE8M0 else scale_dtype
+        words, columns = row.scale_words, config.padded_rows
+        padded = spec.layout is Layout.EXPERT_PADDED
+        # as Received has them: to view a tensor takes as long as to make one
+        rows = (local, columns) if padded else (num_rows,)
+        return Outlines(
+            x=outline(dtype, *rows, row.hidden),
+            scales=outline(scale_dtype, *rows, words) if words else None,
+            scale_strides=(words * columns, 1, columns) if by_column else None,
+            blocks=outline(ints, local, config.world_size, 2)
+            if padded
+            else outline(ints, local + 1),
+            weights=outline(torch.float32, num_rows),
+            source=outline(torch.int64, *rows),
+            tokens_per_expert=outline(ints, local),
+            overflow=None if spec.capacity is None else outline(ints, 1),
+            route=outline(ints, *self.route_shape),
+        )
+
+    def _outline(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        if 0 in shape:  # an expanded one would not be dense
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        one = torch.empty(1, dtype=dtype, device=self._device)
+        return self._ones.setdefault(dtype, one).expand(shape)
+
+    def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
+        payload, workspace = Payload(rows, None), self._workspace
+        row = form_of(payload, None, kept_words(self._config.num_topk, spec))
+        workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
+        here, at_owner = (
+            _number(fingerprint_of(COMBINE, 0, payload, spec, None, False, 0, at_owner))
+            for at_owner in (False, True)
+        )
+        kept_at = row.payload_bytes if row.meta_words else 0
+        return CombineSignature(
+            numbers=(here, at_owner),
+            launch=cache(partial(bind_combine, workspace, rows.dtype, kept_at)),
+        )
+
+
+def _number(fingerprint: Fingerprint) -> int:
+    return zlib.crc32(repr(fingerprint).encode())
+
+
+def _tag(number: int) -> int:
+    """24 bits, not 0, that differ where calls differ."""
+    return number % (2**24 - 1) + 1

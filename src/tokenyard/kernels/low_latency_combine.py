@@ -1,0 +1,364 @@
+# pyright: basic
+"""Low-latency combine: the experts' rows of one token are summed where they are, one row goes back
+per (token, rank), and the token's owner adds by rank.
+
+Grid ``programs`` in every launch. The stages, send and receive, are one launch or two. Example:
+token 2 of rank 1 went to ranks 0 and 1. Rank 0 writes its sum to slot (0, 2) of rank 1, rank 1 its
+own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
+
+Who publishes what, and who may read it when:
+
+1. One program per peer stores the number of the call and a tag there: this rank has come to the
+   call. The word holds its call, so it needs no order.
+2. With weights of the owner, one program per token stores them at all its ranks. Each word holds
+   its call, so they need no order either.
+3. One program per (owner, token) that has rows here sums them, stores the sum into slot (me, token)
+   of the owner, and sets its flag there to ``2 * call + 1`` (release).
+4. One program per share of an own token's channels waits for the flags of the ranks that the token
+   went to (acquire), then reads the slots. If it has to go on without one, it first agrees with the
+   programs of the other shares. The last program waits for the tags of all ranks, so that a launch
+   ends only when all have come to the call. If asked, the first share's program also tells what the
+   sum lacks.
+
+Why a slot may be reused: as in ``kernels/low_latency_dispatch.py``; dispatches and combines share
+the numbers of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_latency_memory import (
+    Sizes, Stages, address, count_of, epoch_of, flag_of, ints, slot_of, slots_in, weight_of,
+    with_call,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_picks import merged_weights
+from tokenyard.kernels.low_latency_waits import (
+    Call, agree, are_active, in_same_call, is_active, leave_out, tell, wait_counts, wait_flags,
+    wait_weights,
+)  # fmt: skip
+from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.place import floats
+from tokenyard.kernels.region import owner_of, peer_base
+from tokenyard.kernels.sync import follow, words
+from tokenyard.kernels.types import kernel_type
+from tokenyard.layout import power_of_two_at_least
+
+
+class CombineConfig(NamedTuple):
+    """What is known of a combine when its kernel is compiled."""
+
+    sizes: Sizes
+    hidden: int
+    shares: int  # of a token's channels
+    share: int  # channels of one
+    sent_block: int  # channels in flight where the rows of a token are summed
+    added_block: int  # and where the sums of ranks are
+    dtype: Any
+    weighted: int  # 0: no; 1: by ``weights [rows]``; 2: by the owner's ``weights [T, K]``
+    bias0: Any  # dtypes; None: there is none
+    bias1: Any
+    kept_at: int  # bytes of a slot before the picks that a sum has; 0: there is no capacity
+    timed: bool
+    lost: bool  # told what sums lack
+    stages: Stages
+    early: bool  # programs may be set up while the launch before still runs
+
+
+class Sent(NamedTuple):
+    """Addresses of what a combine reads. 0: there is none."""
+
+    rows: Any
+    slots: Any  # as in ``DispatchResult``
+    weights: Any
+    merged: Any  # as in ``DispatchResult``
+    first_pick: Any
+    bias0: Any
+    bias1: Any
+
+
+class CombineResult(NamedTuple):
+    """Addresses of what a combine fills. 0: there is none."""
+
+    sums: Any
+    waits: Any  # int64 [R]: nanoseconds waited are added
+    lost: Any  # float32 [T]: the weight of the picks that each sum lacks
+
+
+@triton.jit
+def _merged_ids(sent, t, pick, sizes: tl.constexpr):
+    """Ids of token ``t``'s merged picks, ``pick`` ``[topk_bins]``."""
+    at = t.to(tl.int64) * sizes.topk + pick
+    return tl.load(ints(sent.merged) + at, mask=pick < sizes.topk, other=-1)
+
+
+@triton.jit
+def _owner_weights(sent, t, pick, ids, sizes: tl.constexpr):
+    """The weights that the owner of token ``t`` gives these picks."""
+    at = t.to(tl.int64) * sizes.topk + pick
+    first = tl.load(words(sent.first_pick) + at, mask=pick < sizes.topk, other=0).to(tl.int32)
+    return merged_weights(sent.weights, t, ids, tl.where(pick < sizes.topk, first, pick), sizes)
+
+
+# Send
+
+
+@triton.jit
+def _send_weights(sent, t, call, sizes: tl.constexpr):
+    """Step 2 for token ``t``."""
+    pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
+    ids = _merged_ids(sent, t, pick, sizes)
+    weights = _owner_weights(sent, t, pick, ids, sizes)
+    bits = weights.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = ((call.number & 0x7FFFFFFF) << 32) | bits
+    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1)
+    goes = are_active(call.active, r, goes > 0)
+    bases = tl.load(words(call.regions) + r, mask=goes, other=0)
+    to = weight_of(bases, call.parity, call.rank, t, sizes)[:, None] + pick[None, :]
+    everywhere = word[None, :] + (r * 0).to(tl.int64)[:, None]
+    there = goes[:, None] & (pick < sizes.topk)[None, :]
+    tl.atomic_xchg(to, everywhere, mask=there, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _kept_of(slot, kept_at: tl.constexpr):
+    """Behind the sum in a slot, int32 ``[K]``: which of the token's picks are in it."""
+    return ints(slot + kept_at)
+
+
+@triton.jit
+def _send_sum(sent, s, t, call, k: tl.constexpr):
+    """Step 3 for token ``t`` of rank ``s``, unless that rank is left out."""
+    sizes: tl.constexpr = k.sizes
+    topk: tl.constexpr = sizes.topk
+    H: tl.constexpr = k.hidden
+    pick = tl.arange(0, sizes.topk_bins)
+    table = ints(sent.slots) + (s * sizes.tokens + t).to(tl.int64) * topk
+    place = tl.load(table + pick, mask=pick < topk, other=-1)
+    base = peer_base(call.regions, s)
+    here = is_active(call.active, s)  # meanwhile
+    ok = here & (tl.max(place) >= 0)
+    if here & (tl.max(place) < 0) & (tl.min(place) == -2):  # no capacity, but the owner waits
+        tell(flag_of(base, call.parity, call.rank, t, sizes), 2 * call.number, s >= 0)
+    weight = place * 0.0
+    if k.weighted == 2:
+        if ok:
+            at = weight_of(peer_base(call.regions, call.rank), call.parity, s, t, sizes) + pick
+            ok, weight = wait_weights(at, pick < topk, s, call, sizes)
+    if k.weighted == 1:
+        weight = tl.load(floats(sent.weights) + place, mask=place >= 0, other=0.0)
+    if ok:
+        rows = tl.multiple_of(sent.rows.to(tl.pointer_type(k.dtype)), 16)
+        to = slot_of(base, call.parity, call.rank, t, sizes).to(tl.pointer_type(k.dtype))
+        for w0 in range(0, H, k.sent_block):
+            w = w0 + tl.arange(0, k.sent_block)
+            total = tl.zeros((k.sent_block,), tl.float32)
+            for j in range(topk):
+                at = tl.sum(tl.where(pick == j + 0, place + 1, 0)) - 1
+                if at >= 0:
+                    row = rows + at.to(tl.int64) * H
+                    v = tl.load(row + w, mask=w < H, other=0.0, cache_modifier=".cg").to(tl.float32)
+                    if k.weighted:
+                        v = v * tl.sum(tl.where(pick == j + 0, weight, 0.0))
+                    total = total + v
+            tl.store(tl.multiple_of(to, 16) + w, total.to(k.dtype), mask=w < H)
+        if k.kept_at:
+            kept = _kept_of(to.to(tl.int64), k.kept_at) + pick
+            tl.store(kept, (place >= 0).to(tl.int32), mask=pick < topk)
+        tl.debug_barrier()
+        flag = flag_of(base, call.parity, call.rank, t, sizes)
+        tl.atomic_max(flag, 2 * call.number + 1, sem="release", scope="sys")
+
+
+# Receive
+
+
+@triton.jit
+def _tell_lost(sent, lost, got, t, num_tokens, call, k: tl.constexpr):
+    """Store what those merged picks of token ``t`` weigh that are not in the sums that it ``got
+    [rank_bins]``, added in pick order; without weights, how many they are."""
+    sizes: tl.constexpr = k.sizes
+    topk: tl.constexpr = sizes.topk
+    pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
+    at = t.to(tl.int64) * topk + pick
+    ids = _merged_ids(sent, t, pick, sizes)
+    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    came = (owner[None, :] == r[:, None]) & (got > 0)[:, None]
+    if k.kept_at:
+        slots = slot_of(peer_base(call.regions, call.rank), call.parity, r, t, sizes)
+        kept_at = _kept_of(slots, k.kept_at)[:, None] + pick[None, :]
+        there = came & (pick < topk)[None, :]
+        came = came & (tl.load(kept_at, mask=there, other=0, cache_modifier=".cg") != 0)
+    lacks = (ids >= 0) & (tl.max(came.to(tl.int32), axis=0) == 0)
+    total = tl.sum(pick * 0.0)
+    if tl.max(lacks.to(tl.int32)) > 0:
+        weight = pick * 0.0 + 1.0
+        if k.weighted == 1:
+            weights = floats(sent.merged) + num_tokens.to(tl.int64) * topk + at
+            weight = tl.load(weights, mask=pick < topk, other=0.0)
+        if k.weighted == 2:
+            weight = _owner_weights(sent, t, pick, ids, sizes)
+        for j in range(topk):
+            total += tl.sum(tl.where(lacks & (pick == j + 0), weight, 0.0))
+    tl.store(floats(lost) + t, total)
+
+
+@triton.jit
+def _sum_of_ranks(mine, got, t, w, call, k: tl.constexpr):
+    """Channels ``w`` of token ``t``: the sums of the ranks that it ``got [rank_bins]``, added.
+    ``mine``: this rank's region."""
+    r = tl.arange(0, k.sizes.rank_bins)
+    total = tl.zeros((k.added_block,), tl.float32)
+    for d in tl.static_range(k.sizes.ranks):
+        there = tl.sum(tl.where(r == d, got, 0)) > 0
+        row = slot_of(mine, call.parity, d, t, k.sizes).to(tl.pointer_type(k.dtype))
+        inside = there & (w < k.hidden)
+        v = tl.load(tl.multiple_of(row, 16) + w, mask=inside, other=0.0, cache_modifier=".cg")
+        total = total + tl.where(there, v.to(tl.float32), 0.0)
+    return total
+
+
+@triton.jit
+def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
+    """Step 4 for a share of this rank's token ``t``, ``k.share`` channels."""
+    sizes: tl.constexpr = k.sizes
+    H: tl.constexpr = k.hidden
+    pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
+    mine = peer_base(call.regions, call.rank)
+    merged = ints(sent.merged) + t.to(tl.int64) * sizes.topk
+    ids = tl.load(merged + pick, mask=pick < sizes.topk, other=-1)
+    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
+    here = are_active(call.active, r, goes)
+    flags = flag_of(mine, call.parity, r, t, sizes)
+    want = 2 * call.number
+    seen = wait_flags(flags, want, here, r, call, sizes)
+    got = (here & (seen == want + 1)).to(tl.int32)
+    if k.shares > 1:
+        doubted = goes & ((here == 0) | (seen < want))
+        got = agree(flags, got, doubted, t, share, r, call, k.shares, sizes)
+    for w0 in range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block):
+        w = w0 + tl.arange(0, k.added_block)
+        total = _sum_of_ranks(mine, got, t, w, call, k)
+        at = t.to(tl.int64) * H + w
+        if k.bias0 is not None:
+            bias = tl.load(sent.bias0.to(tl.pointer_type(k.bias0)) + at, mask=w < H, other=0.0)
+            total = total + bias.to(tl.float32)
+        if k.bias1 is not None:
+            bias = tl.load(sent.bias1.to(tl.pointer_type(k.bias1)) + at, mask=w < H, other=0.0)
+            total = total + bias.to(tl.float32)
+        sums = tl.multiple_of(result.sums.to(tl.pointer_type(k.dtype)), 16)
+        tl.store(sums + at, total.to(k.dtype), mask=w < H)
+    if k.lost:
+        if share == 0:
+            _tell_lost(sent, result.lost, got, t, num_tokens, call, k)
+
+
+@triton.jit
+def _lead(waits, tag, call, k: tl.constexpr):
+    """Wait until all ranks have come to the call."""
+    sizes: tl.constexpr = k.sizes
+    r = tl.arange(0, sizes.rank_bins)
+    here = are_active(call.active, r, r < sizes.ranks)
+    mine = peer_base(call.regions, call.rank)
+    tags_at = count_of(mine, call.parity, r, sizes.local_experts, sizes)
+    _, tags, there = wait_counts(
+        tags_at[:, None], here[:, None], tags_at, here, r, waits, call, k.timed, sizes
+    )
+    leave_out(call.active, r, here & (in_same_call(call.state, tags, there, tag, r) == 0))
+
+
+@triton.jit(repr=shown_as("low_latency::combine"))
+def low_combine_kernel(
+    regions, state, active, sent: Sent, result: CombineResult, timeout, tag, rank, num_tokens,
+    k: tl.constexpr,
+):  # fmt: skip
+    """See the module. ``k`` is a :class:`CombineConfig`; ``timeout`` is in nanoseconds."""
+    sizes: tl.constexpr = k.sizes
+    R: tl.constexpr = sizes.ranks
+    P: tl.constexpr = sizes.programs
+    M: tl.constexpr = sizes.tokens
+    pid = tl.program_id(0)
+    me, num_tokens = rank.to(tl.int32), num_tokens.to(tl.int32)
+    follow(k.early)
+    number = tl.load(epoch_of(state, pid, sizes)) + 1
+    parity = (number % 2).to(tl.int32)
+    call = Call(
+        regions=regions, state=state, active=active, number=number, parity=parity, rank=me,
+        timeout=timeout,
+    )  # fmt: skip
+    if k.stages.send:
+        if pid >= P - R:
+            to = (me + P - 1 - pid) % R
+            if is_active(active, to):
+                at = count_of(peer_base(regions, to), parity, me, sizes.local_experts, sizes)
+                tell(at, with_call(number, tag), to >= 0)
+        if k.weighted == 2:
+            for token in range(pid, num_tokens, P):
+                _send_weights(sent, token + 0, call, sizes)
+        for u in range(pid, R * M, P):
+            _send_sum(sent, (u // M + me) % R, u % M, call, k)
+    if k.stages.receive:
+        if pid == P - 1:
+            _lead(result.waits, tag, call, k)
+        for u in range(pid, num_tokens * k.shares, P):
+            _add_rows(sent, result, u // k.shares, u % k.shares, num_tokens, call, k)
+        tl.debug_barrier()
+        tl.store(epoch_of(state, pid, sizes), number)
+
+
+# The host's side
+
+
+def bind_combine(
+    workspace: Any, dtype: Any, kept_at: int, stages: Stages, *, weighted: int,
+    bias: tuple[Any, ...], timed: bool, lost: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """Compile and load the kernel for one call signature. May wait for the device. Arguments: as in
+    :class:`CombineConfig`, with torch dtypes."""
+    shape, hidden = workspace.shape, power_of_two_at_least(workspace.config.hidden)
+    share = max(1, hidden // shape.shares)
+    biases = (*map(kernel_type, bias), None, None)
+    k = CombineConfig(
+        sizes=workspace.sizes,
+        hidden=workspace.config.hidden,
+        shares=shape.shares,
+        share=share,
+        sent_block=min(hidden, shape.part),
+        added_block=min(share, shape.whole),
+        dtype=kernel_type(dtype),
+        weighted=weighted,
+        bias0=biases[0],
+        bias1=biases[1],
+        kept_at=kept_at,
+        timed=timed,
+        lost=lost and stages.receive,
+        stages=stages,
+        early=workspace.memory.early,
+    )
+    return workspace.memory.bind(
+        low_combine_kernel, shape.programs, num_warps=shape.num_warps,
+        max_registers=shape.max_registers, k=k,
+    )  # fmt: skip
+
+
+def combine_rows(
+    launch: Callable[..., None], workspace: Any, *, rows: Any, plan: Any, weights: Any,
+    bias: tuple[Any, ...], sums: Any, lost: Any, waits: Any, timeout: int, tag: int,
+) -> None:  # fmt: skip
+    """Launch what :func:`bind_combine` made. ``timeout``: nanoseconds."""
+    route, biases = plan.route.data_ptr(), (*map(address, bias), 0, 0)
+    sent = Sent(
+        rows=rows.data_ptr(), slots=slots_in(route, workspace.sizes), weights=address(weights),
+        merged=route, first_pick=plan.first_pick.data_ptr(), bias0=biases[0], bias1=biases[1],
+    )  # fmt: skip
+    result = CombineResult(sums=sums.data_ptr(), waits=address(waits), lost=address(lost))
+    launch(
+        workspace.peers, workspace.state_at, workspace.active_at, sent, result, timeout, tag,
+        workspace.config.rank, plan.first_pick.shape[0],
+    )  # fmt: skip
