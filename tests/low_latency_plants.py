@@ -43,16 +43,12 @@ def _instead(kind: str, file: str, text: str, old: str, new: str, times: int = 1
 PLANTS = {
     # What is published
     "dispatch: no barrier before the flag": _without(
-        "barrier", "dispatch", _BARRIER, behind="    flags ="
+        "barrier", "send", _BARRIER, behind="    flags ="
     ),
-    "dispatch: flag without order": _instead(
-        "release", "dispatch", _ROW_FLAG, "release", "relaxed"
-    ),
-    "dispatch: flag for this GPU only": _instead(
-        "release", "dispatch", _ROW_FLAG, '"sys"', '"gpu"'
-    ),
+    "dispatch: flag without order": _instead("release", "send", _ROW_FLAG, "release", "relaxed"),
+    "dispatch: flag for this GPU only": _instead("release", "send", _ROW_FLAG, '"sys"', '"gpu"'),
     "dispatch: flag before the row": _plant(
-        "flag before data", "dispatch", (_ROW_FLAGS, ""), (_SEND, _ROW_FLAGS + _SEND)
+        "flag before data", "send", (_ROW_FLAGS, ""), (_SEND, _ROW_FLAGS + _SEND)
     ),
     "combine: no barrier before the flag": _without(
         "barrier", "combine", "    " + _BARRIER, behind=_SUM_FLAGS
@@ -63,12 +59,12 @@ PLANTS = {
         "flag before data", "combine", (_SUM_FLAGS, ""), (_SUM, _SUM_FLAGS + _SUM)
     ),
     "table: no barrier before READY": _without(
-        "barrier", "dispatch", _BARRIER, behind="    " + _READY
+        "barrier", "receive", _BARRIER, behind="    " + _READY
     ),
-    "table: READY without order": _instead("release", "dispatch", _READY, "release", "relaxed"),
+    "table: READY without order": _instead("release", "receive", _READY, "release", "relaxed"),
     "table: READY before the table": _plant(
         "flag before data",
-        "dispatch",
+        "receive",
         (_BARRIER + "    " + _READY + "\n", ""),
         (
             "    pairs = tl.where(present",
@@ -109,7 +105,7 @@ PLANTS = {
     # Which call it is
     "dispatch: flags of the last but one": _instead(
         "wrong epoch",
-        "dispatch",
+        "receive",
         "        want = 2 * call.number\n",
         "call.number",
         "call.number - 4",

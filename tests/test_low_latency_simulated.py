@@ -66,8 +66,8 @@ def test_a_planted_bug_is_found(found: dict[str, tuple[int, str]], name: str) ->
 
 def test_every_kind_of_bug_is_planted() -> None:
     assert {plant.kind for plant in PLANTS.values()} == KINDS
-    files = {"low_latency_waits", "low_latency_dispatch", "low_latency_combine"}
-    assert {plant.file for plant in PLANTS.values()} == files
+    files = {"waits", "send", "receive", "dispatch", "combine"}
+    assert {plant.file for plant in PLANTS.values()} == {f"low_latency_{name}" for name in files}
 
 
 def test_plants_fit_the_kernels() -> None:

@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     # behind), or the tables
     route: Tensor
     # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency,
-    # ``engines/low_latency_kinds.py``) [T, J] places in send order of each token's rows, by
+    # ``engines/low_latency_signatures.py``) [T, J] places in send order of each token's rows, by
     # destination; then -1. [T, 0] if ``route`` has them
     returns: Tensor
     # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they

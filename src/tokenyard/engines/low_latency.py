@@ -64,10 +64,12 @@ class _Rest(NamedTuple):
         return self.finish()
 
 
-def _copy(source: Tensor | None, target: Tensor | None) -> None:
-    """Copy to where the caller wants it, if that is elsewhere."""
-    if source is not None and target is not None and source is not target:
-        target.copy_(source)
+def _moved(sums: Tensor, out: Tensor | None, lost: Any, told: Any) -> Sums:
+    """What a combine returns. Values are copied to where the caller wants them, if elsewhere."""
+    for source, target in ((lost, told), (sums, out)):
+        if target is not None and target is not source:
+            target.copy_(source)
+    return (sums if out is None else out), None
 
 
 class LowLatencyEngine:
@@ -128,23 +130,16 @@ class LowLatencyEngine:
         options are wrong.
         """
         by_column = options is not None and options.scales_by_column
-        self._signature(payload, spec, mode, by_column, cached=cached, in_place=in_place)
+        lack = "cached dispatch (handle=)" if cached else "in_place=True" if in_place else ""
+        self._signature(payload, spec, mode, by_column, lack)
         if options is not None:
             options.check(self.config, self._memory.device, None)
 
     def _signature(
-        self,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        by_column: bool,
-        *,
-        cached: bool,
-        in_place: bool,
+        self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool, lack: str
     ) -> DispatchSignature:
-        if cached or in_place:
-            what = "cached dispatch (handle=)" if cached else "in_place=True"
-            raise NotSupported(f"engine 'low_latency' has no {what}; engine 'nvlink' has")
+        if lack:
+            raise NotSupported(f"engine 'low_latency' has no {lack}; engine 'nvlink' has")
         signature = self._signatures.dispatch(payload, spec, mode, by_column)
         self._check_open()
         return signature
@@ -167,9 +162,8 @@ class LowLatencyEngine:
         ``options`` have passed :meth:`check_dispatch`. ``in_two``: make the sending launch only,
         and return a function that makes the receiving one and returns them.
         """
-        signature = self._signature(
-            payload, spec, mode, options.scales_by_column, cached=False, in_place=in_place
-        )
+        lack = "in_place=True" if in_place else ""
+        signature = self._signature(payload, spec, mode, options.scales_by_column, lack)
         weighted, loads = weights is not None, options.loads
         with self._memory.tensors():
             self._dispatches += 1
@@ -225,8 +219,7 @@ class LowLatencyEngine:
         options: CallOptions = NO_OPTIONS,
         in_two: bool = False,
     ) -> Any:
-        """Sum ``rows`` per token, on their rank, then at the token's owner; returns ``(sums,
-        None)``.
+        """Sum ``rows`` per token, on their rank, then at the token's owner: ``(sums, None)``.
 
         ``weights``: ``[rows]``, or ``[T, K]`` at the tokens' owners, which then travel ahead.
         ``in_two``: as in :meth:`dispatch`. ``options`` have passed :meth:`check_combine`.
@@ -240,24 +233,23 @@ class LowLatencyEngine:
         self._check_open()
         with self._memory.tensors():
             tokens, rows = plan.first_pick.shape[0], as_aligned(rows)
-            weights = None if weights is None else as_aligned(weights)
-            terms = [as_aligned(term) for term in bias]
-            total = sums_for(rows, tokens, out, rows, *terms)
-            told, waits = options.lost_weights, options.waits
-            lost = told
-            if told is not None and not told.is_cuda:
-                lost = rows.new_empty(tokens, dtype=torch.float32)
+            bias = tuple(map(as_aligned, bias))
             weighted = 0 if weights is None else weights.dim()
+            weights = None if weights is None else as_aligned(weights)
+            total = sums_for(rows, tokens, out, rows, *bias)
+            lost = options.lost_weights
+            if lost is not None and not lost.is_cuda:
+                lost = rows.new_empty(tokens, dtype=torch.float32)
             run = partial(
                 combine_rows,
                 workspace=self._workspace,
                 rows=rows,
                 plan=plan,
                 weights=weights,
-                bias=terms,
+                bias=bias,
                 sums=total,
                 lost=lost,
-                waits=waits,
+                waits=options.waits,
                 timeout=self._limit(options),
                 tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
             )
@@ -265,27 +257,13 @@ class LowLatencyEngine:
                 signature.launch,
                 weighted=weighted,
                 bias=tuple(term.dtype for term in bias),
-                timed=waits is not None,
+                timed=options.waits is not None,
                 lost=lost is not None,
             )
-
-            def result() -> Sums:
-                _copy(lost, told)
-                _copy(total, out)
-                return (total if out is None else out), None
-
+            result = partial(_moved, total, out, lost, options.lost_weights)
             return self._make("combine", in_two, load, run, result)
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
+    def redispatch(self, *_: Any, **__: Any) -> Payload:
         """Not with this engine."""
         raise NotSupported(
             "engine 'low_latency' has no cached dispatch and no backward of combine; engine "

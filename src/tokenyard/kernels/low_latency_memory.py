@@ -104,11 +104,11 @@ BOTH, SEND, RECEIVE = Stages(True, True), Stages(True, False), Stages(False, Tru
 
 def region_parts(config: Any, slot_bytes: int) -> tuple[Part, ...]:
     """The symmetric region. "Peer" is the rank that writes."""
-    ranks, tokens, experts = config.world_size, config.max_tokens_per_rank, config.most_local_experts
+    ranks, tokens = config.world_size, config.max_tokens_per_rank
     return (
         # [2, ranks, experts + 1], written by the source: call << 24 | tokens for my expert;
         # the last one: call << 24 | tag
-        Part("counts", 2 * ranks * (experts + 1), torch.int64),
+        Part("counts", 2 * ranks * (config.most_local_experts + 1), torch.int64),
         # [2, ranks, tokens, PIECES], written by the source: 2 * call + 1 if this piece of its row
         # is here, 2 * call if it does not come
         Part("flags", 2 * ranks * tokens * PIECES, torch.int64),
@@ -177,7 +177,7 @@ def address(tensor: Any) -> int:
 
 
 def slots_in(route: int, sizes: Sizes) -> int:
-    """Address of the result rows of each slot in ``Plan.route``, behind ids and weights of picks."""
+    """Address of the result rows of each slot: in ``Plan.route``, behind ids and weights."""
     return route + 8 * sizes.tokens * sizes.topk
 
 

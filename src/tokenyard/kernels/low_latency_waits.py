@@ -72,7 +72,8 @@ def is_active(active, rank):
 @triton.jit
 def are_active(active, ranks, mask):
     """Which of a small tensor of ranks are not left out, as of now."""
-    return mask & (tl.atomic_add(ints(active) + ranks, 0, mask=mask, sem="relaxed", scope="gpu") != 0)
+    seen = tl.atomic_add(ints(active) + ranks, 0, mask=mask, sem="relaxed", scope="gpu")
+    return mask & (seen != 0)
 
 
 @triton.jit

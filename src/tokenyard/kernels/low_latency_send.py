@@ -1,0 +1,181 @@
+# pyright: basic
+"""The sending stage of a low-latency dispatch. What it publishes, and who may read it when:
+``kernels/low_latency_dispatch.py``. ``k`` is its ``DispatchConfig``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_latency_memory import (
+    BAD_AT, BAD_VALUE, STATUS, count_of, flag_of, ints, slot_of, with_call
+)
+from tokenyard.kernels.low_latency_picks import (
+    columns_of, merged, merged_weights, picks_at, tokens_per_expert, tokens_with
+)
+from tokenyard.kernels.low_latency_waits import are_active, tell
+from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
+from tokenyard.kernels.place import floats
+from tokenyard.kernels.region import first_expert, owner_of, peer_base
+from tokenyard.kernels.sync import words
+
+_BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
+
+
+@triton.jit
+def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
+    """Step 1: counts for rank ``to``, and the flags of tokens that do not go there."""
+    sizes: tl.constexpr = k.sizes
+    M: tl.constexpr = sizes.tokens
+    first = first_expert(to, sizes.experts, sizes.ranks)
+    end = first_expert(to + 1, sizes.experts, sizes.ranks)
+    base = peer_base(call.regions, to)
+    e = tl.arange(0, k.expert_bins)
+    counts = tl.zeros((k.expert_bins,), tl.int32)
+    for t0 in range(0, M, k.counted):
+        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, sizes.topk, k.wide)
+        more, goes = tokens_per_expert(columns, first, end, k.counted, k.expert_bins, sizes)
+        counts += more
+        t = t0 + tl.arange(0, k.counted)
+        flags = flag_of(base, call.parity, call.rank, t, sizes)
+        pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
+        none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
+        tell(pieces, none, ((t < M) & (goes == 0))[:, None])
+    counts_at = count_of(base, call.parity, call.rank, e, sizes)
+    counts = with_call(call.number, counts.to(tl.int64))
+    tell(counts_at, counts, e < sizes.local_experts)
+    tag_at = count_of(base, call.parity, call.rank, sizes.local_experts, sizes)
+    tell(tag_at, with_call(call.number, tag), to >= 0)
+
+
+@triton.jit
+def _note_bad_pick(state, raw, bad, t, sizes: tl.constexpr):
+    """Tell the host the first ``bad`` one of the picks ``raw [topk_bins]``."""
+    k = tl.arange(0, sizes.topk_bins)
+    nth = tl.min(tl.where(bad, k, sizes.topk_bins))
+    status = words(tl.load(words(state) + STATUS))
+    number = t.to(tl.int64) * sizes.topk + nth + 1
+    if tl.atomic_cas(status + _BAD_AT, (t * 0).to(tl.int64), number) == 0:
+        tl.store(status + _BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
+
+
+@triton.jit
+def _send_metadata(
+    tokens, result, raw, ids, columns, goes, slots, num_tokens, t, state, k: tl.constexpr
+):
+    """Store what stands behind the payload of token ``t`` into the ``slots [rank_bins]`` to which
+    it ``goes``, and what this rank keeps of its picks.
+
+    Args:
+        raw, ids: its picks ``[topk_bins]``, as given and with -1 for those out of range.
+        columns: picks of the first ``k.counted`` tokens before.
+    """
+    sizes: tl.constexpr = k.sizes
+    S: tl.constexpr = k.row.scale_words
+    topk: tl.constexpr = sizes.topk
+    pick = tl.arange(0, sizes.topk_bins)
+    at = t.to(tl.int64) * topk + pick
+    ids, first = merged(ids, sizes.topk_bins)
+    before = tokens_with(columns, ids, k.counted, sizes)
+    for t0 in range(k.counted, t, k.counted):
+        others = columns_of(tokens.picks, t0, t, k.counted, topk, k.wide)
+        before += tokens_with(others, ids, k.counted, sizes)
+    rank = tl.sum(before, axis=0)
+    tl.store(ints(result.merged) + at, ids, mask=pick < topk)
+    tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
+    bad = (raw < -1) | (raw >= sizes.experts)
+    if tl.max(bad.to(tl.int32)) > 0:
+        _note_bad_pick(state, raw, bad, t, sizes)
+    if S and not k.cast.mode:
+        s = tl.arange(0, triton.next_power_of_2(S))[None, :]
+        given = tl.load(as_words(tokens.scales, 32) + t.to(tl.int64) * S + s, mask=s < S)
+        given = given + (goes * 0)[:, None]
+        to = as_words(slots + k.row.scales_at, 32)[:, None] + s
+        tl.store(to, given, mask=(goes > 0)[:, None] & (s < S))
+    metadata = as_words(slots + k.row.metadata_at, 32)[:, None] + pick[None, :]
+    there = (goes > 0)[:, None] & (pick < topk)[None, :]
+    everywhere = tl.zeros((sizes.rank_bins, sizes.topk_bins), tl.int32)
+    tl.store(metadata, everywhere + ids[None, :], mask=there)
+    tl.store(metadata + topk, everywhere + rank[None, :], mask=there)
+    if k.weighted:
+        weights = merged_weights(tokens.weights, t, ids, first, sizes)
+        kept = floats(result.merged) + num_tokens.to(tl.int64) * topk + at
+        tl.store(kept, weights, mask=pick < topk)
+        bits = weights.to(tl.int32, bitcast=True)
+        tl.store(metadata + 2 * topk, everywhere + bits[None, :], mask=there)
+
+
+@triton.jit
+def _store_groups(values, scale, g, goes, slots, me, k: tl.constexpr):
+    """Store cast groups ``g`` of a row, with their scales, to the ``slots [rank_bins]`` to which it
+    ``goes``."""
+    row: tl.constexpr = k.row
+    r = tl.arange(0, k.sizes.rank_bins)
+    for i in tl.static_range(k.sizes.ranks):
+        d = (me + i) % k.sizes.ranks
+        if tl.sum(tl.where(r == d, goes, 0)) > 0:
+            slot = tl.sum(tl.where(r == d, slots, 0))
+            store_cast(
+                values, scale, slot, 0, slot + row.scales_at, 0, g * 0, g, g >= 0, row.hidden,
+                k.cast.mode, row.scale_words,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_words(v, first, w, goes, slots, me, k: tl.constexpr):
+    """Store a piece of the row that begins at ``first`` to the ``slots [rank_bins]`` to which it
+    ``goes``. Its words ``w`` are ``v``; further ones are still to be loaded."""
+    N: tl.constexpr = k.row.words
+    bits: tl.constexpr = k.row.word_bits
+    block: tl.constexpr = w.shape[0]
+    r = tl.arange(0, k.sizes.rank_bins)
+    for i in tl.static_range(k.sizes.ranks):
+        d = (me + i) % k.sizes.ranks
+        if tl.sum(tl.where(r == d, goes, 0)) > 0:
+            slot = tl.sum(tl.where(r == d, slots, 0))
+            tl.store(as_words(slot, bits) + w, v, mask=w < N)
+            for w0 in range(block, k.piece, block):
+                more = tl.load(first + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
+                tl.store(as_words(slot, bits) + w0 + w, more, mask=w0 + w < N)
+
+
+@triton.jit
+def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
+    """Step 2: a piece of token ``t``, ``k.piece`` words or ``k.cast.groups`` groups, to all the
+    token's ranks. The first piece takes the metadata along."""
+    sizes: tl.constexpr = k.sizes
+    row: tl.constexpr = k.row
+    pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
+    w = piece * k.piece + tl.arange(0, min(k.piece, k.block))
+    picks = picks_at(tokens.picks, k.wide) + t.to(tl.int64) * sizes.topk
+    raw = tl.load(picks + pick, mask=pick < sizes.topk, other=-1)
+    bases = tl.load(words(call.regions) + r, mask=r < sizes.ranks, other=0)
+    if k.cast.mode:
+        g = piece * k.cast.groups + tl.arange(0, k.cast.groups)
+        source = tl.multiple_of(tokens.rows.to(tl.pointer_type(k.cast.dtype)), 16)
+        plain = load_groups(source + t.to(tl.int64) * row.hidden, g * 0, g, g >= 0, row.hidden)
+    else:
+        first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
+        v = tl.load(first + w, mask=w < row.words, cache_modifier=".cg")
+    before = tl.where(piece == 0, t, 0)
+    columns = columns_of(tokens.picks, t * 0, before, k.counted, sizes.topk, k.wide)
+    # All loads are under way before the first is waited for, and before anything is stored: behind
+    # stores they would wait for those.
+    here = are_active(call.active, r, r < sizes.ranks)
+    ids = tl.where((raw < 0) | (raw >= sizes.experts), -1, raw).to(tl.int32)
+    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    goes = tl.where(here, tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
+    slots = slot_of(bases, call.parity, call.rank, t, sizes)
+    if k.cast.mode:  # first what is long, so that it is on its way meanwhile
+        values, scale = cast(plain, g, row.hidden, k.cast.mode)
+        _store_groups(values, scale, g, goes, slots, call.rank, k)
+    else:
+        _store_words(v, first, w, goes, slots, call.rank, k)
+    if piece == 0:
+        _send_metadata(
+            tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call.state, k
+        )
+    tl.debug_barrier()
+    flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
+    done = (r * 0).to(tl.int64) + 2 * call.number + 1
+    tl.atomic_max(flags, done, mask=goes > 0, sem="release", scope="sys")
