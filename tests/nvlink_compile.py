@@ -33,6 +33,7 @@ from tokenyard.config import Config
 from tokenyard.engines.blame import Blame
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
+from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
 from tokenyard.memory.base import Region
@@ -43,7 +44,6 @@ from tokenyard.memory.launch import (
     parameters,
     resident_programs,
 )
-from tokenyard.quant import quantize
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize

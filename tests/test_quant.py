@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenyard import quant, reference
+from tokenyard import formats, reference
 from tokenyard.types import Quantize, Quantized
 
-CASTS = [quant.quantize, reference.quantize]
-WIDENERS = [quant.dequantize, reference.dequantize]
+CASTS = [formats.quantize, reference.quantize]
+WIDENERS = [formats.dequantize, reference.dequantize]
 modes = pytest.mark.parametrize("mode", list(Quantize), ids=lambda mode: mode.name.lower())
 casts = pytest.mark.parametrize("cast", CASTS, ids=["engines", "oracle"])
 wideners = pytest.mark.parametrize("widen", WIDENERS, ids=["engines", "oracle"])

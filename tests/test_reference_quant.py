@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenyard.quant import dequantize as torch_dequantize
-from tokenyard.quant import quantize as torch_quantize
+from tokenyard.formats import dequantize as torch_dequantize
+from tokenyard.formats import quantize as torch_quantize
 from tokenyard.reference import dequantize, dispatch, quantize
 from tokenyard.types import Layout, Quantize, Quantized
 

@@ -25,10 +25,10 @@ from tokenyard.engines.blame import Blame
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.engines.twolevel_ground import tuning_for
+from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
 from tokenyard.memory.base import Region
-from tokenyard.quant import quantize
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology

@@ -375,7 +375,10 @@ VIEW_PLANTS = {
     "pulling reducer: credit before read": Plant(
         "credit before read",
         "two_pull",
-        (("else owed + tl.where(far, taken - before, 0)", "else owed"), (_SUMS, _SUMS + _OWE_EARLY)),
+        (
+            ("else owed + tl.where(far, taken - before, 0)", "else owed"),
+            (_SUMS, _SUMS + _OWE_EARLY),
+        ),
         part="pulls",
         within=20,
     ),

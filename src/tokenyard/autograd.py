@@ -18,10 +18,10 @@ from torch.autograd import Function
 
 from tokenyard import gradients, ops, transforms
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
+from tokenyard.formats import dequantize as dequantized
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE
 from tokenyard.lane import NO_TICKET
-from tokenyard.quant import dequantize as dequantized
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 

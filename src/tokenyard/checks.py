@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import NotSupported
+from tokenyard.formats import SCALE_DTYPES
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import MOST_EXPERTS, MOST_PICKS, check_view
 from tokenyard.memory.base import MOST_BYTES
@@ -22,7 +23,6 @@ from tokenyard.types import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     QUANTIZED_DTYPES,
-    SCALE_DTYPES,
     Layout,
     Quantize,
     Quantized,

@@ -16,24 +16,16 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import Mismatch, PeerError
+from tokenyard.formats import SCALE_DTYPES
 from tokenyard.handle import Spec
 from tokenyard.layout import host_ints
 from tokenyard.rows import Payload
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
 
 MAGIC = 0x746F6B656E796472
 TEXT_WORDS = 64
 MOST_ROWS = 2**31 - 1
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-)
+DTYPES = tuple(dict.fromkeys((*FLOAT_DTYPES, *QUANTIZED_DTYPES, *SCALE_DTYPES)))
 OPS = ("dispatch", "cached dispatch", "combine")
 DISPATCH, CACHED, COMBINE = range(3)
 

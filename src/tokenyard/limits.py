@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
+from tokenyard.formats import row_of
 from tokenyard.handle import Spec
-from tokenyard.quant import scale_words
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 from tokenyard.whole import LARGEST
@@ -151,12 +151,8 @@ def _bytes_ahead(
     ``expert_alignment``.
     """
     local, bound, top = config.most_local_experts, config.padded_rows, config.num_topk
-    channels, item, words = payload.x.shape[1], payload.x.dtype.itemsize, 0
-    if mode is not None:
-        item, words = 1, scale_words(channels, packed=mode is Quantize.FP8_UE8M0)
-    elif payload.scales is not None:
-        words = payload.scales.shape[1]
-    moved, flat = channels * item + 4 * words, spec.layout is Layout.FLAT
+    sent, flat = row_of(payload, mode), spec.layout is Layout.FLAT
+    moved = sent.payload_bytes + 4 * sent.scale_words
     row = moved + (16 + 12 * top if flat else 20)  # with what describes it
     tokens = 0 if spec.exact else bound * (2 * moved + 64 * top)  # sent, received, and placed
     if spec.capacity is not None:

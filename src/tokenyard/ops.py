@@ -24,11 +24,11 @@ from torch.library import (
 from tokenyard import gradients
 from tokenyard.engines.arrival import num_result_rows
 from tokenyard.errors import NotSupported
+from tokenyard.formats import dequantize, row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.lane import NO_TICKET
-from tokenyard.quant import dequantize, scale_words
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, RowFormat
 from tokenyard.transforms import forward_level
 from tokenyard.types import Layout, Quantize
 
@@ -186,12 +186,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     wanted, engine = _spec(spec), owner_of(owner).engine
     config = engine.config
-    size, top, local, hidden = (
-        config.world_size,
-        config.num_topk,
-        config.num_local_experts,
-        x.shape[1],
-    )
+    size, top, local = config.world_size, config.num_topk, config.num_local_experts
     route, route_dtype, arrived = engine.route_shapes(topk_idx.shape[0], wanted, _new_size)
     grows = wanted.exact and wanted.layout is Layout.EXPERT_MAJOR
     rows = _new_size() if grows else num_result_rows(wanted, config, None, arrived)
@@ -207,11 +202,10 @@ def _(
     def table(*shape: Any) -> Tensor:
         return ints(*shape) if placed else ints(0)
 
-    num_scales, scale_dtype = _scale_shape(scales, hidden, quantize)
+    sent = row_of(Payload(x, scales), Quantize(quantize) if quantize else None)
     weight_shape = (0,) if weights is None else (rows, top) if flat else (rows,)
     return (
-        x.new_empty((rows, hidden), dtype=torch.float8_e4m3fn if quantize else x.dtype),
-        x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype),
+        *_rows_like(x, sent, rows),
         torch.empty(
             2 * size
             + 1
@@ -236,13 +230,13 @@ def _(
     )
 
 
-def _scale_shape(scales: Tensor | None, hidden: int, quantize: int) -> tuple[int, torch.dtype]:
-    if scales is not None:
-        return scales.shape[1], scales.dtype
-    if quantize == 0:
-        return 0, torch.float32
-    packed = Quantize(quantize) is Quantize.FP8_UE8M0
-    return scale_words(hidden, packed=packed), torch.int32 if packed else torch.float32
+def _rows_like(x: Tensor, sent: RowFormat, rows: Any) -> tuple[Tensor, Tensor]:
+    """Data and scales of ``rows`` rows."""
+    scales = (rows, sent.num_scales) if sent.scale_words else (0,)
+    return (
+        x.new_empty((rows, sent.hidden), dtype=sent.dtype),
+        x.new_empty(scales, dtype=sent.scale_dtype),
+    )
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -305,13 +299,9 @@ def _(
     raw: bool,
     ticket: int,
 ) -> tuple[Tensor, Tensor]:
-    known, quantize = Plan(*plan), sum(spec[4:])
+    known, mode = Plan(*plan), Quantize(spec[4]) if spec[4:] else None
     rows = (known.slots if raw else known.gather).shape[0] if _spec(spec).placed else _new_size()
-    num_scales, scale_dtype = _scale_shape(scales, x.shape[1], quantize)
-    moved = x.new_empty((rows, num_scales) if num_scales else (0,), dtype=scale_dtype)
-    return x.new_empty(
-        (rows, x.shape[1]), dtype=torch.float8_e4m3fn if quantize else x.dtype
-    ), moved
+    return _rows_like(x, row_of(Payload(x, scales), mode), rows)
 
 
 def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenyard.types import SCALE_GROUP, UE8M0_PER_WORD, Quantize, Quantized
+from tokenyard.types import Quantize, Quantized
 
+_GROUP = 128  # channels that share a scale
+_EXPONENTS_PER_WORD = 4
 _FP8_MAX = 448.0
 _SMALLEST_AMAX = 1e-4
 _MANTISSA_BITS = 23
@@ -25,8 +27,8 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
     255 or a non-finite scale.
     """
     num_tokens, hidden = x.shape
-    num_groups = -(-hidden // SCALE_GROUP)
-    groups = pad(x.float(), (0, -hidden % SCALE_GROUP)).reshape(num_tokens, num_groups, SCALE_GROUP)
+    num_groups = -(-hidden // _GROUP)
+    groups = pad(x.float(), (0, -hidden % _GROUP)).reshape(num_tokens, num_groups, _GROUP)
     amax = groups.abs().amax(dim=-1).clamp(min=_SMALLEST_AMAX)
     # Tensors on both sides: torch may turn ``448 / amax`` and ``amax / 448`` into products with a
     # rounded reciprocal.
@@ -48,9 +50,9 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
     """
     hidden = data.shape[-1]
     if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8)[..., : -(-hidden // SCALE_GROUP)]
+        exponents = scales.contiguous().view(torch.uint8)[..., : -(-hidden // _GROUP)]
         scales = _pow2_from_exponents(exponents)
-    per_channel = scales.repeat_interleave(SCALE_GROUP, dim=-1)[..., :hidden]
+    per_channel = scales.repeat_interleave(_GROUP, dim=-1)[..., :hidden]
     return (data.float() * per_channel).to(dtype)
 
 
@@ -83,5 +85,5 @@ def _pack(exponents: Tensor) -> Tensor:
     """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32, group ``4j + i`` in byte ``i`` (little
     endian).
     """
-    padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % UE8M0_PER_WORD))
+    padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % _EXPONENTS_PER_WORD))
     return padded.contiguous().view(torch.int32)

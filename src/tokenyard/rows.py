@@ -119,6 +119,11 @@ class RowFormat:
         return self.hidden * self.dtype.itemsize
 
     @property
+    def num_scales(self) -> int:
+        """Scales of a row, and what makes their words whole."""
+        return self.scale_words * 4 // self.scale_dtype.itemsize
+
+    @property
     def scales_at(self) -> int:
         """First 4-byte word behind the payload."""
         return -(-self.payload_bytes // 4)
@@ -148,9 +153,11 @@ class RowFormat:
     def _words(
         self, buffer: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32
     ) -> Tensor:
+        """``count`` 4-byte words from word ``at`` of each row, as ``dtype``."""
+        each = 4 // dtype.itemsize
         if buffer.numel() == 0:
-            return torch.empty(buffer.shape[0], count, dtype=dtype, device=buffer.device)
-        return buffer.view(dtype)[:, at : at + count]
+            return torch.empty(buffer.shape[0], count * each, dtype=dtype, device=buffer.device)
+        return buffer.view(dtype)[:, at * each : (at + count) * each]
 
     def payload(self, buffer: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The payload part of ``buffer`` as ``[n, H]``, or as words of ``dtype``: a
@@ -228,8 +235,11 @@ class RowFormat:
 
     def _moved(self, buffer: Tensor, move: Callable[[Tensor], Tensor]) -> Payload:
         x = move(self.payload(buffer, _word(self.payload_bytes)))
-        scales = move(self.scales(buffer)) if self.scale_words else None
-        return Payload(x.view(self.dtype).view(-1, self.hidden), scales)
+        x = x.view(self.dtype).view(-1, self.hidden)
+        if not self.scale_words:
+            return Payload(x, None)
+        scales = move(self._words(buffer, self.scales_at, self.scale_words))
+        return Payload(x, scales.view(self.scale_dtype))
 
 
 def _take(rows: Tensor, gather: Tensor | None) -> Tensor:

@@ -8,12 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE_GROUP = 128
-"""Channels that share one scale."""
-
-UE8M0_PER_WORD = 4
-"""Power-of-two scales packed into one int32."""
-
 
 class Layout(enum.Enum):
     """Order and shape of received rows (``docs/semantics.md``)."""
@@ -46,5 +40,4 @@ class Quantized:
 
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_DTYPES = (torch.float32, torch.int32)
 INDEX_DTYPES = (torch.int64, torch.int32)

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from tokenyard.formats import FORMATS
 from tokenyard.layout import tokens_in_ranks
-from tokenyard.quant import scale_words
 from tokenyard.testing.routings import payload, routing
 from tokenyard.types import Layout, Quantize
 
@@ -59,11 +59,10 @@ class Job:
     @property
     def row_bytes(self) -> int:
         """Bytes of one dispatched row: payload and scales."""
-        if QUANTIZE[self.quantize] is None:
+        mode = QUANTIZE[self.quantize]
+        if mode is None:
             return self.combined_row_bytes
-        packed = QUANTIZE[self.quantize] is Quantize.FP8_UE8M0
-        scales = scale_words(self.hidden, packed=packed)
-        return self.hidden + 4 * scales
+        return self.hidden + 4 * FORMATS[mode].scale_words(self.hidden)
 
     @property
     def combined_row_bytes(self) -> int:

@@ -18,8 +18,8 @@ from tokenyard.cli.bench_baselines import PLAIN_EXCHANGE, all_gather, reduce_sca
 from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, row_words
 from tokenyard.cli.bench_inputs import Job, Traffic, everything_to_everyone
+from tokenyard.formats import quantize
 from tokenyard.layout import host_ints, send_order, tokens_in_ranks
-from tokenyard.quant import quantize
 from tokenyard.testing.compare import assert_close, assert_same_bits
 
 Outcome = Callable[[Any, Truth], None]

@@ -15,8 +15,9 @@ from tokenyard.deep_ep.config import Config
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.values import MOST_PICKS, flag, whole
 from tokenyard.errors import NotSupported
+from tokenyard.formats import SCALE_DTYPES
 from tokenyard.memory.base import MemoryGroup
-from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, SCALE_DTYPES
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES
 
 REFUSED = (ValueError, TypeError, NotSupported)
 """What checks raise."""

@@ -10,6 +10,7 @@ goes the same way back and sums on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from tokenyard.config import Config
 from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
 from tokenyard.engines.departure import (
     Departure,
-    cast_payload,
     counts_by_rank,
     depart,
     note_bad_index,
@@ -30,6 +30,7 @@ from tokenyard.engines.departure import (
 from tokenyard.engines.mover import Mover
 from tokenyard.engines.relay import Leg, Relay
 from tokenyard.engines.wire import Spans, Wire
+from tokenyard.formats import cast_payload, row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
 from tokenyard.layout import Placement, host_ints
@@ -400,12 +401,8 @@ class CollectiveEngine:
     def _format(
         self, payload: Payload, *, routed: bool = False, weighted: bool = False
     ) -> RowFormat:
-        scales = payload.scales
-        return RowFormat(
-            payload.x.shape[1],
-            payload.x.dtype,
-            scale_words=0 if scales is None else scales.shape[1],
-            scale_dtype=torch.float32 if scales is None else scales.dtype,
+        return replace(
+            row_of(payload, None),
             picks=self.config.num_topk if routed else 0,
             routed=routed,
             weighted=weighted,

@@ -18,9 +18,7 @@ from tokenyard.layout import (
     send_order_static,
     tokens_in_ranks,
 )
-from tokenyard.quant import quantize
-from tokenyard.rows import Payload, take_values
-from tokenyard.types import Quantize
+from tokenyard.rows import take_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,3 @@ def note_bad_index(seen: Tensor, topk_idx: Tensor, num_experts: int) -> None:
     at = bad.to(torch.uint8).argmax().view(1)
     found = torch.cat([at, flat.gather(0, at).long()])
     seen.copy_(torch.where(bad.any() & (seen[:1] < 0), found, seen))
-
-
-def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
-    """Plain rows cast to FP8 as ``mode`` says, if it says anything."""
-    if mode is None:
-        return payload
-    cast = quantize(payload.x, mode)
-    return Payload(cast.data, cast.scales)

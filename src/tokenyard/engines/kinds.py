@@ -16,9 +16,10 @@ from tokenyard.config import Config
 from tokenyard.engines.rings import Form, form_of, meta_words
 from tokenyard.engines.tables import Ahead, Blank
 from tokenyard.engines.watch import pack
+from tokenyard.formats import row_of
 from tokenyard.handle import Spec
 from tokenyard.header import Fingerprint
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
@@ -43,8 +44,8 @@ class Kind:
 
     Attributes: weighted: whether weights ride along (fresh dispatch). fingerprint, words, tag: what
         it tells the others: ``fingerprint.call`` is set anew each time, ``words`` begin its header,
-        ``tag`` lacks the routing. form: of a row on the wire. out_dtype, scale_dtype: of the
-        result. experts: whether the layout has expert blocks. padding: whether blocks end in rows
+        ``tag`` lacks the routing. form: of a row on the wire. sent: of a row of the result.
+        experts: whether the layout has expert blocks. padding: whether blocks end in rows
         of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
         ``Plan.slots``. launches: see :meth:`bound`. room: tokens of the last call, and rows that
         the result of a like one is given before its counts are known. ahead: tables that were made
@@ -59,8 +60,7 @@ class Kind:
     tag: int
     form: Form
     dtype: torch.dtype
-    out_dtype: torch.dtype
-    scale_dtype: torch.dtype
+    sent: RowFormat
     experts: bool
     padding: bool
     holes: bool
@@ -112,7 +112,6 @@ def kind_of(
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
-    scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
     return Kind(
         spec=spec,
         mode=mode,
@@ -126,8 +125,7 @@ def kind_of(
             meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0,
         ),
         dtype=payload.x.dtype,
-        out_dtype=payload.x.dtype if mode is None else torch.float8_e4m3fn,
-        scale_dtype=torch.int32 if mode is Quantize.FP8_UE8M0 else scale_dtype,
+        sent=row_of(payload, mode),
         experts=experts,
         padding=padding,
         holes=not spec.exact or spec.layout is Layout.EXPERT_PADDED or padding,

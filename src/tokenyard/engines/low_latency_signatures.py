@@ -19,6 +19,7 @@ from tokenyard.engines.arrival import num_result_rows
 from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
 from tokenyard.engines.rings import Form, form_of
 from tokenyard.errors import NotSupported
+from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
@@ -216,17 +217,14 @@ class Signatures:
     ) -> Outlines:
         config, num_rows = self._config, num_result_rows(spec, self._config, None, 0)
         local, ints, outline = config.num_local_experts, torch.int32, self._outline
-        dtype = payload.x.dtype if mode is None else torch.float8_e4m3fn
-        scale_dtype = torch.float32 if payload.scales is None else payload.scales.dtype
-        scale_dtype = ints if mode is Quantize.FP8_UE8M0 else scale_dtype
-        words, columns = row.scale_words, config.padded_rows
+        sent, columns = row_of(payload, mode), config.padded_rows
         padded = spec.layout is Layout.EXPERT_PADDED
         # as Received has them: to view a tensor takes as long as to make one
         rows = (local, columns) if padded else (num_rows,)
         return Outlines(
-            x=outline(dtype, *rows, row.hidden),
-            scales=outline(scale_dtype, *rows, words) if words else None,
-            scale_strides=(words * columns, 1, columns) if by_column else None,
+            x=outline(sent.dtype, *rows, sent.hidden),
+            scales=outline(sent.scale_dtype, *rows, sent.num_scales) if sent.scale_words else None,
+            scale_strides=(row.scale_words * columns, 1, columns) if by_column else None,
             blocks=outline(ints, local, config.world_size, 2)
             if padded
             else outline(ints, local + 1),

@@ -76,7 +76,7 @@ def kept_words(num_topk: int, spec: Spec) -> int:
 def _default_slot(config: Config) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
-    forms = (form_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, Quantize.FP8))
+    forms = (form_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, *Quantize))
     return -(-max(form.slot_bytes for form in forms) // 128) * 128
 
 

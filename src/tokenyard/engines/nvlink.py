@@ -562,8 +562,8 @@ class NvlinkEngine:
 
 def _result(payload: Payload, kind: Kind, num_rows: int, *, zeros: bool) -> Payload:
     """Ordinary memory for ``num_rows`` rows."""
-    make, device, form = torch.zeros if zeros else torch.empty, payload.x.device, kind.form
-    x = make(num_rows, form.hidden, dtype=kind.out_dtype, device=device)
-    if not form.scale_words:
+    make, device, sent = torch.zeros if zeros else torch.empty, payload.x.device, kind.sent
+    x = make(num_rows, sent.hidden, dtype=sent.dtype, device=device)
+    if not sent.scale_words:
         return Payload(x, None)
-    return Payload(x, make(num_rows, form.scale_words, dtype=kind.scale_dtype, device=device))
+    return Payload(x, make(num_rows, sent.num_scales, dtype=sent.scale_dtype, device=device))

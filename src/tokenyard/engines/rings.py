@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.formats import row_of
 from tokenyard.layout import power_of_two_at_least
 from tokenyard.limits import check_symmetric
 from tokenyard.memory.base import SymmetricMemory
-from tokenyard.quant import scale_words
 from tokenyard.rows import Payload, overlap, padded
 from tokenyard.types import Quantize
 
@@ -65,12 +65,12 @@ class Cut:
         """
         return _at_once(self.rows * self.block // block, most)
 
-    def casts_of(self, groups: int, most: int) -> int:
-        """Rows cast at once (at most ``most``, a power of two) if each has ``groups`` of 128
-        channels: half of the registers.
+    def casts_of(self, channels: int, most: int) -> int:
+        """Rows of ``channels`` cast at once (at most ``most``, a power of two): they take half of
+        the registers.
         """
-        channels = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
-        return _at_once(channels // (groups * 128), most)
+        registers = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
+        return _at_once(registers // channels, most)
 
     def stages_for(self, round_bytes: int, shared: int) -> int:
         """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
@@ -209,14 +209,11 @@ class Form:
 
 
 def form_of(payload: Payload, mode: Quantize | None, meta_words: int) -> Form:
-    """How rows of ``payload`` travel, cast to FP8 on the way if ``mode`` says so."""
-    hidden = payload.x.shape[1]
-    row_bytes = hidden * (1 if mode is not None else payload.x.element_size())
+    """How rows of ``payload`` travel, cast on the way if ``mode`` says so."""
+    row = row_of(payload, mode)
+    row_bytes = row.payload_bytes
     bits = 32 if row_bytes % 4 == 0 else 16 if row_bytes % 2 == 0 else 8
-    scales = 0 if payload.scales is None else payload.scales.shape[1]
-    if mode is not None:
-        scales = scale_words(hidden, packed=mode is Quantize.FP8_UE8M0)
-    return Form(hidden, row_bytes * 8 // bits, bits, scales, meta_words)
+    return Form(row.hidden, row_bytes * 8 // bits, bits, row.scale_words, meta_words)
 
 
 def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:

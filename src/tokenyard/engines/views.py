@@ -321,11 +321,11 @@ class View:
 
     def _payload(self, num_rows: int, kind: Kind, parts: Parts) -> Payload:
         """Tensors over the rows, and over their scales if they have any."""
-        x = self._over(0, (num_rows, kind.form.hidden), kind.out_dtype)
-        words = kind.form.scale_words
-        return Payload(
-            x, self._over(parts.scales, (num_rows, words), kind.scale_dtype) if words else None
-        )
+        sent = kind.sent
+        x, scales = self._over(0, (num_rows, sent.hidden), sent.dtype), None
+        if sent.scale_words:
+            scales = self._over(parts.scales, (num_rows, sent.num_scales), sent.scale_dtype)
+        return Payload(x, scales)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         view = self._view.region

@@ -165,4 +165,6 @@ def cast_of(form: Any, mode: Any, dtype: Any) -> Cast:
 
 def rows_sent(cut: Any, form: Any, mode: Any, block: int, most: int) -> int:
     """Rows in flight, ``block`` words of each, of programs that read the input, and may cast it."""
-    return cut.rows_of(block, most) if mode is None else cut.casts_of(groups_of(form.hidden), most)
+    if mode is None:
+        return cut.rows_of(block, most)
+    return cut.casts_of(groups_of(form.hidden) * 128, most)

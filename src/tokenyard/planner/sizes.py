@@ -13,6 +13,7 @@ from tokenyard.engines.twolevel_ground import Tuning, least_bytes, most_channels
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
+from tokenyard.types import Quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +178,7 @@ def _least_bytes(workload: Workload, channels: int) -> int:
 
 def forms(workload: Workload) -> tuple[Form, Form]:
     """Slots of a fresh dispatch with weights, and of a combine."""
-    dtype = torch.bfloat16 if workload.dtype == "bf16" else torch.float8_e4m3fn
-    scales = torch.empty(0, workload.scales) if workload.scales else None
-    there = Payload(torch.empty(0, workload.hidden, dtype=dtype), scales)
-    back = Payload(torch.empty(0, workload.hidden, dtype=torch.bfloat16), None)
-    return form_of(there, None, meta_words(workload.topk, experts=False, weighted=True)), form_of(
-        back, None, 0
-    )
+    rows = Payload(torch.empty(0, workload.hidden, dtype=torch.bfloat16), None)
+    mode = None if workload.dtype == "bf16" else Quantize.FP8
+    meta = meta_words(workload.topk, experts=False, weighted=True)
+    return form_of(rows, mode, meta), form_of(rows, None, 0)

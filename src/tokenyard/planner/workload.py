@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.formats import FORMATS
 from tokenyard.layout import expert_bounds
 from tokenyard.topology import Topology
-from tokenyard.types import SCALE_GROUP
+from tokenyard.types import Quantize
 
 H200_SMS = 132
 
@@ -80,7 +81,7 @@ class Workload:
     @property
     def scales(self) -> int:
         """Words of scales of a row."""
-        return 0 if self.dtype == "bf16" else -(-self.hidden // SCALE_GROUP)
+        return 0 if self.dtype == "bf16" else FORMATS[Quantize.FP8].scale_words(self.hidden)
 
     @property
     def back_bytes(self) -> int:

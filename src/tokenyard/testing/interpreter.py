@@ -47,7 +47,7 @@ _NARROW = {
     tl.float8e5: torch.float8_e5m2,
 }
 """Floats that numpy lacks: their tensors hold the bits."""
-_LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+_LARGEST = {kind: torch.finfo(_NARROW[kind]).max for kind in (tl.float8e4nv, tl.float8e5)}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 

@@ -1,0 +1,182 @@
+"""Formats of quantised rows: elements, blocks of channels that share a scale, scales, casts.
+
+A :class:`WireFormat` owns all of it, one for each ``Quantize``; everything else asks it
+(``docs/semantics.md``, Quantisation). To add a format: a name in ``Quantize``, an instance in
+:data:`FORMATS`, and, if its scales follow from magnitudes in a new way, a branch in
+:meth:`WireFormat.cast` and one in ``kernels/payload.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tokenyard.rows import Payload, RowFormat
+from tokenyard.types import Quantize, Quantized
+
+WORD = 4
+"""Bytes of a word. Scales of a row travel as whole words."""
+
+QUOTIENT, POWER_ABOVE = 1, 2
+"""How a block's scale follows from its largest magnitude: that divided by the largest element; the
+smallest power of two that is not less than this quotient. 0 is kept for rows that are not cast."""
+
+_EXPONENT_SHIFT = 23
+"""Bits of a float32 below its exponent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """A format of rows that are quantised.
+
+    Attributes:
+        scale: dtype of scales.
+        scale_bytes: of a block: 4, a float32; or 1, the biased exponent of a power of two.
+        rule: how a cast finds the scale of a block: :data:`QUOTIENT` or another.
+        block: channels that share a scale. A row's last block may be shorter.
+        data: dtype of elements.
+        smallest: largest magnitude that a cast takes a block of smaller ones to have.
+    """
+
+    scale: torch.dtype
+    scale_bytes: int
+    rule: int
+    block: int = 128
+    data: torch.dtype = torch.float8_e4m3fn
+    smallest: float = 1e-4
+
+    @property
+    def largest(self) -> float:
+        """The largest element, 448 for E4M3."""
+        return torch.finfo(self.data).max
+
+    def blocks(self, hidden: int) -> int:
+        """Blocks of a row."""
+        return -(-hidden // self.block)
+
+    def scale_words(self, hidden: int) -> int:
+        """4-byte words of scales of a row."""
+        return -(-self.blocks(hidden) * self.scale_bytes // WORD)
+
+    def row(self, hidden: int) -> RowFormat:
+        """A row of ``hidden`` channels on the wire."""
+        return RowFormat(hidden, self.data, self.scale_words(hidden), self.scale)
+
+    def cast(self, x: Tensor) -> Quantized:
+        """``x [T, H]`` (bf16, fp16 or fp32) in this format; never asks the host for a value.
+
+        Returns: data ``[T, H]``, scales as they travel, in whole words.
+        """
+        num_tokens, hidden = x.shape
+        shape = num_tokens, self.blocks(hidden), self.block
+        values = pad(x.float(), (0, shape[1] * self.block - hidden)).view(shape)
+        scales, factor = self._scales(values.abs().amax(dim=2))
+        # a CPU would keep NaN's sign; there is no infinity
+        scaled = (values * factor.unsqueeze(2)).nan_to_num_(nan=nan)
+        data = scaled.to(self.data).flatten(1)[:, :hidden].contiguous()
+        return Quantized(data, scales)
+
+    def _scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales of blocks with the largest magnitudes ``amax [T, blocks]``, and the float32
+        factors that they are cast with."""
+        amax = amax.clamp(min=self.smallest)
+        # a tensor: torch divides by a number by multiplying with its reciprocal
+        limit = torch.full_like(amax, self.largest)
+        if self.rule == QUOTIENT:
+            return amax / limit, limit / amax
+        exponent = _power_of_two_at_least(amax / limit)
+        scales = _power_of_two(exponent)
+        return scales if self.scale_bytes == WORD else self._packed(exponent), 1.0 / scales
+
+    def _packed(self, exponents: Tensor) -> Tensor:
+        """``[T, blocks]`` exponents below 256 as bytes of whole words: block 4j + i in byte i."""
+        whole = pad(exponents, (0, -exponents.shape[1] % WORD))
+        return whole.to(torch.uint8).view(self.scale)
+
+    def factors(self, scales: Tensor, hidden: int) -> Tensor:
+        """What elements are multiplied with, float32 ``[T, blocks]``."""
+        if self.scale_bytes == WORD:
+            return scales
+        exponents = scales.contiguous().view(torch.uint8)[:, : self.blocks(hidden)]
+        return _power_of_two(exponents.to(torch.int32))
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """``data * scale`` per block, in float32, rounded once to ``dtype``: ``[T, H]``.
+
+        Raises:
+            ValueError: there is not one scale per block.
+        """
+        hidden = data.shape[1]
+        words = self.scale_words(hidden)
+        if scales.shape[1] * scales.dtype.itemsize != words * WORD:
+            raise ValueError(
+                f"scales have {scales.shape[1]} words per row of {hidden} channels, but one scale "
+                f"per {self.block} channels is {words}: multiply rows by scales of another form "
+                f"yourself"
+            )
+        spread = self.factors(scales, hidden).repeat_interleave(self.block, dim=1)[:, :hidden]
+        return (data.float() * spread).to(dtype)
+
+
+def _power_of_two_at_least(scale: Tensor) -> Tensor:
+    """Biased exponent of the smallest power of two ``>= scale`` (positive normal float32): int32,
+    255 for inf and NaN.
+    """
+    bits = scale.view(torch.int32)
+    above = (bits & ((1 << _EXPONENT_SHIFT) - 1)) != 0
+    return ((bits >> _EXPONENT_SHIFT) + above.to(torch.int32)).clamp(max=255)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """float32 of biased exponents, int32; 0 for 0, inf for 255."""
+    return (exponent << _EXPONENT_SHIFT).view(torch.float32)
+
+
+FORMATS = {
+    Quantize.FP8: WireFormat(torch.float32, WORD, QUOTIENT),
+    Quantize.FP8_POW2: WireFormat(torch.float32, WORD, POWER_ABOVE),
+    Quantize.FP8_UE8M0: WireFormat(torch.int32, 1, POWER_ABOVE),
+}
+"""How a dispatch with ``quantize=`` sends rows."""
+
+BY_SCALE = {form.scale: form for form in reversed(FORMATS.values())}
+"""How rows are dequantised that came with scales of a dtype."""
+
+SCALE_DTYPES = tuple(dict.fromkeys(form.scale for form in FORMATS.values()))
+
+
+def row_of(payload: Payload, mode: Quantize | None) -> RowFormat:
+    """A row of ``payload`` on the wire, cast on the way if ``mode`` says so, without routing."""
+    hidden, scales = payload.x.shape[1], payload.scales
+    if mode is not None:
+        return FORMATS[mode].row(hidden)
+    if scales is None:
+        return RowFormat(hidden, payload.x.dtype)
+    words = scales.shape[1] * scales.dtype.itemsize // WORD
+    return RowFormat(hidden, payload.x.dtype, words, scales.dtype)
+
+
+def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
+    """``payload`` as it travels: plain rows are cast as ``mode`` says, if it says anything."""
+    if mode is None:
+        return payload
+    cast = FORMATS[mode].cast(payload.x)
+    return Payload(cast.data, cast.scales)
+
+
+def quantize(x: Tensor, mode: Quantize) -> Quantized:
+    """Cast ``x [T, H]`` (bf16, fp16 or fp32) as a dispatch with ``quantize=mode`` does."""
+    return FORMATS[mode].cast(x)
+
+
+def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data [T, H] * scales`` in the format that has scales of this dtype: ``[T, H]``.
+
+    Raises:
+        ValueError: there is not one scale per block.
+    """
+    return BY_SCALE[scales.dtype].dequantize(data, scales, dtype)
