@@ -141,7 +141,7 @@ def _store_cast(
         base = tl.sum(tl.where(r == d, buffers.rows, 0))
         store_cast(
             values, scale, base, row.hidden, base + buffers.scales_at, row.scale_words * 4, at, g,
-            at >= 0, row.hidden, how.mode, row.scale_words,
+            at >= 0, row.hidden, how, row.scale_words,
         )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def write_rows(
         floats = tl.multiple_of(payload.rows.to(tl.pointer_type(k.cast.dtype)), 16)
         index, here = of_each(index, num_rows, groups), of_each(here, num_rows, groups)
         values, scale = cast(
-            load_groups(floats, index, g, here, row.hidden), g, row.hidden, k.cast.mode
+            load_groups(floats, index, g, here, row.hidden, k.cast), g, row.hidden, k.cast
         )
         _store_cast(values, scale, g, rows, buffers, first, count, row, k.cast)
     else:

@@ -117,7 +117,7 @@ def _store_groups(values, scale, g, goes, slots, me, k: tl.constexpr):
             slot = tl.sum(tl.where(r == d, slots, 0))
             store_cast(
                 values, scale, slot, 0, slot + row.scales_at, 0, g * 0, g, g >= 0, row.hidden,
-                k.cast.mode, row.scale_words,
+                k.cast, row.scale_words,
             )  # fmt: skip
 
 
@@ -153,7 +153,8 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     if k.cast.mode:
         g = piece * k.cast.groups + tl.arange(0, k.cast.groups)
         source = tl.multiple_of(tokens.rows.to(tl.pointer_type(k.cast.dtype)), 16)
-        plain = load_groups(source + t.to(tl.int64) * row.hidden, g * 0, g, g >= 0, row.hidden)
+        start = source + t.to(tl.int64) * row.hidden
+        plain = load_groups(start, g * 0, g, g >= 0, row.hidden, k.cast)
     else:
         first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
         v = tl.load(first + w, mask=w < row.words, cache_modifier=".cg")
@@ -167,7 +168,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     goes = tl.where(here, tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
     slots = slot_of(bases, call.parity, call.rank, t, sizes)
     if k.cast.mode:  # first what is long, so that it is on its way meanwhile
-        values, scale = cast(plain, g, row.hidden, k.cast.mode)
+        values, scale = cast(plain, g, row.hidden, k.cast)
         _store_groups(values, scale, g, goes, slots, call.rank, k)
     else:
         _store_words(v, first, w, goes, slots, call.rank, k)

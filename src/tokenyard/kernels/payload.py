@@ -14,8 +14,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tokenyard.formats import FORMATS, QUOTIENT, WORD
 from tokenyard.kernels.structs import Cast
 from tokenyard.kernels.types import kernel_type
+
+_QUOTIENT, _WORD = tl.constexpr(QUOTIENT), tl.constexpr(WORD)
 
 
 @triton.jit
@@ -64,12 +67,6 @@ def zero_row(dst, N: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(dst + w, tl.zeros((BLOCK,), dst.dtype.element_ty), mask=w < N)
 
 
-def groups_of(hidden: int) -> int:
-    """Groups of 128 channels that a cast works on: a power of two, with all bytes of the last
-    packed word."""
-    return triton.next_power_of_2(max(-(-hidden // 128), 4))
-
-
 @triton.jit
 def of_each(v, B: tl.constexpr, GP: tl.constexpr):
     """``v [B]``, of rows, for every group of them ``[B * GP]``."""
@@ -77,61 +74,61 @@ def of_each(v, B: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
-def load_groups(src, row, g, here, H: tl.constexpr):
-    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, 128]``.
+def load_groups(src, row, g, here, H: tl.constexpr, how: tl.constexpr):
+    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, how.block]``.
 
     Zeros past a row's end, and where not ``here``.
     """
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
     mask = here[:, None] & (at < H)
     return tl.load(src + row.to(tl.int64)[:, None] * H + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def cast(floats, g, H: tl.constexpr, MODE: tl.constexpr):
-    """Cast groups ``g [n]`` of rows of H floats, ``[n, 128]``, to E4M3 (``docs/semantics.md``,
-    Quantisation). Returns them, and ``[n]`` what their scales are stored as.
+def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
+    """Cast groups ``g [n]`` of rows of H floats, ``[n, how.block]``, to E4M3
+    (``docs/semantics.md``, Quantisation), as ``WireFormat.cast`` does. Returns them, and ``[n]``
+    what their scales are stored as.
 
-    ``MODE``: the value of a ``Quantize``. Example: 128 channels of 1.0 give the scale 1 / 448 and
-    128 times 448.
+    ``how``: a ``Cast``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
     """
     x = floats.to(tl.float32)
     # magnitudes order as their bits do; NaNs are above all
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    amax = tl.maximum(most.to(tl.float32, bitcast=True), 1e-4)
+    amax = tl.maximum(most.to(tl.float32, bitcast=True), how.smallest)
     amax = tl.where(most > 0x7F800000, float("nan"), amax)
-    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
-    factor = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
-    if MODE != 1:
+    scale = tl.div_rn(amax, tl.full(amax.shape, how.largest, tl.float32))
+    factor = tl.div_rn(tl.full(amax.shape, how.largest, tl.float32), amax)
+    if how.mode != _QUOTIENT:
         bits = scale.to(tl.int32, bitcast=True)
         exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
     values = (x * factor[:, None]).to(tl.float8e4nv)
-    if MODE == 3:
-        return values, tl.where(g * 128 < H, exponent, 0).to(tl.int8)
-    else:
+    if how.scale_bytes == _WORD:
         return values, scale
+    else:
+        return values, tl.where(g * how.block < H, exponent, 0).to(tl.int8)
 
 
 @triton.jit
 def store_cast(
     values, scale, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, g, here,
-    H: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr,
+    H: tl.constexpr, how: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst`` and ``scales``.
 
     TO, SCALES: bytes from one row to the next. S: words of scales.
     """
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
     to = tl.multiple_of(dst.to(tl.pointer_type(tl.float8e4nv)), 16) + row.to(tl.int64)[:, None] * TO
-    if MODE == 3:
-        mask = here & (g < 4 * S)
-        scales_at = scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES
-        tl.store(scales_at + g, scale, mask=mask)
-    else:
+    if how.scale_bytes == _WORD:
         mask = here & (g < S)
         scales_at = scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4)
+        tl.store(scales_at + g, scale, mask=mask)
+    else:
+        mask = here & (g < 4 * S)
+        scales_at = scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES
         tl.store(scales_at + g, scale, mask=mask)
     tl.store(to + at, values, mask=here[:, None] & (at < H))
 
@@ -146,11 +143,11 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
     num_rows: tl.constexpr = here.shape[0]
     g, there = tl.arange(0, num_rows * how.groups) % how.groups, of_each(here, num_rows, how.groups)
     source = tl.multiple_of(x.to(tl.pointer_type(how.dtype)), 16)
-    floats = load_groups(source, of_each(token, num_rows, how.groups), g, there, row.hidden)
-    values, scale = cast(floats, g, row.hidden, how.mode)
+    floats = load_groups(source, of_each(token, num_rows, how.groups), g, there, row.hidden, how)
+    values, scale = cast(floats, g, row.hidden, how)
     store_cast(
         values, scale, target.words, target.stride, scales.words, scales.stride,
-        of_each(target.index, num_rows, how.groups), g, there, row.hidden, how.mode,
+        of_each(target.index, num_rows, how.groups), g, there, row.hidden, how,
         row.scale_words,
     )  # fmt: skip
 
@@ -159,12 +156,22 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
 
 
 def cast_of(form: Any, mode: Any, dtype: Any) -> Cast:
-    """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None."""
-    return Cast(0 if mode is None else mode.value, groups_of(form.hidden), kernel_type(dtype))
+    """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None.
+
+    Groups are a power of two, with all bytes of the last word of scales.
+    """
+    if mode is None:
+        return Cast(0, 0, 0, 0, 0.0, 0.0, kernel_type(dtype))
+    to = FORMATS[mode]
+    groups = triton.next_power_of_2(max(to.blocks(form.hidden), WORD))
+    return Cast(
+        to.rule, to.block, groups, to.scale_bytes, to.largest, to.smallest, kernel_type(dtype)
+    )
 
 
 def rows_sent(cut: Any, form: Any, mode: Any, block: int, most: int) -> int:
     """Rows in flight, ``block`` words of each, of programs that read the input, and may cast it."""
     if mode is None:
         return cut.rows_of(block, most)
-    return cut.casts_of(groups_of(form.hidden) * 128, most)
+    how = cast_of(form, mode, None)
+    return cut.casts_of(how.groups * how.block, most)

@@ -78,10 +78,14 @@ class Grid(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """How rows become FP8 on their way; ``mode`` 0: they do not."""
+    """How rows are cast on their way, from ``formats.WireFormat``; ``mode`` 0: they are not."""
 
-    mode: int  # value of a ``Quantize``
-    groups: int  # of 128 elements that a cast works on
+    mode: int  # the format's ``rule``
+    block: int  # elements that share a scale: a group
+    groups: int  # that a cast works on
+    scale_bytes: int  # of a group
+    largest: float  # element
+    smallest: float  # magnitude that a group is taken to have at least
     dtype: Any  # of the input
 
 
