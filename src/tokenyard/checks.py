@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.errors import NotSupported
-from tokenyard.formats import SCALE_DTYPES
+from tokenyard.formats import SCALE_DTYPES, given
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import MOST_EXPERTS, MOST_PICKS, check_view
 from tokenyard.memory.base import MOST_BYTES
@@ -261,7 +261,7 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
             "token)"
         )
     _device("x.scales", scales, data.device)
-    return Payload(data, scales)
+    return given(data, scales)
 
 
 def check_picks(

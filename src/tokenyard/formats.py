@@ -160,6 +160,21 @@ def row_of(payload: Payload, mode: Quantize | None) -> RowFormat:
     return RowFormat(hidden, payload.x.dtype, words, scales.dtype)
 
 
+def given(data: Tensor, scales: Tensor) -> Payload:
+    """Rows that the caller has quantised, as they travel: scales in whole words."""
+    missing = -scales.shape[1] * scales.dtype.itemsize % WORD
+    if missing:
+        scales = pad(scales.contiguous().view(torch.uint8), (0, missing)).view(scales.dtype)
+    return Payload(data, scales)
+
+
+def scales_received(scales: Tensor, hidden: int) -> Tensor:
+    """Scales ``[..., S]`` of rows of ``hidden`` channels, without what makes their words whole."""
+    form = BY_SCALE[scales.dtype]
+    whole = form.scale.itemsize == WORD or scales.shape[-1] == form.blocks(hidden)
+    return scales if whole else scales[..., : form.blocks(hidden)]
+
+
 def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
     """``payload`` as it travels: plain rows are cast as ``mode`` says, if it says anything."""
     if mode is None:

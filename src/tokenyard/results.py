@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import afresh
+from tokenyard.formats import scales_received
 from tokenyard.handle import Handle
 from tokenyard.lane import Waitable, Work
 from tokenyard.types import Layout
@@ -177,6 +178,8 @@ def received_fields(
     if len(rows_shape) > source.dim():
         x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
         scales = None if scales is None else scales.view(*rows_shape, scales.shape[-1])
+    if scales is not None:
+        scales = scales_received(scales, x.shape[-1])
     if weights is not None and layout is Layout.EXPERT_PADDED:
         weights = weights.view(*rows_shape)
     return {
