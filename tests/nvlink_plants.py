@@ -1,511 +1,324 @@
-"""Bugs of the nvlink engine: see ``plants.py``."""
+"""Bugs of the nvlink engine: see ``mutations.py``."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from plants import Plant, planted_in
-from tokenyard.engines.nvlink import NvlinkEngine
+from mutations import mutation, planted_in
+from syntax import change, drop, drop_barrier, insert, move, move_into, rewrite, shorten
 
+RELAXED, WHOLE_GPU = "'relaxed'", "'gpu'"
 
-def _moved(line: str, before: str) -> tuple[tuple[str, str], ...]:
-    """``line`` (with its indent) goes to stand before ``before``, indented like that."""
-    indent = before[: len(before) - len(before.lstrip())]
-    return (line + "\n", ""), (before, f"{indent}{line.strip()}\n{before}")
-
-
-_DONES = """            dones = done_of(bases, me, k.ranks, k.channels)
-            one = tl.full((k.rank_bins,), 1, tl.int64)
-"""
-_WRITES = "            for t0 in range(pid * k.rows_sent, num_tokens, k.writers * k.rows_sent):\n"
-
-PLANTS = {
-    # sync.py: every kernel's flags
-    "no barrier before a release": Plant(
-        "barrier",
-        "sync",
-        (
-            (
-                "    tl.debug_barrier()\n    tl.atomic_add(counter, count, mask=mask, "
-                'sem="release"',
-                '    tl.atomic_add(counter, count, mask=mask, sem="release"',
-            ),
-        ),
+SYNC = {
+    "no barrier before a release": mutation("barrier", "sync", drop_barrier("add_release")),
+    "release without order": mutation(
+        "release", "sync", change("tl.atomic_add(..., sem=sem_)", "add_release", sem_=RELAXED)
     ),
-    "release without order": Plant(
-        "release",
-        "sync",
-        (
-            (
-                'count, mask=mask, sem="release", scope="sys")',
-                'count, mask=mask, sem="relaxed", scope="sys")',
-            ),
-        ),
+    "release for this GPU only": mutation(
+        "release", "sync", change("tl.atomic_add(..., scope=all_)", "add_release", all_=WHOLE_GPU)
     ),
-    "release for this GPU only": Plant(
-        "release",
-        "sync",
-        (
-            (
-                'count, mask=mask, sem="release", scope="sys")',
-                'count, mask=mask, sem="release", scope="gpu")',
-            ),
-        ),
+    "plain load for an acquire": mutation(
+        "acquire", "sync", rewrite("tl.atomic_add(at_, 0, ...)", "tl.load(at_)", "load_acquire")
     ),
-    "plain load for an acquire": Plant(
+    "plain loads for acquires": mutation(
         "acquire",
         "sync",
-        (
-            (
-                '    return tl.atomic_add(counter, 0, sem="acquire", scope="sys")',
-                "    return tl.load(counter)",
-            ),
+        rewrite(
+            "tl.atomic_add(at_, 0, ..., mask=mask_)",
+            "tl.load(at_, mask=mask_, other=0)",
+            "look_at_all",
         ),
     ),
-    "plain loads for acquires": Plant(
-        "acquire",
-        "sync",
-        (
-            (
-                'tl.atomic_add(counters, 0, mask=mask, sem="acquire", scope="sys")',
-                "tl.load(counters, mask=mask, other=0)",
-            ),
-        ),
+    "no barrier behind a wait": mutation("barrier", "sync", drop_barrier("wait_at_least")),
+    "no barrier behind a wait for all": mutation("barrier", "sync", drop_barrier("wait_for_all")),
+}
+
+DISPATCH = {
+    "dispatch: flag before data": mutation(
+        "flag before data", "dispatch", move("add_release(...)", "send_chunk(...)", "send_rows")
     ),
-    "places stored while threads still load them": Plant(
-        "barrier",
-        "plan",
-        (
-            (
-                "    # several threads load one place of a small tile: all of them before one "
-                "stores it\n    tl.debug_barrier()\n",
-                "",
-            ),
-        ),
-    ),
-    "no barrier behind a wait": Plant(
-        "barrier",
-        "sync",
-        (
-            (
-                "                give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n    "
-                "tl.debug_barrier()\n",
-                "                give_up(state, TIMED_OUT, phase, peer, number, want, seen)\n",
-            ),
-        ),
-    ),
-    "no barrier behind a wait for all": Plant(
-        "barrier",
-        "sync",
-        (
-            (
-                "            seen = tl.minimum(seen, wants - 1)\n    tl.debug_barrier()\n",
-                "            seen = tl.minimum(seen, wants - 1)\n",
-            ),
-        ),
-    ),
-    # dispatch.py
-    "dispatch: flag before data": Plant(
+    "dispatch: flag before what rides along": mutation(
         "flag before data",
         "dispatch",
-        _moved(
-            "            add_release(tail, count.to(tl.int64), None)", "            send_chunk("
-        ),
+        move_into("add_release(...)", "send_rows", "send_chunk", before="pack_metadata(...)"),
     ),
-    "dispatch: flag before what rides along": Plant(
-        "flag before data",
-        "dispatch",
-        (
-            (
-                'begin, count, first, k: tl.constexpr):\n    """Pack',
-                'begin, count, first, tail, k: tl.constexpr):\n    """Pack',
-            ),
-            (
-                "send_chunk(payload, order, ring, i, count, begin, k)",
-                "send_chunk(payload, order, ring, i, count, begin, tail, k)",
-            ),
-            *_moved(
-                "            add_release(tail, count.to(tl.int64), None)",
-                "    if k.row.metadata_words or (k.row.scale_words and not k.cast.mode):\n",
-            ),
-        ),
-    ),
-    "dispatch: credit before what rode along is read": Plant(
+    "dispatch: credit before what rode along is read": mutation(
         "credit before read",
         "dispatch",
-        (
-            (
-                'begin, count, first, k: tl.constexpr):\n    """Place',
-                'begin, count, first, head, k: tl.constexpr):\n    """Place',
-            ),
-            (
-                "source, ring, taken, count, first, k)",
-                "source, ring, taken, count, first, head, k)",
-            ),
-            *_moved(
-                "            add_release(head, count.to(tl.int64), None)",
-                "    if not k.placing.by_expert and (row.scale_words or k.placing.fresh):\n",
-            ),
+        move_into(
+            "add_release(...)", "receive_rows", "receive_chunk", before="place_metadata(...)"
         ),
     ),
-    "dispatch: credit before read": Plant(
+    "dispatch: credit before read": mutation(
         "credit before read",
         "dispatch",
-        _moved(
-            "            add_release(head, count.to(tl.int64), None)", "            receive_chunk("
-        ),
+        move("add_release(...)", "receive_chunk(...)", "receive_rows"),
     ),
-    "dispatch: one slot too many": Plant(
+    "dispatch: one slot too many": mutation(
         "credit before read",
         "dispatch",
-        (("+ count - k.ring.slots\n", "+ count - k.ring.slots - 1\n"),),
+        rewrite("rows_ - ring_.slots", "rows_ - ring_.slots - 1", "send_rows"),
     ),
-    "dispatch: last chunk dropped": Plant(
-        "last chunk",
-        "dispatch",
-        (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),),
+    "dispatch: last chunk dropped": mutation(
+        "last chunk", "dispatch", shorten("send_chunk(...)", "send_rows")
     ),
-    "dispatch: ring not drained": Plant(
+    "dispatch: ring not drained": mutation(
         "reused too early",
         "dispatch",
-        (
-            (
-                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # "
-                "the ring is drained\n",
-                "    ok = True\n",
-            ),
-        ),
+        rewrite("wait_at_least(...) >= _", "True", "send_rows", nth=0),
         within=30,
         hint=1,
     ),
-    "dispatch: rows sent not counted": Plant(
-        "wrong epoch", "dispatch", (("sent + end - begin)", "sent)"),)
+    "dispatch: rows sent not counted": mutation(
+        "wrong epoch",
+        "dispatch",
+        rewrite("tl.store(at_, sent_ + _ - _)", "tl.store(at_, sent_)", "send_rows"),
     ),
-    "dispatch: rows taken not counted": Plant(
-        "wrong epoch", "dispatch", (("base + total)", "base)"),)
+    "dispatch: rows taken not counted": mutation(
+        "wrong epoch",
+        "dispatch",
+        rewrite("tl.store(at_, base_ + _)", "tl.store(at_, base_)", "receive_rows"),
     ),
-    # combine.py
-    "combine: flag before data": Plant(
-        "flag before data",
-        "combine",
-        _moved(
-            "            add_release(tail, count.to(tl.int64), None)",
-            "            send_sums_chunk(\n",
-        ),
+    "dispatch: rows fly whatever the plan says": mutation(
+        "guess",
+        "dispatch",
+        rewrite("(go_ == 0) & (forced_ == 0)", "(forced_ != 0) & (forced_ == 0)"),
+        part="guesses",
     ),
-    "combine: credit before read": Plant(
+}
+
+_SUMMED = "for _ in tl.range(...): ..."
+"""What reads the rows that a reducer has waited for, and adds them."""
+
+COMBINE = {
+    "combine: flag before data": mutation(
+        "flag before data", "combine", move("add_release(...)", "send_sums_chunk(...)", "send_sums")
+    ),
+    "combine: credit before read": mutation(
         "credit before read",
         "combine",
-        (
-            ("                add_release(heads, taken - freed, remote & (taken > freed))\n", ""),
-            (
-                "            _add_rows(",
-                "            add_release(heads, upto - taken, remote & (upto > taken))\n"
-                "            _add_rows(",
+        insert(
+            "add_release(heads_, upto_ - taken_, remote_ & (upto_ > taken_))",
+            _SUMMED,
+            "reduce",
+            where=(
+                "add_release(heads_, taken_ - _, remote_ & _)",
+                "taken_ = upto_",
+                "upto_ = tl.where(...)",
             ),
         ),
+        drop("add_release(...)", "reduce", nth=-1),
     ),
-    "combine: one slot too many": Plant(
+    "combine: one slot too many": mutation(
         "credit before read",
         "combine",
-        (("+ count - k.ring.slots\n", "+ count - k.ring.slots - 1\n"),),
+        rewrite("base_ + i_ + n_ - slots_", "base_ + i_ + n_ - slots_ - 1", "send_sums"),
     ),
-    "combine: last chunk dropped": Plant(
+    "combine: last chunk dropped": mutation(
+        "last chunk", "combine", shorten("send_sums_chunk(...)", "send_sums")
+    ),
+    "combine: last row not awaited": mutation(
         "last chunk",
         "combine",
-        (("in range(begin, end, k.ring.chunk):", "in range(begin, end - 1, k.ring.chunk):"),),
+        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce"),
     ),
-    "combine: last row not awaited": Plant(
-        "last chunk",
-        "combine",
-        (("tl.max(places - lows[None, :] + 1, axis=0)", "tl.max(places - lows[None, :], axis=0)"),),
-    ),
-    "combine: ring not drained": Plant(
+    "combine: ring not drained": mutation(
         "reused too early",
         "combine",
-        (
-            (
-                "    ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= "
-                "want\n    for i",
-                "    ok = True\n    for i",
-            ),
-        ),
+        rewrite("wait_at_least(...) >= _", "True", "send_sums", nth=0),
         within=30,
         hint=6,
     ),
-    "combine: rows taken not counted": Plant(
+    "combine: rows taken not counted": mutation(
         "wrong epoch",
         "combine",
-        (("tl.store(bases_at, bases + taken,", "tl.store(bases_at, bases,"),),
+        change("tl.store(taken_from(...), _ + taken_, ...)", "reduce", taken_="taken_ * 0"),
     ),
-    # greet.py
-    "greeting: one half only": Plant(
+}
+
+_PARITY, _ONE_HALF = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"
+
+GREETING = {
+    "greeting: one half only": mutation(
         "reused too early",
         "greet",
-        (
-            ("half = (call % 2).to(tl.int32)", "half = 0"),
-            ("tag_of(mine, (call % 2).to(tl.int32), r,", "tag_of(mine, 0, r,"),
-        ),
+        rewrite(_PARITY, _ONE_HALF, "say_hello"),
+        rewrite(_PARITY, _ONE_HALF, "in_same_call"),
         part="greetings",
         within=30,
     ),
-    "greeting: of the last call": Plant(
+    "greeting: of the last call": mutation(
         "wrong epoch",
         "greet",
-        (("want = call + 1 + (r * 0)", "want = call + (r * 0)"),),
+        rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "greeted"),
     ),
-    "greeting: before its tag": Plant(
+    "greeting: before its tag": mutation(
         "flag before data",
         "greet",
-        _moved(
-            "    hellos = hello_of(bases, me, ranks, channels)\n"
-            "    add_release(hellos, tl.full((bins,), 1, tl.int64), r < ranks)",
-            "    tl.store(tag_of(bases, half, me, ranks, channels), tag + (r * 0), mask=r < ranks)\n",
-        ),
+        move("add_release(...)", "tl.store(tag_of(...), ...)", "say_hello"),
     ),
-    # plan.py
-    "plan: one half only": Plant(
-        "reused too early",
-        "plan",
-        (("half = (call % 2).to(tl.int32)", "half = (call * 0).to(tl.int32)"),),
-        part="plans",
-        within=40,
-        hint=5,
+}
+
+PLAN = {
+    "places stored while threads still load them": mutation(
+        "barrier", "plan", drop_barrier("settle_tile", nth=0)
     ),
-    "plan: no barrier before a ticket": Plant(
+    "plan: one half only": mutation(
+        "reused too early", "plan", rewrite(_PARITY, _ONE_HALF), part="plans", within=40, hint=5
+    ),
+    "plan: no barrier before a ticket": mutation(
         "barrier",
         "plan",
-        (("    tl.debug_barrier()\n    return ranks", "    return ranks"),),
+        drop_barrier("plan_kernel", before="tl.atomic_add(..., sem='release')"),
         hint=1,
     ),
-    "plan: ticket without order": Plant(
+    "plan: ticket without order": mutation(
         "release",
         "plan",
-        (
-            (
-                'tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")',
-                'tl.atomic_add(words(state) + TICKETS, 1, sem="relaxed", scope="gpu")',
-            ),
-        ),
+        change("tl.atomic_add(..., sem=sem_, scope='gpu')", sem_=RELAXED),
         hint=1,
     ),
-    "plan: tickets of the last call": Plant(
+    "plan: tickets of the last call": mutation(
         "wrong epoch",
         "plan",
-        (
-            (
-                "if wait_at_least(words(state) + TICKETS, want, state, ON_PLAN, me, TICKETS) >= "
-                "want:",
-                "if wait_at_least(words(state) + TICKETS, call * C, state, ON_PLAN, me, TICKETS) "
-                ">= call * C:",
-            ),
-        ),
+        change("wait_at_least(_, (call_ + 1) * _, ...) >= (call_ + 1) * _", call_="(call_ - 1)"),
         hint=2,
     ),
-    "plan: arrivals of the last call": Plant(
-        "wrong epoch", "plan", (("want + (r * 0)", "call * C + (r * 0)"),)
+    "plan: arrivals of the last call": mutation(
+        "wrong epoch",
+        "plan",
+        rewrite("(call_ + 1) * channels_ + (rank_ * 0)", "call_ * channels_ + (rank_ * 0)"),
     ),
-    "plan: arrival before the header": Plant(
+    "plan: arrival before the header": mutation(
         "flag before data",
-        "exchange",
-        _moved(
-            "    add_release(arrival_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)",
-            "    if c == C - 1:\n",
-        ),
+        "plan",
+        move("add_release(...)", "send_headers(...)", "plan_kernel"),
     ),
-    # verdict.py
-    "verdict: nonce before the headers": Plant(
+    "verdict: nonce before the headers": mutation(
         "flag before data",
         "verdict",
-        _moved(
-            '        tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")',
-            "        doubts = _tell_host(",
-        ),
+        move("tl.atomic_xchg(..., sem='release')", "tell_host(...)", "judge"),
     ),
-    # rows that fly before the host knows the counts
-    "dispatch: rows fly whatever the plan says": Plant(
-        "guess",
-        "dispatch",
-        (
-            (
-                "(go == 0) & (forced == 0)",
-                "(forced != 0) & (forced == 0)",
-            ),
-        ),
-        part="guesses",
-    ),
-    # direct.py
-    "direct: views not waited for": Plant(
+}
+
+DIRECT = {
+    "direct: views not waited for": mutation(
         "reused too early",
         "direct",
-        (
-            (
-                "        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):",
-                "        if num_tokens >= 0:",
-            ),
-        ),
+        rewrite("greeted(...)", "True", "direct_kernel"),
         part="views",
         hint=2,
     ),
-    "direct: done before the rows": Plant(
+    "direct: done before the rows": mutation(
         "flag before data",
         "direct",
-        (
-            ("            add_release(dones, one, r < k.ranks)\n", ""),
-            (_DONES, ""),
-            (_WRITES, f"{_DONES}            add_release(dones, one, r < k.ranks)\n{_WRITES}"),
-        ),
+        move("add_release(...)", "write_rows(...)", "direct_kernel", along=True),
         part="views",
     ),
-    "direct: writers of the last call": Plant(
+    "direct: writers of the last call": mutation(
         "wrong epoch",
         "direct",
-        (("(calls + 1) * k.writers + (r * 0)", "calls * k.writers + (r * 0)"),),
+        rewrite("(calls_ + 1) * writers_ + (rank_ * 0)", "calls_ * writers_ + (rank_ * 0)"),
         part="views",
     ),
-    # push.py
-    "push: landings not waited for": Plant(
-        "reused too early",
-        "push",
-        (
-            (
-                "        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):",
-                "        if num_tokens >= 0:",
-            ),
-        ),
-        part="pushes",
+}
+
+_WANTED = "call_ + chunk_ * 0"
+
+PUSH = {
+    "push: landings not waited for": mutation(
+        "reused too early", "push", rewrite("greeted(...)", "True", "push_kernel"), part="pushes"
     ),
-    "push: flag before data": Plant(
+    "push: flag before data": mutation(
         "flag before data",
         "push",
-        _moved(
-            "            raise_release(landed_of(base, me, i, k.chunks), call)",
-            "            _copy(source",
-        ),
+        move("raise_release(...)", "copy(...)", "push_rows"),
         part="pushes",
     ),
-    "push: rows not waited for": Plant(
-        "flag before data",
-        "push",
-        (
-            (
-                "        if ok:\n            ok = _landed(",
-                "        if num_tokens < 0:\n            ok = _landed(",
-            ),
-        ),
-        part="pushes",
+    "push: rows not waited for": mutation(
+        "flag before data", "push", rewrite("landed(...)", "True", "sum_rows"), part="pushes"
     ),
-    "push: no barrier before the flag": Plant(
-        "barrier",
-        "sync",
-        (
-            (
-                "    tl.debug_barrier()\n    tl.atomic_max(counter, value",
-                "    tl.atomic_max(counter, value",
-            ),
-        ),
-        part="pushes",
+    "push: no barrier before the flag": mutation(
+        "barrier", "sync", drop_barrier("raise_release"), part="pushes"
     ),
-    "push: flag without order": Plant(
+    "push: flag without order": mutation(
         "release",
         "sync",
-        (('counter, value, sem="release"', 'counter, value, sem="relaxed"'),),
+        change("tl.atomic_max(..., sem=sem_)", "raise_release", sem_=RELAXED),
         part="pushes",
     ),
-    "push: flag of the last call": Plant(
-        "wrong epoch",
-        "push",
-        (("    want = call + chunk * 0", "    want = call - 1 + chunk * 0"),),
-        part="pushes",
+    "push: flag of the last call": mutation(
+        "wrong epoch", "push", rewrite(_WANTED, "call_ - 1 + chunk_ * 0", "landed"), part="pushes"
     ),
-    "push: flag of any call": Plant(
-        "wrong epoch",
-        "push",
-        (("    want = call + chunk * 0", "    want = 1 + chunk * 0"),),
-        part="pushes",
+    "push: flag of any call": mutation(
+        "wrong epoch", "push", rewrite(_WANTED, "1 + chunk_ * 0", "landed"), part="pushes"
     ),
-    "push: flag of another chunk": Plant(
+    "push: flag of another chunk": mutation(
         "wrong row",
         "push",
-        (
-            (
-                "raise_release(landed_of(base, me, i, k.chunks), call)",
-                "raise_release(landed_of(base, me, i ^ 1, k.chunks), call)",
-            ),
+        change(
+            "raise_release(landed_of(..., chunk=chunk_), ...)", "push_rows", chunk_="chunk_ ^ 1"
         ),
         part="pushes",
     ),
-    "push: first chunk waited for only": Plant(
+    "push: first chunk waited for only": mutation(
         "wrong row",
         "push",
-        (
-            (
-                "tl.reshape(chunk <= high[:, None],",
-                "tl.reshape((chunk == low[:, None]) & (chunk <= high[:, None]),",
-            ),
+        rewrite(
+            "chunk_ <= high_[:, None]",
+            "(chunk_ == tl.min(chunk_, axis=1)[:, None]) & (chunk_ <= high_[:, None])",
+            "landed",
         ),
         part="pushes",
     ),
-    "push: last chunk dropped": Plant(
+    "push: last chunk dropped": mutation(
         "last chunk",
         "push",
-        (
-            (
-                "chunks = (tl.max(counts) + CHUNK - 1) // CHUNK",
-                "chunks = (tl.max(counts) - 1) // CHUNK",
-            ),
-        ),
+        rewrite("(tl.max(n_) + chunk_ - 1) // chunk_", "(tl.max(n_) - 1) // chunk_", "push_rows"),
         part="pushes",
     ),
-    "push: last piece dropped": Plant(
-        "last chunk",
-        "push",
-        (("in range(first, pieces, k.reducers)", "in range(first, pieces - 1, k.reducers)"),),
-        part="pushes",
+    "push: last piece dropped": mutation(
+        "last chunk", "push", shorten("landed(...)", "sum_rows"), part="pushes"
     ),
-    "push: places of the last piece": Plant(
+    "push: places of the last piece": mutation(
         "wrong row",
         "push",
-        (("_places(plan, (i + k.reducers) // PARTS", "_places(plan, i // PARTS"),),
+        rewrite("(i_ + _) // parts_", "i_ // parts_", "sum_rows"),
         part="pushes",
     ),
-    "push: rows behind one's own": Plant(
+    "push: rows behind one's own": mutation(
         "wrong row",
-        "exchange",
-        (
-            (
-                "(d < me)[None, :] & (d[None, :] != s[:, None])",
-                "(d < me)[None, :] & (s >= 0)[:, None]",
-            ),
-        ),
+        "plan",
+        rewrite("to_[None, :] != source_[:, None]", "(source_ >= 0)[:, None]", "complete"),
         part="pushes",
     ),
-    "push: the first to leave counts the call": Plant(
+    "push: the first to leave counts the call": mutation(
         "wrong epoch",
         "push",
-        (("% programs == programs - 1", "% programs == 0"),),
+        rewrite("left_ % all_ == all_ - 1", "left_ % all_ == 0", "leave"),
         part="pushes",
         within=30,
     ),
-    "push: call not counted": Plant(
+    "push: call not counted": mutation(
         "wrong epoch",
         "push",
-        (("% programs == programs - 1", "% programs == programs"),),
+        rewrite("left_ % all_ == all_ - 1", "left_ % all_ == all_", "leave"),
         part="pushes",
     ),
 }
+
+PLANTS = {**SYNC, **DISPATCH, **COMBINE, **GREETING, **PLAN, **DIRECT, **PUSH}
 """By name."""
 
-
 LIES = {
-    "a row too many": Plant(
+    "a row too many": mutation(
         "lie",
-        "exchange",
-        (
-            (
-                "total[:, None], said[None, :])",
-                "tl.where(me == 1, total + 1, total)[:, None], said[None, :])",
-            ),
+        "plan",
+        change(
+            "tl.where(_, total_[:, None], _[None, :])",
+            "send_headers",
+            where=("to_ // near_ == me_ // near_",),
+            total_="tl.where(me_ == 1, total_ + 1, total_)",
         ),
     ),
 }
@@ -514,4 +327,4 @@ LIES = {
 
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
-    return planted_in(NvlinkEngine, (PLANTS | LIES)[name] if name else None)
+    return planted_in((PLANTS | LIES)[name] if name else None)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from low_latency_plants import PLANTS
+from mutations import changed
 from nvlink_pool import SOAK, run_all, without_devices
-from plants import changed
 
 pytestmark = without_devices
 

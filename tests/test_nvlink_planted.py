@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from mutations import changed
 from nvlink_plants import PLANTS
 from nvlink_pool import run_all, without_devices
-from plants import changed
 
 pytestmark = without_devices
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from mutations import changed
 from nvlink_pool import SOAK, run_all, without_devices
-from plants import changed
 from twolevel_plants import PLANTS
 
 pytestmark = [without_devices, pytest.mark.timeout(600 * SOAK)]

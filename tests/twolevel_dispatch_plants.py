@@ -2,209 +2,144 @@
 
 from __future__ import annotations
 
-from plants import Plant
+from mutations import mutation
+from syntax import change, drop, drop_barrier, guard, importing, insert, rewrite
 
-_CREDIT = "            credit(account, mine, source, rest_at(k), head, owed.to(tl.int64))\n"
-_HEAD = "net_head(hop.home, c, k)"
-_EARLY = f"""    credit(
-        net_bytes(state, hop.node, k.ranks, grid.nodes, k.channels), hop.mine, hop.source,
-        rest_at(k), {_HEAD}, n.to(tl.int64),
-    )
-"""
-_OWED = "            owe(peers.state, turn, counter, to, owed.to(tl.int64), None, k)\n"
-_EARLY_ADD = (
-    f"    add_release(words(peer_base(peers.regions, hop.source) + {_HEAD}), n.to(tl.int64), "
-    f"None)\n"
-)
-_MOVED = "    moved, ok = n * 0, True\n"
+_ROOM, _LESS_ROOM = "tl.maximum(rows_ - ring_.slots, 0)", "tl.maximum(rows_ - ring_.slots - 1, 0)"
+_DRAINED, _NOT_DRAINED = f"base_ + {_ROOM}", "base_ + rows_ - ring_.slots"
+_COUNTED, _NOT_COUNTED = "tl.store(at_, base_ + _ - _)", "tl.store(at_, base_)"
+_LOOP = "while _: ..."
 
-DISPATCH_PLANTS = {
-    # two_dispatch.py
-    "dispatch: a round's end forgets what is owed": Plant(
-        "last chunk",
-        "two_dispatch",
-        (("                if place == ROUND - 1:", "                if place > ROUND - 1:"),),
+SENDER = {
+    "dispatch: a round's end forgets what is owed": mutation(
+        "last chunk", "two_dispatch", drop("publish(...)", "two_dispatch_kernel", nth=0)
     ),
-    "dispatch: a kernel ends without publishing": Plant(
-        "last chunk",
-        "two_dispatch",
-        (
-            (
-                "= left\n        publish(state, worker, c, TASKS, k)\n",
-                "= left\n",
-            ),
-        ),
+    "dispatch: a kernel ends without publishing": mutation(
+        "last chunk", "two_dispatch", drop("publish(...)", "two_dispatch_kernel", nth=-1)
     ),
-    "own rows: no barrier between progress read and noted": Plant(
-        "barrier",
-        "two_dispatch",
-        (("    left = hi - lo - i\n    tl.debug_barrier()\n", "    left = hi - lo - i\n"),),
+    "own rows: no barrier between progress read and noted": mutation(
+        "barrier", "two_dispatch", drop_barrier("own_turn")
     ),
-    "receiver: no barrier behind a look": Plant(
-        "barrier",
-        "two_dispatch",
-        (
-            (
-                "tail_of(mine, source, turn.channel, k.ranks, k.channels))\n        tl.debug_barrier()\n",
-                "tail_of(mine, source, turn.channel, k.ranks, k.channels))\n",
-            ),
-        ),
+    "receiver: no barrier behind a look": mutation(
+        "barrier", "two_dispatch", drop_barrier("receive_turn")
     ),
-    "forwarder: no barrier behind its looks": Plant(
-        "barrier",
-        "two_forward",
-        (
-            (
-                "    rooms = look_at_all(heads, beside)\n    tl.debug_barrier()\n",
-                "    rooms = look_at_all(heads, beside)\n",
-            ),
-        ),
+    "forwarder: no barrier behind its looks": mutation(
+        "barrier", "two_forward", drop_barrier("forward")
     ),
-    "sender: one slot too many": Plant(
-        "credit before read",
-        "two_dispatch",
-        (
-            (
-                "base + tl.maximum(i + n - k.ring.slots, 0)",
-                "base + tl.maximum(i + n - k.ring.slots - 1, 0)",
-            ),
-        ),
+    "sender: one slot too many": mutation(
+        "credit before read", "two_dispatch", rewrite(_ROOM, _LESS_ROOM, "send_turn")
     ),
-    "sender: ring not drained": Plant(
+    "sender: ring not drained": mutation(
         "reused too early",
         "two_dispatch",
-        (("base + tl.maximum(i + n - k.ring.slots, 0)", "base + i + n - k.ring.slots"),),
+        rewrite(_DRAINED, _NOT_DRAINED, "send_turn"),
         within=30,
         hint=7,
     ),
-    "receiver: rows taken not counted": Plant(
-        "wrong epoch",
-        "two_dispatch",
-        (
-            (
-                "tl.store(taken, base + hi - lo)",
-                "tl.store(taken, base)",
-            ),
-        ),
-    ),
-    "network sender: one slot too many": Plant(
-        "credit before read",
-        "two_far",
-        (("tl.maximum(i + n - net.slots, 0)", "tl.maximum(i + n - net.slots - 1, 0)"),),
-    ),
-    "network sender: last chunk dropped": Plant(
-        "last chunk",
-        "two_far",
-        (
-            (
-                "            _put_chunk(peers, node, home,",
-                "            if left > n:\n              _put_chunk(peers, node, home,",
-            ),
-        ),
-    ),
-    "network sender: tail without its row, mapped": Plant(
-        "flag before data",
-        "two_far",
-        (("turn, 0, tail, count,", "turn, 0, tail, count + (first == 0),"),),
-        part="peers",
-    ),
-    "network sender: ring not drained": Plant(
-        "reused too early",
-        "two_far",
-        (("base + tl.maximum(i + n - net.slots, 0)", "base + i + n - net.slots"),),
-        within=30,
-    ),
-    "network sender: rows not counted": Plant(
-        "wrong epoch",
-        "two_far",
-        (
-            (
-                "tl.store(net_sent_to(state, node, c, k), base + hi - lo)",
-                "tl.store(net_sent_to(state, node, c, k), base)",
-            ),
-        ),
-    ),
-    "forwarder: credit before read": Plant(
-        "credit before read",
-        "two_forward",
-        ((_CREDIT, ""), (_MOVED, _EARLY + _MOVED)),
-    ),
-    "forwarder: credit before read, mapped": Plant(
-        "credit before read",
-        "two_forward",
-        (
-            (_OWED, "            head += 0\n"),
-            (_MOVED, _EARLY_ADD + _MOVED),
-            ("    TIMED_OUT, give_up,", "    TIMED_OUT, add_release, give_up,"),
-        ),
-        part="peers",
-    ),
-    "forwarder: a credit too many": Plant(
-        "credit before read",
-        "two_forward",
-        (
-            (
-                "rest_at(k), head, owed.to(tl.int64))",
-                "rest_at(k), head, owed.to(tl.int64) + 1)",
-            ),
-        ),
-    ),
-    "forwarder: last credits kept": Plant(
-        "last chunk",
-        "two_forward",
-        (("tl.where(last, i1, i1 // CREDIT * CREDIT)", "i1 // CREDIT * CREDIT"),),
-        part="long",
-    ),
-    "forwarder: one slot too many": Plant(
-        "credit before read",
-        "two_forward",
-        (("counts + more - k.ring.slots, 0)", "counts + more - k.ring.slots - 1, 0)"),),
-    ),
-    "forwarder: rings not drained": Plant(
-        "reused too early",
-        "two_forward",
-        (
-            (
-                "sent + tl.maximum(counts + more - k.ring.slots, 0)",
-                "sent + counts + more - k.ring.slots",
-            ),
-        ),
-        within=30,
-    ),
-    "forwarder: rows sent not counted": Plant(
-        "wrong epoch",
-        "two_forward",
-        (
-            (
-                "tl.store(sent_at, sent + counts, mask=beside)",
-                "tl.store(sent_at, sent, mask=beside)",
-            ),
-        ),
-    ),
-    "forwarder: rows taken not counted": Plant(
-        "wrong epoch",
-        "two_forward",
-        (
-            (
-                "c, k), hop.base + hop.end - hop.begin)",
-                "c, k), hop.base)",
-            ),
-        ),
-    ),
-    "forwarder: tail without its rows": Plant(
-        "flag before data",
-        "two_forward",
-        (
-            (
-                "(counts - before).to(tl.int64)",
-                "(counts - before + (counts > 0).to(tl.int32) * (hop.done == 0).to(tl.int32)).to(tl.int64)",
-            ),
-        ),
-    ),
-    "forwarder: rows of an earlier turn forgotten": Plant(
-        "wrong epoch",
-        "two_forward",
-        (("tl.store(put_at, counts.to(tl.int64),", "tl.store(put_at, counts.to(tl.int64) * 0,"),),
+    "receiver: rows taken not counted": mutation(
+        "wrong epoch", "two_dispatch", rewrite(_COUNTED, _NOT_COUNTED, "receive_turn")
     ),
 }
+
+NETWORK_SENDER = {
+    "network sender: one slot too many": mutation(
+        "credit before read", "two_far", rewrite(_ROOM, _LESS_ROOM, "far_turn")
+    ),
+    "network sender: last chunk dropped": mutation(
+        "last chunk",
+        "two_far",
+        guard(
+            "put_chunk(...)",
+            "left_ > n_",
+            "far_turn",
+            where=("n_ = tl.minimum(left_, _)",),
+        ),
+    ),
+    "network sender: tail without its row, mapped": mutation(
+        "flag before data",
+        "two_far",
+        change(
+            "owe(..., count=count_)",
+            "put_chunk",
+            where=("first_.to(tl.int64) * _",),
+            count_="count_ + (first_ == 0)",
+        ),
+        part="peers",
+    ),
+    "network sender: ring not drained": mutation(
+        "reused too early", "two_far", rewrite(_DRAINED, _NOT_DRAINED, "far_turn"), within=30
+    ),
+    "network sender: rows not counted": mutation(
+        "wrong epoch", "two_far", rewrite(_COUNTED, _NOT_COUNTED, "far_turn")
+    ),
+}
+
+_EARLY = """return_credits(
+    peers, hop.mine, hop.home, hop.source, hop.node, turn, hop.done, hop.done + n, left == n, k
+)"""
+_EARLY_ADD = """add_release(
+    words(
+        peer_base(peers.regions, hop.source)
+        + net_head(hop.home, c, grid.nodes, k.channels, grid.first_byte)
+    ),
+    n.to(tl.int64), None,
+)"""
+
+FORWARDER = {
+    "forwarder: credit before read": mutation(
+        "credit before read",
+        "two_forward",
+        drop("return_credits(...)", "end_turn"),
+        insert(_EARLY, _LOOP, "forward"),
+    ),
+    "forwarder: credit before read, mapped": mutation(
+        "credit before read",
+        "two_forward",
+        drop("owe(...)", "return_credits"),
+        insert(_EARLY_ADD, _LOOP, "forward"),
+        importing("add_release", "sync"),
+        part="peers",
+    ),
+    "forwarder: a credit too many": mutation(
+        "credit before read",
+        "two_forward",
+        change("credit(..., count=count_)", "return_credits", count_="count_ + 1"),
+    ),
+    "forwarder: last credits kept": mutation(
+        "last chunk",
+        "two_forward",
+        rewrite("tl.where(_, _, due_)", "due_", "return_credits"),
+        part="long",
+    ),
+    "forwarder: one slot too many": mutation(
+        "credit before read", "two_forward", rewrite(_ROOM, _LESS_ROOM, "forward")
+    ),
+    "forwarder: rings not drained": mutation(
+        "reused too early", "two_forward", rewrite(_DRAINED, _NOT_DRAINED, "forward"), within=30
+    ),
+    "forwarder: rows sent not counted": mutation(
+        "wrong epoch",
+        "two_forward",
+        change("tl.store(_, sent_ + rows_, mask=_)", "end_turn", rows_="rows_ * 0"),
+    ),
+    "forwarder: rows taken not counted": mutation(
+        "wrong epoch", "two_forward", rewrite(_COUNTED, _NOT_COUNTED, "end_turn")
+    ),
+    "forwarder: tail without its rows": mutation(
+        "flag before data",
+        "two_forward",
+        rewrite(
+            "(rows_ - before_).to(tl.int64)",
+            "(rows_ - before_ + ((rows_ > 0) & (hop.done == 0)).to(tl.int32)).to(tl.int64)",
+            "end_turn",
+        ),
+    ),
+    "forwarder: rows of an earlier turn forgotten": mutation(
+        "wrong epoch",
+        "two_forward",
+        change("tl.store(_, rows_.to(tl.int64), mask=_)", "end_turn", rows_="(rows_ * 0)"),
+    ),
+}
+
+DISPATCH_PLANTS = {**SENDER, **NETWORK_SENDER, **FORWARDER}
 """By name."""

@@ -1,262 +1,222 @@
-"""Bugs of the two-level engine: see ``plants.py``. ``part``: which of ``twolevel_cases.REHEARSALS``
-shows one.
+"""Bugs of the two-level engine: see ``mutations.py``. ``part``: which of
+``twolevel_cases.REHEARSALS`` shows one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from nvlink_plants import PLANTS as NVLINK_PLANTS
-from nvlink_plants import _moved
-from plants import Plant, planted_in
-from tokenyard.engines.twolevel import TwolevelEngine
+from mutations import mutation, planted_in
+from nvlink_plants import RELAXED, SYNC
+from syntax import change, drop, drop_barrier, insert, move, rewrite
 from twolevel_dispatch_plants import DISPATCH_PLANTS
 from twolevel_view_plants import VIEW_PLANTS
 
-PLANTS = {
-    # two_net.py
-    "put: bytes not published": Plant(
-        "release",
-        "two_net",
-        (
-            (
-                "    add_release(account, num_bytes, None)  # what the program has stored, the "
-                "network reads\n",
-                "",
-            ),
-        ),
-    ),
-    "put: no fence": Plant(
+_UNORDERED = f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')"
+
+NETWORK = {
+    "put: bytes not published": mutation("release", "two_net", drop("add_release(...)", "nvshmem")),
+    "put: no fence": mutation(
         "flag before data",
         "two_net",
-        (("    nvshmem_fence()\n", ""),),
+        drop("nvshmem_fence()", "nvshmem"),
         part="long",
         within=20,
         hint=2,
     ),
-    "put between peers: flag before data": Plant(
+    "put between peers: flag before data": mutation(
         "flag before data",
         "two_net",
-        _moved(
-            "        add_release(words(base + counter), count, None)",
-            "        for at in range(0, n, _BLOCK):\n",
-        ),
+        move("add_release(...)", "for _ in range(...): ...", "put"),
         part="peers",
     ),
-    # two_turns.py
-    "worker: tasks begin where those of the last call ended": Plant(
-        "wrong epoch",
-        "two_turns",
-        (
-            (
-                "tl.store(done_in(state, task, channel, k), tl.full((), 0, tl.int64))",
-                "task += 0",
-            ),
-        ),
+}
+
+WORKERS = {
+    "worker: tasks begin where those of the last call ended": mutation(
+        "wrong epoch", "two_turns", drop("tl.store(done_in(...), ...)", "begin_tasks")
     ),
-    "worker: published twice": Plant(
-        "flag before data",
-        "two_turns",
-        (("        tl.store(at + 1, tl.zeros_like(count), mask=count > 0)\n", ""),),
+    "worker: published twice": mutation(
+        "flag before data", "two_turns", drop("tl.store(_, tl.zeros_like(_), ...)", "publish")
     ),
-    "worker: what is owed is added without order": Plant(
-        "release",
-        "two_turns",
-        (
-            (
-                "        add_release(words(counter), count, count > 0)\n",
-                '        tl.atomic_add(words(counter), count, mask=count > 0, sem="relaxed", '
-                'scope="sys")\n',
-            ),
-        ),
+    "worker: what is owed is added without order": mutation(
+        "release", "two_turns", rewrite("add_release(at_, count_, mask_)", _UNORDERED, "publish")
     ),
-    **DISPATCH_PLANTS,
-    **VIEW_PLANTS,
-    # two_combine.py
-    "combine: a round's end forgets what is owed": Plant(
-        "last chunk",
-        "two_combine",
-        (("                if place == 0:", "                if place < 0:"),),
+}
+
+_SUMMED = "for _ in tl.range(...): ..."
+"""What reads the rows that a turn has found there, and adds them."""
+_TAKEN = ("taken_ = upto_", "upto_ = tl.where(...)")
+"""Rows taken up to now, and with those of the tokens that are summed."""
+_EARLY_CREDIT = "add_release(heads_, upto_ - taken_, near_ & (upto_ > taken_))"
+
+COMBINER = {
+    "combine: a round's end forgets what is owed": mutation(
+        "last chunk", "two_combine", drop("publish(...)", "two_combine_kernel", nth=0)
     ),
-    "combine: a kernel ends without publishing": Plant(
-        "last chunk",
-        "two_combine",
-        (
-            (
-                "            before = left\n        publish(state, worker, c, TASKS, k)\n",
-                "            before = left\n",
-            ),
-        ),
+    "combine: a kernel ends without publishing": mutation(
+        "last chunk", "two_combine", drop("publish(...)", "two_combine_kernel", nth=-1)
     ),
-    "combiner: no barrier behind its looks": Plant(
-        "barrier",
-        "two_combine",
-        (
-            (
-                "c, k.ranks, k.channels), others)\n    tl.debug_barrier()\n",
-                "c, k.ranks, k.channels), others)\n",
-            ),
-        ),
+    "combiner: no barrier behind its looks": mutation(
+        "barrier", "two_combine", drop_barrier("combine_turn", behind="look_at_all(...)")
     ),
-    "reducer: no barrier behind its look": Plant(
-        "barrier",
-        "two_combine",
-        (
-            (
-                "    found = look_at_all(words(tails), awaited)\n    tl.debug_barrier()\n",
-                "    found = look_at_all(words(tails), awaited)\n",
-            ),
-        ),
-    ),
-    "combiner: one slot too many": Plant(
+    "combiner: one slot too many": mutation(
         "credit before read",
         "two_combine",
-        (("tl.maximum(end - net.slots, 0)", "tl.maximum(end - net.slots - 1, 0)"),),
+        rewrite("tl.maximum(end_ - slots_, 0)", "tl.maximum(end_ - slots_ - 1, 0)", "combine_turn"),
         hint=7,
     ),
-    "combiner: last chunk dropped": Plant(
+    "combiner: last chunk dropped": mutation(
         "last chunk",
         "two_combine",
-        (("if i == end:", "if (i == end) & (end < link.end - link.begin):"),),
+        rewrite(
+            "i_ == end_",
+            "(i_ == end_) & (end_ < rows_)",
+            "combine_turn",
+            where=("end_ = tl.minimum(_, rows_)",),
+        ),
     ),
-    "combiner: a chunk is put before its end": Plant(
+    "combiner: a chunk is put before its end": mutation(
         "flag before data",
         "two_combine",
-        (("    elif i == end:\n", "    elif i > link.done:\n"),),
+        rewrite("i_ == end_", "i_ > begin_", "combine_turn", where=("(i_ - begin_).to(_)",)),
         part="long",
         within=20,
     ),
-    "combiner: tail of the whole chunk, mapped": Plant(
+    "combiner: tail of the whole chunk, mapped": mutation(
         "flag before data",
         "two_combine",
-        (
-            (
-                "        n = (i - link.done).to(tl.int64)\n",
-                "        n = (end - link.done).to(tl.int64)\n",
-            ),
+        rewrite(
+            "(i_ - begin_).to(tl.int64)",
+            "(end_ - begin_).to(tl.int64)",
+            "combine_turn",
+            where=("i_ == end_",),
         ),
         part="long peers",
         within=20,
     ),
-    "combiner: last row not awaited": Plant(
-        "last chunk", "two_combine", (("tl.max(at + 1, axis=0)", "tl.max(at, axis=0)"),)
+    "combiner: last row not awaited": mutation(
+        "last chunk",
+        "two_combine",
+        rewrite("tl.max(at_ + 1, axis=0)", "tl.max(at_, axis=0)", "combine_turn"),
     ),
-    "combiner: credit before read": Plant(
+    "combiner: credit before read": mutation(
         "credit before read",
         "two_combine",
-        (
-            (
-                "    owe(state, turn, q, heads, taken - before, others & (taken > before), k)\n",
-                "",
-            ),
-            (
-                "            own = a0 + tl.sum(",
-                "            add_release(heads, upto - taken, others & (upto > taken))\n"
-                "            own = a0 + tl.sum(",
-            ),
+        insert(
+            _EARLY_CREDIT,
+            _SUMMED,
+            "combine_turn",
+            where=("owe(..., counter=heads_.to(_), mask=near_ & (taken_ > _))", *_TAKEN),
         ),
+        drop("owe(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
     ),
-    "combiner: ring not drained": Plant(
+    "combiner: ring not drained": mutation(
         "reused too early",
         "two_combine",
-        (("base + tl.maximum(end - net.slots, 0)", "base + end - net.slots"),),
+        rewrite("base_ + tl.maximum(end_ - slots_, 0)", "base_ + end_ - slots_", "combine_turn"),
         within=30,
     ),
-    "combiner: rows taken not counted": Plant(
+    "combiner: rows taken not counted": mutation(
         "wrong epoch",
         "two_combine",
-        (
-            (
-                "tl.store(bases_at, bases + taken, mask=others)",
-                "tl.store(bases_at, bases, mask=others)",
-            ),
-        ),
+        change("tl.store(_, _ + taken_, mask=_)", "combine_turn", taken_="taken_ * 0"),
     ),
-    "combiner: rows of an earlier turn forgotten": Plant(
+    "combiner: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_combine",
-        (
-            (
-                "c, k), taken, mask=others)",
-                "c, k), taken * 0, mask=others)",
-            ),
-        ),
+        change("tl.store(_, taken_, mask=_)", "combine_turn", where=_TAKEN, taken_="taken_ * 0"),
     ),
-    "reducer: last row not awaited": Plant(
+}
+
+_FAR = "tl.where(far_, taken_ - before_, 0)"
+
+REDUCER = {
+    "reducer: no barrier behind its look": mutation(
+        "barrier", "two_combine", drop_barrier("reduce_turn", behind="look_at_all(...)")
+    ),
+    "reducer: last row not awaited": mutation(
         "last chunk",
         "two_combine",
-        (("tl.max(places - lows[None, :] + 1, axis=0)", "tl.max(places - lows[None, :], axis=0)"),),
+        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce_turn"),
     ),
-    "reducer: credit before read": Plant(
+    "reducer: credit before read": mutation(
         "credit before read",
         "two_combine",
-        (
-            (
-                "    add_release(heads, taken - before, credited & (taken > before))\n",
-                "",
-            ),
-            (
-                "            beside = table",
-                "            add_release(heads, upto - taken, near & (upto > taken))\n"
-                "            beside = table",
-            ),
+        insert(
+            _EARLY_CREDIT,
+            _SUMMED,
+            "reduce_turn",
+            where=("add_release(heads_, _, near_ & (taken_ > _))", *_TAKEN),
         ),
+        drop("add_release(...)", "reduce_turn", nth=-1),
     ),
-    "reducer: a network credit too many": Plant(
+    "reducer: a network credit too many": mutation(
         "credit before read",
         "two_combine",
-        (
-            (
-                "owed += tl.where(far, taken - before, 0)",
-                "owed += tl.where(far & (taken > before), taken - before + 1, 0)",
-            ),
+        rewrite(
+            _FAR, "tl.where(far_ & (taken_ > before_), taken_ - before_ + 1, 0)", "reduce_turn"
         ),
     ),
-    "reducer: credits of an earlier turn forgotten": Plant(
+    "reducer: credits of an earlier turn forgotten": mutation(
         "last chunk",
         "two_combine",
-        (
-            (
-                "c, k), owed, mask=far)",
-                "c, k), owed * 0, mask=far)",
-            ),
+        change(
+            "tl.store(_, owed_, mask=_)",
+            "reduce_turn",
+            where=("owed_ = return_network_credits(...)",),
+            owed_="owed_ * 0",
         ),
         part="long",
         within=20,
     ),
-    "reducer: network rows taken not counted": Plant(
+    "reducer: network rows taken not counted": mutation(
         "wrong epoch",
         "two_combine",
-        (("tl.store(far_at, bases + taken, mask=far)", "tl.store(far_at, bases, mask=far)"),),
+        change(
+            "tl.store(_, _ + taken_, mask=far_)", "reduce_turn", where=(_FAR,), taken_="taken_ * 0"
+        ),
     ),
-    # two_letters.py, two_region.py
-    "greeting: before its tag": Plant(
+}
+
+LETTERS = {
+    "greeting: before its tag": mutation(
         "flag before data",
         "two_letters",
-        _moved(
-            "    add_release(hello_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)",
-            "    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)\n",
-        ),
+        move("add_release(...)", "tl.store(tag_of(...), ..., mask=_)", "say_hello_to_all"),
         within=30,
     ),
-    "greeting: of the last call": Plant(
-        "wrong epoch", "two_letters", (("want = call + 1 + (r * 0)", "want = call + (r * 0)"),)
+    "greeting: of the last call": mutation(
+        "wrong epoch",
+        "two_letters",
+        rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "all_are_here"),
     ),
-    "letters: one half only": Plant(
+    "letters: one half only": mutation(
         "reused too early",
         "two_region",
-        (("((outbox * 2 + half) * R + peer)", "((outbox * 2 + half * 0) * R + peer)"),),
+        rewrite("outbox_ * 2 + half_", "outbox_ * 2 + half_ * 0", "letter_at"),
         part="plans",
         within=40,
         hint=1,
     ),
-    "letters: bounds of the rank for those of the node": Plant(
-        "wrong epoch", "two_letters", (("hist + c * HIST + R + to // P,", "hist + c * HIST + to,"),)
+    "letters: bounds of the rank for those of the node": mutation(
+        "wrong epoch",
+        "two_letters",
+        rewrite("row_ + ranks_ + to_ // near_", "row_ + to_", "post_letters"),
     ),
-    # sync.py, under roles that nvlink lacks
+}
+
+PLANTS = {
+    **NETWORK,
+    **WORKERS,
+    **DISPATCH_PLANTS,
+    **VIEW_PLANTS,
+    **COMBINER,
+    **REDUCER,
+    **LETTERS,
+    # under roles that nvlink lacks
     **{
-        name: NVLINK_PLANTS[name]
+        name: SYNC[name]
         for name in (
             "no barrier before a release",
             "release without order",
@@ -267,26 +227,17 @@ PLANTS = {
 }
 """By name."""
 
-
-HURRIED = Plant(
+HURRIED = mutation(
     "deadline",
     "two_turns",
-    (
-        (
-            "since + tl.load(words(state) + TIMEOUT_NS) + grace_ns",
-            "since + 200 + grace_ns // 1000000",
-        ),
-        ("SPINS = tl.constexpr(16)", "SPINS = tl.constexpr(2)"),
-    ),
+    rewrite("since_ + tl.load(_) + grace_", "since_ + 200 + grace_ // 1000000", "next_step"),
+    change("SPINS = tl.constexpr(n_)", n_="2"),
 )
 """Workers whose deadlines pass while counters arrive."""
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``, or ``hurried``; "" for copies without
     one.
     """
-    plant = HURRIED if name == "hurried" else PLANTS[name] if name else None
-    with planted_in(TwolevelEngine, plant):
-        yield
+    return planted_in(HURRIED if name == "hurried" else PLANTS[name] if name else None)

@@ -2,453 +2,379 @@
 
 from __future__ import annotations
 
-from plants import Plant
+from mutations import mutation
+from nvlink_plants import RELAXED
+from syntax import change, drop, drop_barrier, insert, move, rewrite
 
-_END = "        if step < OVER:\n            end_in_views(regions, state, k)\n"
-_BEGIN = "        step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0\n"
-_DONE_FIRST = (
-    (_END, ""),
-    (_BEGIN, _BEGIN + "        end_in_views(regions, state, k)\n"),
-)
-_WRITTEN_FIRST = (
-    (_END, ""),
-    (_BEGIN, _BEGIN + "        if worker >= 0:\n            end_in_views(regions, state, k)\n"),
-)
-_UNASKED = ("left += tl.where(ready, 0, 1)\n", "left += 0\n")
-_ROWS = "            for j in range(0, n, k.rows_forwarded):\n"
-_CREDITED = (
-    "            return_credits(peers, mine, home, source, node, turn, i0, {i1}, {last}, k)\n"
-)
-_SUMS = "        if ok:\n"
-_ADD_EARLY = """            theirs = words(peers.regions) + node * P + peers.rank % P
-            heads = words(tl.load(theirs, mask=far, other=0) + net_head(home, c, k))
-            add_release(heads, upto - taken, far & (upto > taken))
-"""
-_OWE_EARLY = """            early = tl.where(far, upto - taken, 0)
-            return_network_credits(peers, mine, c, early, share.tokens > 0, k)
-"""
-_PUT = (
-    "                put(peers.regions, account, mine, owner, there, here, num_bytes, tail, num, 2, "
-    "True)\n"
-)
-_LAST = "j + b < n - (n == left).to(tl.int32)"
-_STORED = "            _sum_chunk(peers, routing, starts, here, there, link, n, c, k)\n"
-_PUT_EARLY = """            account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)
-            num, at = n.to(tl.int64), (i0 % net.slots).to(tl.int64) * k.row.slot_bytes
-            num_bytes, tail = num * k.row.slot_bytes, net_tail(home, c, k)
-            to, from_ = there + at, here + at
-            put(peers.regions, account, mine, owner, to, from_, num_bytes, tail, num, 2, True)
-"""
+_COUNTED, _NOT_COUNTED = "tl.store(at_, base_ + _ - _)", "tl.store(at_, base_)"
+_HERE, _NOT_LAST = "row_ + lane_ < n_", "row_ + lane_ < n_ - (n_ == left_).to(tl.int32)"
+_ROWS = "for _ in range(...): ..."
 
-VIEW_PLANTS = {
-    # two_direct.py
-    "placer: views not waited for": Plant(
+NEAR_ROWS = {
+    "near rows: views not waited for": mutation(
         "reused too early",
         "two_direct",
-        (("(seen >= want) & ready", "(seen >= want)"),),
-        part="views",
-    ),
-    "near rows: views not waited for": Plant(
-        "reused too early",
-        "two_direct",
-        (("    if (left > 0) & ready:\n", "    if left > 0:\n"),),
+        rewrite("(left_ > 0) & ready_", "left_ > 0", "near_turn"),
         part="views",
         hint=4,
     ),
-    "near rows: no barrier between progress read and noted": Plant(
-        "barrier",
-        "two_direct",
-        (
-            (
-                "- i0\n    tl.debug_barrier()\n    if (left > 0) & ready:",
-                "- i0\n    if (left > 0) & ready:",
-            ),
-        ),
-        part="views",
+    "near rows: no barrier between progress read and noted": mutation(
+        "barrier", "two_direct", drop_barrier("near_turn"), part="views"
     ),
-    "near rows: last row dropped": Plant(
+    "near rows: last row dropped": mutation(
         "last chunk",
         "two_direct",
-        (
-            (
-                "t, here = c * share + i0 + j + b, j + b < n",
-                f"t, here = c * share + i0 + j + b, {_LAST}",
-            ),
-        ),
+        rewrite(_HERE, _NOT_LAST, "near_turn", where=("n_ = tl.minimum(left_, _)",)),
         part="views",
     ),
-    "near rows: behind one's own": Plant(
+    "near rows: behind one's own": mutation(
         "wrong row",
         "two_direct",
-        (("tl.where(places >= 0, places + firsts[None, :], -1)", "places"),),
+        rewrite("tl.where(at_ >= 0, _, -1)", "at_", "near_turn"),
         part="views",
     ),
-    "placer: no barrier behind its look": Plant(
-        "barrier",
+}
+
+PLACER = {
+    "placer: views not waited for": mutation(
+        "reused too early",
         "two_direct",
-        (
-            (
-                "mask=near & (i0 > 0), other=0).to(tl.int32)\n        tl.debug_barrier()\n",
-                "mask=near & (i0 > 0), other=0).to(tl.int32)\n",
-            ),
+        rewrite("(seen_ >= want_) & ready_", "seen_ >= want_", "place_turn"),
+        part="views",
+    ),
+    "placer: no barrier behind its look": mutation(
+        "barrier", "two_direct", drop_barrier("place_turn"), part="views"
+    ),
+    "placer: last row dropped": mutation(
+        "last chunk",
+        "two_direct",
+        rewrite(
+            _HERE, _NOT_LAST, "place_turn", where=("n_ = tl.minimum(tl.minimum(_, left_), _)",)
         ),
         part="views",
     ),
-    "placer: last row dropped": Plant(
-        "last chunk",
-        "two_direct",
-        (("i, here = i0 + j + b, j + b < n\n", f"i, here = i0 + j + b, {_LAST}\n"),),
-        part="views",
-    ),
-    "placer: rows not waited for": Plant(
+    "placer: rows not waited for": mutation(
         "flag before data",
         "two_direct",
-        (
-            ("        want = base + i0 + 1\n", "        want = base + i0\n"),
-            (
-                "tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)",
-                "tl.minimum(left, net.chunk)",
-            ),
+        rewrite("base_ + i_ + 1", "base_ + i_", "place_turn"),
+        rewrite(
+            "tl.minimum(tl.minimum(_, left_), chunk_)", "tl.minimum(left_, chunk_)", "place_turn"
         ),
         part="views",
         hint=4,
     ),
-    "placer: credit before read": Plant(
+    "placer: credit before read": mutation(
         "credit before read",
         "two_direct",
-        (
-            (_CREDITED.format(i1="i1", last="left == 0"), ""),
-            (_ROWS, _CREDITED.format(i1="i0 + n", last="left == n") + _ROWS),
+        move("return_credits(...)", _ROWS, "place_turn"),
+        change(
+            "return_credits(..., i0=i0_, i1=i1_, last=_ == none_)",
+            "place_turn",
+            where=("n_ = tl.minimum(tl.minimum(...), _)",),
+            i1_="i0_ + n_",
+            none_="n_",
         ),
         part="views",
         within=20,
     ),
-    "placer: rows taken not counted": Plant(
+    "placer: rows taken not counted": mutation(
         "wrong epoch",
         "two_direct",
-        (
-            (
-                "tl.store(net_taken_from(peers.state, node, c, k), base + hi - lo)",
-                "tl.store(net_taken_from(peers.state, node, c, k), base)",
-            ),
-        ),
+        rewrite(_COUNTED, _NOT_COUNTED, "place_turn"),
         part="views",
         hint=4,
     ),
-    "placer: rows of an earlier turn forgotten": Plant(
+    "placer: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_direct",
-        (
-            (
-                "tl.store(moved_at, counts.to(tl.int64), mask=near)",
-                "tl.store(moved_at, counts.to(tl.int64) * 0, mask=near)",
-            ),
-        ),
+        change("tl.store(_, rows_.to(tl.int64), mask=_)", "place_turn", rows_="(rows_ * 0)"),
         part="views",
     ),
-    "placer: table not written": Plant(
+    "placer: table not written": mutation(
         "wrong row",
         "two_direct",
-        (("                    tl.store(entries, at, mask=inside)\n", ""),),
+        drop("tl.store(_, at_, mask=_)", "place_turn", where=("at_ = tl.where(...)",)),
         part="views",
     ),
-    "placer: landings of the next channel": Plant(
+    "placer: landings of the next channel": mutation(
         "wrong row",
         "two_direct",
-        (
-            (
-                "local, number, q, c, k.plan_ranks",
-                "local, number, q, (c + 1) % k.channels, k.plan_ranks",
-            ),
+        change(
+            "landing_of(..., channels_, channel=channel_)",
+            "place_turn",
+            channel_="(channel_ + 1) % channels_",
         ),
         part="views channels",
     ),
-    "placer: landings of the next rank": Plant(
+    "placer: landings of the next rank": mutation(
         "wrong row",
         "two_direct",
-        (("local, number, q, c, k.plan_ranks", "local, number, (q + 1) % P, c, k.plan_ranks"),),
+        change("landing_of(..., near_, _, q=q_)", "place_turn", q_="(q_ + 1) % near_"),
         part="views",
     ),
-    "direct: done before the rows": Plant(
-        "flag before data", "two_direct", _WRITTEN_FIRST, part="views"
-    ),
-    "direct: a round's end forgets what is owed": Plant(
-        "last chunk",
-        "two_direct",
-        (
-            (
-                "            publish(state, worker, c, TASKS, k)\n            step,",
-                "            step,",
-            ),
-        ),
-        part="views peers",
-    ),
-    "direct: workers without rows wait for nobody": Plant(
-        "reused too early", "two_direct", (_UNASKED,), part="apart views", within=20
-    ),
-    # two_views.py
-    "views: end not waited for": Plant(
+    "direct: done before the rows": mutation(
         "flag before data",
-        "two_views",
-        (
-            (
-                "            wait_for_all(dones, want, near, state, ON_END, r, MORE=False)\n",
-                "            pass\n",
-            ),
-        ),
+        "two_direct",
+        move("end_in_views(...)", "while _: ...", "two_direct_kernel"),
         part="views",
     ),
-    "views: workers of the last call": Plant(
-        "wrong epoch", "two_views", (("(calls + 1) * programs", "calls * programs"),), part="views"
+    "direct: a round's end forgets what is owed": mutation(
+        "last chunk", "two_direct", drop("publish(...)", "two_direct_kernel"), part="views peers"
     ),
-    "views: all workers but one": Plant(
+    "direct: workers without rows wait for nobody": mutation(
+        "reused too early",
+        "two_direct",
+        rewrite("tl.where(ready_, 0, 1)", "0", "two_direct_kernel"),
+        part="apart views",
+        within=20,
+    ),
+}
+
+VIEWS = {
+    "views: end not waited for": mutation(
+        "flag before data", "two_views", drop("wait_for_all(...)", "end_in_views"), part="views"
+    ),
+    "views: workers of the last call": mutation(
+        "wrong epoch",
+        "two_views",
+        rewrite("(calls_ + 1) * all_", "calls_ * all_", "end_in_views"),
+        part="views",
+    ),
+    "views: all workers but one": mutation(
         "last chunk",
         "two_views",
-        (("(calls + 1) * programs", "(calls + 1) * programs - 1"),),
+        rewrite("(calls_ + 1) * all_", "(calls_ + 1) * all_ - 1", "end_in_views"),
         part="views",
     ),
-    "views: calls not counted": Plant(
+    "views: calls not counted": mutation(
         "wrong epoch",
         "two_views",
-        (("DIRECT_CALLS, calls + 1)", "DIRECT_CALLS, calls)"),),
+        change("tl.store(_ + DIRECT_CALLS, _ + one_)", "end_in_views", one_="0"),
         part="views",
     ),
-    "views: call counted before its end": Plant(
+    "views: call counted before its end": mutation(
         "wrong epoch",
         "two_views",
-        (
-            ("        count_call(state)\n", ""),
-            (
-                "        dones = done_of(",
-                "        count_call(state)\n        dones = done_of(",
-            ),
-        ),
+        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_views"),
         part="apart pulls",
         within=20,
     ),
-    # two_letters.py
-    "greeting: no barrier behind its look": Plant(
-        "barrier",
+}
+
+LETTERS = {
+    "greeting: no barrier behind its look": mutation(
+        "barrier", "two_letters", drop_barrier("all_are_here"), part="views"
+    ),
+    "landings: without rows of earlier ranks": mutation(
+        "wrong row",
         "two_letters",
-        (
-            (
-                "k.channels), r < k.ranks)\n    tl.debug_barrier()\n",
-                "k.channels), r < k.ranks)\n",
-            ),
+        rewrite("tl.sum(_, axis=0)[:, None] + bounds_", "bounds_", "note_landings"),
+        part="views",
+    ),
+    "landings: behind the source's own rows": mutation(
+        "wrong row",
+        "two_letters",
+        rewrite(
+            "rank_ < source_",
+            "rank_ <= source_",
+            "note_landings",
+            where=("source_ = _ * near_ + _ % near_",),
         ),
         part="views",
     ),
-    "landings: without rows of earlier ranks": Plant(
+    "landings: in the channel before": mutation(
         "wrong row",
         "two_letters",
-        (("(tl.sum(earlier, axis=0)[:, None] + bounds)", "bounds"),),
-        part="views",
-    ),
-    "landings: behind the source's own rows": Plant(
-        "wrong row",
-        "two_letters",
-        (("mask=(s < source)[:, None]", "mask=(s <= source)[:, None]"),),
-        part="views",
-    ),
-    "landings: in the channel before": Plant(
-        "wrong row",
-        "two_letters",
-        (
-            (
-                "(tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)",
-                "tl.cumsum(rows, 0).to(tl.int64), mask=c < C)",
-            ),
-        ),
+        rewrite("tl.cumsum(rows_, 0) - rows_", "tl.cumsum(rows_, 0)", "post_letters", nth=-1),
         part="views channels",
     ),
-    # two_pull.py
-    "puller: rows of ranks that are not there": Plant(
+}
+
+PULLER = {
+    "puller: rows of ranks that are not there": mutation(
         "flag before data",
         "two_pull",
-        (("(room >= want) & ready", "(room >= want)"),),
+        rewrite("(room_ >= want_) & ready_", "room_ >= want_", "combine_turn"),
         part="pulls",
     ),
-    "pulling reducer: rows of ranks that are not there": Plant(
-        "flag before data",
-        "two_pull",
-        (("        if (rows > 0) & ready:\n", "        if rows > 0:\n"),),
-        part="pulls",
+    "puller: no barrier behind its look": mutation(
+        "barrier", "two_pull", drop_barrier("combine_turn"), part="pulls peers"
     ),
-    "puller: no barrier behind its look": Plant(
-        "barrier",
-        "two_pull",
-        (
-            (
-                "c, k)))\n        tl.debug_barrier()\n        if reports(",
-                "c, k)))\n        if reports(",
-            ),
-        ),
-        part="pulls peers",
-    ),
-    "pulling reducer: no barrier behind its look": Plant(
-        "barrier",
-        "two_pull",
-        (("c, k)), far)\n    tl.debug_barrier()\n", "c, k)), far)\n"),),
-        part="pulls",
-    ),
-    "puller: one slot too many": Plant(
+    "puller: one slot too many": mutation(
         "credit before read",
         "two_pull",
-        (("tl.maximum(i0 + n - net.slots, 0)", "tl.maximum(i0 + n - net.slots - 1, 0)"),),
+        rewrite(
+            "tl.maximum(rows_ - slots_, 0)", "tl.maximum(rows_ - slots_ - 1, 0)", "combine_turn"
+        ),
         part="pulls",
         hint=2,
     ),
-    "puller: put before its rows": Plant(
+    "puller: put before its rows": mutation(
         "flag before data",
         "two_pull",
-        ((_PUT, "                pass\n"), (_STORED, _PUT_EARLY + _STORED)),
+        move("put(...)", _ROWS, "combine_turn", along=True),
         part="pulls",
     ),
-    "puller: tail without its row, mapped": Plant(
+    "puller: tail without its row, mapped": mutation(
         "flag before data",
         "two_pull",
-        (
-            (
-                "owner) + tail, num, None",
-                "owner) + tail, num + (i0 == 0), None",
-            ),
+        change(
+            "owe(..., count=count_)",
+            "combine_turn",
+            where=("i_ = tl.load(_).to(tl.int32)",),
+            count_="count_ + (i_ == 0)",
         ),
         part="pulls peers",
     ),
-    "puller: last row dropped": Plant(
+    "puller: last row dropped": mutation(
         "last chunk",
         "two_pull",
-        (("inside, row = j + b < n,", f"inside, row = {_LAST},"),),
+        rewrite(_HERE, _NOT_LAST, "combine_turn", where=("n_ = tl.minimum(left_, _)",)),
         part="pulls",
     ),
-    "puller: rows sent not counted": Plant(
-        "wrong epoch",
-        "two_pull",
-        (
-            (
-                "tl.store(net_sent_to(state, node, c, k), base + hi - lo)",
-                "tl.store(net_sent_to(state, node, c, k), base)",
-            ),
-        ),
-        part="pulls",
+    "puller: rows sent not counted": mutation(
+        "wrong epoch", "two_pull", rewrite(_COUNTED, _NOT_COUNTED, "combine_turn"), part="pulls"
     ),
-    "puller: landings of the next channel": Plant(
+    "puller: landings of the next channel": mutation(
         "wrong row",
         "two_pull",
-        (
-            (
-                "number, q, channel, k.plan_ranks",
-                "number, q, (channel + 1) % k.channels, k.plan_ranks",
-            ),
+        change(
+            "landing_of(..., channels_, channel=channel_)",
+            "combine_turn",
+            channel_="(channel_ + 1) % channels_",
         ),
         part="pulls channels",
     ),
-    "pulling reducer: rows behind one's own": Plant(
-        "wrong row",
-        "two_pull",
-        (("rows_at = starts + firsts.to(tl.int64) * ROW", "rows_at = starts"),),
-        part="pulls",
+}
+
+_SUMMED = "for _ in tl.range(...): ..."
+_FAR = "owed_ += tl.where(far_, taken_ - before_, 0)"
+_TAKEN = ("taken_ = upto_", "upto_ = tl.where(...)")
+_EARLY = "tl.where(far_, upto_ - taken_, 0)"
+_EARLY_ADD = """add_release(
+    words(
+        tl.load(words(peers) + node * P + local, mask=far_, other=0) + net_head(home, c, G, C, FAR)
     ),
-    "pulling reducer: network rows not waited for": Plant(
+    upto_ - taken_, far_ & (upto_ > taken_),
+)"""
+
+REDUCER = {
+    "pulling reducer: rows of ranks that are not there": mutation(
         "flag before data",
         "two_pull",
-        (
-            (
-                "ok = (lacking(found, bases + upto, far) == 0) & (turn.step == ON_TIME)",
-                "ok = turn.step == ON_TIME",
-            ),
-        ),
+        rewrite("(left_ > 0) & ready_", "left_ > 0", "reduce_turn"),
         part="pulls",
     ),
-    "pulling reducer: last row not awaited": Plant(
+    "pulling reducer: no barrier behind its look": mutation(
+        "barrier", "two_pull", drop_barrier("reduce_turn"), part="pulls"
+    ),
+    "pulling reducer: rows behind one's own": mutation(
+        "wrong row",
+        "two_pull",
+        rewrite("starts_ + _.to(tl.int64) * _", "starts_", "reduce_turn"),
+        part="pulls",
+    ),
+    "pulling reducer: network rows not waited for": mutation(
+        "flag before data",
+        "two_pull",
+        rewrite("(lacking(...) == 0) & on_time_", "on_time_", "reduce_turn"),
+        part="pulls",
+    ),
+    "pulling reducer: last row not awaited": mutation(
         "last chunk",
         "two_pull",
-        (("tl.max(places - lows[None, :] + 1, axis=0)", "tl.max(places - lows[None, :], axis=0)"),),
+        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce_turn"),
         part="pulls",
     ),
-    "pulling reducer: last token dropped": Plant(
+    "pulling reducer: last token dropped": mutation(
         "last chunk",
         "two_pull",
-        (("        here = t < share.end\n", "        here = t < share.end - 1\n"),),
+        rewrite("here_ = t_ < end_", "here_ = t_ < end_ - 1", "reduce_turn"),
         part="pulls",
     ),
-    "pulling reducer: credit before read": Plant(
+    "pulling reducer: credit before read": mutation(
         "credit before read",
         "two_pull",
-        (
-            ("else owed + tl.where(far, taken - before, 0)", "else owed"),
-            (_SUMS, _SUMS + _OWE_EARLY),
+        move("return_network_credits(...)", _SUMMED, "reduce_turn", keep=True),
+        change(
+            "return_network_credits(..., owed=owed_, last=last_)",
+            "reduce_turn",
+            where=(_FAR, *_TAKEN),
+            nth=0,
+            owed_=f"owed_ + {_EARLY}",
+            last_="left > 0",
         ),
+        drop(_FAR, "reduce_turn"),
         part="pulls",
         within=20,
     ),
-    "pulling reducer: credit before read, mapped": Plant(
+    "pulling reducer: credit before read, mapped": mutation(
         "credit before read",
         "two_pull",
-        (("owed = taken - before if", "owed = owed * 0 if"), (_SUMS, _SUMS + _ADD_EARLY)),
+        insert(_EARLY_ADD, _SUMMED, "reduce_turn", where=(_FAR, *_TAKEN)),
+        drop("tl.store(_, taken_ - _, mask=_)", "reduce_turn"),
         part="pulls peers",
         within=20,
     ),
-    "pulling reducer: credits of an earlier turn forgotten": Plant(
+    "pulling reducer: credits of an earlier turn forgotten": mutation(
         "last chunk",
         "two_pull",
-        (("tl.store(owed_at, owed, mask=far)", "tl.store(owed_at, owed * 0, mask=far)"),),
+        change(
+            "tl.store(_, owed_, mask=_)",
+            "reduce_turn",
+            where=("owed_ = return_network_credits(...)",),
+            owed_="owed_ * 0",
+        ),
         part="long pulls",
         within=20,
     ),
-    "pulling reducer: rows of an earlier turn forgotten": Plant(
+    "pulling reducer: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_pull",
-        (("tl.store(taken_at, taken, mask=far)", "tl.store(taken_at, taken * 0, mask=far)"),),
+        change("tl.store(_, taken_, mask=_)", "reduce_turn", where=_TAKEN, taken_="taken_ * 0"),
         part="pulls",
     ),
-    "pulling reducer: rows taken not counted": Plant(
+    "pulling reducer: rows taken not counted": mutation(
         "wrong epoch",
         "two_pull",
-        (
-            (
-                "tl.store(taken_from, bases + taken, mask=far)",
-                "tl.store(taken_from, bases, mask=far)",
-            ),
-        ),
+        change("tl.store(_, _ + taken_, mask=_)", "reduce_turn", taken_="taken_ * 0"),
         part="pulls",
     ),
-    "pull: done before the reads": Plant(
-        "credit before read", "two_pull", _DONE_FIRST, part="pulls"
-    ),
-    "pull: a round's end forgets what is owed": Plant(
-        "last chunk",
+}
+
+PULL = {
+    "pull: done before the reads": mutation(
+        "credit before read",
         "two_pull",
-        (
-            (
-                "            _publish(peers, worker, c, TASKS, k)\n            step,",
-                "            step,",
-            ),
-        ),
-        part="pulls peers",
+        move("end_in_views(...)", "while _: ...", "two_pull_kernel"),
+        part="pulls",
     ),
-    "pull: published twice": Plant(
+    "pull: a round's end forgets what is owed": mutation(
+        "last chunk", "two_pull", drop("publish(...)", "two_pull_kernel"), part="pulls peers"
+    ),
+    "pull: published twice": mutation(
         "flag before data",
         "two_pull",
-        (("        tl.store(counts, tl.zeros_like(count), mask=count > 0)\n", ""),),
+        drop("tl.store(_, tl.zeros_like(_), ...)", "publish"),
         part="pulls peers",
     ),
-    "pull: what is owed is added without order": Plant(
+    "pull: what is owed is added without order": mutation(
         "release",
         "two_pull",
-        (
-            (
-                "        add_release(words(tl.where(r < 0, tails, heads)), count, count > 0)\n",
-                '        tl.atomic_add(words(tl.where(r < 0, tails, heads)), count, mask=count > 0, sem="relaxed", scope="sys")\n',
-            ),
+        rewrite(
+            "add_release(at_, count_, mask_)",
+            f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')",
+            "publish",
         ),
         part="pulls peers",
     ),
-    "pull: credits of reducers forgotten": Plant(
+    "pull: credits of reducers forgotten": mutation(
         "last chunk",
         "two_pull",
-        (("(worker == 0) & k.grid.mapped", "(worker < 0) & k.grid.mapped"),),
+        rewrite("worker_ == 0", "worker_ < 0", "publish"),
         part="long pulls peers",
     ),
 }
+
+VIEW_PLANTS = {**NEAR_ROWS, **PLACER, **VIEWS, **LETTERS, **PULLER, **REDUCER, **PULL}
 """By name."""

@@ -1,0 +1,123 @@
+"""Bugs planted in copies of the kernels: each is a few edits of a kernel's syntax tree, which
+``syntax.py`` makes.
+
+What an edit looks for is what the code does, not how it is spelled. One that no longer fits, or
+fits more often than it should, fails by itself. The changed file and copies of the others become a
+package of their own, which engines launch from instead. Most of what a mutation costs are seeds
+that do not find it, so each has a hint: a seed to begin with.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from syntax import KERNELS, Edit, Source
+
+PACKAGE = "tokenyard.kernels"
+
+
+class Mutation(NamedTuple):
+    """One bug: ``edits`` of one kernel file."""
+
+    kind: str
+    file: str
+    edits: tuple[Edit, ...]
+    part: str = "rings"
+    """Which rehearsal shows it."""
+    within: int = 10
+    """Seeds in which it must be found."""
+    hint: int = 0
+    """One of them, tried first: the seed that found it when this was written. Only time depends on
+    it.
+    """
+
+    def seeds(self) -> list[int]:
+        """All seeds in which it must be found, the likeliest first."""
+        return sorted(range(self.within), key=lambda seed: seed != self.hint)
+
+
+def mutation(
+    kind: str, file: str, *edits: Edit, part: str = "rings", within: int = 10, hint: int = 0
+) -> Mutation:
+    """See :class:`Mutation`."""
+    return Mutation(kind, file, edits, part, within, hint)
+
+
+@cache
+def changed(mutation: Mutation) -> str:
+    """The file's text with the bug in it.
+
+    Raises:
+        AssertionError: the nodes to rewrite are not there.
+    """
+    text = (KERNELS / f"{mutation.file}.py").read_text()
+    source = Source(mutation.file, ast.parse(text))
+    for edit in mutation.edits:
+        edit(source)
+    found = ast.unparse(ast.fix_missing_locations(source.tree))
+    assert found != ast.unparse(ast.parse(text)), "nothing is changed"
+    return found
+
+
+@contextmanager
+def planted_in(mutation: Mutation | None) -> Iterator[None]:
+    """Inside, engines launch kernels with a bug; None: copies without one."""
+    package = f"planted_{abs(hash(mutation))}"
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory, package)
+        home.mkdir()
+        for path in KERNELS.glob("*.py"):
+            text = (
+                changed(mutation)
+                if mutation is not None and path.stem == mutation.file
+                else path.read_text()
+            )
+            (home / path.name).write_text(text.replace(PACKAGE, package))
+        sys.path.insert(0, directory)
+        try:
+            with _launched_from(package):
+                yield
+        finally:
+            sys.path.remove(directory)
+            for module in [module for module in sys.modules if module.split(".")[0] == package]:
+                del sys.modules[module]
+
+
+@contextmanager
+def _launched_from(package: str) -> Iterator[None]:
+    """The kernels, and functions that bind and launch them, that modules of the engines have
+    imported are those of ``package``.
+    """
+    with ExitStack() as stack:
+        modules = [
+            module for name, module in sys.modules.items() if name.startswith("tokenyard.engines.")
+        ]
+        count = sum(_exchange(module, package, stack) for module in modules)
+        assert count >= 3
+        yield
+
+
+def _exchange(module: Any, package: str, stack: ExitStack) -> int:
+    """How many names of ``module`` are exchanged until ``stack`` is closed."""
+    real = {name: value for name, value in vars(module).items() if _home(value).startswith(PACKAGE)}
+    for name, value in real.items():
+        function = getattr(value, "fn", value)
+        copy = import_module(_home(value).replace(PACKAGE, package))
+        setattr(module, name, getattr(copy, function.__name__))
+        stack.callback(setattr, module, name, value)
+    return len(real)
+
+
+def _home(value: Any) -> str:
+    """The module that a function, a kernel or a struct is from; "" for others."""
+    if isinstance(value, tuple) or not (callable(value) or hasattr(value, "fn")):
+        return ""
+    return getattr(getattr(value, "fn", value), "__module__", None) or ""
