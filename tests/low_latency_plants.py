@@ -14,7 +14,7 @@ _PARITY, _ONE_HALF = "(call_ % 2).to(tl.int32)", "(call_ % 1).to(tl.int32)"
 
 
 def _plant(kind: str, file: str, *edits: Edit, within: int = 10) -> Mutation:
-    return mutation(kind, f"low_{file}", *edits, within=within)
+    return mutation(kind, f"low_latency_{file}", *edits, within=within)
 
 
 def _instead(kind: str, file: str, pattern: str, inside: str = "", **changes: str) -> Mutation:
@@ -23,18 +23,18 @@ def _instead(kind: str, file: str, pattern: str, inside: str = "", **changes: st
 
 PUBLISHED = {
     "dispatch: no barrier before the flag": _plant(
-        "barrier", "dispatch", drop_barrier("send_piece", before=_FLAG)
+        "barrier", "send", drop_barrier("send_piece", before=_FLAG)
     ),
     "dispatch: flag without order": _instead(
-        "release", "dispatch", "tl.atomic_max(..., sem=sem_)", "send_piece", sem_=RELAXED
+        "release", "send", "tl.atomic_max(..., sem=sem_)", "send_piece", sem_=RELAXED
     ),
     "dispatch: flag for this GPU only": _instead(
-        "release", "dispatch", "tl.atomic_max(..., scope=all_)", "send_piece", all_=WHOLE_GPU
+        "release", "send", "tl.atomic_max(..., scope=all_)", "send_piece", all_=WHOLE_GPU
     ),
     "dispatch: flag before the row": _plant(
         "flag before data",
-        "dispatch",
-        move(_FLAG, "for _ in tl.static_range(_): ...", "send_piece", along=True),
+        "send",
+        move(_FLAG, "cast(...)", "send_piece", along=True),
     ),
     "combine: no barrier before the flag": _plant(
         "barrier", "combine", drop_barrier("send_sum", before=_SUM_FLAG)
@@ -49,13 +49,13 @@ PUBLISHED = {
         "flag before data", "combine", move(_SUM_FLAG, "for _ in range(0, _, _): ...", "send_sum")
     ),
     "table: no barrier before READY": _plant(
-        "barrier", "dispatch", drop_barrier("lead", before=_READY)
+        "barrier", "receive", drop_barrier("make_table", before=_READY)
     ),
     "table: READY without order": _instead(
-        "release", "dispatch", "tl.atomic_xchg(words(_) + READY, ..., sem=sem_)", sem_=RELAXED
+        "release", "receive", "tl.atomic_xchg(words(_) + READY, ..., sem=sem_)", sem_=RELAXED
     ),
     "table: READY before the table": _plant(
-        "flag before data", "dispatch", move(_READY, "tl.minimum(value_in(_), _)", "lead")
+        "flag before data", "receive", move(_READY, "tl.minimum(value_in(_), _)", "make_table")
     ),
 }
 
@@ -64,17 +64,17 @@ _READY_SEEN = "tl.atomic_add(words(_) + READY, 0, ..., sem=sem_)"
 WAITED_FOR = {
     "plain load for an acquire": _plant(
         "acquire",
-        "wait",
+        "waits",
         rewrite(
             "tl.min(tl.atomic_add(flags_, 0, ...))", "tl.min(tl.load(flags_))", "wait_flag", times=2
         ),
     ),
     "one piece waited for": _instead(
-        "acquire", "wait", "flag_ + tl.arange(0, pieces_)", "wait_flag", pieces_="1"
+        "acquire", "waits", "flag_ + tl.arange(0, pieces_)", "wait_flag", pieces_="1"
     ),
     "plain loads for acquires": _plant(
         "acquire",
-        "wait",
+        "waits",
         rewrite(
             "tl.atomic_add(flags_, 0, mask=mask_, sem='acquire', scope='sys')",
             "tl.load(flags_, mask=mask_, other=0)",
@@ -83,28 +83,28 @@ WAITED_FOR = {
         ),
     ),
     "READY seen without order": _plant(
-        "acquire", "wait", change(_READY_SEEN, "wait_ready", times=2, sem_=RELAXED)
+        "acquire", "waits", change(_READY_SEEN, "wait_ready", times=2, sem_=RELAXED)
     ),
-    "no barrier behind a flag": _plant("barrier", "wait", drop_barrier("wait_flag")),
-    "no barrier behind flags": _plant("barrier", "wait", drop_barrier("wait_flags")),
-    "no barrier behind READY": _plant("barrier", "wait", drop_barrier("wait_ready")),
+    "no barrier behind a flag": _plant("barrier", "waits", drop_barrier("wait_flag")),
+    "no barrier behind flags": _plant("barrier", "waits", drop_barrier("wait_flags")),
+    "no barrier behind READY": _plant("barrier", "waits", drop_barrier("wait_ready")),
 }
 
 WHICH_CALL = {
     "dispatch: flags of the last but one": _plant(
         "wrong epoch",
-        "dispatch",
+        "receive",
         rewrite("want_ = 2 * call_", "want_ = 2 * call_ - 4", "receive_slot"),
     ),
     "combine: flags of the last but one": _plant(
         "wrong epoch",
         "combine",
         change("wait_flags(..., want=want_)", "add_rows", want_="want_ - 4"),
-        rewrite("seen_ == 2 * call_ + 1", "seen_ >= 2 * call_ - 3", "add_rows"),
+        rewrite("seen_ == want_ + 1", "seen_ >= want_ - 3", "add_rows"),
     ),
     "notes of the last but one": _plant(
         "wrong epoch",
-        "wait",
+        "waits",
         rewrite(
             "here_ & (least_ >= call_) & (call_in(_) >= call_)",
             "here_ & (least_ >= call_ - 2)",
@@ -113,7 +113,7 @@ WHICH_CALL = {
     ),
     "weights of the last but one": _plant(
         "wrong epoch",
-        "wait",
+        "waits",
         rewrite("look(at_, in_) >> 32 != sign_", "look(at_, in_) < 0", "wait_weights", times=2),
     ),
     "calls not counted in combine": _instead(
@@ -153,7 +153,7 @@ PLANTS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT}
 
 TORN = _plant(
     "torn sum",
-    "wait",
+    "waits",
     rewrite("tl.max(doubted_.to(_)) > 0", "tl.max(doubted_.to(tl.int32)) > 1", "agree"),
 )
 """Found only where ranks die: ``low_latency_failures.torn``."""

@@ -87,7 +87,7 @@ DISPATCH = {
     ),
 }
 
-_SUMMED = "for _ in tl.range(...): ..."
+_SUMMED = "add_rows(...)"
 """What reads the rows that a reducer has waited for, and adds them."""
 
 COMBINE = {
@@ -132,7 +132,7 @@ COMBINE = {
     "combine: rows taken not counted": mutation(
         "wrong epoch",
         "combine",
-        change("tl.store(taken_from(...), _ + taken_, ...)", "reduce", taken_="taken_ * 0"),
+        change("tl.store(_, _ + taken_, mask=_)", "reduce", taken_="taken_ * 0"),
     ),
 }
 
@@ -169,7 +169,7 @@ PLAN = {
     "plan: no barrier before a ticket": mutation(
         "barrier",
         "plan",
-        drop_barrier("plan_kernel", before="tl.atomic_add(..., sem='release')"),
+        drop_barrier("count", before="return _"),
         hint=1,
     ),
     "plan: ticket without order": mutation(
@@ -181,18 +181,18 @@ PLAN = {
     "plan: tickets of the last call": mutation(
         "wrong epoch",
         "plan",
-        change("wait_at_least(_, (call_ + 1) * _, ...) >= (call_ + 1) * _", call_="(call_ - 1)"),
+        change("wait_at_least(_, want_, ...) >= want_", want_="want_ - 2 * k.channels"),
         hint=2,
     ),
     "plan: arrivals of the last call": mutation(
         "wrong epoch",
         "plan",
-        rewrite("(call_ + 1) * channels_ + (rank_ * 0)", "call_ * channels_ + (rank_ * 0)"),
+        rewrite("want_ + (rank_ * 0)", "want_ - k.channels + (rank_ * 0)", "plan_kernel"),
     ),
     "plan: arrival before the header": mutation(
         "flag before data",
-        "plan",
-        move("add_release(...)", "send_headers(...)", "plan_kernel"),
+        "exchange",
+        move("add_release(...)", "send_headers(...)", "exchange"),
     ),
     "verdict: nonce before the headers": mutation(
         "flag before data",
@@ -288,7 +288,7 @@ PUSH = {
     ),
     "push: rows behind one's own": mutation(
         "wrong row",
-        "plan",
+        "exchange",
         rewrite("to_[None, :] != source_[:, None]", "(source_ >= 0)[:, None]", "complete"),
         part="pushes",
     ),
@@ -313,7 +313,7 @@ PLANTS = {**SYNC, **DISPATCH, **COMBINE, **GREETING, **PLAN, **DIRECT, **PUSH}
 LIES = {
     "a row too many": mutation(
         "lie",
-        "plan",
+        "exchange",
         change(
             "tl.where(_, total_[:, None], _[None, :])",
             "send_headers",

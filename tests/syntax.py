@@ -34,16 +34,17 @@ class Source(NamedTuple):
     tree: ast.Module
 
     def function(self, name: str) -> ast.FunctionDef:
-        """The function of this name.
+        """The kernel's function of this name.
 
         Raises:
             AssertionError: there is none.
         """
-        found = [
+        kernels = [
             node
             for node in self.tree.body
-            if isinstance(node, ast.FunctionDef) and _bare(node.name) == _bare(name)
+            if isinstance(node, ast.FunctionDef) and node.decorator_list  # by Triton
         ]
+        found = [node for node in kernels if _bare(node.name) == _bare(name)]
         assert len(found) == 1, f"{self.name}.py has {len(found)} functions {name}"
         return found[0]
 
