@@ -116,11 +116,11 @@ for range(begin, end, k.ring.chunk)
 tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels))
 """,  # model_rings.send
     ("combine", "send_sums_chunk"): """
-for range(0, chunk.count, B)
+for range(0, chunk.count, k.tiles.rows_sent)
   for range(0, H, BLOCK)
     tl.store(to + w[None, :])
   if K
-    tl.store(floats(at + PAY)[:, None] + k[None, :])
+    tl.store(floats(at + k.row.scales_at)[:, None] + pick[None, :])
 """,  # model_rings.send
     ("combine", "_reduce"): """
 for range(channel * share, t1, B)
@@ -146,7 +146,7 @@ for range(first, pieces, k.reducers)
     _landed(peers.state)
   if ok
     for tl.range(begin, end, k.block, num_stages=k.stages)
-      store_sums(sums.rows)
+      store_sums(sums)
 """,  # no model: nobody waits for who sums
     ("push", "push_kernel"): """
 if not given_up(state)

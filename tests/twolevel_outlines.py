@@ -168,7 +168,7 @@ for tl.static_range(k.grid.nodes)
     credit(account)
 """,  # model_twolevel.reduce_both
     ("two_sums", "add_nodes"): """
-store_sums(sums.rows)
+store_sums(sums)
 """,  # model_twolevel.reduce_both
     ("two_sums", "add_node_weights"): """
 tl.store(to)

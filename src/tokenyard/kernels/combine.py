@@ -101,29 +101,28 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
-def partial_rows(
-    x, slots, row_weights, a, here, w, H: tl.constexpr, J: tl.constexpr, DTYPE: tl.constexpr,
-    PLACED: tl.constexpr, WEIGHTED: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def partial_rows(parts, a, here, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to
-    the wire dtype."""
-    rows = tl.multiple_of(x.to(tl.pointer_type(DTYPE)), 16)
-    if PLACED:
+    the wire dtype. ``k``, also below: any struct with the fields that are read."""
+    H: tl.constexpr = k.row.hidden
+    J: tl.constexpr = k.slots_per_row
+    rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
+    if k.by_expert:
         j = tl.arange(0, triton.next_power_of_2(J if J > 0 else 1))  # 0: a rank without experts
-        at = slots.to(tl.pointer_type(tl.int64)) + a.to(tl.int64)[:, None] * J + j[None, :]
+        at = words(parts.slots) + a.to(tl.int64)[:, None] * J + j[None, :]
         slot = tl.load(at, mask=here[:, None] & (j < J)[None, :], other=-1)
-        if WEIGHTED:
-            weight = tl.load(floats(row_weights) + slot, mask=slot >= 0, other=0.0)
-        total = tl.zeros((B, BLOCK), tl.float32)
+        if k.weighted:
+            weight = tl.load(floats(parts.weights) + slot, mask=slot >= 0, other=0.0)
+        total = tl.zeros((a.shape[0], w.shape[0]), tl.float32)
         for i in tl.static_range(J):  # unrolled, so that all rows are on their way at once
             one = (j == i)[None, :]
             row = tl.sum(tl.where(one, slot, 0), axis=1)
             mask = (row >= 0)[:, None] & (w < H)[None, :]
             v = tl.load(rows + row[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
-            if WEIGHTED:
+            if k.weighted:
                 v = v * tl.sum(tl.where(one, weight, 0.0), axis=1)[:, None]
             total = total + tl.where(mask, v, 0.0)
-        return total.to(DTYPE)
+        return total.to(k.dtype)
     else:
         mask = here[:, None] & (w < H)[None, :]
         at = rows + a.to(tl.int64)[:, None] * H + w[None, :]
@@ -131,52 +130,47 @@ def partial_rows(
 
 
 @triton.jit
-def store_sums(
-    out, total, t, here, w, bias0, bias1, H: tl.constexpr, DTYPE: tl.constexpr,
-    BIAS0: tl.constexpr, BIAS1: tl.constexpr,
-):  # fmt: skip
+def store_sums(sums, total, t, here, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of tokens ``t [B]``, those ``here``: ``total [B, BLOCK]`` (float32),
     then biases, rounded."""
-    at = t.to(tl.int64)[:, None] * H + w[None, :]
-    mask = here[:, None] & (w < H)[None, :]
-    if BIAS0 is not None:
-        term = tl.load(bias0.to(tl.pointer_type(BIAS0)) + at, mask=mask, other=0.0)
+    at = t.to(tl.int64)[:, None] * k.row.hidden + w[None, :]
+    mask = here[:, None] & (w < k.row.hidden)[None, :]
+    if k.bias0 is not None:
+        term = tl.load(sums.bias0.to(tl.pointer_type(k.bias0)) + at, mask=mask, other=0.0)
         total = total + term.to(tl.float32)
-    if BIAS1 is not None:
-        term = tl.load(bias1.to(tl.pointer_type(BIAS1)) + at, mask=mask, other=0.0)
+    if k.bias1 is not None:
+        term = tl.load(sums.bias1.to(tl.pointer_type(k.bias1)) + at, mask=mask, other=0.0)
         total = total + term.to(tl.float32)
-    to = tl.multiple_of(out.to(tl.pointer_type(DTYPE)), 16)
-    tl.store(to + at, total.to(DTYPE), mask=mask, cache_modifier=".cs")
+    to = tl.multiple_of(sums.rows.to(tl.pointer_type(k.dtype)), 16)
+    tl.store(to + at, total.to(k.dtype), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
-def send_sums_chunk(
-    parts, ring, chunk, K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, SLOT: tl.constexpr,
-    PAY: tl.constexpr, Q: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    PLACED: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
     """Partial sums of a chunk of arrival rows into a ring. The caller publishes them."""
-    b = tl.arange(0, B)
-    for j in range(0, chunk.count, B):
+    H: tl.constexpr = k.row.hidden
+    K: tl.constexpr = k.picks
+    Q: tl.constexpr = k.ring.slots
+    SLOT: tl.constexpr = k.row.slot_bytes
+    BLOCK: tl.constexpr = k.tiles.block_sent
+    b = tl.arange(0, k.tiles.rows_sent)
+    for j in range(0, chunk.count, k.tiles.rows_sent):
         i, here = chunk.begin + j + b, j + b < chunk.count
         at = ring + ((i - chunk.low) % Q).to(tl.int64) * SLOT
         for k0 in range(0, H, BLOCK):
             w = k0 + tl.arange(0, BLOCK)
-            v = partial_rows(
-                parts.rows, parts.slots, parts.weights, chunk.first + i, here, w, H, J, DTYPE,
-                PLACED, WEIGHTED, B, BLOCK,
-            )  # fmt: skip
-            to = tl.multiple_of(ring.to(tl.pointer_type(DTYPE)), 16)
+            v = partial_rows(parts, chunk.first + i, here, w, k)
+            to = tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
             slot = ((i - chunk.low) % Q).to(tl.int64)[:, None]
-            to = to + slot * (SLOT * 8 // DTYPE.primitive_bitwidth)
+            to = to + slot * (SLOT * 8 // k.dtype.primitive_bitwidth)
             mask = here[:, None] & (w < H)[None, :]
             tl.store(to + w[None, :], v, mask=mask, cache_modifier=".cs")
         if K:
-            k = tl.arange(0, triton.next_power_of_2(K))
-            mask = here[:, None] & (k < K)[None, :]
+            pick = tl.arange(0, triton.next_power_of_2(K))
+            mask = here[:, None] & (pick < K)[None, :]
             weights = floats(parts.picks) + (chunk.first + i).to(tl.int64)[:, None] * K
-            v = tl.load(weights + k[None, :], mask=mask)
-            tl.store(floats(at + PAY)[:, None] + k[None, :], v, mask=mask)
+            v = tl.load(weights + pick[None, :], mask=mask)
+            tl.store(floats(at + k.row.scales_at)[:, None] + pick[None, :], v, mask=mask)
 
 
 @triton.jit
@@ -199,11 +193,8 @@ def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
             want = sent + (i - begin) + count - k.ring.slots
             ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= want
         if ok:
-            send_sums_chunk(
-                parts, ring, Chunk(begin=i, count=count, low=begin, first=first), k.picks,
-                k.slots_per_row, k.row.hidden, k.row.slot_bytes, k.row.scales_at, k.ring.slots,
-                k.tiles.rows_sent, k.tiles.block_sent, k.dtype, k.by_expert, k.weighted,
-            )  # fmt: skip
+            chunk = Chunk(begin=i, count=count, low=begin, first=first)
+            send_sums_chunk(parts, ring, chunk, k)
             add_release(tail, count.to(tl.int64), None)
     tl.debug_barrier()
     tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels), sent + end - begin)
@@ -230,10 +221,7 @@ def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: t
     for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
         w = k0 + tl.arange(0, BLOCK)
         if k.by_expert:
-            v_own = partial_rows(
-                parts.rows, parts.slots, parts.weights, first + own, own >= 0, w, hidden,
-                k.slots_per_row, dtype, True, k.weighted, B, BLOCK,
-            )  # fmt: skip
+            v_own = partial_rows(parts, first + own, own >= 0, w, k)
         total = tl.zeros((B, BLOCK), tl.float32)
         for d in tl.static_range(k.ranks):
             place = tl.sum(tl.where(r[None, :] == d, places, 0), axis=1)
@@ -251,10 +239,7 @@ def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: t
             if k.by_expert:
                 v = tl.where(d == me, v_own, v)
             total = total + v.to(tl.float32)
-        store_sums(
-            sums.rows, total, t, here, w, sums.bias0, sums.bias1, hidden, dtype, k.bias0,
-            k.bias1,
-        )  # fmt: skip
+        store_sums(sums, total, t, here, w, k)
 
 
 @triton.jit

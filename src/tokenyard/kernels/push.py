@@ -185,10 +185,7 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
                     mask = (place >= 0)[:, None] & (w < H)[None, :]
                     v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                     total = total + v.to(tl.float32)
-                store_sums(
-                    sums.rows, total, t, t < num_tokens, w, sums.bias0, sums.bias1, H, dtype,
-                    k.bias0, k.bias1,
-                )  # fmt: skip
+                store_sums(sums, total, t, t < num_tokens, w, k)
         places = _places(plan, (i + k.reducers) // PARTS * k.tokens + b, num_tokens, k)
 
 

@@ -276,11 +276,7 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
             ring = ring + (as_me * k.channels + c).to(tl.int64) * k.ring.num_bytes
             begin, first = lo + i, tl.load(first_in(plan, s, k.plan_ranks, k.channels))
             chunk = Chunk(begin=begin, count=n, low=lo, first=first)
-            send_sums_chunk(
-                parts, ring, chunk, k.picks, k.slots_per_row, k.row.hidden, k.row.slot_bytes,
-                k.row.scales_at, k.ring.slots, k.tiles.rows_sent, k.tiles.block_sent, k.dtype,
-                k.by_expert, k.weighted,
-            )  # fmt: skip
+            send_sums_chunk(parts, ring, chunk, k)
             tail = tail_of(there, as_me, c, k.ranks, k.channels).to(tl.int64)
             owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n

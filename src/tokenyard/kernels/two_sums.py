@@ -66,18 +66,13 @@ def node_sum(parts, rows, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32."""
     q = tl.arange(0, k.grid.local_bins)
     hidden: tl.constexpr = k.row.hidden
-    B: tl.constexpr = k.tiles.rows_summed
-    BLOCK: tl.constexpr = k.tiles.block_summed
     BITS: tl.constexpr = k.dtype.primitive_bitwidth
     ROW: tl.constexpr = hidden * BITS // 8
     ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
     if k.by_expert:
         mine_at = tl.sum(tl.where((q == rows.local)[None, :], rows.at, 0), axis=1)
-        v_own = partial_rows(
-            parts.rows, parts.slots, parts.weights, rows.own, mine_at >= 0, w, hidden,
-            k.slots_per_row, k.dtype, True, k.weighted, B, BLOCK,
-        )  # fmt: skip
-    total = tl.zeros((B, BLOCK), tl.float32)
+        v_own = partial_rows(parts, rows.own, mine_at >= 0, w, k)
+    total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
     for p in tl.static_range(k.grid.ranks_per_node):
         number = tl.sum(tl.where((q == p)[None, :], rows.at, 0), axis=1)
         row = _inner_slot(rows, p, number, k)
@@ -152,10 +147,7 @@ def add_nodes(v_home, tokens, sums, mine, home, channel, w, k: tl.constexpr):
         # no sum that begins with 0.0 is -0.0
         total = total + tl.where(home == o, v_home, 0.0) + v.to(tl.float32)
     total = total + tl.where(home == G - 1, v_home, 0.0)
-    store_sums(
-        sums.rows, total, tokens.index, tokens.here, w, sums.bias0, sums.bias1, k.row.hidden,
-        k.dtype, k.bias0, k.bias1,
-    )  # fmt: skip
+    store_sums(sums, total, tokens.index, tokens.here, w, k)
 
 
 @triton.jit
