@@ -28,8 +28,8 @@ from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
 from tokenyard.header import COMBINE
-from tokenyard.kernels.low_latency_combine import combine_rows
-from tokenyard.kernels.low_latency_dispatch import dispatch_rows
+from tokenyard.kernels.low_latency_combine import combine_arguments
+from tokenyard.kernels.low_latency_dispatch import dispatch_arguments
 from tokenyard.kernels.low_latency_memory import (
     BAD_AT,
     BAD_VALUE,
@@ -40,7 +40,6 @@ from tokenyard.kernels.low_latency_memory import (
     SILENT_RANK,
     Stages,
 )
-from tokenyard.kernels.low_latency_refuse import refuse_call
 from tokenyard.layout import host_ints
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.base import SymmetricMemory
@@ -59,6 +58,7 @@ class _Rest(NamedTuple):
 
     finish: Callable[[], Any]
     ahead: Callable[[], Any]
+    held: tuple[Any, ...]
 
     def __call__(self) -> Any:
         return self.finish()
@@ -166,29 +166,28 @@ class LowLatencyEngine:
         signature = self._signature(payload, spec, mode, options.scales_by_column, lack)
         weighted, loads = weights is not None, options.loads
         with self._memory.tensors():
+            payload, topk_idx = aligned(payload), topk_idx.contiguous()
+            weights = None if weights is None else weights.contiguous()
             self._dispatches += 1
             rows = self._signatures.results(signature, topk_idx, weighted, self._dispatches)
-            run = partial(
-                dispatch_rows,
-                workspace=self._workspace,
-                payload=aligned(payload),
-                topk_idx=topk_idx.contiguous(),
-                weights=None if weights is None else weights.contiguous(),
+            arguments = dispatch_arguments(
+                self._workspace,
+                payload=payload,
+                topk_idx=topk_idx,
+                weights=weights,
                 rows=rows,
-                spec=spec,
+                padded=signature.padded,
                 options=options,
                 timeout=self._limit(options),
                 tag=signature.tags[weighted],
                 num_rows=signature.num_rows,
+                alignment=spec.expert_alignment,
             )
-            load = partial(
-                signature.launch,
-                wide=topk_idx.dtype == torch.int64,
-                weighted=weighted,
-                load_bytes=0 if loads is None else loads.itemsize,
-                timed=options.waits is not None,
-            )
-            return self._make("dispatch", in_two, load, run, lambda: rows)
+            wide, load_bytes = topk_idx.dtype == torch.int64, 0 if loads is None else loads.itemsize
+            timed = options.waits is not None
+            load = partial(signature.launch, wide, weighted, load_bytes, timed)
+            held = payload, topk_idx, weights, options
+            return self._make("dispatch", in_two, load, arguments, lambda: rows, held)
 
     # Combine
 
@@ -240,9 +239,8 @@ class LowLatencyEngine:
             lost = options.lost_weights
             if lost is not None and not lost.is_cuda:
                 lost = rows.new_empty(tokens, dtype=torch.float32)
-            run = partial(
-                combine_rows,
-                workspace=self._workspace,
+            arguments = combine_arguments(
+                self._workspace,
                 rows=rows,
                 plan=plan,
                 weights=weights,
@@ -253,15 +251,11 @@ class LowLatencyEngine:
                 timeout=self._limit(options),
                 tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
             )
-            load = partial(
-                signature.launch,
-                weighted=weighted,
-                bias=tuple(term.dtype for term in bias),
-                timed=options.waits is not None,
-                lost=lost is not None,
-            )
+            dtypes, timed = tuple(term.dtype for term in bias), options.waits is not None
+            load = partial(signature.launch, weighted, dtypes, timed, lost is not None)
             result = partial(_moved, total, out, lost, options.lost_weights)
-            return self._make("combine", in_two, load, run, result)
+            held = rows, weights, bias, plan, options
+            return self._make("combine", in_two, load, arguments, result, held)
 
     def redispatch(self, *_: Any, **__: Any) -> Payload:
         """Not with this engine."""
@@ -277,32 +271,40 @@ class LowLatencyEngine:
         op: str,
         in_two: bool,
         load: Callable[[Stages], Launch],
-        run: Callable[[Launch], None],
+        arguments: tuple[Any, ...],
+        result: Callable[[], Any],
+        held: tuple[Any, ...],
+    ) -> Any:
+        """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
+        returns. ``held`` are tensors that launches read.
+        """
+        self._launch(load(SEND if in_two else BOTH), arguments)
+        if not in_two:
+            return self._end(op, result)
+        self._open = op
+        return _Rest(partial(self._finish, op, load, arguments, result), result, held)
+
+    def _finish(
+        self,
+        op: str,
+        load: Callable[[Stages], Launch],
+        arguments: tuple[Any, ...],
         result: Callable[[], Any],
     ) -> Any:
-        """Make a call: ``run(load(stages))`` is a launch, ``result()`` what the call returns."""
+        with self._memory.tensors():
+            self._open = ""
+            self._launch(load(RECEIVE), arguments)
+            return self._end(op, result)
 
-        def launch(stages: Stages) -> None:
-            kernel = load(stages)  # may wait for launches that run, so it comes before the gate
-            self._memory.gate()
-            run(kernel)
+    def _launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
+        """Loading ``launch`` may wait for launches that run, so it comes before the gate."""
+        self._memory.gate()
+        launch(*arguments)
 
-        def end() -> Any:
-            self._memory.settle()
-            self.stats.record_unknown(op)
-            return result()
-
-        def finish() -> Any:
-            with self._memory.tensors():
-                self._open = ""
-                launch(RECEIVE)
-                return end()
-
-        launch(SEND if in_two else BOTH)
-        if not in_two:
-            return end()
-        self._open = op
-        return _Rest(finish, result)
+    def _end(self, op: str, result: Callable[[], Any]) -> Any:
+        self._memory.settle()
+        self.stats.record_unknown(op)
+        return result()
 
     def _check_open(self) -> None:
         if self._open:
@@ -350,7 +352,7 @@ class LowLatencyEngine:
             return False
         with self._memory.tensors():
             self._memory.gate()
-            refuse_call(self._signatures.refuse, self._workspace, self._nanoseconds)
+            self._signatures.refuse(*self._workspace.addresses, self._nanoseconds)
             self._memory.settle()
             self._dispatches += op != COMBINE
         return True

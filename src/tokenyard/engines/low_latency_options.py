@@ -17,15 +17,18 @@ class CallOptions:
     """Options of a dispatch or combine of engine ``low_latency``. Tensors are the caller's,
     contiguous, on the object's device.
 
-    Attributes: timeout: seconds of this call, by the device's clock, after which silent ranks are
-        left out; None: the object's. waits: ``[R]`` int64, to which the nanoseconds are added that
-        this rank waited for each rank to come to the call. loads: ``[L]`` int64 or int32, to which
-        the rows are added that each local expert got (dispatch). scales_by_column: scales ``[L, R *
-        M, S]`` lie column by column in each block, a view of ``[L, S, R * M]`` (dispatch of
-        quantised rows with ``EXPERT_PADDED``; a single column has the strides of always). Ranks
-        need not agree on it. lost_weights: ``[T]`` float32, is filled (combine): of each token, the
-        weights of the picks that its sum lacks, 0 if none; in an unweighted combine, how many they
-        are (``docs/low_latency.md``).
+    Attributes:
+        timeout: seconds of this call, by the device's clock, after which silent ranks are left out;
+            None: the object's.
+        waits: ``[R]`` int64. The nanoseconds are added that this rank waited for each rank to come
+            to the call.
+        loads: ``[L]`` int64 or int32 (dispatch). The rows are added that each local expert got.
+        scales_by_column: scales ``[L, R * M, S]`` lie column by column in each block, a view of
+            ``[L, S, R * M]``: of quantised rows, with ``EXPERT_PADDED`` (dispatch). A single column
+            keeps its strides. Ranks need not agree on it.
+        lost_weights: ``[T]`` float32 (combine). It is filled with the weights of the picks that
+            each token's sum lacks, 0 if none; in an unweighted combine, with their number
+            (``docs/low_latency.md``).
     """
 
     timeout: float | None = None
@@ -45,7 +48,7 @@ class CallOptions:
         if timeout is not None and not 0 < real(timeout) < 1e9:
             raise ValueError(
                 f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or "
-                f"None"
+                "None"
             )
         _check("waits", self.waits, "R", config.world_size, (torch.int64,), device)
         if num_tokens is None:
@@ -54,14 +57,8 @@ class CallOptions:
                     "options.lost_weights tells what the sums of a combine lack: leave it out of a "
                     "dispatch"
                 )
-            _check(
-                "loads",
-                self.loads,
-                "L",
-                config.num_local_experts,
-                (torch.int64, torch.int32),
-                device,
-            )
+            dtypes = torch.int64, torch.int32
+            _check("loads", self.loads, "L", config.num_local_experts, dtypes, device)
             return
         if self.loads is not None:
             raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
@@ -87,8 +84,7 @@ def _check(
         allowed = " or ".join(map(str, dtypes))
         raise ValueError(
             f"options.{name} is {tensor.dtype} {list(tensor.shape)}, but must be a contiguous "
-            f"{allowed} [{size}], "
-            f"that is [{symbol}]"
+            f"{allowed} [{size}], that is [{symbol}]"
         )
     if device is not None and tensor.device != device:
         raise ValueError(

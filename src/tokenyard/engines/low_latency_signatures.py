@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
 Rows = tuple[Payload, Plan, Arrived]
-Signature = TypeVar("Signature")
 
 
 class Outlines(NamedTuple):
@@ -57,7 +56,8 @@ class DispatchSignature:
         tags: what a call tells the other ranks, without weights and with them.
         padded: whether experts have blocks of one size.
         num_rows: of the result.
-        launch: loads the kernel for some stages and options, and keeps it.
+        launch: ``launch(wide, weighted, load_bytes, timed, stages)`` is :func:`bind_dispatch`; each
+            is made once.
     """
 
     tags: tuple[int, int]
@@ -74,7 +74,7 @@ class CombineSignature:
     Attributes:
         numbers: what a call tells the other ranks, which dispatch aside: without the owner's
             weights, and with them.
-        launch: as in :class:`DispatchSignature`.
+        launch: ``launch(weighted, bias, timed, lost, stages)`` is :func:`bind_combine`.
     """
 
     numbers: tuple[int, int]
@@ -124,11 +124,12 @@ class Signatures:
         """
         scales = payload.scales
         given = None if scales is None else (scales.dtype, scales.shape[1])
-        return self._of(
-            ("dispatch", payload.x.dtype, given, mode, by_column),
-            spec,
-            lambda: self._new_dispatch(payload, spec, mode, by_column),
-        )
+        call = payload.x.dtype, given, mode, by_column
+        key = (*call, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
+        signature = self._kept.get(key)
+        if signature is None:
+            signature = self._kept[key] = self._new_dispatch(payload, spec, mode, by_column)
+        return signature
 
     def combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
         """The signature of a combine.
@@ -136,13 +137,10 @@ class Signatures:
         Raises:
             ValueError: rows do not fit into slots.
         """
-        return self._of(("combine", rows.dtype), spec, lambda: self._new_combine(rows, spec))
-
-    def _of(self, key: tuple[Any, ...], spec: Spec, make: Callable[[], Signature]) -> Signature:
-        key = (*key, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
+        key = (rows.dtype, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
         signature = self._kept.get(key)
         if signature is None:
-            signature = self._kept[key] = make()
+            signature = self._kept[key] = self._new_combine(rows, spec)
         return signature
 
     def results(

@@ -4,7 +4,9 @@ and the words that kernels and host share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -112,16 +114,13 @@ class Workspace:
         if slot_bytes < least:
             raise ValueError(
                 f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for "
-                f"{tokens} tokens on each of {ranks} "
-                f"ranks with hidden={config.hidden}: make it larger, or leave it out"
+                f"{tokens} tokens on each of {ranks} ranks with hidden={config.hidden}: make it "
+                f"larger, or leave it out"
             )
         self.num_bytes = self.bytes_for(slot_bytes)
-        sizes = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
-        check_symmetric(
-            self.num_bytes,
-            memory.device,
-            f"buffer_bytes ({buffer_bytes})" if buffer_bytes else sizes,
-        )
+        cause = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
+        cause = f"buffer_bytes ({buffer_bytes})" if buffer_bytes else cause
+        check_symmetric(self.num_bytes, memory.device, cause)
         self.sizes = memory_map.sizes_of(config, shape.programs, shape.shares, slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
@@ -133,8 +132,19 @@ class Workspace:
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
         self.active.fill_(1)
         self.state.copy_(state)  # waits for both
-        self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
-        self.active_at = self.active.data_ptr()
+        held = self.region.addresses, self.state, self.active
+        self.addresses = tuple(tensor.data_ptr() for tensor in held)
+
+    def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
+        """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
+        shape = self.shape
+        return self.memory.bind(
+            kernel,
+            shape.programs,
+            num_warps=shape.num_warps,
+            max_registers=shape.max_registers,
+            k=k,
+        )
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
@@ -150,6 +160,6 @@ class Workspace:
             needed = self.bytes_for(-(-row.slot_bytes // 128) * 128)
             raise ValueError(
                 f"{what} of {row.slot_bytes} bytes do not fit into slots of "
-                f"{self.sizes.slot_bytes} bytes: make ExpertParallel with "
-                f"buffer_bytes of at least {needed}"
+                f"{self.sizes.slot_bytes} bytes: make ExpertParallel with buffer_bytes of at least "
+                f"{needed}"
             )

@@ -316,8 +316,8 @@ def low_combine_kernel(
 
 
 def bind_combine(
-    workspace: Any, dtype: Any, kept_at: int, stages: Stages, *, weighted: int,
-    bias: tuple[Any, ...], timed: bool, lost: bool,
+    workspace: Any, dtype: Any, kept_at: int, weighted: int, bias: tuple[Any, ...], timed: bool,
+    lost: bool, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device. Arguments: as in
     :class:`CombineConfig`, with torch dtypes."""
@@ -341,24 +341,19 @@ def bind_combine(
         stages=stages,
         early=workspace.memory.early,
     )
-    return workspace.memory.bind(
-        low_combine_kernel, shape.programs, num_warps=shape.num_warps,
-        max_registers=shape.max_registers, k=k,
-    )  # fmt: skip
+    return workspace.bind(low_combine_kernel, k)
 
 
-def combine_rows(
-    launch: Callable[..., None], workspace: Any, *, rows: Any, plan: Any, weights: Any,
-    bias: tuple[Any, ...], sums: Any, lost: Any, waits: Any, timeout: int, tag: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_combine` made. ``timeout``: nanoseconds."""
+def combine_arguments(
+    workspace: Any, *, rows: Any, plan: Any, weights: Any, bias: tuple[Any, ...], sums: Any,
+    lost: Any, waits: Any, timeout: int, tag: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a launch is given. ``timeout``: nanoseconds."""
     route, biases = plan.route.data_ptr(), (*map(address, bias), 0, 0)
     sent = Sent(
         rows=rows.data_ptr(), slots=slots_in(route, workspace.sizes), weights=address(weights),
         merged=route, first_pick=plan.first_pick.data_ptr(), bias0=biases[0], bias1=biases[1],
     )  # fmt: skip
     result = CombineResult(sums=sums.data_ptr(), waits=address(waits), lost=address(lost))
-    launch(
-        workspace.peers, workspace.state_at, workspace.active_at, sent, result, timeout, tag,
-        workspace.config.rank, plan.first_pick.shape[0],
-    )  # fmt: skip
+    tokens, rank = plan.first_pick.shape[0], workspace.config.rank
+    return *workspace.addresses, sent, result, timeout, tag, rank, tokens

@@ -142,8 +142,8 @@ def low_dispatch_kernel(
 
 
 def bind_dispatch(
-    workspace: Any, form: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, stages: Stages, *,
-    wide: bool, weighted: bool, load_bytes: int, timed: bool,
+    workspace: Any, form: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, wide: bool,
+    weighted: bool, load_bytes: int, timed: bool, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device.
 
@@ -172,20 +172,18 @@ def bind_dispatch(
         stages=stages,
         early=workspace.memory.early,
     )
-    return workspace.memory.bind(
-        low_dispatch_kernel, shape.programs, num_warps=shape.num_warps,
-        max_registers=shape.max_registers, k=k,
-    )  # fmt: skip
+    return workspace.bind(low_dispatch_kernel, k)
 
 
-def dispatch_rows(
-    launch: Callable[..., None], workspace: Any, *, payload: Any, topk_idx: Any, weights: Any,
-    rows: tuple[Any, Any, Any], spec: Any, options: Any, timeout: int, tag: int, num_rows: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_dispatch` made. ``rows``: a ``Payload``, ``Plan`` and ``Arrived``, to
-    be filled. ``timeout``: nanoseconds."""
+def dispatch_arguments(
+    workspace: Any, *, payload: Any, topk_idx: Any, weights: Any, rows: tuple[Any, Any, Any],
+    padded: bool, options: Any, timeout: int, tag: int, num_rows: int, alignment: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a launch is given. ``rows``: a ``Payload``, ``Plan`` and ``Arrived``, to be filled.
+    ``timeout``: nanoseconds."""
     out, plan, arrived = rows
-    padded, route = spec.layout is Layout.EXPERT_PADDED, plan.route.data_ptr()
+    route = plan.route.data_ptr()
+    blocks = arrived.source_ranges if padded else arrived.expert_offsets
     tokens = Tokens(
         picks=topk_idx.data_ptr(), weights=address(weights), rows=payload.x.data_ptr(),
         scales=address(payload.scales),
@@ -195,11 +193,11 @@ def dispatch_rows(
         source=arrived.source.data_ptr(), slots=slots_in(route, workspace.sizes), merged=route,
         first_pick=plan.first_pick.data_ptr(),
         tokens_per_expert=arrived.tokens_per_expert.data_ptr(),
-        blocks=(arrived.source_ranges if padded else arrived.expert_offsets).data_ptr(),
+        blocks=blocks.data_ptr(),
         overflow=arrived.overflow.data_ptr(), loads=address(options.loads),
         waits=address(options.waits),
     )  # fmt: skip
-    launch(
-        workspace.peers, workspace.state_at, workspace.active_at, tokens, result, timeout, tag,
-        workspace.config.rank, topk_idx.shape[0], num_rows, spec.expert_alignment,
+    return (
+        *workspace.addresses, tokens, result, timeout, tag, workspace.config.rank,
+        topk_idx.shape[0], num_rows, alignment,
     )  # fmt: skip

@@ -14,6 +14,7 @@ rank's token.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -53,27 +54,9 @@ class Part(NamedTuple):
     alignment: int = 8
 
 
-class RegionOffsets(NamedTuple):
-    """Where the parts of a symmetric region begin, in elements of each."""
-
-    counts: int
-    flags: int
-    weights: int
-    heartbeats: int
-    slots: int
-
-
-class StateOffsets(NamedTuple):
-    """Where the parts of a local state begin, in elements of each."""
-
-    fixed: int
-    epochs: int
-    late: int
-    starts: int
-    pairs: int
-    blocks: int
-    present: int
-    votes: int
+RegionOffsets = namedtuple("RegionOffsets", "counts flags weights heartbeats slots")
+StateOffsets = namedtuple("StateOffsets", "fixed epochs late starts pairs blocks present votes")
+"""Where each part begins, in its elements."""
 
 
 class Sizes(NamedTuple):
@@ -88,8 +71,8 @@ class Sizes(NamedTuple):
     experts: int
     local_experts: int  # of any rank at most
     slot_bytes: int
-    region: RegionOffsets
-    state: StateOffsets
+    region: Any  # RegionOffsets
+    state: Any  # StateOffsets
 
 
 class Stages(NamedTuple):

@@ -77,15 +77,7 @@ def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
 
 
 def bind_refuse(workspace: Any) -> Callable[..., None]:
-    """Compile and load the kernel. May wait for the device."""
-    shape = workspace.shape
-    return workspace.memory.bind(
-        low_refuse_kernel, shape.programs, num_warps=shape.num_warps,
-        max_registers=shape.max_registers,
-        k=RefuseConfig(sizes=workspace.sizes, early=workspace.memory.early),
-    )  # fmt: skip
-
-
-def refuse_call(launch: Callable[..., None], workspace: Any, timeout: int) -> None:
-    """Launch what :func:`bind_refuse` made. ``timeout``: nanoseconds."""
-    launch(workspace.peers, workspace.state_at, workspace.active_at, timeout)
+    """Compile and load the kernel, a function of ``workspace.addresses`` and the timeout (ns). May
+    wait for the device."""
+    k = RefuseConfig(sizes=workspace.sizes, early=workspace.memory.early)
+    return workspace.bind(low_refuse_kernel, k)
