@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.low_latency_workspace import Shape
+from tokenyard.engines.low_latency_workspace import KernelConfig
 from tokenyard.testing import ROUTINGS
 
 _, MAJOR, PADDED = ty.Layout
@@ -47,16 +47,16 @@ class Scenario:
     shares: int = 2
 
     @property
-    def shape(self) -> Shape:
+    def kernels(self) -> KernelConfig:
         """Rows take several steps, and programs several rows."""
         most = (
             1 << min(self.shares, self.programs).bit_length() - 1
         )  # no program has two shares of a token
-        return Shape(
+        return KernelConfig(
             programs=self.programs,
             words=self.words,
-            part=32,
-            whole=64,
+            sent_channels=32,
+            added_channels=64,
             pieces=self.pieces,
             shares=most,
         )

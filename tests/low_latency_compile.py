@@ -22,7 +22,7 @@ from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
 from tokenyard.config import Config
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.low_latency_workspace import shape_for
+from tokenyard.engines.low_latency_workspace import kernel_config
 from tokenyard.handle import Spec
 from tokenyard.memory.base import Region
 from tokenyard.rows import Payload
@@ -55,7 +55,7 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
         timeout=5.0,
     )
     engine = LowLatencyEngine(
-        config, memory, Stats.zeros(0, RANKS), shape_for(SMS, RANKS, tokens), None
+        config, memory, Stats.zeros(0, RANKS), kernel_config(SMS, RANKS, tokens), None
     )
     x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
     weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)

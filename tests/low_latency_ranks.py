@@ -78,7 +78,7 @@ class RankRun:
         stats = Stats.zeros(ranks.rank, ranks.world_size)
         with self.own:
             self.engine = LowLatencyEngine(
-                self.config, ranks.memory, stats, scenario.shape, scenario.buffer_bytes
+                self.config, ranks.memory, stats, scenario.kernels, scenario.buffer_bytes
             )
 
     def call(self, in_two: bool, method: Callable[..., Any], *args: Any, **options: Any) -> Any:

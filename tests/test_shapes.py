@@ -28,7 +28,7 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     assert shape.writers <= room
     assert 0 < shape.pushers + shape.gatherers <= COMBINES * room
     for tokens in (1, 128):
-        slots = low_latency_workspace.shape_for(room, ranks, tokens)
+        slots = low_latency_workspace.kernel_config(room, ranks, tokens)
         assert ranks <= slots.programs <= SLOTS * room * 8 // slots.num_warps
 
 

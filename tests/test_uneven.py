@@ -92,12 +92,12 @@ def ringed(name: str, config: Config) -> list[Any]:
 def slotted(config: Config) -> list[Any]:
     """All that engine low_latency lays out."""
     from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_workspace import Shape
+    from tokenyard.engines.low_latency_workspace import KernelConfig
     from tokenyard.kernels.low_latency_memory import BOTH
 
     memory = Noting(config)
     engine = LowLatencyEngine(
-        config, memory, Stats.zeros(config.rank, config.world_size), Shape(programs=8), None
+        config, memory, Stats.zeros(config.rank, config.world_size), KernelConfig(programs=8), None
     )  # type: ignore[arg-type]
     spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
     payload = Payload(torch.empty(0, 256, dtype=torch.bfloat16), None)

@@ -23,7 +23,7 @@ from tokenyard.engines.low_latency_signatures import (
     Launch,
     Signatures,
 )
-from tokenyard.engines.low_latency_workspace import Shape, Workspace
+from tokenyard.engines.low_latency_workspace import KernelConfig, Workspace
 from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
@@ -78,7 +78,7 @@ class LowLatencyEngine:
 
     Args:
         memory: of this rank; the engine closes it.
-        shape: how kernels are cut; equal on all ranks.
+        kernels: equal on all ranks.
         buffer_bytes: symmetric memory; None: what rows of 2 bytes per channel need.
 
     Attributes:
@@ -95,12 +95,12 @@ class LowLatencyEngine:
         config: Config,
         memory: SymmetricMemory,
         stats: Stats,
-        shape: Shape,
+        kernels: KernelConfig,
         buffer_bytes: int | None,
     ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
-        self._workspace = Workspace(config, memory, shape, buffer_bytes)
+        self._workspace = Workspace(config, memory, kernels, buffer_bytes)
         self._signatures = Signatures(config, self._workspace)
         self._status: Any = self._workspace.status.numpy()
         self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)

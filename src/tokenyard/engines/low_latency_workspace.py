@@ -5,7 +5,7 @@ and the words that kernels and host share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,31 +24,35 @@ MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How work is cut; equal on all ranks.
+class KernelConfig:
+    """How work is divided among programs; equal on all ranks.
 
-    Attributes: programs: of every launch, all resident together; at least one per rank. num_warps:
-    of each. max_registers: per thread. words: 4-byte words of a row that a dispatch has in flight
-    at once. part, whole: channels that a combine has in flight, where rows are summed by token and
-    where by rank. pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
-    shares: of a token's channels, each added up by a program of its own in a combine; a power of
-    two, at most ``programs``.
+    Attributes:
+        programs: of every launch, all resident together; at least one per rank.
+        num_warps: of each.
+        max_registers: per thread.
+        words: 4-byte words of a row that a dispatch has in flight at once.
+        sent_channels: channels in flight where a combine sums the rows of a token.
+        added_channels: and where it adds the sums of ranks.
+        pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
+        shares: of a token's channels, each added by a program of its own in a combine; a power of
+            two, at most ``programs``.
     """
 
     programs: int
     num_warps: int = 8
     max_registers: int | None = 128
     words: int = 4096
-    part: int = 8192
-    whole: int = 8192
+    sent_channels: int = 8192
+    added_channels: int = 8192
     pieces: int = 1
     shares: int = 1
 
 
-def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
+def kernel_config(num_sms: int, num_ranks: int, max_tokens: int) -> KernelConfig:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
-    the former, as each takes one. Rows are cut into as many parts as there are programs for,
-    besides those that count.
+    that, because a program takes one slot. Rows are divided into as many parts as there are
+    programs for, besides those that count.
 
     Raises:
         ValueError: too few multiprocessors.
@@ -58,20 +62,19 @@ def shape_for(num_sms: int, num_ranks: int, max_tokens: int) -> Shape:
             f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks"
         )
     many = num_ranks * max_tokens > 2 * num_sms
-    shape = Shape(programs=4 * num_sms, num_warps=4) if many else Shape(programs=2 * num_sms)
-    parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= shape.programs - num_ranks)
-    return replace(shape, pieces=min(parts, memory_map.PIECES), shares=parts)
+    programs, num_warps = (4 * num_sms, 4) if many else (2 * num_sms, 8)
+    parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= programs - num_ranks)
+    pieces = min(parts, memory_map.PIECES)
+    return KernelConfig(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
 
 
 def metadata_words(num_topk: int) -> int:
-    """int32 words that ride with a row: ids, ranks of picks, weights."""
+    """int32 words of a row's metadata: ids, ranks of picks, weights."""
     return -(-3 * num_topk // 4) * 4
 
 
 def kept_words(num_topk: int, spec: Spec) -> int:
-    """int32 words that ride with a sum: which picks it has, as with a capacity some may have had no
-    place.
-    """
+    """int32 words behind a sum that say which picks it has: with a capacity, some have no place."""
     return 0 if spec.capacity is None else -(-num_topk // 4) * 4
 
 
@@ -93,14 +96,18 @@ class Workspace:
     """
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, shape: Shape, buffer_bytes: int | None
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        kernels: KernelConfig,
+        buffer_bytes: int | None,
     ) -> None:
-        if shape.shares > shape.programs:
+        if kernels.shares > kernels.programs:
             raise ValueError(
-                f"shares ({shape.shares}) must be at most programs ({shape.programs}): a program "
-                f"would wait for itself"
+                f"shares ({kernels.shares}) must be at most programs ({kernels.programs}): a "
+                f"program would wait for itself"
             )
-        self.config, self.memory, self.shape = config, memory, shape
+        self.config, self.memory, self.kernels = config, memory, kernels
         ranks, tokens = config.world_size, config.max_tokens_per_rank
         if tokens > MOST_TOKENS:
             raise ValueError(
@@ -121,10 +128,10 @@ class Workspace:
         cause = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
         cause = f"buffer_bytes ({buffer_bytes})" if buffer_bytes else cause
         check_symmetric(self.num_bytes, memory.device, cause)
-        self.sizes = memory_map.sizes_of(config, shape.programs, shape.shares, slot_bytes)
+        self.sizes = memory_map.sizes_of(config, kernels.programs, kernels.shares, slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        parts = memory_map.state_parts(config, shape.programs, shape.shares)
+        parts = memory_map.state_parts(config, kernels.programs, kernels.shares)
         state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():
@@ -137,14 +144,9 @@ class Workspace:
 
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
-        shape = self.shape
-        return self.memory.bind(
-            kernel,
-            shape.programs,
-            num_warps=shape.num_warps,
-            max_registers=shape.max_registers,
-            k=k,
-        )
+        programs, num_warps = self.kernels.programs, self.kernels.num_warps
+        most = self.kernels.max_registers
+        return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""

@@ -127,15 +127,15 @@ def _low_latency(
     memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str
 ) -> Choice:
     from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_workspace import shape_for
+    from tokenyard.engines.low_latency_workspace import kernel_config
 
     room = asked.room(most_sms)
-    shape = shape_for(
+    kernels = kernel_config(
         min(asked.num_sms or room, room), config.world_size, config.max_tokens_per_rank
     )
 
     def make(stats: Stats) -> Engine:
-        return LowLatencyEngine(config, memory, stats, shape, asked.buffer_bytes)
+        return LowLatencyEngine(config, memory, stats, kernels, asked.buffer_bytes)
 
     return Choice(make, memory.device, f"low_latency: {why}")
 

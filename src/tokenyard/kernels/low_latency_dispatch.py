@@ -151,17 +151,17 @@ def bind_dispatch(
         form: of a row on the wire.
         mode, dtype: how rows are cast on their way (None: not), and what the input holds.
     """
-    shape, config, words_bins = workspace.shape, workspace.config, power_of_two_at_least(form.words)
-    cast = cast_of(form, mode, dtype)
+    kernels, config = workspace.kernels, workspace.config
+    words_bins, cast = power_of_two_at_least(form.words), cast_of(form, mode, dtype)
     k = DispatchConfig(
         sizes=workspace.sizes,
         row=row_layout(form),
-        cast=cast._replace(groups=cast.groups // shape.pieces),
+        cast=cast._replace(groups=cast.groups // kernels.pieces),
         expert_bins=power_of_two_at_least(max(config.most_local_experts, 2)),
-        counted=min(power_of_two_at_least(config.max_tokens_per_rank), 32 * shape.num_warps),
-        pieces=shape.pieces,
-        piece=max(1, words_bins // shape.pieces),
-        block=min(words_bins, shape.words),
+        counted=min(power_of_two_at_least(config.max_tokens_per_rank), 32 * kernels.num_warps),
+        pieces=kernels.pieces,
+        piece=max(1, words_bins // kernels.pieces),
+        block=min(words_bins, kernels.words),
         wide=wide,
         weighted=weighted,
         padded=spec.layout is Layout.EXPERT_PADDED,
