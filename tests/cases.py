@@ -19,7 +19,7 @@ from torch import Tensor
 import tokenyard as ty
 from tokenyard import reference
 from tokenyard.config import MOST_MATRIX_RANKS
-from tokenyard.layout import expert_bounds
+from tokenyard.routing import expert_bounds
 from tokenyard.testing import Ranks, assert_same_bits, payload, routing
 
 SMALL_RINGS = 8 << 20

@@ -104,7 +104,7 @@ SCRIPTS: dict[str, Callable[[Any], Iterator[tuple[str, Any]]]] = {
     "nvlink_compile": _nvlink,
     "twolevel_compile": _twolevel,
     "low_latency_compile": _low_latency,
-    "tokenyard.deep_ep.layout": _layout,
+    "tokenyard.deep_ep.token_layout": _layout,
 }
 """Modules that know variants, and what they say: (label, launch)."""
 
@@ -168,7 +168,7 @@ def prepared(launch: Any) -> tuple[Any, Any, dict[str, Any], bool]:
     NVSHMEM's library.
     """
     from tokenyard.memory import nvshmem
-    from tokenyard.memory.launch import compile_for, gpu_target
+    from tokenyard.memory.kernel_launch import compile_for, gpu_target
 
     def caught(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
         return source, target, options

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tokenyard import deep_ep
-from tokenyard.deep_ep import layout
+from tokenyard.deep_ep import token_layout
 
 ROUNDS, CALLS = 40, 200
 EXPERTS, TOKENS, TOP, HIDDEN = 64, 2, 2, 256
@@ -324,7 +324,8 @@ def main(device: str) -> None:
         for tokens in (128, 4096):
             idx = torch.rand(tokens, 256, device=here).topk(8, 1).indices
             kernel, plain = (
-                on_device(partial(each, idx, 256, 8)) for each in (layout.layout, layout.by_torch)
+                on_device(partial(each, idx, 256, 8))
+                for each in (token_layout.layout, token_layout.by_torch)
             )
             print(f"layout of {tokens} tokens on the GPU: {kernel:.1f} us, by torch {plain:.1f} us")
 

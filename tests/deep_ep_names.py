@@ -15,9 +15,9 @@ from typing import Any
 
 import tokenyard.kernels
 from low_latency_compile import record
-from tokenyard.deep_ep import layout
+from tokenyard.deep_ep import token_layout
 from tokenyard.kernels.layout import layout_kernel
-from tokenyard.memory.launch import compile_for, gpu_target
+from tokenyard.memory.kernel_launch import compile_for, gpu_target
 
 
 def launched() -> dict[str, Any]:
@@ -36,8 +36,8 @@ def launched() -> dict[str, Any]:
 
 def layout_code(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
     """Of the layout's kernel: its name, local loads and stores, scopes of its atomics."""
-    constants = layout.constants(num_experts, num_ranks, num_topk, wide)
-    compiled = compile_for(layout_kernel, constants, layout.WARPS, gpu_target(90))
+    constants = token_layout.constants(num_experts, num_ranks, num_topk, wide)
+    compiled = compile_for(layout_kernel, constants, token_layout.WARPS, gpu_target(90))
     scopes = re.findall(r"(?:atom|red)\.global\.(\w+)", compiled.asm["ptx"])
     spills = len(re.findall(r"\b(?:LDL|STL)\b", compiled.asm["sass"]))
     return {"name": compiled.metadata.name, "spills": spills, "scopes": sorted(set(scopes))}

@@ -45,9 +45,9 @@ import tokenyard as ty
 from tokenyard.cli.bench_batches import Batch, share
 from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
-from tokenyard.memory.launch import Kernels, multiprocessors
+from tokenyard.memory.kernel_launch import Kernels, multiprocessors
+from tokenyard.memory.one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from tokenyard.memory.threads import run_threads
-from tokenyard.memory.virtual import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import SMALL_RINGS, Case, check_combined, check_received, dispatch, rows_to_combine
-from tokenyard.memory.base import MemoryGroup
+from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.rendezvous import agree
 from tokenyard.testing import Ranks
 

@@ -24,7 +24,7 @@ from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import kernel_config
 from tokenyard.handle import Spec
-from tokenyard.memory.base import Region
+from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize

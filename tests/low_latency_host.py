@@ -22,12 +22,12 @@ from operations import counted
 from tokenyard import deep_ep
 from tokenyard.calls import Calls
 from tokenyard.config import Config
-from tokenyard.deep_ep import low_latency
+from tokenyard.deep_ep import decode
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import KernelConfig
 from tokenyard.handle import Spec
-from tokenyard.memory.base import Region
+from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
@@ -329,7 +329,7 @@ def main() -> None:
 
     calls: dict[str, Callable[[], Any]] = {
         "dispatch": lambda: ep.dispatch(x, idx, **asked),
-        "dispatch, by column": lambda: ep.dispatch(x, idx, **asked, options=low_latency.BY_COLUMN),
+        "dispatch, by column": lambda: ep.dispatch(x, idx, **asked, options=decode.BY_COLUMN),
         "dispatch, waits": lambda: ep.dispatch(x, idx, **asked, options=waits),
         "dispatch, hook": lambda: hooked(ep.dispatch, x, idx, **asked),
         "combine": lambda: ep.combine(rows, handle, **back),

@@ -1,4 +1,4 @@
-"""What ``tokenyard.memory.launch`` compiles for sm_90 and how it launches, as JSON.
+"""What ``tokenyard.memory.kernel_launch`` compiles for sm_90 and how it launches, as JSON.
 
 A program of its own: kernels must not be interpreted here. The launch goes through Triton's own
 launcher to a driver that only writes down what it was given (``python memory_compile.py DIRECTORY``
@@ -21,7 +21,7 @@ import torch
 import triton
 
 import memory_kernels as kernels
-from tokenyard.memory.launch import (
+from tokenyard.memory.kernel_launch import (
     Kernels,
     Loaded,
     compile_for,

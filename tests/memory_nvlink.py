@@ -39,7 +39,7 @@ SMALL = {"num_tokens": 6, "num_topk": 2, "num_experts": 4}
 
 class SharedGroup:
     """Ranks of one object as ``ExpertParallel`` takes them
-    (``tokenyard.memory.base.MemoryGroup``).
+    (``tokenyard.memory.symmetric.MemoryGroup``).
     """
 
     def __init__(self, memory: SharedMemory) -> None:

@@ -30,20 +30,20 @@ from torch import Tensor
 
 from nvlink_plants import planted
 from tokenyard.config import Config
-from tokenyard.engines.blame import Blame
+from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
-from tokenyard.memory.base import Region
-from tokenyard.memory.launch import (
+from tokenyard.memory.kernel_launch import (
     Processor,
     compile_for,
     gpu_target,
     parameters,
     resident_programs,
 )
+from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
@@ -141,7 +141,7 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         timeout=5.0,
     )
     shape = shape_for(num_sms, RANKS, all_sms=num_sms == SMS)
-    blame = Blame(dist.HashStore(), 0, 1.0)
+    blame = FailureReports(dist.HashStore(), 0, 1.0)
     engine = NvlinkEngine(config, memory, Stats.zeros(0, RANKS), shape, DEFAULT_BUFFER_BYTES, blame)
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)

@@ -1,9 +1,10 @@
-"""Host time of eager calls on engine nvlink: ``python tests/nvlink_host.py [TOKENS]`` (default: 64;
-needs a GPU).
+"""Host time of eager calls on engine nvlink: ``python tests/nvlink_host.py [TOKENS]`` (default:
+64).
 
 One rank, 7168 channels, top-8 of 256 experts. Prints microseconds of each kind of call, the median
 and the least of 200; every 20 calls the device may catch up. Rounds of all kinds take turns, so
-that a busy machine slows all of them alike.
+that a busy machine slows all of them alike. Without a GPU nothing is launched (``recorded.py``):
+then it is the time of the Python part, and of tensors in host memory.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Any
 import torch
 
 import tokenyard as ty
+from recorded import recorded_object
 
+GPU = torch.cuda.is_available()
 HIDDEN, EXPERTS, TOP = 7168, 256, 8
 ROUNDS, CALLS = 10, 20
 
 
 def calls(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
     """Kinds of calls by name."""
-    device = torch.device("cuda")
+    device = torch.device("cuda" if GPU else "cpu")
     torch.manual_seed(0)
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
     picks = torch.rand(tokens, EXPERTS, device=device).topk(TOP).indices
@@ -45,13 +48,9 @@ def calls(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def main(tokens: int) -> None:
-    ep = ty.ExpertParallel(
-        num_experts=EXPERTS,
-        hidden=HIDDEN,
-        num_topk=TOP,
-        max_tokens_per_rank=4 * tokens,
-        engine="nvlink",
-    )
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
+    sizes["max_tokens_per_rank"] = 4 * tokens
+    ep = ty.ExpertParallel(engine="nvlink", **sizes) if GPU else recorded_object(**sizes)[0]
     with ep, torch.no_grad():
         kinds = calls(ep, tokens)
         seen: dict[str, list[float]] = {name: [] for name in kinds}
@@ -62,7 +61,8 @@ def main(tokens: int) -> None:
                     call()
                     if turn:  # the first round compiles and warms up
                         seen[name].append(1e6 * (time.perf_counter() - begin))
-                torch.cuda.synchronize()
+                if GPU:
+                    torch.cuda.synchronize()
     for name, times in seen.items():
         print(f"{name:28} median {statistics.median(times):6.1f} us, least {min(times):6.1f} us")
 

@@ -39,17 +39,17 @@ from nvlink_cases import (
 from nvlink_plants import PLANTS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
-from tokenyard.engines.arrival import in_arrival_order, weights_of_rows
-from tokenyard.engines.blame import Blame
+from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.engines.rings import form_of, meta_words
 from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
 from tokenyard.kernels.region import EPOCH
-from tokenyard.layout import merge_weights
 from tokenyard.results import received_fields
+from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import assert_same_bits, poisoned
@@ -117,7 +117,7 @@ class RankRun:
         ranks.memory.maps_all = scenario.mapped
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
-            blame = Blame(ranks.store, self.rank, timeout)
+            blame = FailureReports(ranks.store, self.rank, timeout)
             make = NvlinkEngine if scenario.ranks_per_node is None else TwolevelEngine
             self.engine = make(self.config, ranks.memory, stats, scenario.shape, num_bytes, blame)
 
@@ -145,7 +145,7 @@ class RankRun:
         """The host knows how often this rank has said hello: by it, messages name the call in which
         a kernel gave up.
         """
-        assert self.engine._watch._hellos == int(self.engine._ground.state[EPOCH.value])
+        assert self.engine._monitor._hellos == int(self.engine._ground.state[EPOCH.value])
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]
@@ -159,7 +159,7 @@ class RankRun:
         """Let the next call of this kind guess just as many rows as came: small batches would never
         exceed the usual guess.
         """
-        for kind in self.engine._kinds.values():
+        for kind in self.engine._signatures.values():
             tokens, room = kind.room
             kind.room = (tokens, min(room, recv.x.shape[0]))
 

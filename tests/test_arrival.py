@@ -7,7 +7,13 @@ from __future__ import annotations
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
+from tokenyard.engines.receive_plan import (
+    Arrival,
+    count_arrivals,
+    localise,
+    num_result_rows,
+    settle,
+)
 from tokenyard.handle import Spec
 from tokenyard.types import Layout
 

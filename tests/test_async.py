@@ -17,7 +17,7 @@ import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
 from test_dispatch_combine import ENGINES, layouts, shapes
 from test_gradients import Layer, check_grads
-from tokenyard.lane import MAX_OUTSTANDING
+from tokenyard.call_queue import MAX_OUTSTANDING
 from tokenyard.testing import Ranks, distributed_test
 
 

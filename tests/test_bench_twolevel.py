@@ -36,7 +36,7 @@ from tokenyard.cli.bench_twolevel import (
 )
 from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
 from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
-from tokenyard.layout import expert_bounds, host_ints
+from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.testing import Ranks, distributed_test, payload, routing
 from tokenyard.topology import Topology
 

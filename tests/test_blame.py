@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tokenyard.engines import blame
-from tokenyard.engines.blame import Blame
+from tokenyard.engines import failures
+from tokenyard.engines.failures import FailureReports
 
 
 class Gone(dist.HashStore):
@@ -40,9 +40,9 @@ class Gone(dist.HashStore):
 
 def test_a_store_that_is_gone_is_asked_once(monkeypatch: Any) -> None:
     """For every question torch prints a page to stderr, four a second while a rank waits."""
-    monkeypatch.setattr(blame, "LOOK", 0.0)
+    monkeypatch.setattr(failures, "LOOK", 0.0)
     store = Gone()
-    mine = Blame(store, 0, 0.5)
+    mine = FailureReports(store, 0, 0.5)
     store.alive = False
     until = time.monotonic() + 60
     while not store.unanswered and time.monotonic() < until:

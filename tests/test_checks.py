@@ -14,16 +14,25 @@ from torch import Tensor
 
 import tokenyard as ty
 from hostile import error_of
-from tokenyard import checks
+from tokenyard import arguments, checks
+from tokenyard.arguments import MOST_BYTES
 from tokenyard.config import Config
+from tokenyard.engines.collective import CollectiveEngine
+from tokenyard.engines.low_latency import LowLatencyEngine
+from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.handle import Spec
 from tokenyard.limits import MOST_ALIGNMENT, check_result
-from tokenyard.memory.base import MOST_BYTES
 from tokenyard.rows import Payload
 
 FLAT, MAJOR, PADDED = ty.Layout
 LARGEST = 2**31 - 1
 M = 4
+ENGINES: dict[str, Any] = {
+    each.name: each for each in (CollectiveEngine, NvlinkEngine, TwolevelEngine, LowLatencyEngine)
+}
+"""What checks ask an engine, its class knows."""
+NVLINK = ENGINES["nvlink"]
 IN_PLACE = [torch.zeros(M, 8), torch.zeros(M, 8).bfloat16()]
 INPUTS = (
     torch.ones(3, 8),
@@ -49,11 +58,11 @@ def spec(layout: ty.Layout, exact: bool = True, alignment: int = 1) -> Spec:
 
 
 def sizes(value: Any, timeout: Any = 1.0) -> Callable[[], object]:
-    return lambda: (checks.check_sizes({"hidden": value}), checks.check_timeout(timeout))
+    return lambda: (arguments.check_sizes({"hidden": value}), arguments.check_timeout(timeout))
 
 
 def option(value: Any) -> Callable[[], object]:
-    return lambda: checks.check_optional({"buffer_bytes": value})
+    return lambda: arguments.check_optional({"buffer_bytes": value})
 
 
 def asked(alignment: Any, capacity: Any = None) -> Callable[[], object]:
@@ -67,13 +76,20 @@ def tokens(count: int, layout: ty.Layout, exact: bool) -> Callable[[], object]:
 def blocks(alignment: int, engine: str, experts: int = 4) -> Callable[[], object]:
     payload, known = Payload(torch.zeros(3, 8), None), config(num_experts=experts)
     return lambda: check_result(
-        payload, None, spec(MAJOR, True, alignment), known, engine, MOST_BYTES
+        payload,
+        None,
+        spec(MAJOR, True, alignment),
+        known,
+        ENGINES[engine].counts_by_most,
+        MOST_BYTES,
     )
 
 
 def in_view(count: int, engine: str = "nvlink", layout: ty.Layout = FLAT) -> Callable[[], object]:
     payload = Payload(torch.zeros(count, 8), None)
-    return lambda: checks.check_in_place(engine, spec(layout), payload, None, config(), MOST_BYTES)
+    return lambda: checks.check_in_place(
+        ENGINES[engine], spec(layout), payload, None, config(), MOST_BYTES
+    )
 
 
 def quantized(data: Tensor, scales: Tensor) -> Callable[[], object]:
@@ -152,12 +168,12 @@ def test_rows_that_fit_in_place() -> None:
         two, three = (ep.dispatch(*(t[:rows] for t in INPUTS)).handle for rows in (2, 3))
     three = replace(three, num_tokens=1)  # the others are a peer's
     alone = config(max_tokens_per_rank=2, world_size=1)
-    checks.check_combine_in_place("nvlink", two, None, (), torch.float32, alone, MOST_BYTES)
+    checks.check_combine_in_place(NVLINK, two, None, (), torch.float32, alone, MOST_BYTES)
     with pytest.raises(ValueError, match="3 rows came, but in_place=True has room for 2"):
-        checks.check_combine_in_place("nvlink", three, None, (), torch.float32, alone, MOST_BYTES)
+        checks.check_combine_in_place(NVLINK, three, None, (), torch.float32, alone, MOST_BYTES)
     with pytest.raises(ty.NotSupported, match="reduces no weights in place"):
         checks.check_combine_in_place(
-            "nvlink", two, torch.zeros(2, 2), (), torch.float32, alone, MOST_BYTES
+            NVLINK, two, torch.zeros(2, 2), (), torch.float32, alone, MOST_BYTES
         )
 
 

@@ -18,7 +18,7 @@ from deep_ep_calls import fresh
 from deep_ep_world import TOKENS, World, calc_diff, from_fp8, to_fp8
 from operations import counted
 from tokenyard import deep_ep
-from tokenyard.deep_ep import layout
+from tokenyard.deep_ep import token_layout
 from tokenyard.deep_ep.handles import InternodeHandle, NormalHandle, kind_for
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams
@@ -234,7 +234,7 @@ def test_more_than_eight_ranks() -> None:
     world = World(9, "even", 18)
     for rank in (0, 3, 8):
         in_ranks = world.in_ranks(rank)
-        per_rank, per_node, _, got = layout.layout(world.idx[rank], 18, 9)
+        per_rank, per_node, _, got = token_layout.layout(world.idx[rank], 18, 9)
         assert torch.equal(got, in_ranks) and per_rank.tolist() == in_ranks.sum(0).tolist()
         assert per_node is not None and per_node.dtype == torch.int32
         assert per_node.tolist() == [

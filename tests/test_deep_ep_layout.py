@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from interpreted import need_interpreter
-from tokenyard.deep_ep import layout
+from tokenyard.deep_ep import token_layout
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
 pytestmark = pytest.mark.portable
@@ -60,24 +60,24 @@ def by_loops(
     return in_ranks.sum(0).int(), torch.tensor(nodes, dtype=torch.int32), per_expert, in_ranks
 
 
-def by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int) -> layout.Layout:
+def by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int) -> token_layout.Layout:
     """The kernel on the device at hand: three programs under the interpreter."""
     if HERE == "cuda":
-        return layout.layout(topk_idx, num_experts, num_ranks)
+        return token_layout.layout(topk_idx, num_experts, num_ranks)
     need_interpreter()
     from tokenyard.kernels.layout import layout_kernel
     from tokenyard.testing import interpreter  # repairs Triton's
 
     assert interpreter.is_interpreting()
-    constants = layout.constants(
+    constants = token_layout.constants(
         num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype == torch.int64
     )
-    return layout.fill(
+    return token_layout.fill(
         topk_idx, num_experts, num_ranks, lambda *args: layout_kernel[(3,)](*args, **constants)
     )
 
 
-def check(got: layout.Layout, topk_idx: Tensor, num_experts: int, num_ranks: int) -> None:
+def check(got: token_layout.Layout, topk_idx: Tensor, num_experts: int, num_ranks: int) -> None:
     """Same numbers, dtypes and shapes as plain loops have; contiguous."""
     want = by_loops(topk_idx, num_experts, num_ranks)
     assert (got[1] is None) == (num_ranks <= 8)
@@ -96,7 +96,7 @@ def test_both_ways(case: tuple[int, int, int, int]) -> None:
     tokens, ranks, experts, top = case
     plain = picks(tokens, experts, top)
     wide = plain.to(HERE)
-    check(layout.by_torch(wide, experts, ranks), plain, experts, ranks)
+    check(token_layout.by_torch(wide, experts, ranks), plain, experts, ranks)
     for ids in (wide, wide.int().t().contiguous().t(), wide.repeat_interleave(2, 1)[:, ::2]):
         assert torch.equal(ids.cpu(), plain)
         check(by_kernel(ids, experts, ranks), plain, experts, ranks)
@@ -111,7 +111,7 @@ def test_example() -> None:
     assert per_rank.tolist() == [2, 2] and per_expert.tolist() == [1, 2, 1, 1]
 
 
-@pytest.mark.parametrize("way", [layout.by_torch, by_kernel], ids=["torch", "kernel"])
+@pytest.mark.parametrize("way", [token_layout.by_torch, by_kernel], ids=["torch", "kernel"])
 def test_ids_out_of_range_are_nobodys(way: Any) -> None:
     """Both ways alike, as documented; a dispatch with them refuses them. No table is written
     outside of its bounds.

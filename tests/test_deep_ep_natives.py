@@ -17,7 +17,7 @@ import torch
 import tokenyard as ty
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.deep_ep import natives, normal
-from tokenyard.deep_ep.low_latency import query_mask, size_hint, update_mask
+from tokenyard.deep_ep.decode import query_mask, size_hint, update_mask
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 CPU = torch.device("cpu")

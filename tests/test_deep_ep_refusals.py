@@ -79,7 +79,7 @@ class Calls:
             ), name
 
 
-def kind_of(words: tuple[str, ...]) -> type[Exception]:
+def signature_of(words: tuple[str, ...]) -> type[Exception]:
     if words == ("colour",):
         return TypeError
     return ty.NotSupported if words in (("overlap",), ("use_nvfp4", "NVFP4")) else ValueError
@@ -95,7 +95,7 @@ def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases)
         arguments = {**good, argument: change(good.get(argument))} if here else good
         error = error_of(lambda arguments=arguments: call(**arguments))
         try:
-            check(error, kind_of(words) if here else ty.PeerError, *words)
+            check(error, signature_of(words) if here else ty.PeerError, *words)
         except AssertionError as failed:
             raise AssertionError(f"{name}, case {number} ({argument}): {failed}") from error
         assert "ExpertParallel" not in str(error) and "Quantized" not in str(error), error
@@ -105,7 +105,7 @@ def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases)
                 **{**good, argument: change(good.get(argument))}
             )
         )
-        check(error, kind_of(words), *words)
+        check(error, signature_of(words), *words)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
         for argument, change, words in cases:
             error = error_of(lambda: call(**{**good, argument: change(good.get(argument))}))  # noqa: B023
             try:
-                check(error, kind_of(words), *words)
+                check(error, signature_of(words), *words)
             except AssertionError as failed:
                 raise AssertionError(f"{name}, {argument}: {failed}") from error
     assert make.num_sms == sms

@@ -31,7 +31,7 @@ from hostile import (
     meet,
 )
 from tokenyard import api
-from tokenyard.engines.wire import GlooWire
+from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.testing import Ranks, distributed_test
 
 CULPRIT = 1
@@ -68,7 +68,7 @@ class Plot:
         self._inside(api, "choose", before="connection")
         ep = self.ep = make(self.ranks, hidden=hidden, timeout=self.timeout)
         self.at("dispatch")
-        wire = ep._calls.engine._wire
+        wire = ep._calls.engine._transport
         self._inside(wire, "exchange", before="rows of a dispatch")
         self._inside(
             wire, "_post", after="middle of the rows", times=4
@@ -165,14 +165,16 @@ def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
     point = "middle of the rows"
     plot = Plot(ranks, point, lambda: os._exit(9))
     if ranks.rank == 0:
-        post = GlooWire._post
+        post = GlooTransport._post
 
-        def post_all_but_rows(wire: GlooWire, verb: str, messages: Any, tag: int, what: str) -> Any:
+        def post_all_but_rows(
+            wire: GlooTransport, verb: str, messages: Any, tag: int, what: str
+        ) -> Any:
             return (
                 [] if verb == "send" and ", rows" in what else post(wire, verb, messages, tag, what)
             )
 
-        with mock.patch.object(GlooWire, "_post", post_all_but_rows):
+        with mock.patch.object(GlooTransport, "_post", post_all_but_rows):
             error = error_of(plot.play)
     else:
         error = error_of(plot.play)
@@ -315,7 +317,7 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
             def no_room(*_: object) -> None:
                 raise MemoryError("no room for rows")
 
-            ep._calls.engine._mover.buffer = no_room
+            ep._calls.engine._rows.buffer = no_room
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
         meet(ranks)
         if ranks.rank == CULPRIT:

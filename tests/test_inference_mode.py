@@ -16,9 +16,9 @@ from test_dispatch_combine import ENGINES, layouts, shapes
 from test_gradients import Layer, check_grads, loss
 from tokenyard.config import Config
 from tokenyard.engines.collective import CollectiveEngine
-from tokenyard.engines.kinds import kind_of
+from tokenyard.engines.group_transport import GroupTransport
+from tokenyard.engines.signatures import signature_of
 from tokenyard.engines.tables import Tables
-from tokenyard.engines.wire import GroupWire
 from tokenyard.handle import Spec
 from tokenyard.header import DISPATCH
 from tokenyard.rows import Payload
@@ -95,7 +95,7 @@ def test_a_bad_id_is_remembered_in_either_mode(ranks: Ranks, first: str) -> None
     """
     engine = CollectiveEngine(
         config_of(ranks.rank, 2),
-        GroupWire(ranks.group, ranks.device, "gloo"),
+        GroupTransport(ranks.group, ranks.device, "gloo"),
         Stats.zeros(ranks.rank, 2),
     )
     x, good = torch.ones(2, 8), torch.tensor([[0, 1], [2, 3]])
@@ -118,7 +118,9 @@ def test_tables_made_ahead_are_of_the_mode_of_their_call() -> None:
     config = config_of(0, 1)
     payload = Payload(torch.ones(2, 8), None)
     spec = Spec(layout=ty.Layout.FLAT, exact=True)
-    kind = kind_of(DISPATCH, payload, spec, None, config, marked=True, scaled=False, in_place=False)
+    kind = signature_of(
+        DISPATCH, payload, spec, None, config, marked=True, scaled=False, in_place=False
+    )
     tables = Tables(config, torch.device("cpu"))
     for made_inside in (True, False):
         for used_inside in (True, False):

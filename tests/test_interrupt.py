@@ -22,7 +22,7 @@ import torch
 
 import tokenyard as ty
 from hostile import CASE, Inputs, assert_works, check, error_of, make, meet
-from tokenyard.engines.wire import _gist
+from tokenyard.engines.gloo_transport import _gist
 from tokenyard.launch import local_store
 from tokenyard.testing import Ranks, distributed_test
 
@@ -46,8 +46,11 @@ def waits(ident: int | None) -> bool:
         names.append(frame.f_code.co_filename)
         frame = frame.f_back
     names = names[1:] or names
-    ours = any(name.endswith(("tokenyard/calls.py", "engines/wire.py")) for name in names)
-    return ours and names[0].endswith(("aside.py", "threading.py", "lane.py"))
+    ours = any(
+        name.endswith(("tokenyard/calls.py", "tokenyard/guard.py", "engines/gloo_transport.py"))
+        for name in names
+    )
+    return ours and names[0].endswith(("aside.py", "threading.py", "call_queue.py"))
 
 
 def ctrl_c(times: int = 1, ident: int | None = None) -> threading.Thread:
@@ -260,15 +263,15 @@ def test_a_second_ctrl_c_while_the_others_are_told(ranks: Ranks) -> None:
     inputs = Inputs.of(ranks)
     ep = make(ranks, timeout=PATIENT)
     if ranks.rank == 0:
-        wire = ep._calls.engine._wire
-        tell, asked = wire._blame.report, []
+        wire = ep._calls.engine._transport
+        tell, asked = wire._failures.report, []
 
         def impatient(*said: Any) -> None:
             asked.append(said)
             signal.raise_signal(signal.SIGINT)
             tell(*said)
 
-        wire._blame.report = impatient
+        wire._failures.report = impatient
         ctrl_c()
         with soon():
             with pytest.raises(KeyboardInterrupt):
@@ -350,7 +353,7 @@ def test_just_before_and_just_behind_a_wait(ranks: Ranks) -> None:
     for where in ("_move", "_post", "_until"):
         ep = make(ranks, timeout=PATIENT)
         if ranks.rank == 0:
-            wire = ep._calls.engine._wire
+            wire = ep._calls.engine._transport
             honest = getattr(wire, where)
 
             def struck(*arguments: Any, honest: Any = honest) -> Any:

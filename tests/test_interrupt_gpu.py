@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from cuda_streams import Machine
 from tokenyard.calls import Calls
-from tokenyard.engines.blame import Blame
-from tokenyard.engines.watch import Begun, Watch
-from tokenyard.engines.wire import GroupWire
+from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.group_transport import GroupTransport
+from tokenyard.engines.status import Begun, StatusMonitor
 from tokenyard.errors import PeerLost
 from tokenyard.header import DISPATCH
 from tokenyard.kernels import sync
 from tokenyard.memory import aside, cuda
-from tokenyard.memory.launch import wait_until
+from tokenyard.memory.kernel_launch import wait_until
 
 GPU = torch.device("cuda", 0)
 PATIENT = 60.0
@@ -58,12 +58,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def watching(store: Any, rank: int = 0) -> tuple[Watch, Any]:
+def watching(store: Any, rank: int = 0) -> tuple[StatusMonitor, Any]:
     config: Any = SimpleNamespace(rank=rank, timeout=PATIENT)
     ground: Any = SimpleNamespace(
         memory=Memory(), status=torch.zeros(sync.STATUS_WORDS).long(), state=torch.zeros(16).long()
     )
-    watch = Watch(config, ground, Blame(store, rank, PATIENT))
+    watch = StatusMonitor(config, ground, FailureReports(store, rank, PATIENT))
     watch._begun.append(Begun(DISPATCH, 3, 0, 0))
     return watch, ground
 
@@ -78,7 +78,8 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
     engine: Any = SimpleNamespace(
         waits_on_host=False,
         name="nvlink",
-        _calls=3,
+        calls_begun=3,
+        decoder=None,
         interrupt=watch.interrupt,
         close=lambda: made.append(1),
     )
@@ -87,7 +88,7 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
     strike()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        calls._in_turn(lambda: watch.wait(lambda: False), "dispatch")
+        calls.make("dispatch", watch.wait, lambda: False)
     assert time.monotonic() - begin < PATIENT / 2
     assert ground.state[sync.GIVEN_UP.value] == 1
     with pytest.raises(
@@ -113,7 +114,7 @@ def test_who_waits_for_the_device_hears_of_it(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait(PATIENT))
     store = dist.HashStore()
     watch, ground = watching(store, rank=1)
-    Blame(store, 0, 1.0).report("rank 0 was interrupted", 0)
+    FailureReports(store, 0, 1.0).report("rank 0 was interrupted", 0)
     with pytest.raises(PeerLost, match="rank 0 was interrupted"):
         watch.finish()
     assert ground.state[sync.GIVEN_UP.value] == 1
@@ -126,7 +127,7 @@ def test_who_waits_for_the_device_hears_of_it(
 def test_a_wait_that_is_over_asks_nobody(machine: Machine) -> None:
     store = dist.HashStore()
     watch, ground = watching(store, rank=1)
-    Blame(store, 0, 1.0).report("rank 0 was interrupted", 0)
+    FailureReports(store, 0, 1.0).report("rank 0 was interrupted", 0)
     watch.wait(lambda: True)
     assert not ground.state.any()
 
@@ -139,7 +140,8 @@ def test_ctrl_c_over_the_group(machine: Machine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     store, asked = dist.HashStore(), list[bool]()
     wires = [
-        GroupWire(cast("Any", None), GPU, "nccl", Blame(store, rank, PATIENT)) for rank in range(2)
+        GroupTransport(cast("Any", None), GPU, "nccl", FailureReports(store, rank, PATIENT))
+        for rank in range(2)
     ]
     strike(lambda: bool(asked))
     begin = time.monotonic()

@@ -52,12 +52,12 @@ def payload_of(dtype: torch.dtype, width: int, scales: tuple[torch.dtype, int] |
 def test_what_is_kept_is_what_would_be_made() -> None:
     """In any order of calls: nothing that a kind says comes from a call of another."""
     pytest.importorskip("triton")
-    from tokenyard.engines.kinds import kind_of
     from tokenyard.engines.nvlink import NvlinkEngine
+    from tokenyard.engines.signatures import signature_of
 
     begun: list[tuple[Any, int]] = []
     watch = SimpleNamespace(raise_if_failed=lambda: None, begin=lambda *given: begun.append(given))
-    engine: Any = SimpleNamespace(config=CONFIG, _watch=watch, _kinds={}, _calls=0)
+    engine: Any = SimpleNamespace(config=CONFIG, _monitor=watch, _signatures={}, _calls=0)
     flags = list(product((False, True), repeat=3))
     calls = [*product((DISPATCH, CACHED, COMBINE), PAYLOADS, SPECS, (None, *Quantize), flags)]
     random.Random(0).shuffle(calls)
@@ -67,7 +67,7 @@ def test_what_is_kept_is_what_would_be_made() -> None:
             {"marked": marked, "scaled": scaled, "in_place": in_place},
         )
         kept = NvlinkEngine._kind(engine, op, payload, spec, mode, **options)
-        want = kind_of(op, payload, spec, mode, CONFIG, **options)
+        want = signature_of(op, payload, spec, mode, CONFIG, **options)
         want.fingerprint.call = kept.fingerprint.call
         for name in (
             "fingerprint",
@@ -97,5 +97,5 @@ def test_what_is_kept_is_what_would_be_made() -> None:
                 options,
             )
         assert begun[-1] == (kept.fingerprint, kept.tag)
-    assert len(engine._kinds) == len(calls)
+    assert len(engine._signatures) == len(calls)
     assert engine._calls == 2 * len(calls)

@@ -20,8 +20,8 @@ import torch
 
 import tokenyard as ty
 from cuda_streams import Event, Machine, Stream
-from tokenyard.engines.wire import GlooWire
-from tokenyard.lane import MAX_OUTSTANDING, Lane, When, Work
+from tokenyard.call_queue import MAX_OUTSTANDING, CallQueue, When, Work
+from tokenyard.engines.gloo_transport import GlooTransport
 
 GPU = torch.device("cuda", 0)
 LATER = When(later=True, after=None)
@@ -38,7 +38,7 @@ class Scene:
     """One lane, main stream and another one of the user's; made anew for each schedule."""
 
     def __init__(self, machine: Machine, threaded: bool = False) -> None:
-        self.machine, self.lane = machine, Lane(threaded=threaded, device=GPU)
+        self.machine, self.queue = machine, CallQueue(threaded=threaded, device=GPU)
         self.other = Stream(machine, "other")
 
     def call(self, what: str) -> Callable[[], str]:
@@ -49,7 +49,7 @@ class Scene:
         return made
 
     def begin(self, what: str, after: Any = None) -> int:
-        return self.lane.begin(self.call(what), GPU, When(later=True, after=after))
+        return self.queue.begin(self.call(what), GPU, When(later=True, after=after))
 
 
 def both(
@@ -75,7 +75,7 @@ def test_a_call_comes_behind_its_stream_and_before_who_took_it(machine: Machine)
         machine.launch("input")
         ticket = scene.begin("call")
         machine.launch("beside")
-        assert scene.lane.take(ticket) == "call"
+        assert scene.queue.take(ticket) == "call"
         machine.launch("use")
 
     logs = both(machine, play)
@@ -92,7 +92,7 @@ def test_after_takes_the_place_of_the_current_stream(machine: Machine) -> None:
             machine.launch("awaited")
             event = scene.other.record_event()
         machine.launch("not awaited")
-        scene.lane.take(scene.begin("call", after=event))
+        scene.queue.take(scene.begin("call", after=event))
 
     logs = both(machine, play)
     check_order(logs, "awaited", "call")
@@ -105,7 +105,7 @@ def test_who_takes_on_another_stream(machine: Machine) -> None:
     def play(scene: Scene) -> None:
         ticket = scene.begin("call")
         with machine.on(scene.other):
-            scene.lane.take(ticket)
+            scene.queue.take(ticket)
             machine.launch("use")
         machine.launch("free")
 
@@ -125,7 +125,7 @@ def test_calls_come_one_behind_the_other(machine: Machine, first: str, second: s
                 scene.begin(name, after=Event(machine))  # which is over: nothing else orders it
             else:
                 with machine.on(machine.main if where == "main" else scene.other):
-                    assert scene.lane.run(scene.call(name)) == name
+                    assert scene.queue.run(scene.call(name)) == name
 
     check_order(both(machine, play), "one", "two", "three")
 
@@ -136,12 +136,12 @@ def test_a_call_that_fails_is_a_call_too(machine: Machine) -> None:
             machine.launch("half")
             raise ValueError("mine")
 
-        ticket = scene.lane.begin(fails, GPU, LATER)
-        assert scene.lane.work_of(ticket) is None
+        ticket = scene.queue.begin(fails, GPU, LATER)
+        assert scene.queue.work_of(ticket) is None
         with pytest.raises(ValueError, match="mine"):
-            scene.lane.take(ticket)
+            scene.queue.take(ticket)
         with machine.on(scene.other):
-            scene.lane.run(scene.call("next"))
+            scene.queue.run(scene.call("next"))
 
     check_order(both(machine, play), "half", "next")
 
@@ -150,7 +150,7 @@ def test_a_dropped_call_keeps_its_inputs(machine: Machine) -> None:
     def play(scene: Scene) -> None:
         ticket = scene.begin("call")
         with machine.on(scene.other):
-            scene.lane.drop(ticket)
+            scene.queue.drop(ticket)
         machine.launch("memory is used again")
 
     check_order(both(machine, play), "call", "memory is used again")
@@ -161,37 +161,37 @@ def test_a_call_dropped_in_a_capture_spoils_nothing(machine: Machine) -> None:
     ticket = scene.begin("call")
     queued = len(machine.main.queue)
     machine.capturing = True
-    scene.lane.drop(ticket)
+    scene.queue.drop(ticket)
     assert len(machine.main.queue) == queued
-    assert len(scene.lane._dropped) == 1  # kept, as nobody has waited for it
+    assert len(scene.queue._dropped) == 1  # kept, as nobody has waited for it
 
 
 def test_a_captured_call_orders_nothing(machine: Machine) -> None:
     scene = Scene(machine)
-    scene.lane.run(scene.call("before"))
+    scene.queue.run(scene.call("before"))
     machine.capturing = True
     with machine.on(scene.other):
-        scene.lane.run(scene.call("captured"))
+        scene.queue.run(scene.call("captured"))
     assert len(scene.other.queue) == 1
-    assert scene.lane._where == (0, 0)
+    assert scene.queue._turn._where == (0, 0)
 
 
 def test_work_is_waited_for_on_the_current_stream(machine: Machine) -> None:
     def play(scene: Scene) -> None:
         ticket = scene.begin("call")
-        work = scene.lane.work_of(ticket)
+        work = scene.queue.work_of(ticket)
         assert work is not None and work.can_be_waited_for()
         with machine.on(scene.other):
             work.wait()
             machine.launch("behind")
-        scene.lane.take(ticket)
+        scene.queue.take(ticket)
 
     check_order(both(machine, play), "call", "behind")
 
 
 def test_events_of_a_capture_are_for_it_alone(machine: Machine) -> None:
     scene = Scene(machine)
-    work = scene.lane.work_of(scene.begin("call"))
+    work = scene.queue.work_of(scene.begin("call"))
     assert work is not None
     machine.capturing = True
     assert not work.can_be_waited_for()
@@ -213,9 +213,9 @@ class Memory(torch.Tensor):
 def test_results_are_kept_for_who_took_them(machine: Machine) -> None:
     scene = Scene(machine)
     result = torch.zeros(1).as_subclass(Memory)
-    ticket = scene.lane.begin(lambda: (1, [result], None), GPU, LATER)
+    ticket = scene.queue.begin(lambda: (1, [result], None), GPU, LATER)
     with machine.on(scene.other):
-        scene.lane.take(ticket)
+        scene.queue.take(ticket)
     assert result.keepers == [scene.other]
 
 
@@ -227,26 +227,26 @@ def test_inputs_live_until_the_call_is_taken(machine: Machine) -> None:
 
     def begin() -> tuple[int, weakref.ref[Any]]:
         held = Input()
-        return scene.lane.begin(lambda: bool(held) and None, GPU, LATER), weakref.ref(held)
+        return scene.queue.begin(lambda: bool(held) and None, GPU, LATER), weakref.ref(held)
 
     ticket, alive = begin()
     gc.collect()
     assert alive() is not None
-    scene.lane.take(ticket)
+    scene.queue.take(ticket)
     gc.collect()
     assert alive() is None
 
 
 def test_a_waiting_call_behind_one_on_the_thread_runs_on_its_own_stream(machine: Machine) -> None:
     scene, gate = Scene(machine, threaded=True), threading.Event()
-    first = scene.lane.begin(scene.call("first"), GPU, When(later=True, after=cast("Any", gate)))
+    first = scene.queue.begin(scene.call("first"), GPU, When(later=True, after=cast("Any", gate)))
     threading.Timer(0.2, gate.set).start()
     with machine.on(scene.other):
-        scene.lane.run(scene.call("second"))
-    scene.lane.take(first)
+        scene.queue.run(scene.call("second"))
+    scene.queue.take(first)
     log = machine.run(machine.streams)
     assert log[0].startswith("first on comm") and log[1] == "second on other"
-    scene.lane.close()
+    scene.queue.close()
 
 
 def test_a_call_interrupted_in_its_launches_leaves_no_ticket(machine: Machine) -> None:
@@ -258,8 +258,8 @@ def test_a_call_interrupted_in_its_launches_leaves_no_ticket(machine: Machine) -
 
     for _ in range(MAX_OUTSTANDING + 1):
         with pytest.raises(KeyboardInterrupt):
-            scene.lane.begin(struck, GPU, LATER)
-    assert not scene.lane._issued and not scene.lane._started
+            scene.queue.begin(struck, GPU, LATER)
+    assert not scene.queue._issued and not scene.queue._started
 
 
 # Of objects
@@ -310,7 +310,7 @@ def test_calls_that_nobody_wants_free_their_tickets(kind: str) -> None:
             else:
                 ep.combine(recv.x, recv.handle, async_op=True)
             gc.collect()
-        assert not ep._calls.lane._started
+        assert not ep._calls.queue._started
 
 
 class Losing:
@@ -319,6 +319,7 @@ class Losing:
     """
 
     name, waits_on_host = "losing", True
+    counts_by_most, calls_begun = False, None
 
     def __init__(self) -> None:
         self.calls, self.gate = 0, threading.Event()
@@ -375,7 +376,7 @@ class Message:
 
 def test_messages_share_the_timeout() -> None:
     """Those of one move, also for sends behind receives: not as much for each."""
-    wire, given = GlooWire(None, 0, 1, timeout=100.0), list[float]()
+    wire, given = GlooTransport(None, 0, 1, timeout=100.0), list[float]()
     wire.last_wait = [0.0] * 4
     coming = [(peer, Message(given, 0.2)) for peer in (1, 2)]
     wire._await(coming, [(3, Message(given, 0.0))], time.monotonic() - 60.0, "dispatch #0, rows")

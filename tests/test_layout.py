@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenyard import layout
+from tokenyard import routing
 
 pytestmark = pytest.mark.portable
 
@@ -31,21 +31,21 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 
 
 def test_worked_examples() -> None:
-    outcome = doctest.testmod(layout)
+    outcome = doctest.testmod(routing)
     assert outcome.attempted >= 12
     assert outcome.failed == 0
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_experts_are_split_nearly_equally(experts: int, ranks: int) -> None:
-    bounds = layout.expert_bounds(experts, ranks)
+    bounds = routing.expert_bounds(experts, ranks)
     sizes = [end - begin for begin, end in pairwise(bounds)]
     assert bounds[0] == 0
     assert bounds[-1] == experts
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
     everyone = torch.arange(ranks + 1)
-    assert layout.first_experts(everyone, experts, ranks).tolist() == bounds
+    assert routing.first_experts(everyone, experts, ranks).tolist() == bounds
 
 
 @given(routings())
@@ -53,8 +53,8 @@ def test_owner_is_the_rank_whose_range_holds_the_expert(
     given_routing: tuple[Tensor, int, int],
 ) -> None:
     idx, experts, ranks = given_routing
-    bounds = layout.expert_bounds(experts, ranks)
-    owner = layout.pick_owners(idx, experts, ranks)
+    bounds = routing.expert_bounds(experts, ranks)
+    owner = routing.pick_owners(idx, experts, ranks)
     for expert, rank in zip(idx.flatten().tolist(), owner.flatten().tolist(), strict=True):
         assert (rank == -1) if expert < 0 else bounds[rank] <= expert < bounds[rank + 1]
 
@@ -65,7 +65,7 @@ def test_merging_keeps_experts_and_total_weight(
 ) -> None:
     idx, _, _ = given_routing
     weights = torch.arange(1.0, idx.numel() + 1).view(idx.shape)
-    merged = layout.merge_picks(idx, weights, static=static)
+    merged = routing.merge_picks(idx, weights, static=static)
     for t, picks in enumerate(idx.tolist()):
         kept = [e for e in merged.topk_idx[t].tolist() if e >= 0]
         assert sorted(kept) == sorted({e for e in picks if e >= 0})
@@ -82,10 +82,10 @@ def test_merging_keeps_experts_and_total_weight(
 def test_send_orders_agree(given_routing: tuple[Tensor, int, int], spare: int) -> None:
     """Static places hold, per destination, the tokens of the exact order and then -1."""
     idx, experts, ranks = given_routing
-    in_ranks = layout.tokens_in_ranks(idx, experts, ranks)
+    in_ranks = routing.tokens_in_ranks(idx, experts, ranks)
     room = idx.shape[0] + spare
-    static = layout.send_order_static(in_ranks, room).view(ranks, room)
-    per_rank = layout.send_order(in_ranks).split(in_ranks.sum(0).tolist())
+    static = routing.send_order_static(in_ranks, room).view(ranks, room)
+    per_rank = routing.send_order(in_ranks).split(in_ranks.sum(0).tolist())
     for rank, tokens in enumerate(per_rank):
         exact = tokens.tolist()
         assert exact == in_ranks[:, rank].nonzero().flatten().tolist()
@@ -97,11 +97,11 @@ def test_rows_come_back_to_their_token_in_rank_order(
     given_routing: tuple[Tensor, int, int], static: bool
 ) -> None:
     idx, experts, ranks = given_routing
-    in_ranks = layout.tokens_in_ranks(idx, experts, ranks)
+    in_ranks = routing.tokens_in_ranks(idx, experts, ranks)
     width = min(idx.shape[1], ranks)
     stride = idx.shape[0] + 1 if static else None
-    sent = layout.send_order_static(in_ranks, stride) if stride else layout.send_order(in_ranks)
-    for token, places in enumerate(layout.return_places(in_ranks, stride, width).tolist()):
+    sent = routing.send_order_static(in_ranks, stride) if stride else routing.send_order(in_ranks)
+    for token, places in enumerate(routing.return_places(in_ranks, stride, width).tolist()):
         valid = [place for place in places if place >= 0]
         assert valid == sorted(valid)
         assert valid == (sent == token).nonzero().flatten().tolist()
@@ -112,10 +112,10 @@ def test_placement_is_a_bijection_onto_unpadded_places(
     given_routing: tuple[Tensor, int, int], alignment: int, static: bool
 ) -> None:
     idx, experts, _ = given_routing
-    local = layout.merge_picks(idx, None).topk_idx
-    counts = layout.count_keys(local, experts)
-    starts = layout.block_offsets(counts, alignment)
-    place = layout.place_rows(local, starts, experts, int(starts[-1]), static=static)
+    local = routing.merge_picks(idx, None).topk_idx
+    counts = routing.count_keys(local, experts)
+    starts = routing.block_offsets(counts, alignment)
+    place = routing.place_rows(local, starts, experts, int(starts[-1]), static=static)
     assert place.slots.shape == place.picks.shape == (idx.shape[0], min(idx.shape[1], experts))
     seen = []
     for row, (slots, picks) in enumerate(
@@ -142,7 +142,7 @@ def test_placement_is_a_bijection_onto_unpadded_places(
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_compaction_keeps_order_and_inverts(counts: list[int]) -> None:
     stride = 4
-    place = layout.compact_rows(torch.tensor(counts), stride)
+    place = routing.compact_rows(torch.tensor(counts), stride)
     want = [source * stride + i for source, count in enumerate(counts) for i in range(count)]
     assert place.gather.tolist() == want + [-1] * (len(counts) * stride - len(want))
     for row, slot in enumerate(place.slots[:, 0].tolist()):

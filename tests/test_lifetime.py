@@ -31,8 +31,8 @@ from hostile import (
     make_patient,
     meet,
 )
-from tokenyard.engines.departure import note_bad_index
-from tokenyard.lane import MAX_OUTSTANDING
+from tokenyard.call_queue import MAX_OUTSTANDING
+from tokenyard.engines.send_plan import note_bad_index
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 
 # Closing
@@ -197,7 +197,7 @@ def test_a_waiting_call_from_another_thread(ranks: Ranks) -> None:
     refused: list[Exception | None] = []
     inside, release = threading.Event(), threading.Event()
     with make(ranks) as ep:
-        wire = ep._calls.engine._wire
+        wire = ep._calls.engine._transport
         honest = wire.exchange
 
         def exchange(*args: Any) -> Any:
@@ -397,7 +397,7 @@ def test_a_lost_peer_keeps_nothing() -> None:
     """
 
     class Gone:
-        waits_on_host, name = False, "gone"
+        waits_on_host, name, counts_by_most, calls_begun = False, "gone", False, None
 
         def dispatch(self, *_: object, **__: object) -> None:
             raise ty.PeerTimeout("rank 1 is silent", 1)

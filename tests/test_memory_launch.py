@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiling import compiled
-from tokenyard.memory.launch import Processor, resident_programs, wait_until
+from tokenyard.memory.kernel_launch import Processor, resident_programs, wait_until
 
 pytestmark = pytest.mark.portable
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tokenyard.errors import PeerLost, PeerTimeout
 from tokenyard.memory.meeting import Meeting, check_sizes
+from tokenyard.memory.one_gpu import ENVIRONMENT, run_virtual_ranks, virtual_environment
 from tokenyard.memory.threads import Gate, ThreadsFailed, run_threads
-from tokenyard.memory.virtual import ENVIRONMENT, run_virtual_ranks, virtual_environment
 
 
 def together(world_size: int, body: Callable[[int, Gate], Any], timeout: float = 20.0) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenyard.memory.virtual import ENVIRONMENT
+from tokenyard.memory.one_gpu import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,11 +15,11 @@ import torch
 
 import tokenyard as ty
 from hostile import SIZES, Inputs, assert_works, check, error_of, make_patient
+from tokenyard.arguments import check_whole, real, whole
 from tokenyard.config import Config
 from tokenyard.handle import Spec
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import Topology, check_topology
-from tokenyard.whole import check_whole, real, whole
 
 pytestmark = pytest.mark.portable
 

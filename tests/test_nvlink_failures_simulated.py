@@ -17,8 +17,8 @@ import torch.distributed as dist
 from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
 from nvlink_failures import QUEUE
 from nvlink_pool import SOAK, run_all, without_devices
-from tokenyard.engines.blame import Blame
-from tokenyard.engines.watch import Watch
+from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.status import StatusMonitor
 from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH, OPS
 
@@ -208,10 +208,10 @@ def test_a_rank_that_closed_in_order_is_told_from_one_that_died() -> None:
 
 def test_who_waits_for_memory_with_one_that_gave_up_names_whom_that_one_lost() -> None:
     store = dist.HashStore()
-    Blame(store, 1, 1.0).report("rank 3 did not send its rows", 3)
+    FailureReports(store, 1, 1.0).report("rank 3 did not send its rows", 3)
     for first, culprit in ((1, 3), (2, 2)):
-        watch: Any = SimpleNamespace(_blame=Blame(store, 0, 0.1))
-        lost = Watch.blamed(
+        watch: Any = SimpleNamespace(_failures=FailureReports(store, 0, 0.1))
+        lost = StatusMonitor.blamed(
             watch, PeerTimeout(f"rank 0 waited 5.0 s for rank(s) [{first}, 3]", first)
         )
         assert lost.rank == culprit

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.engines.twolevel_ground import NetRing, TwoGround, most_channels, tuning_for
 from tokenyard.header import COUNTS
@@ -31,7 +32,7 @@ from tokenyard.planner.model import (
     twolevel_combine,
     twolevel_dispatch,
 )
-from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
+from tokenyard.planner.plan import COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
 from tokenyard.planner.rates import H200, LEAST, MOST, Leg
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes

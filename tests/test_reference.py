@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenyard import reference, reference_picks, reference_quant
+from tokenyard import reference, reference_picks, reference_quant, reference_sums
 from tokenyard.reference import ReferenceRows, combine, dispatch, merge_picks
 from tokenyard.types import Layout
 
@@ -56,12 +56,12 @@ def dispatched(layout: Layout, **options: Any) -> list[ReferenceRows]:
     return dispatch(X, IDX, WEIGHTS, num_experts=4, layout=layout, **options)
 
 
-@pytest.mark.parametrize("module", [reference, reference_picks, reference_quant])
+@pytest.mark.parametrize("module", [reference, reference_picks, reference_quant, reference_sums])
 def test_imports_only_types(module: Any) -> None:
     nodes = ast.walk(ast.parse(Path(module.__file__).read_text()))
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    own = {"tokenyard.types", "tokenyard.reference_picks", "tokenyard.reference_quant"}
-    assert {name for name in imported if "tokenyard" in name} <= own
+    own = {f"tokenyard.reference_{part}" for part in ("picks", "quant", "sums")}
+    assert {name for name in imported if "tokenyard" in name} <= {"tokenyard.types", *own}
 
 
 def test_flat() -> None:

@@ -25,11 +25,11 @@ from cases import PLAIN, QUANTIZED, Case, check_received, dispatch, on_grid, row
 from hostile import Inputs, assert_works, check, error_of, make, make_patient, meet
 from test_failures import CULPRIT, Plot, check_over
 from tokenyard.config import Config
-from tokenyard.engines.relay import Relay
-from tokenyard.engines.wire import GroupWire
+from tokenyard.engines.group_transport import GroupTransport
+from tokenyard.engines.hierarchy import Hierarchy
 from tokenyard.handle import Spec
 from tokenyard.header import NUM_TOKENS
-from tokenyard.layout import tokens_in_ranks
+from tokenyard.routing import tokens_in_ranks
 from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
 from tokenyard.testing.modules import BODY
 
@@ -103,7 +103,9 @@ def test_on_a_wire_that_keeps_counts_from_the_host(ranks: Ranks) -> None:
 
     def rewire(ep: Any) -> None:
         engine = ep._calls.engine
-        engine._wire = engine._mover._wire = GroupWire(ranks.group, ranks.device, "gloo")
+        engine._transport = engine._rows._transport = GroupTransport(
+            ranks.group, ranks.device, "gloo"
+        )
 
     run_grid(ranks, (2, 2), range(30, 38), rewire)
 
@@ -114,7 +116,7 @@ def test_a_leg_by_hand() -> None:
     """
     sizes = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 2, "timeout": 1.0}
     mover: Any = SimpleNamespace(counts_on_host=False)
-    relay = Relay(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), mover)
+    relay = Hierarchy(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), mover)
     ids = torch.tensor([[1, 0], [3, 1], [2, 99], [-1, -7]])
     leg = relay.plan(ids, [1, 2, 3, 1], Spec(layout=FLAT, exact=True))
     assert leg.order.tolist() == [0, 0, 1]
@@ -315,7 +317,7 @@ def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
             torch.arange(5, device=ranks.device).unsqueeze(1) % 2 == 0, everywhere, everywhere + 1
         )
         plot._inside(
-            ep._calls.engine._wire, "exchange", before="rows", times=1 if hop == "first" else 2
+            ep._calls.engine._transport, "exchange", before="rows", times=1 if hop == "first" else 2
         )
         recv = ep.dispatch(inputs.x, everywhere)
         ep.combine(recv.x, recv.handle)
@@ -356,7 +358,7 @@ def test_a_lie_about_rows_to_relay(ranks: Ranks, exact: bool) -> None:
     """More rows than tokens, or than a static block holds: named before room is made for them."""
     inputs = Inputs.of(ranks)
     with on_grid(2, 2), make_patient(ranks) as ep:
-        wire = ep._calls.engine._wire
+        wire = ep._calls.engine._transport
         honest = wire.swap
 
         def swap(header: Any, what: str) -> Any:

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.kernels.sync import words
-from tokenyard.memory.base import SymmetricMemory
 from tokenyard.memory.store import CooperativeStore
+from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rendezvous import agree
 from tokenyard.testing.job import Ranks
 from tokenyard.testing.simulator import (

@@ -127,11 +127,11 @@ def test_marks_are_counted() -> None:
 def test_a_wrong_reference_is_found() -> None:
     source = ROOT / "src" / "tokenyard"
     assert wrong(
-        "`kernels/nothing.py` `layout.py::nothing` `layout.py::block_offsets`", source
+        "`kernels/nothing.py` `routing.py::nothing` `routing.py::block_offsets`", source
     ) == [
         "kernels/nothing.py",
-        "layout.py::nothing",
+        "routing.py::nothing",
     ]
     assert not wrong(
-        "`engines/watch.py::Watch.wait` `engines/rings.py::DEFAULT_BUFFER_BYTES`", source
+        "`engines/status.py::StatusMonitor.wait` `engines/rings.py::DEFAULT_BUFFER_BYTES`", source
     )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenyard import Layout
 from tokenyard.config import Config
-from tokenyard.engines.kinds import Kind, kind_of
+from tokenyard.engines.signatures import Signature, signature_of
 from tokenyard.engines.tables import Tables
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH
@@ -35,9 +35,9 @@ SPECS = {
 }
 
 
-def _kind(spec: Spec, *, weighted: bool) -> Kind:
+def _kind(spec: Spec, *, weighted: bool) -> Signature:
     payload = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return kind_of(
+    return signature_of(
         DISPATCH, payload, spec, None, CONFIG, marked=weighted, scaled=False, in_place=False
     )
 
@@ -48,7 +48,7 @@ def _rows(spec: Spec) -> int:
     return CONFIG.padded_rows if spec.capacity is None else spec.capacity
 
 
-def _call(tables: Tables, kind: Kind) -> tuple[Plan, Arrived]:
+def _call(tables: Tables, kind: Signature) -> tuple[Plan, Arrived]:
     counted = tables.counted(kind, TOKENS, 8)
     return tables.results(kind, counted, CONFIG.padded_rows, _rows(kind.spec))
 

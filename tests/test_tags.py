@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from tokenyard import header
+from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
-from tokenyard.engines import low_latency_signatures, watch
-from tokenyard.engines.watch import (
+from tokenyard.engines import low_latency_signatures, status
+from tokenyard.engines.status import (
     LARGEST,
     TAG_FIELDS,
-    Watch,
+    StatusMonitor,
     check_room,
     pack,
     pack_routing,
     unpack,
 )
 from tokenyard.header import Fingerprint
-from tokenyard.limits import MOST_PICKS
 from tokenyard.types import Layout, Quantize
 
 pytestmark = pytest.mark.portable
@@ -81,12 +81,12 @@ def test_a_value_too_many_is_refused_at_import(name: str) -> None:
 
 def test_the_module_checks_itself() -> None:
     """As it is imported: with one dtype more than there are places."""
-    source = open(watch.__file__).read()  # noqa: SIM115
+    source = open(status.__file__).read()  # noqa: SIM115
     with (
         mock.patch.object(header, "DTYPES", (torch.int8,) * 17),
         pytest.raises(RuntimeError, match="dtype goes up to 16"),
     ):
-        exec(compile(source, watch.__file__, "exec"), {"__name__": "tokenyard.engines.again"})
+        exec(compile(source, status.__file__, "exec"), {"__name__": "tokenyard.engines.again"})
 
 
 def test_a_tag_has_so_many_bits() -> None:
@@ -149,7 +149,7 @@ def test_what_was_told_apart_still_is(hidden: int) -> None:
 
 def test_messages_say_channels() -> None:
     """0 stands for the object's own."""
-    found = object.__new__(Watch)
+    found = object.__new__(StatusMonitor)
     found._config = CONFIG
     found._begun = [SimpleNamespace(op=header.CACHED, number=4)]  # pyright: ignore[reportAttributeAccessIssue]
     found._status = [0] * 16

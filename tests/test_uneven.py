@@ -16,10 +16,10 @@ from cases import Case, check_combined, check_received, dispatch, rows_to_combin
 from hostile import make_patient
 from tokenyard import header
 from tokenyard.config import Config
-from tokenyard.engines.departure import counts_by_rank
+from tokenyard.engines.send_plan import counts_by_rank
 from tokenyard.handle import Spec
-from tokenyard.layout import pick_owners
-from tokenyard.memory.base import Region
+from tokenyard.memory.symmetric import Region
+from tokenyard.routing import pick_owners
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import Ranks, distributed_test
@@ -63,7 +63,7 @@ class Noting:
 def ringed(name: str, config: Config) -> list[Any]:
     """All that an engine with rings lays out."""
     from tokenyard.engines import nvlink, rings, twolevel, twolevel_ground
-    from tokenyard.engines.blame import Blame
+    from tokenyard.engines.failures import FailureReports
 
     memory, stats = Noting(config), Stats.zeros(config.rank, config.world_size)
     if name == "nvlink":
@@ -73,7 +73,9 @@ def ringed(name: str, config: Config) -> list[Any]:
         make, grid = twolevel.TwolevelEngine, config.topology
         assert grid is not None
         shape = twolevel_ground.tuning_for(16, grid, all_sms=True, channels=2)
-    engine = make(config, memory, stats, shape, 8 << 20, Blame(dist.HashStore(), config.rank, 1.0))
+    engine = make(
+        config, memory, stats, shape, 8 << 20, FailureReports(dist.HashStore(), config.rank, 1.0)
+    )
     for layout in Layout:
         for exact in (True, False):
             engine.binders.plan(

@@ -19,8 +19,9 @@ from hostile import CASE, Inputs, assert_works, check, error_of, make_patient, m
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.collective import DISPATCH
-from tokenyard.engines.departure import note_bad_index
-from tokenyard.engines.wire import GlooWire, Spans
+from tokenyard.engines.gloo_transport import GlooTransport
+from tokenyard.engines.send_plan import note_bad_index
+from tokenyard.engines.transport import Spans
 from tokenyard.handle import Spec
 from tokenyard.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint
 from tokenyard.rows import Payload
@@ -411,7 +412,7 @@ def test_spans() -> None:
 
 
 def test_a_wire_of_one_rank_needs_no_store() -> None:
-    wire = GlooWire(None, 0, 1, timeout=1.0)
+    wire = GlooTransport(None, 0, 1, timeout=1.0)
     header = torch.arange(6).view(1, 6)
     assert torch.equal(wire.swap(header, "counts")(), header)
     send, recv = (
@@ -457,11 +458,11 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
     options, corrupt = OBJECT_LIES[lie]
     inputs = Inputs.of(ranks)
     with make_patient(ranks) as ep:
-        wire = ep._calls.engine._wire
+        wire = ep._calls.engine._transport
         honest_swap, asked = wire.swap, []
         if ranks.rank == 1:
             wire.swap = lambda header, what: (corrupt(header), honest_swap(header, what))[1]
-        mover = ep._calls.engine._mover
+        mover = ep._calls.engine._rows
         buffer, mover.buffer = mover.buffer, lambda *a: asked.append(a) or buffer(*a)
         error = error_of(
             lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
@@ -480,7 +481,7 @@ def test_counts_for_experts_that_a_rank_does_not_have(ranks: Ranks) -> None:
     """4 experts on 3 ranks: rank 0 has two, the others one; the header has room for two."""
     inputs = Inputs.of(ranks)
     with make_patient(ranks, num_experts=4) as ep:
-        wire = ep._calls.engine._wire
+        wire = ep._calls.engine._transport
         honest_swap = wire.swap
         if ranks.rank == 0:
             wire.swap = lambda header, what: (

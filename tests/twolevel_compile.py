@@ -21,14 +21,14 @@ import torch.distributed as dist
 import nvlink_compile
 from nvlink_compile import EXPERTS, HIDDEN, SMS, TOKENS, TOP, Launch, Recorder, facts_of
 from tokenyard.config import Config
-from tokenyard.engines.blame import Blame
+from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.engines.twolevel_ground import tuning_for
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
-from tokenyard.memory.base import Region
+from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
@@ -70,7 +70,7 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
         Stats.zeros(0, 4),
         tuning,
         DEFAULT_BUFFER_BYTES,
-        Blame(dist.HashStore(), 0, 1.0),
+        FailureReports(dist.HashStore(), 0, 1.0),
     )
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
@@ -135,7 +135,7 @@ def narrow_rows() -> Launch:
         Stats.zeros(0, 16),
         tuning,
         DEFAULT_BUFFER_BYTES,
-        Blame(dist.HashStore(), 0, 1.0),
+        FailureReports(dist.HashStore(), 0, 1.0),
     )
     plain, spec = (
         Payload(torch.empty(40, 256, dtype=torch.bfloat16), None),
@@ -153,7 +153,7 @@ def network_facts(launch: Launch) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
 
-    from tokenyard.memory.launch import signature_of, wrapped
+    from tokenyard.memory.kernel_launch import signature_of, wrapped
 
     kernel = launch["kernel"]
     constants = {name: wrapped(value) for name, value in launch["constants"].items()}

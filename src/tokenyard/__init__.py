@@ -4,8 +4,8 @@ from tokenyard.api import ExpertParallel
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerLost, PeerTimeout
 from tokenyard.handle import Handle
-from tokenyard.layout import expert_bounds
 from tokenyard.results import Combined, Received
+from tokenyard.routing import expert_bounds
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize, Quantized

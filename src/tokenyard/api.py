@@ -10,22 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import checks
+from tokenyard.arguments import check_device, check_optional, check_sizes, check_timeout
+from tokenyard.call_queue import Waitable
 from tokenyard.calls import Calls
 from tokenyard.config import Config
-from tokenyard.engines.arrival import in_arrival_order
+from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.select import ENGINES, Asked, choose
+from tokenyard.engines.select import Asked, Choice, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.lane import Waitable
-from tokenyard.limits import check_result, most_result_bytes
-from tokenyard.memory.base import MemoryGroup
+from tokenyard.limits import most_result_bytes
+from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.rendezvous import agree, check_group, group_store, place_in, ranks_sharing
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
 from tokenyard.types import Layout, Quantize, Quantized
+from tokenyard.validation import Validation
 
 _log = logging.getLogger("tokenyard")
 
@@ -40,8 +42,8 @@ class ExpertParallel:
     Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and
     their backwards: every rank calls them in the same order with the same options. One object
     serves one thread at a time; different objects are independent. Up to
-    ``tokenyard.lane.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook of
-    engine low_latency is, no other call begins.
+    ``tokenyard.call_queue.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook
+    of engine low_latency is, no other call begins.
 
     Args: group: a ``torch.distributed`` group (default: the default group; without one this process
         is alone). num_experts: E, at most 65536, split contiguously over the ranks; the first ``E
@@ -78,7 +80,7 @@ class ExpertParallel:
         hidden: int,
         num_topk: int,
         max_tokens_per_rank: int,
-        engine: str = "auto",
+        engine: str = AUTO,
         buffer_bytes: int | None = None,
         num_sms: int | None = None,
         spare_sms: int | None = None,
@@ -100,13 +102,13 @@ class ExpertParallel:
         where: torch.device | None = None
         grid: Topology | None = None
         try:
-            sizes, timeout = checks.check_sizes(sizes), checks.check_timeout(timeout)
-            optional = checks.check_optional(optional)
+            sizes, timeout = check_sizes(sizes), check_timeout(timeout)
+            optional = check_optional(optional)
             if engine not in ENGINES:
                 raise ValueError(
                     f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}"
                 )
-            where = None if device is None else checks.check_device(device)
+            where = None if device is None else check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:
             refusal = error
@@ -126,16 +128,18 @@ class ExpertParallel:
             timeout=timeout,
             topology=self.topology,
         )
-        choice = choose(
-            self.group, store, self.config, Asked(engine, where, **optional, no_grid=no_grid)
-        )
-        self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
+        asked = Asked(engine, where, **optional, no_grid=no_grid)
+        self._begin(choose(self.group, store, self.config, asked), hosts)
+
+    def _begin(self, choice: Choice, hosts: list[str]) -> None:
+        """Make the engine. ``hosts``: of each rank."""
+        nodes, device = node_numbers(self.topology, hosts), choice.device
+        self._stats = Stats.zeros(self.rank, self.world_size, nodes)
         with torch.inference_mode(False):  # it may outlive the block that it is made in
-            self._calls = Calls(self.config, choice.make(self._stats), choice.device)
-        self.device, self.engine, self.why = choice.device, self._calls.engine.name, choice.why
-        self._most_bytes = most_result_bytes(
-            choice.device, ranks_sharing(self.group, choice.device, hosts, self.rank)
-        )
+            self._calls = Calls(self.config, choice.make(self._stats), device)
+        self.device, self.engine, self.why = device, self._calls.engine.name, choice.why
+        most_bytes = most_result_bytes(device, ranks_sharing(self.group, device, hosts, self.rank))
+        self._validation = Validation(self._calls, device, most_bytes)
         if self.rank == 0:
             _log.info(self.why)
 
@@ -181,53 +185,18 @@ class ExpertParallel:
         call). Mismatch: ranks disagree on dtype, layout or another option. PeerTimeout: a rank
         stayed silent. NotSupported: this engine cannot do it.
         """
-        self._calls.check_open()
-        known = None
+        calls, check = self._calls, self._validation
+        calls.check_open()
+        shape, how = (layout, exact, expert_alignment, capacity), (after, return_hook, options)
         try:
-            when = self._calls.when(
-                async_op, return_hook, after, options, checks.is_cast(topk_weights)
-            )
-            payload = checks.check_payload(x, self.config, quantize)
-            self._check_device(payload.x)
-            if handle is not None:
-                routing = {
-                    "topk_idx": topk_idx,
-                    "topk_weights": topk_weights,
-                    "layout": layout,
-                    "capacity": capacity,
-                }
-                known = checks.check_handle(handle, self._calls.number)
-                checks.check_cached(known, payload, routing, exact, expert_alignment)
-                weights, spec = None, known.spec
-            else:
-                weights = checks.check_picks(
-                    topk_idx, topk_weights, payload.x.shape[0], payload.x.device, self.config
-                )
-                spec = checks.check_spec(layout, exact, expert_alignment, capacity)
-                checks.check_bound(payload.x.shape[0], spec, self.config)
-                check_result(payload, quantize, spec, self.config, self.engine, self._most_bytes)
-            checks.check_flag("in_place", in_place)
-            if in_place:
-                checks.check_in_place(
-                    self.engine, spec, payload, topk_weights, self.config, self._most_bytes
-                )
-            self._calls.check_dispatch(
-                payload,
-                weights,
-                spec,
-                quantize,
-                cached=known is not None,
-                in_place=in_place,
-                options=options,
+            when = check.when(async_op, *how, checks.is_cast(topk_weights))
+            asked = check.dispatch(
+                x, topk_idx, topk_weights, handle, shape, quantize, in_place, when, options
             )
         except (ValueError, NotSupported) as error:
-            raise self._calls.refuse(
-                DISPATCH if handle is None else CACHED, exact is not False, error
-            ) from None
-        if known is not None:
-            return self._calls.redispatch(payload, quantize, known, when, in_place)
-        assert topk_idx is not None
-        return self._calls.dispatch(payload, topk_idx, weights, spec, quantize, when, in_place)
+            op = DISPATCH if handle is None else CACHED
+            raise calls.refuse(op, exact is not False, error) from None
+        return calls.dispatch(asked) if handle is None else calls.redispatch(asked)
 
     @overload
     def combine(
@@ -297,42 +266,17 @@ class ExpertParallel:
         Returns: ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or
         ``return_hook`` was given.
         """
-        self._calls.check_open()
+        calls, check = self._calls, self._validation
+        calls.check_open()
+        weights, how = (weighted, topk_weights, reduce_weights), (after, return_hook, options)
         try:
             derives = checks.is_copied(x) or topk_weights is not None or reduce_weights is not None
-            when = self._calls.when(async_op, return_hook, after, options, derives)
-            checks.check_flag("in_place", in_place)
-            known = checks.check_handle(handle, self._calls.number)
-            rows = checks.check_rows(x, known, self.config)
-            at_owner = checks.check_weighting(
-                known, weighted, topk_weights, reduce_weights, self.config
-            )
-            terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
-            carried = known.arrived.weights if weighted and at_owner is None else None
-            checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
-            if in_place:
-                given, most = (rows, *terms), self._most_bytes
-                checks.check_combine_in_place(
-                    self.engine, known, reduce_weights, given, rows.dtype, self.config, most
-                )
-            self._calls.check_combine((rows, at_owner, carried, *terms), known, options)
+            when = check.when(async_op, *how, derives)
+            asked = check.combine(x, handle, weights, bias, out, in_place, when, options)
         except (ValueError, NotSupported) as error:
-            raise self._calls.refuse(COMBINE, True, error) from None
-        weights = carried if at_owner is None else self._calls.fetch_weights(at_owner, known)
-        reduce = None if reduce_weights is None else in_arrival_order(reduce_weights.float(), known)
-        combined = self._calls.combine(
-            rows,
-            known,
-            weights=weights,
-            reduce_weights=reduce,
-            bias=terms,
-            out=out,
-            when=when,
-            in_place=in_place,
-        )
-        if not when.later:
-            combined.wait()
-        return combined if when.later or reduce is not None else combined.x
+            raise calls.refuse(COMBINE, True, error) from None
+        combined = calls.combine(asked)
+        return combined if when.later or reduce_weights is not None else combined.x
 
     def warmup(self) -> None:
         """Collective: set up connections, and compile the kernels of BF16 rows with weights in
@@ -364,9 +308,7 @@ class ExpertParallel:
             known = checks.check_handle(handle, self._calls.number)
             checks.check_row_dtype(dtype)
             if in_place:
-                checks.check_combine_in_place(
-                    self.engine, known, None, (), dtype, self.config, self._most_bytes
-                )
+                self._validation.combine_in_place(known, None, (), dtype)
         except (ValueError, NotSupported):
             if in_place:
                 self._calls.come_to_rows_in_place(dtype)
@@ -401,7 +343,7 @@ class ExpertParallel:
     def active_ranks(self) -> list[bool]:
         """Which ranks take part: all, unless the engine is low_latency. Waits for the device."""
         low = self._calls.low
-        return [True] * self.world_size if low is None else self._calls.lane.run(low.active_ranks)
+        return [True] * self.world_size if low is None else self._calls.queue.run(low.active_ranks)
 
     @property
     def active_mask(self) -> Tensor:
@@ -433,16 +375,3 @@ class ExpertParallel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_device(self, x: Tensor) -> None:
-        if self.device is None and x.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of "
-                f"them"
-            )
-        if self.device is not None and x.device != self.device:
-            raise ValueError(
-                f"x is on {x.device}, but this object works on {self.device}: move x there, or "
-                f"pass device={str(x.device)!r} "
-                "to ExpertParallel"
-            )

@@ -9,24 +9,20 @@ changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from tokenyard import gradients, ops, transforms
+from tokenyard.call_queue import NO_TICKET
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
-from tokenyard.formats import dequantize as dequantized
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE
-from tokenyard.lane import NO_TICKET
+from tokenyard.registry import Caller, owner_of
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
-
-if TYPE_CHECKING:
-    from tokenyard.calls import Calls
 
 _PLAN = len(Plan._fields)
 _HINT = (
@@ -36,28 +32,7 @@ _HINT = (
 )
 
 
-def is_tracked(*tensors: Tensor | None) -> bool:
-    """Whether autograd, a compiler or a transform must see a call."""
-    if torch.compiler.is_compiling():
-        return True
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # a generator would cost a frame for each
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return transforms.in_functorch() or transforms.in_forward_mode()
-
-
-def _by_operator(x: Tensor) -> bool:
-    """Whether a call that is tracked is an operator to whoever tracks it."""
-    if torch.compiler.is_compiling():
-        return True
-    if transforms.in_functorch() or transforms.in_forward_mode():
-        return False
-    subclass = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
-    return subclass or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
-
-
-class _Call:
+class Call:
     """One call on its way through a ``Function``: what it needs besides tensors, and what it
     returns besides them.
 
@@ -67,7 +42,7 @@ class _Call:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: Caller,
         spec: Spec,
         ticket: int = NO_TICKET,
         *,
@@ -101,7 +76,7 @@ class _Call:
             raise self.calls.refuse(op, True, NotSupported(transforms.NO_VMAP))
 
 
-def _remember(ctx: Any, call: _Call, *more: Tensor) -> None:
+def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     """Keep what derivatives need; the object itself only by its number, so that a graph does not
     keep it alive.
     """
@@ -118,10 +93,10 @@ def _lasting(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _recall(ctx: Any) -> tuple[_Call, tuple[Tensor, ...]]:
-    """What :func:`_remember` kept. Once only: non-reentrant checkpointing allows no second look."""
+def recall(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
+    """What :func:`remember` kept. Once only: non-reentrant checkpointing allows no second look."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
-    return _Call(ops.owner_of(ctx.owner), ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[
+    return Call(owner_of(ctx.owner), ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[
         _PLAN:
     ]
 
@@ -165,7 +140,7 @@ class _Hinted:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: _Call
+        x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None]:
         moved, call.plan, arrived = call.calls.run_dispatch(
             Payload(x, scales), topk_idx, weights, call.spec, call.mode, call.ticket
@@ -183,13 +158,13 @@ class _Dispatch(Function):
         x, scales, _, _, call = inputs
         ctx.plain = call.mode is None and scales is None and x.dtype.is_floating_point
         ids = call.spec.layout is Layout.FLAT and ctx.needs_input_grad[3]
-        _remember(ctx, call, *((call.arrived.topk_idx,) if ids else ()))
+        remember(ctx, call, *((call.arrived.topk_idx,) if ids else ()))
         if not ctx.plain:
             ctx.mark_non_differentiable(output[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        call, ids = _recall(ctx)
+        call, ids = recall(ctx)
         rows, weights = grads
         rows = rows if ctx.needs_input_grad[0] and ctx.plain else None
         weights = weights if ctx.needs_input_grad[3] else None
@@ -199,7 +174,7 @@ class _Dispatch(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, Tensor | None]:
         x, _, _, weights, _ = tangents
-        call: _Call = ctx.call
+        call: Call = ctx.call
         with _Hinted():
             rows = call.redispatch(_solid(x), raw=False) if ctx.plain else None
             if weights is None:
@@ -210,7 +185,7 @@ class _Dispatch(Function):
 
 
 def dispatch(
-    calls: Calls,
+    calls: Caller,
     payload: Payload,
     topk_idx: Tensor,
     weights: Tensor | None,
@@ -219,14 +194,14 @@ def dispatch(
     ticket: int,
 ) -> tuple[Payload, Plan, Arrived]:
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
-    if _by_operator(payload.x):
+    if transforms.by_operator(payload.x):
         quantize, numbers = 0 if mode is None else mode.value, ops.spec_numbers(spec)
         flat = ops.dispatch_op(
             payload.x, payload.scales, topk_idx, weights, calls.number, numbers, quantize, ticket
         )
         plan, arrived = Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
         return Payload(flat[0], flat[1] if flat[1].dim() == 2 else None), plan, arrived
-    call, x = _Call(calls, spec, ticket, mode=mode), payload.x
+    call, x = Call(calls, spec, ticket, mode=mode), payload.x
     if mode is None and payload.scales is None:
         x = _joining(x, weights)
     elif weights is not None:
@@ -241,7 +216,7 @@ def dispatch(
 
 class _Redispatch(Function):
     @staticmethod
-    def forward(x: Tensor, scales: Tensor | None, call: _Call) -> Tensor:
+    def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
         moved = call.calls.run_redispatch(
             Payload(x, scales), call.plan, call.spec, call.raw, call.ticket, call.mode
         )
@@ -251,13 +226,13 @@ class _Redispatch(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, scales, call = inputs
-        _remember(ctx, call)
+        remember(ctx, call)
         if call.mode is not None or scales is not None or not x.dtype.is_floating_point:
             ctx.mark_non_differentiable(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        call, _ = _recall(ctx)
+        call, _ = recall(ctx)
         return call.combine(grads[0], raw=ctx.raw)[0], None, None
 
     @staticmethod
@@ -267,7 +242,7 @@ class _Redispatch(Function):
 
 
 def redispatch(
-    calls: Calls,
+    calls: Caller,
     payload: Payload,
     plan: Plan,
     spec: Spec,
@@ -277,15 +252,15 @@ def redispatch(
     raw: bool = False,
 ) -> Payload:
     """A cached dispatch, tracked if need be."""
-    if not is_tracked(payload.x):
+    if not transforms.is_tracked(payload.x):
         return calls.run_redispatch(payload, plan, spec, raw, ticket, mode)
-    if _by_operator(payload.x):
+    if transforms.by_operator(payload.x):
         numbers = ops.spec_numbers(spec, mode)
         x, scales = ops.redispatch_op(
             payload.x, payload.scales, list(plan), calls.number, numbers, raw, ticket
         )
         return Payload(x, scales if scales.dim() == 2 else None)
-    call = _Call(calls, spec, ticket, plan=plan, mode=mode, raw=raw)
+    call = Call(calls, spec, ticket, plan=plan, mode=mode, raw=raw)
     x = payload.x
     if mode is None and payload.scales is None:
         x = _joining(x)
@@ -302,7 +277,7 @@ class _Combine(Function):
         rows: Tensor,
         weights: Tensor | None,
         reduce_weights: Tensor | None,
-        call: _Call,
+        call: Call,
         *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         x, reduced = call.calls.run_combine(
@@ -324,13 +299,13 @@ class _Combine(Function):
         rows, weights, _, call, *bias = inputs
         ctx.bias_dtypes = [term.dtype for term in bias]
         weighting = () if weights is None else (rows, weights)
-        _remember(ctx, call, *weighting)
+        remember(ctx, call, *weighting)
         if ctx.call is not None:
             ctx.save_for_forward(*weighting)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        call, weighting = _recall(ctx)
+        call, weighting = recall(ctx)
         grad, grad_reduced = grads
         needs = ctx.needs_input_grad
         grad_rows = grad_weights = grad_reduce = None
@@ -351,7 +326,7 @@ class _Combine(Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
         """One combine, as sums are linear: of ``d(weight * row)``."""
         _, weights, reduce_weights, _, *bias = tangents
-        call: _Call = ctx.call
+        call: Call = ctx.call
         rows = _solid(tangents[0])
         if weights is not None:
             rows_at, weights_at = ctx.saved_tensors
@@ -373,7 +348,7 @@ class _Combine(Function):
 
 
 def combine(
-    calls: Calls,
+    calls: Caller,
     rows: Tensor,
     plan: Plan,
     spec: Spec,
@@ -391,9 +366,9 @@ def combine(
         "bias": bias,
         "raw": raw,
     }
-    if not is_tracked(rows, weights, reduce_weights, *bias):
+    if not transforms.is_tracked(rows, weights, reduce_weights, *bias):
         return calls.run_combine(rows, plan, spec, ticket, **given)
-    if _by_operator(rows):
+    if transforms.by_operator(rows):
         numbers = ops.spec_numbers(spec)
         x, reduced = ops.combine_op(
             rows,
@@ -407,64 +382,6 @@ def combine(
             ticket,
         )
         return x, None if reduce_weights is None else reduced
-    call = _Call(calls, spec, ticket, plan=plan, raw=raw)
+    call = Call(calls, spec, ticket, plan=plan, raw=raw)
     rows = _joining(rows, weights, reduce_weights, *bias)
     return _Combine.apply(rows, weights, reduce_weights, call, *bias)  # pyright: ignore
-
-
-# dequantise, straight through
-
-
-class _Dequantize(Function):
-    @staticmethod
-    def forward(
-        sent: Tensor, data: Tensor, scales: Tensor, call: _Call, dtype: torch.dtype
-    ) -> Tensor:
-        return dequantized(data, scales, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-        _remember(ctx, inputs[3])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        call, _ = _recall(ctx)
-        return call.combine(grads[0], raw=False)[0].to(ctx.dtype), None, None, None, None
-
-
-def dequantize(
-    calls: Calls,
-    sent: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    plan: Plan,
-    spec: Spec,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Received data times its scales; its gradient goes to ``sent``, straight through."""
-    if not is_tracked(sent):
-        return dequantized(data, scales, dtype)
-    if _by_operator(sent):
-        return ops.dequantize_op(
-            sent, data, scales, list(plan), calls.number, ops.spec_numbers(spec), dtype
-        )
-    return _Dequantize.apply(sent, data, scales, _Call(calls, spec, plan=plan), dtype)  # pyright: ignore
-
-
-def dequantizer(
-    calls: Calls, sent: Tensor, plan: Plan, spec: Spec
-) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    """Turns received data and scales into rows whose gradient goes to ``sent``."""
-
-    def plain(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, spread = data.reshape(-1, data.shape[-1]), scales.reshape(-1, scales.shape[-1])
-        return dequantize(calls, sent, rows, spread, plan, spec, dtype).view(data.shape)
-
-    return plain
-
-
-def detached(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(detached(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
-    return value.detach() if isinstance(value, Tensor) else value

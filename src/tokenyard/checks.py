@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.arguments import LARGEST, check_flag, check_whole
 from tokenyard.config import Config
+from tokenyard.engines.base import Engine
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES, given
 from tokenyard.handle import Handle, Spec
-from tokenyard.limits import MOST_EXPERTS, MOST_PICKS, check_view
-from tokenyard.memory.base import MOST_BYTES
+from tokenyard.limits import check_view
 from tokenyard.rows import Payload
 from tokenyard.transforms import is_followed
 from tokenyard.types import (
@@ -27,73 +28,10 @@ from tokenyard.types import (
     Quantize,
     Quantized,
 )
-from tokenyard.whole import LARGEST, check_whole, real
-
-LONGEST = 1e9
-"""Seconds that a timeout may be; clocks count nanoseconds in 64 bits."""
-
-
-def check_flag(name: str, value: Any) -> None:
-    """What is on or off: a word or a number would be taken for on, whatever it says."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} ({value!r}) must be True or False")
-
-
-_MOST = {"num_experts": MOST_EXPERTS, "num_topk": MOST_PICKS}
-
-
-def check_sizes(sizes: dict[str, Any]) -> dict[str, int]:
-    """Construction arguments, positive whole numbers, as ints."""
-    return {
-        name: check_whole(name, value, 1, _MOST.get(name, LARGEST)) for name, value in sizes.items()
-    }
-
-
-def check_timeout(timeout: Any) -> float:
-    """A timeout in seconds."""
-    seconds = real(timeout)
-    if not 0 < seconds <= LONGEST:
-        raise ValueError(
-            f"timeout ({timeout!r}) must be a positive number of seconds, at most {LONGEST:.0f}"
-        )
-    return seconds
-
-
-def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
-    """Sizes that have a default: whole numbers of at least 1, as ints, or None. Bytes may
-    be many.
-    """
-    given = {name: value for name, value in sizes.items() if value is not None}
-    return sizes | {
-        name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()
-    }
-
-
-def check_device(device: torch.device | str) -> torch.device:
-    """A device with its index, as tensors carry it."""
-    try:
-        known = torch.device(device)
-        if known.type not in ("cpu", "cuda"):
-            raise ValueError
-        if known.type == "cuda" and ":" not in str(known):
-            known = torch.device("cuda", torch.accelerator.current_device_index())
-        if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
-            raise ValueError
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"device ({device!r}) must be cpu or a CUDA device that this process sees"
-        ) from None
-    return known
-
-
-def check_after(after: Any) -> None:
-    """What a call may have to wait for."""
-    if after is not None and not callable(getattr(after, "wait", None)):
-        raise ValueError(f"after ({after!r}) must be an event or something else with wait()")
 
 
 def check_in_place(
-    engine: str, spec: Spec, payload: Payload, topk_weights: Any, config: Config, most_bytes: int
+    engine: Engine, spec: Spec, payload: Payload, topk_weights: Any, config: Config, most_bytes: int
 ) -> None:
     """Whether rows can be left in symmetric memory, of which they may take ``most_bytes``."""
     _check_view(engine, spec, payload.x.shape[0], config)
@@ -102,7 +40,7 @@ def check_in_place(
 
 
 def check_combine_in_place(
-    engine: str,
+    engine: Engine,
     handle: Handle,
     reduce_weights: Any,
     given: tuple[Tensor, ...],
@@ -118,36 +56,34 @@ def check_combine_in_place(
     check_view(config, dtype, most_bytes)
     if reduce_weights is not None:
         raise NotSupported(
-            f"engine {engine!r} reduces no weights in place: use in_place=False, or combine "
+            f"engine {engine.name!r} reduces no weights in place: use in_place=False, or combine "
             f"without reduce_weights"
         )
     if handle.num_rows > config.padded_rows:
         raise ValueError(
             f"{handle.num_rows} rows came, but in_place=True has room for {config.padded_rows}: a "
-            f"rank has more tokens than "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}; make it larger, split the batch, "
-            f"or use in_place=False"
+            f"rank has more tokens than max_tokens_per_rank={config.max_tokens_per_rank}; make it "
+            f"larger, split the batch, or use in_place=False"
         )
     _check_no_grad_in_place(given)
 
 
-def _check_view(engine: str, spec: Spec, num_tokens: int, config: Config) -> None:
+def _check_view(engine: Engine, spec: Spec, num_tokens: int, config: Config) -> None:
     """Whether rows of a call fit into a view of symmetric memory."""
-    if engine not in ("nvlink", "twolevel"):
+    if not engine.in_place:
         raise NotSupported(
-            f"engine {engine!r} has no symmetric memory for in_place=True; engines 'nvlink' and "
-            f"'twolevel' do"
+            f"engine {engine.name!r} has no symmetric memory for in_place=True; engines 'nvlink' "
+            f"and 'twolevel' do"
         )
     if spec.layout is not Layout.FLAT:
         raise NotSupported(
-            f"engine {engine!r} has only Layout.FLAT in place, not {spec.layout.name}: use "
+            f"engine {engine.name!r} has only Layout.FLAT in place, not {spec.layout.name}: use "
             f"in_place=False, which any engine can"
         )
     if num_tokens > config.max_tokens_per_rank:
         raise ValueError(
-            f"{num_tokens} tokens, but in_place=True has room for "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}; "
-            "make it larger, split the batch, or use in_place=False"
+            f"{num_tokens} tokens, but in_place=True has room for max_tokens_per_rank="
+            f"{config.max_tokens_per_rank}; make it larger, split the batch, or use in_place=False"
         )
 
 
@@ -191,6 +127,23 @@ def _tensor(name: str, value: Any, shape: _Shape) -> Tensor:
     return value
 
 
+def _dense(
+    name: str,
+    value: Any,
+    shape: _Shape,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    hint: str = "",
+) -> Tensor:
+    """A dense tensor of exactly this shape, of one of ``dtypes``, on ``device``."""
+    tensor = _tensor(name, value, shape)
+    _dtype(name, tensor, dtypes, hint)
+    if tuple(tensor.shape) != shape.sizes:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be {shape}")
+    _device(name, tensor, device)
+    return tensor
+
+
 def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
     if tensor.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -206,11 +159,6 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
             f"{name} is on {tensor.device}, but must be on {device}: move it with "
             f".to({str(device)!r})"
         )
-
-
-def _shape(name: str, tensor: Tensor, shape: _Shape) -> None:
-    if tuple(tensor.shape) != shape.sizes:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be {shape}")
 
 
 def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
@@ -234,9 +182,8 @@ def _check_hidden(name: str, rows: Tensor, config: Config) -> None:
     if rows.shape[1] != config.hidden:
         raise ValueError(
             f"{name} has {rows.shape[1]} channels (shape {list(rows.shape)}), but this object was "
-            f"made with "
-            f"hidden={config.hidden}, for [T, H] = [T, {config.hidden}]: make one ExpertParallel "
-            f"per hidden size"
+            f"made with hidden={config.hidden}, for [T, H] = [T, {config.hidden}]: make one "
+            f"ExpertParallel per hidden size"
         )
 
 
@@ -257,8 +204,7 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
     if scales.shape[0] != data.shape[0] or scales.shape[1] == 0:
         raise ValueError(
             f"x.scales has shape {list(scales.shape)}, but must be [T, S] = [{data.shape[0]}, S] "
-            f"with S >= 1 (one row per "
-            "token)"
+            f"with S >= 1 (one row per token)"
         )
     _device("x.scales", scales, data.device)
     return given(data, scales)
@@ -275,16 +221,10 @@ def check_picks(
         raise ValueError(
             f"topk_idx is missing: give {shape} expert ids, or handle= of an earlier dispatch"
         )
-    _tensor("topk_idx", topk_idx, shape)
-    _dtype("topk_idx", topk_idx, INDEX_DTYPES)
-    _shape("topk_idx", topk_idx, shape)
-    _device("topk_idx", topk_idx, device)
+    _dense("topk_idx", topk_idx, shape, INDEX_DTYPES, device)
     if topk_weights is None:
         return None
-    _tensor("topk_weights", topk_weights, shape)
-    _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
-    _shape("topk_weights", topk_weights, shape)
-    _device("topk_weights", topk_weights, device)
+    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device)
     return topk_weights.float()
 
 
@@ -370,14 +310,12 @@ def check_cached(
     if given:
         raise ValueError(
             f"{', '.join(given)} given together with handle=: a cached dispatch takes routing and "
-            f"shapes from the handle; "
-            "leave it out"
+            f"shapes from the handle; leave it out"
         )
     if payload.x.shape[0] != handle.num_tokens:
         raise ValueError(
             f"x has {payload.x.shape[0]} tokens (shape {list(payload.x.shape)}), but the handle "
-            f"was "
-            f"made for {handle.num_tokens}: give [T, H] = [{handle.num_tokens}, "
+            f"was made for {handle.num_tokens}: give [T, H] = [{handle.num_tokens}, "
             f"{payload.x.shape[1]}]"
         )
 
@@ -388,10 +326,14 @@ def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
     shape = _Shape("[N, H]", (handle.num_rows, hidden), meaning)
     if handle.layout is Layout.EXPERT_PADDED:
         shape = _Shape("[L, R * M, H]", (local, config.padded_rows, hidden), meaning)
-    _tensor("x", x, shape)
-    _dtype("x", x, FLOAT_DTYPES, ": combine sums the experts' output, which is not quantised")
-    _shape("x", x, shape)
-    _device("x", x, handle.plan.returns.device)
+    _dense(
+        "x",
+        x,
+        shape,
+        FLOAT_DTYPES,
+        handle.plan.returns.device,
+        ": combine sums the experts' output, which is not quantised",
+    )
     return x.reshape(-1, config.hidden)
 
 
@@ -421,17 +363,11 @@ def check_weighting(
         shape = _Shape(
             "[N, K]", (handle.num_rows, config.num_topk), "the shape of recv.topk_weights"
         )
-        _tensor("reduce_weights", reduce_weights, shape)
-        _dtype("reduce_weights", reduce_weights, FLOAT_DTYPES)
-        _shape("reduce_weights", reduce_weights, shape)
-        _device("reduce_weights", reduce_weights, device)
+        _dense("reduce_weights", reduce_weights, shape, FLOAT_DTYPES, device)
     if topk_weights is None:
         return None
     shape = _Shape("[T, K]", (handle.num_tokens, config.num_topk), "tokens dispatched, num_topk")
-    _tensor("topk_weights", topk_weights, shape)
-    _dtype("topk_weights", topk_weights, FLOAT_DTYPES)
-    _shape("topk_weights", topk_weights, shape)
-    _device("topk_weights", topk_weights, device)
+    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device)
     return topk_weights.float()
 
 
@@ -445,15 +381,9 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
     shape = _Shape("[T, H]", (num_tokens, rows.shape[1]), "tokens dispatched, hidden")
     for term in terms:
-        _tensor("bias", term, shape)
-        _dtype("bias", term, FLOAT_DTYPES)
-        _shape("bias", term, shape)
-        _device("bias", term, rows.device)
+        _dense("bias", term, shape, FLOAT_DTYPES, rows.device)
     if out is not None:
-        _tensor("out", out, shape)
-        _dtype("out", out, (rows.dtype,))
-        _shape("out", out, shape)
-        _device("out", out, rows.device)
+        _dense("out", out, shape, (rows.dtype,), rows.device)
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
             raise ValueError(
                 "out has elements that share memory (stride 0): give it memory of its own"

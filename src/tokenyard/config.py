@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenyard.layout import expert_bounds
+from tokenyard.routing import expert_bounds
 from tokenyard.topology import Topology
 
 MOST_MATRIX_RANKS = 8

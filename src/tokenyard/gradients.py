@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.engines.arrival import weights_of_rows
+from tokenyard.engines.receive_plan import weights_of_rows
 from tokenyard.handle import Plan, Spec
-from tokenyard.layout import merge_weights
+from tokenyard.routing import merge_weights
 from tokenyard.rows import take_values
 from tokenyard.types import Layout
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.call_queue import keep_for
 from tokenyard.config import MOST_MATRIX_RANKS
-from tokenyard.lane import keep_for
 from tokenyard.types import Layout
 
 
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
     splits: Tensor
     # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``);
     # ``Engine.hop_counts`` numbers of the engine's own; if the host knows, tokens per local expert
-    # [L] the engine's own: token of each row sent [S] int64 (``engines/relay.py`` puts more
+    # [L] the engine's own: token of each row sent [S] int64 (``engines/hierarchy.py`` puts more
     # behind), or the tables
     route: Tensor
     # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency,

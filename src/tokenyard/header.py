@@ -18,7 +18,7 @@ from tokenyard.config import Config
 from tokenyard.errors import Mismatch, PeerError
 from tokenyard.formats import SCALE_DTYPES
 from tokenyard.handle import Spec
-from tokenyard.layout import host_ints
+from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
 

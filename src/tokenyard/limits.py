@@ -14,18 +14,12 @@ from typing import Any
 
 import torch
 
+from tokenyard.arguments import LARGEST
 from tokenyard.config import Config
 from tokenyard.formats import row_of
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
-from tokenyard.whole import LARGEST
-
-MOST_EXPERTS = 2**16
-"""``num_experts``: every call exchanges counts per expert."""
-
-MOST_PICKS = 2**12
-"""``num_topk``: merging compares every pick of a token with every other."""
 
 MOST_ALIGNMENT = 2**16
 """``expert_alignment``: rows that a block may be padded with."""
@@ -79,12 +73,17 @@ def check_view(config: Config, dtype: torch.dtype, most: int) -> None:
 
 
 def check_result(
-    payload: Payload, mode: Quantize | None, spec: Spec, config: Config, engine: str, most: int
+    payload: Payload,
+    mode: Quantize | None,
+    spec: Spec,
+    config: Config,
+    counts_by_most: bool,
+    most: int,
 ) -> None:
     """Raise unless rows of a fresh dispatch can be counted, and unless those that it makes whatever
     comes fit into ``most`` bytes.
 
-    The same on all ranks that say the same.
+    ``counts_by_most``: what the engine says (``Engine``). The same on all ranks that say the same.
     """
     local, padded, flat = config.most_local_experts, config.padded_rows, spec.layout is Layout.FLAT
     tokens, width = payload.x.shape[0], 1 if flat else min(config.num_topk, local)
@@ -97,9 +96,7 @@ def check_result(
     if flat and spec.exact:
         return
     alignment, static = spec.expert_alignment, not spec.exact or spec.layout is Layout.EXPERT_PADDED
-    tables = (
-        padded if static or engine != "collective" else 0
-    )  # kernels have tables for so many rows of each expert
+    tables = padded if static or counts_by_most else 0
     if not flat and alignment > 1 and (alignment + tables) * local > LARGEST:
         raise ValueError(
             f"expert_alignment ({alignment}) x {local} local experts makes more rows than int32 "

@@ -2,16 +2,13 @@
 has the eager calls).
 
 The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch,
-along the same plan. An operator's arguments must be tensors and numbers, so it knows its object by
-number; the table below holds no object alive.
+along the same plan. An operator knows its object by number (``registry.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,21 +19,16 @@ from torch.library import (
 )
 
 from tokenyard import gradients
-from tokenyard.engines.arrival import num_result_rows
+from tokenyard.call_queue import NO_TICKET
+from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.errors import NotSupported
-from tokenyard.formats import dequantize, row_of
+from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.lane import NO_TICKET
+from tokenyard.registry import Caller, owner_of
 from tokenyard.rows import Payload, RowFormat
 from tokenyard.transforms import forward_level
 from tokenyard.types import Layout, Quantize
-
-if TYPE_CHECKING:
-    from tokenyard.calls import Calls
-
-_objects: WeakValueDictionary[int, Calls] = WeakValueDictionary()
-_numbers = count(1)
 
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
 _NO_TANGENTS = (
@@ -44,24 +36,7 @@ _NO_TANGENTS = (
 )
 
 
-def enlist(calls: Calls) -> int:
-    """A number by which operators find ``calls`` while it lives."""
-    number = next(_numbers)
-    _objects[number] = calls
-    return number
-
-
-def owner_of(number: int) -> Calls:
-    """The object behind ``number``; a graph may outlive it."""
-    try:
-        return _objects[number]
-    except KeyError:
-        raise RuntimeError(
-            "the ExpertParallel of this graph is closed and gone: keep it until after the backward"
-        ) from None
-
-
-def _called(number: int, op: int, exact: bool = True) -> Calls:
+def _called(number: int, op: int, exact: bool = True) -> Caller:
     """The object of an operator that is called; one of a compiled graph gets tensors without their
     tangents.
     """
@@ -110,7 +85,7 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-class _Moves(NamedTuple):
+class Moves(NamedTuple):
     """Calls along a plan as operators (:class:`gradients.Moves`)."""
 
     plan: Plan
@@ -256,7 +231,7 @@ def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     )  # once only: non-reentrant checkpointing allows no second look
     rows = grads[0] if ctx.needs_input_grad[0] and ctx.plain else None
     weights = grads[2 + _PLAN + 1] if ctx.needs_input_grad[3] and ctx.weighted else None
-    moves = _Moves(Plan(*plan), ctx.owner, ctx.spec)
+    moves = Moves(Plan(*plan), ctx.owner, ctx.spec)
     grad_x, grad_weights = gradients.of_dispatch(moves, rows, weights, topk_idx)
     return (grad_x, None, None, grad_weights, *(None,) * 4)
 
@@ -311,7 +286,7 @@ def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _redispatch_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    moves = _Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
+    moves = Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
     return (moves.combine(grad, raw=ctx.raw)[0], None, [None] * _PLAN, *(None,) * 4)
 
 
@@ -380,7 +355,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
-    moves, weighting = _Moves(Plan(*saved[:_PLAN]), ctx.owner, ctx.spec), saved[_PLAN:]
+    moves, weighting = Moves(Plan(*saved[:_PLAN]), ctx.owner, ctx.spec), saved[_PLAN:]
     grad_rows = grad_weights = grad_reduce = None
     if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
         pair = (weighting[0], weighting[1]) if ctx.weighted else None
@@ -392,57 +367,3 @@ def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any
 
 
 register_autograd("tokenyard::combine", _combine_backward, setup_context=_combine_context)
-
-
-# dequantise, straight through
-
-
-@custom_op(
-    "tokenyard::dequantize",
-    mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, "
-    "ScalarType dtype) -> Tensor",
-)
-def dequantize_op(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return dequantize(data, scales, dtype)
-
-
-@register_fake("tokenyard::dequantize")  # pyright: ignore[reportUntypedFunctionDecorator]
-def _(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-def _dequantize_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, _, plan, ctx.owner, ctx.spec, _ = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(*plan)
-
-
-def _dequantize_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    moves = _Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
-    return (
-        moves.combine(grad, raw=False)[0].to(ctx.dtype),
-        None,
-        None,
-        [None] * _PLAN,
-        *(None,) * 3,
-    )
-
-
-register_autograd("tokenyard::dequantize", _dequantize_backward, setup_context=_dequantize_context)

@@ -12,13 +12,20 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenyard.reference_picks import lists, lost_weights, merge_picks
+from tokenyard.reference_picks import (
+    Pick,
+    lists,
+    lost_weights,
+    merge_picks,
+    picks_per_expert,
+    source_ranges,
+)
 from tokenyard.reference_quant import dequantize, quantize
+from tokenyard.reference_sums import sum_ranks, sum_rows
 from tokenyard.types import Layout, Quantize, Quantized
 
 __all__ = [
@@ -71,16 +78,6 @@ class ReferenceCombined:
     )  # expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks
 
 
-class _Pick(NamedTuple):
-    """A merged pick. Picks sort by source rank, then token, then position among the
-    token's picks.
-    """
-
-    source: int
-    token: int
-    position: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
     """What all ranks send together; lists have one entry per rank."""
@@ -131,7 +128,7 @@ def dispatch(
     """
     _check_dispatch(topk_idx, layout, max_tokens_per_rank, capacity)
     sent = _send(x, topk_idx, topk_weights, quantize)
-    picks = _picks_per_expert(sent.topk_idx, num_experts)
+    picks = picks_per_expert(sent.topk_idx, num_experts)
     block = len(x) * (max_tokens_per_rank or 0)
     form = _Form(layout=layout, alignment=expert_alignment, block=block, capacity=capacity)
     experts_of_ranks = _split_experts(num_experts, len(x))
@@ -192,20 +189,9 @@ def _split_experts(num_experts: int, num_ranks: int) -> list[range]:
     return [range(ends[rank], ends[rank + 1]) for rank in range(num_ranks)]
 
 
-def _picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list[_Pick]]:
-    """The picks of each global expert, by source rank, then token."""
-    picks: list[list[_Pick]] = [[] for _ in range(num_experts)]
-    for source, idx in enumerate(topk_idx):
-        for token, experts in enumerate(lists(idx)):
-            for position, expert in enumerate(experts):
-                if expert >= 0:
-                    picks[expert].append(_Pick(source, token, position))
-    return picks
-
-
 def _receive(
     sent: _Sent,
-    picks: list[list[_Pick]],
+    picks: list[list[Pick]],
     form: _Form,
     experts: range,
     owned_topk_idx: Tensor,
@@ -234,7 +220,7 @@ def _receive(
         tokens_per_expert=_int32(counts),
         aligned_tokens_per_expert=_int32(aligned),
         expert_offsets=_int32(offsets) if form.layout is Layout.EXPERT_MAJOR else None,
-        source_ranges=_source_ranges(local, len(rows)) if is_padded else None,
+        source_ranges=source_ranges(local, len(rows)) if is_padded else None,
         source=torch.tensor(sources, dtype=torch.int64).reshape(shape),
         overflow=sum(pick is not None for pick in dropped),
         row_of_pick=rows,
@@ -243,14 +229,14 @@ def _receive(
     )
 
 
-def _places(local: list[list[_Pick]], form: _Form) -> list[_Pick | None]:
+def _places(local: list[list[Pick]], form: _Form) -> list[Pick | None]:
     """The pick that each row is made for, given those of each local expert; None is padding."""
     if form.layout is Layout.FLAT:
-        first_picks: dict[tuple[int, int], _Pick] = {}
+        first_picks: dict[tuple[int, int], Pick] = {}
         for pick in sorted(chain.from_iterable(local)):
             first_picks.setdefault((pick.source, pick.token), pick)
         return list(first_picks.values())
-    places: list[_Pick | None] = []
+    places: list[Pick | None] = []
     for picks in local:
         padding = (
             form.block - len(picks)
@@ -261,7 +247,7 @@ def _places(local: list[list[_Pick]], form: _Form) -> list[_Pick | None]:
     return places
 
 
-def _row_of_pick(places: list[_Pick | None], topk_idx: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _row_of_pick(places: list[Pick | None], topk_idx: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Per source rank ``[T, K]`` int64: the row made for each pick, -1 if there is none here.
 
     A ``FLAT`` row stands for all local picks of its token, but is entered at the first only:
@@ -314,18 +300,6 @@ def _row_weights(
     return row_weights.reshape(shape)
 
 
-def _source_ranges(local: list[list[_Pick]], num_ranks: int) -> Tensor:
-    """``[L, R, 2]`` int32: where the rows of a source rank begin inside an expert's block, and how
-    many they are.
-    """
-    counts = torch.zeros(len(local), num_ranks, dtype=torch.int32)
-    for expert, picks in enumerate(local):
-        for pick in picks:
-            counts[expert, pick.source] += 1
-    begins = counts.cumsum(1).to(torch.int32) - counts
-    return torch.stack([begins, counts], dim=-1)
-
-
 def combine(
     rows: Sequence[Tensor],
     received: Sequence[ReferenceRows],
@@ -365,15 +339,15 @@ def combine(
             else each.row_of_pick[owner]
             for rank, each in enumerate(received)
         ]
-        total = _sum_ranks(
-            map(_sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype
+        total = sum_ranks(
+            map(sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype
         )
         own_bias = () if bias is None else bias[owner]
         for addend in own_bias if isinstance(own_bias, tuple) else (own_bias,):
             total = total + addend.float()
-        weights = map(_sum_rows, reduce_weights or [], tables)
+        weights = map(sum_rows, reduce_weights or [], tables)
         reduced = (
-            None if reduce_weights is None else _sum_ranks(weights, ranks_per_node, torch.float32)
+            None if reduce_weights is None else sum_ranks(weights, ranks_per_node, torch.float32)
         )
         own = received[owner]
         given = own.owned_topk_weights if topk_weights is None else topk_weights[owner]
@@ -420,41 +394,3 @@ def _combine_weights(
     ]
     given = [weights for weights in merged if weights is not None]
     return [_row_weights(given, each.row_of_pick, (each.source.numel(),)) for each in received]
-
-
-def _sum_rows(rows: Tensor, row_of_pick: Tensor, row_weights: Tensor | None = None) -> Tensor:
-    """One owner's tokens ``[T, W]`` float32: the rows that one rank holds for them, added in pick
-    order.
-    """
-    rows = rows.flatten(0, -2)
-    total = torch.zeros(row_of_pick.shape[0], rows.shape[1])
-    for position in range(row_of_pick.shape[1]):
-        token = (row_of_pick[:, position] >= 0).nonzero().squeeze(1)
-        row = row_of_pick[token, position]
-        value = rows[row].float()
-        if row_weights is not None:
-            value = row_weights[row, None] * value
-        total[token] = total[token] + value
-    return total
-
-
-def _sum_ranks(
-    rank_sums: Iterable[Tensor], ranks_per_node: int | None, wire: torch.dtype
-) -> Tensor:
-    """Add the sums of all ranks, float32: ranks of a node in order, then nodes; each hop rounds to
-    ``wire``.
-    """
-    parts = list(rank_sums)
-    per_node = ranks_per_node or len(parts)
-    nodes = [
-        _ordered_sum(parts[begin : begin + per_node], wire)
-        for begin in range(0, len(parts), per_node)
-    ]
-    return _ordered_sum(nodes, wire) if len(nodes) > 1 else nodes[0]
-
-
-def _ordered_sum(parts: list[Tensor], wire: torch.dtype) -> Tensor:
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total = total + part.to(wire).float()
-    return total

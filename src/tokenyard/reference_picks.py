@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -63,3 +63,36 @@ def lost_weights(
 def lists(matrix: Tensor) -> list[list[int]]:
     """Rows of a matrix as lists."""
     return cast("list[list[int]]", matrix.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+class Pick(NamedTuple):
+    """A merged pick. Picks sort by source rank, then token, then position among the
+    token's picks.
+    """
+
+    source: int
+    token: int
+    position: int
+
+
+def picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list[Pick]]:
+    """The picks of each global expert, by source rank, then token."""
+    picks: list[list[Pick]] = [[] for _ in range(num_experts)]
+    for source, idx in enumerate(topk_idx):
+        for token, experts in enumerate(lists(idx)):
+            for position, expert in enumerate(experts):
+                if expert >= 0:
+                    picks[expert].append(Pick(source, token, position))
+    return picks
+
+
+def source_ranges(local: list[list[Pick]], num_ranks: int) -> Tensor:
+    """``[L, R, 2]`` int32: where the rows of a source rank begin inside an expert's block, and how
+    many they are.
+    """
+    counts = torch.zeros(len(local), num_ranks, dtype=torch.int32)
+    for expert, picks in enumerate(local):
+        for pick in picks:
+            counts[expert, pick.source] += 1
+    begins = counts.cumsum(1).to(torch.int32) - counts
+    return torch.stack([begins, counts], dim=-1)

@@ -48,8 +48,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from tokenyard import forks
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
-from tokenyard.memory.base import MemoryGroup
 from tokenyard.memory.meeting import Round
+from tokenyard.memory.symmetric import MemoryGroup
 
 REFUSAL_WAIT = 10.0
 """Most seconds that a rank which refuses its arguments waits for the others, so that they learn

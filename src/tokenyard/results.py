@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.call_queue import Waitable, Work
 from tokenyard.errors import afresh
 from tokenyard.formats import scales_received
 from tokenyard.handle import Handle
-from tokenyard.lane import Waitable, Work
 from tokenyard.types import Layout
 
 
@@ -26,10 +26,17 @@ class Later:
     _finish: Callable[[], dict[str, Any]] | None
 
     def __init__(
-        self, finish: Callable[[], dict[str, Any]] | None = None, work: Work | None = None
+        self,
+        finish: Callable[[], dict[str, Any]] | None = None,
+        work: Work | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> None:
-        """``work``: what there is to wait for without finishing the call."""
+        """``fields``: of a call that is done; else ``finish`` brings them. ``work``: what there is
+        to wait for without finishing the call.
+        """
         self._finish, self._work = finish, work
+        if fields is not None:
+            self.__dict__.update(fields)
 
     def work(self) -> Waitable:
         """What another call waits for to come behind this one, wherever it runs; the result stays
@@ -174,7 +181,9 @@ def received_fields(
     """
     arrived, layout = handle.arrived, handle.spec.layout
     flat, source = layout is Layout.FLAT, arrived.source
-    weights = arrived.weights if handle.has_weights else None
+    weights, ids = arrived.weights if handle.has_weights else None, arrived.topk_idx
+    if flat and ids.dtype is not handle.index_dtype:
+        ids = ids.to(handle.index_dtype)
     if len(rows_shape) > source.dim():
         x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
         scales = None if scales is None else scales.view(*rows_shape, scales.shape[-1])
@@ -185,7 +194,7 @@ def received_fields(
     return {
         "x": x,
         "scales": scales,
-        "topk_idx": arrived.topk_idx.to(handle.index_dtype) if flat else None,
+        "topk_idx": ids if flat else None,
         "topk_weights": weights if flat else None,
         "row_weights": None if flat else weights,
         "tokens_per_expert": arrived.tokens_per_expert,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.whole import whole
+from tokenyard.arguments import whole
 
 HOST_VARIABLE = "TOKENYARD_HOST"
 """What this environment variable says is this rank's host: ranks that say the same share one."""

@@ -98,3 +98,30 @@ def check_tangents(given: tuple[Any, ...], lack: str) -> None:
     """
     if has_tangent(*given):
         raise NotSupported(f"a tensor of this call has a tangent (forward-mode AD), but {lack}")
+
+
+def is_tracked(*tensors: Tensor | None) -> bool:
+    """Whether autograd, a compiler or a transform must see a call."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a generator would cost a frame for each
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return in_functorch() or in_forward_mode()
+
+
+def by_operator(x: Tensor) -> bool:
+    """Whether a call that is tracked is an operator to whoever tracks it."""
+    if torch.compiler.is_compiling():
+        return True
+    if in_functorch() or in_forward_mode():
+        return False
+    subclass = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
+    return subclass or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
+
+
+def detached(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(detached(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    return value.detach() if isinstance(value, Tensor) else value

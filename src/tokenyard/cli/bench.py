@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from tokenyard import launch
+from tokenyard.arguments import LARGEST
 from tokenyard.cli.bench_decode import Decode, Timed, run_decode
 from tokenyard.cli.bench_decode_report import write_decode_record
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Job, sweep
@@ -26,8 +27,7 @@ from tokenyard.cli.bench_twolevel import Crossing, TwoLevel, on_all_ranks
 from tokenyard.cli.bench_twolevel_report import write_twolevel_record
 from tokenyard.cli.options import check_device, check_engine, check_folder, check_plot
 from tokenyard.cli.progress import progress
-from tokenyard.engines.select import ENGINES
-from tokenyard.whole import LARGEST
+from tokenyard.engines.known import ENGINES
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""

@@ -24,7 +24,7 @@ from tokenyard.cli.bench_inputs import (
     traffic_back,
     traffic_there,
 )
-from tokenyard.layout import send_order, tokens_in_ranks
+from tokenyard.routing import send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
 
 PLAIN_EXCHANGE = "all_to_all_single"

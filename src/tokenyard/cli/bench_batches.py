@@ -21,7 +21,7 @@ from tokenyard.cli.bench_baselines import all_gather
 from tokenyard.cli.bench_cases import row_words
 from tokenyard.cli.bench_inputs import NUM_INPUTS, Job, Traffic, once_per_rank
 from tokenyard.formats import quantize
-from tokenyard.layout import expert_bounds
+from tokenyard.routing import expert_bounds
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.testing.routings import routing
 

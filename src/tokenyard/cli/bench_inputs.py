@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.formats import FORMATS
-from tokenyard.layout import tokens_in_ranks
+from tokenyard.routing import tokens_in_ranks
 from tokenyard.testing.routings import payload, routing
 from tokenyard.types import Layout, Quantize
 

@@ -19,7 +19,7 @@ from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, row_words
 from tokenyard.cli.bench_inputs import Job, Traffic, everything_to_everyone
 from tokenyard.formats import quantize
-from tokenyard.layout import host_ints, send_order, tokens_in_ranks
+from tokenyard.routing import host_ints, send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
 
 Outcome = Callable[[Any, Truth], None]
@@ -67,7 +67,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Signature:
     """A kind of dispatch. ``fp8`` is where the cast happens: "payload" (before the call), "wire"
     (in the send) or "".
     """
@@ -82,15 +82,15 @@ class Kind:
 
 FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
 KINDS = {
-    FRESH: Kind("dispatch BF16, new routing", cached=False),
-    PLAIN: Kind("dispatch BF16", bar_us=500),
-    "fp8": Kind("dispatch FP8", fp8="payload", bar_us=270),
-    "fused": Kind("dispatch BF16, FP8 on the wire", fp8="wire", bar_us=280),
-    "major": Kind(
+    FRESH: Signature("dispatch BF16, new routing", cached=False),
+    PLAIN: Signature("dispatch BF16", bar_us=500),
+    "fp8": Signature("dispatch FP8", fp8="payload", bar_us=270),
+    "fused": Signature("dispatch BF16, FP8 on the wire", fp8="wire", bar_us=280),
+    "major": Signature(
         "dispatch FP8, expert-major", fp8="payload", layout=ty.Layout.EXPERT_MAJOR, bar_us=330
     ),
-    VIEW: Kind("dispatch BF16, in place", in_place=True, bar_us=465),
-    "view8": Kind("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
+    VIEW: Signature("dispatch BF16, in place", in_place=True, bar_us=465),
+    "view8": Signature("dispatch FP8, in place", fp8="payload", in_place=True, bar_us=245),
 }
 IN_PLACE = (VIEW, "view8", BACK_IN_PLACE)
 IN_PLACE_ENGINES = ("nvlink", "twolevel")

@@ -15,7 +15,7 @@ from tokenyard.cli.bench_batches import Batch, Truth, share
 from tokenyard.cli.bench_cases import COMBINE
 from tokenyard.cli.bench_inputs import Traffic
 from tokenyard.cli.bench_nvlink_cases import Probe
-from tokenyard.layout import tokens_in_ranks
+from tokenyard.routing import tokens_in_ranks
 from tokenyard.stats import Traffic as Crossed
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.topology import Topology

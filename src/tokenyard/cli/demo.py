@@ -18,7 +18,7 @@ from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.options import check_device, check_engine, check_plot
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import print_result
-from tokenyard.engines.select import ENGINES
+from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
 from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
 from tokenyard.types import Layout

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.cli.demo_model import PER_EXPERT, SHARED, MoeLayer
-from tokenyard.layout import host_ints
+from tokenyard.routing import host_ints
 
 
 def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:

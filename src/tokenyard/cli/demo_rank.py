@@ -21,7 +21,7 @@ import tokenyard as ty
 from tokenyard.cli.demo_check import compare, gather_rows, results, sum_over_ranks
 from tokenyard.cli.demo_model import PER_EXPERT, SHARED, LayerShape, MoeLayer, make_weights
 from tokenyard.cli.progress import Counter
-from tokenyard.layout import expert_bounds
+from tokenyard.routing import expert_bounds
 
 PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
 

@@ -24,7 +24,7 @@ from tokenyard.cli.doctor_facts import (
 )
 from tokenyard.cli.doctor_guard import Asker
 from tokenyard.cli.doctor_nvidia import NVIDIA_SMI, ask_driver, ask_matrix, by_uuid
-from tokenyard.engines.select import ENGINES
+from tokenyard.engines.known import ENGINES
 
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor, and the first digits of a display controller's class."""

@@ -9,7 +9,7 @@ import torch
 
 from tokenyard.deep_ep import utils
 from tokenyard.deep_ep.buffer import Buffer
-from tokenyard.deep_ep.config import Config
+from tokenyard.deep_ep.chunks import Config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.version import __version__ as _version
 

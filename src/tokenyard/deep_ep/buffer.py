@@ -9,21 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep import checks, layout, low_latency, names, normal
-from tokenyard.deep_ep.config import Config, combine_config, dispatch_config, even_sms
+from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
+from tokenyard.deep_ep import decode, foreign, inputs, normal, token_layout
+from tokenyard.deep_ep.chunks import Config, combine_config, dispatch_config, even_sms
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
+from tokenyard.deep_ep.masks import Masks
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.scratch import Scratch
 from tokenyard.deep_ep.streams import Streams
-from tokenyard.deep_ep.values import MOST_EXPERTS, flag, whole
+from tokenyard.deep_ep.values import flag, whole
 from tokenyard.errors import NotSupported
-from tokenyard.memory.base import MOST_BYTES
 
 
-class Buffer:
+class Buffer(Masks):
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
     alike.
 
@@ -62,7 +62,7 @@ class Buffer:
         comm: Any = None,
         **fork: Any,
     ) -> None:
-        names.check_fork("Buffer", fork, names.CONSTRUCTOR)
+        foreign.check_fork("Buffer", fork, foreign.CONSTRUCTOR)
         if group is None:
             if comm is None:
                 raise ValueError("Either 'group' or 'comm' must be provided.")
@@ -70,14 +70,14 @@ class Buffer:
                 "comm= (mpi4py) is not supported: call torch.distributed.init_process_group() and "
                 "pass group="
             )
-        checks.check_group(group)
+        inputs.check_group(group)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes = whole("num_nvl_bytes", num_nvl_bytes, most=MOST_BYTES)
         self.num_rdma_bytes = whole("num_rdma_bytes", num_rdma_bytes, most=MOST_BYTES)
         self.low_latency_mode = flag("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = flag("explicitly_destroy", explicitly_destroy)
         self.enable_shrink, self.nvshmem_qp_depth = flag("enable_shrink", enable_shrink), 1024
-        checks.check_echoed(
+        inputs.check_echoed(
             num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         )
         self._streams = Streams()
@@ -159,10 +159,12 @@ class Buffer:
         """
         self._natives.check_open()
         with DisableTorchFunction():
-            later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
-            checks.check_ids(topk_idx)
+            later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
+            inputs.check_ids(topk_idx)
         arguments = topk_idx, whole("num_experts", num_experts, 1, MOST_EXPERTS), self.group_size
-        result, event = self._streams.run(layout.layout, arguments, topk_idx, previous_event, later)
+        result, event = self._streams.run(
+            token_layout.layout, arguments, topk_idx, previous_event, later
+        )
         ranks, nodes, counts, in_ranks = result
         return ranks, nodes, counts, in_ranks, event
 
@@ -203,23 +205,16 @@ class Buffer:
         ``handle``.
         """
         natives, run = self._natives.check_open(), self._streams.run
-        routing = normal.Routing(
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-        )
+        given = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
+        more = num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+        routing = normal.Routing(*given, *more)
         try:
             with DisableTorchFunction():
-                later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
-                num_sms = checks.check_config(config, Buffer.num_sms)
-                data, scales = checks.check_rows(x)
+                later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
+                num_sms = inputs.check_config(config, Buffer.num_sms)
+                data, scales = inputs.check_rows(x)
                 alignment, worst = normal.check_dispatch(natives, data, handle, routing, self.group)
-        except checks.REFUSED as error:
+        except inputs.REFUSED as error:
             raise normal.refused(natives, error, x, handle, routing) from None
         if handle is not None:
             natives.last_normal = handle.ep
@@ -227,31 +222,8 @@ class Buffer:
                 normal.redispatch, (data, scales, handle), data, previous_event, later, handle
             )
             return rows, None, None, None, None, event
-        if topk_idx is None:
-            arguments = (
-                natives,
-                data,
-                scales,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                alignment,
-                num_sms,
-            )
-            result, event = run(normal.dispatch_bare, arguments, data, previous_event, later)
-        else:
-            arguments = (
-                natives,
-                data,
-                scales,
-                topk_idx,
-                topk_weights,
-                is_token_in_rank,
-                routing.per_expert.numel(),
-                alignment,
-                worst,
-                num_sms,
-            )
-            result, event = run(normal.dispatch, arguments, data, previous_event, later)
+        call, arguments = normal.fresh(natives, data, scales, routing, alignment, worst, num_sms)
+        result, event = run(call, arguments, data, previous_event, later)
         rows, idx, weights, counts, made = result
         return rows, idx, weights, counts, made, event
 
@@ -280,11 +252,11 @@ class Buffer:
         natives = self._natives.check_open()
         try:
             with DisableTorchFunction():
-                later = checks.check_when(previous_event, async_finish, allocate_on_comm_stream)
-                checks.check_config(config, 0)
+                later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
+                inputs.check_config(config, 0)
                 known = normal.check_handle(handle, self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
-        except checks.REFUSED as error:
+        except inputs.REFUSED as error:
             raise normal.refused_combine(natives, error, handle) from None
         natives.last_normal = known.ep
         arguments = x, known, topk_weights, terms
@@ -305,16 +277,14 @@ class Buffer:
         """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16
         rows and up to 16 picks.
         """
-        return low_latency.size_hint(
-            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
-        )
+        return decode.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Nothing: the two modes share no memory."""
         self._natives.check_open()
-        low_latency.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        decode.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -330,7 +300,7 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
         **fork: Any,
-    ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, low_latency.Hook | None]:
+    ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, decode.Hook | None]:
         """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph
         can hold it. Collective.
 
@@ -353,19 +323,17 @@ class Buffer:
             use_fp8, stats = stats, None
         most = num_max_dispatch_tokens_per_rank
         try:
-            names.check_fork("low_latency_dispatch", fork, names.LOW_LATENCY_DISPATCH)
+            foreign.check_fork("low_latency_dispatch", fork, foreign.LOW_LATENCY_DISPATCH)
             with DisableTorchFunction():
-                later, hooked = low_latency.check_ways(async_finish, return_recv_hook)
-                mode = low_latency.mode_of(use_fp8, round_scale, use_ue8m0)
-                sizes = low_latency.check_dispatch(natives, x, topk_idx, most, num_experts)
-                waits = low_latency.check_stats(
-                    natives, sizes, stats, dispatch_wait_recv_cost_stats
-                )
-        except checks.REFUSED as error:
-            raise low_latency.refused(natives, error, x, topk_idx, most, num_experts) from None
+                later, hooked = decode.check_ways(async_finish, return_recv_hook)
+                mode = decode.mode_of(use_fp8, round_scale, use_ue8m0)
+                sizes = decode.check_dispatch(natives, x, topk_idx, most, num_experts)
+                waits = decode.check_stats(natives, sizes, stats, dispatch_wait_recv_cost_stats)
+        except inputs.REFUSED as error:
+            raise decode.refused(natives, error, x, topk_idx, most, num_experts) from None
         arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)
         (rows, counts, handle, hook), event = self._streams.run(
-            low_latency.dispatch, arguments, x, None, later
+            decode.dispatch, arguments, x, None, later
         )
         return rows, counts, handle, event, hook
 
@@ -382,7 +350,7 @@ class Buffer:
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
         **fork: Any,
-    ) -> tuple[Tensor, EventOverlap, low_latency.Hook | None]:
+    ) -> tuple[Tensor, EventOverlap, decode.Hook | None]:
         """Sum each token's rows times their weights, back at its owner. Collective.
 
         Args: x: ``[L, R * M, H]`` in the order of the dispatch. topk_idx: those of the dispatch,
@@ -396,21 +364,21 @@ class Buffer:
         """
         natives = self._natives.check_open()
         try:
-            names.check_fork("low_latency_combine", fork, names.LOW_LATENCY_COMBINE)
+            foreign.check_fork("low_latency_combine", fork, foreign.LOW_LATENCY_COMBINE)
             with DisableTorchFunction():
-                later, hooked = low_latency.check_ways(async_finish, return_recv_hook)
+                later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
-                known = low_latency.check_handle(handle, self.group)
-                rows = low_latency.written_buffer(known) if flag("zero_copy", zero_copy) else x
-                waits = low_latency.check_combine(
+                known = decode.check_handle(handle, self.group)
+                rows = decode.written_buffer(known) if flag("zero_copy", zero_copy) else x
+                waits = decode.check_combine(
                     rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats
                 )
-        except checks.REFUSED as error:
-            raise low_latency.refused_combine(natives, error, handle) from None
+        except inputs.REFUSED as error:
+            raise decode.refused_combine(natives, error, handle) from None
         natives.last_low_latency = known.ep
         arguments = (rows, known, topk_weights, out, waits, hooked)
         (combined, hook), event = self._streams.run(
-            low_latency.combine, arguments, rows, None, later, known
+            decode.combine, arguments, rows, None, later, known
         )
         return combined, event, hook
 
@@ -419,34 +387,4 @@ class Buffer:
         bf16 ``[L, R * M, H]``.
         """
         self._natives.check_open()
-        return low_latency.next_buffer(low_latency.check_handle(handle, self.group))
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a dead rank out (``mask=True``), or take it back.
-
-        Raises: NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``,
-        no other rank, or there was no call of this mode yet.
-        """
-        rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
-        if rank == self.rank:
-            raise ValueError(f"rank_to_mask ({rank}) is this rank: name another one")
-        low_latency.update_mask(self._shrinking(), rank, flag("mask", mask))
-
-    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32
-        ``[R]``).
-        """
-        objects = self._shrinking()
-        checks.array("mask_status", mask_status, "[R]", (self.group_size,), (torch.int32,))
-        low_latency.query_mask(objects, mask_status)
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Take all ranks back."""
-        for rank in set(range(self.group_size)) - {self.rank}:
-            low_latency.update_mask(self._shrinking(), rank, False)
-
-    def _shrinking(self) -> list[ExpertParallel]:
-        self._natives.check_open()
-        if not self.enable_shrink:
-            raise ValueError("Shrink mode must be enabled: make Buffer with enable_shrink=True")
-        return self._natives.all_low_latency()
+        return decode.next_buffer(decode.check_handle(handle, self.group))

@@ -4,7 +4,7 @@ another one instead.
 Each would wait for the others. Whoever makes an object looks now and then whether a rank waits for
 it in a call of an older one, and answers there with a refusal that says what they disagree on: all
 raise ``Mismatch`` before a row has moved, and every object stays in step. Over gloo, where ranks
-tell each other in which call they wait (``engines/blame.py``).
+tell each other in which call they wait (``engines/failures.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tokenyard.api import ExpertParallel
-from tokenyard.engines.wire import GlooWire
+from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.errors import Mismatch
 from tokenyard.header import DISAGREE, DISPATCH
 
@@ -32,7 +32,7 @@ def refuse_others(
     for theirs, ep in objects:
         calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
         wire: Any = getattr(calls.engine, "_wire", None)
-        if calls.gone or not isinstance(wire, GlooWire):
+        if calls.gone or not isinstance(wire, GlooTransport):
             continue
         peer = wire.awaited(calls.engine._calls)
         differ = [each for each in zip(NAMES, theirs, sizes, strict=True) if each[1] != each[2]]

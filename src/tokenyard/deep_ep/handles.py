@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
+from tokenyard.call_queue import keep_for
 from tokenyard.handle import Handle
-from tokenyard.lane import keep_for
-from tokenyard.layout import count_keys, tokens_in_ranks
+from tokenyard.routing import count_keys, tokens_in_ranks
 
 RANKS_PER_NODE = 8
 """As DeepEP counts them."""

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
-from tokenyard.checks import LONGEST
-from tokenyard.deep_ep.checks import of_group
-from tokenyard.deep_ep.config import RING_BYTES
+from tokenyard.arguments import LONGEST
+from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.disagreement import refuse_others
 from tokenyard.deep_ep.handles import LazyTuple, kind_for
-from tokenyard.engines.select import ENGINES
+from tokenyard.deep_ep.inputs import of_group
+from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.header import DISPATCH
 from tokenyard.memory.meeting import looking
@@ -41,9 +41,6 @@ TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 
 DEFAULT_TIMEOUT = 100.0
 FEWEST_RING_BYTES = 32 << 20
-
-LOW_LATENCY = "low_latency"
-"""The engine for decoding."""
 
 LOW_LATENCY_OBJECTS = 2
 """Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
@@ -109,7 +106,7 @@ class Natives:
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
 
     def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, "auto", self._ring_bytes)
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
@@ -196,7 +193,7 @@ class Natives:
         except NotSupported:  # on every rank alike; the engine that serves instead says so
             if LOW_LATENCY_VARIABLE in os.environ:
                 raise
-            return [self._make(sizes, LOW_LATENCY_VARIABLE, "auto", None)]
+            return [self._make(sizes, LOW_LATENCY_VARIABLE, AUTO, None)]
         more = LOW_LATENCY_OBJECTS - 1 if first.engine == LOW_LATENCY else 0
         return [
             first,

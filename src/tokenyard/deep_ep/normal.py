@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep import checks
+from tokenyard.arguments import MOST_EXPERTS
+from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.handles import NormalHandle, num_nodes
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.values import MOST_EXPERTS, likely, whole
+from tokenyard.deep_ep.values import likely, whole
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.layout import expert_bounds, host_ints
 from tokenyard.results import Received, rows_of_experts
+from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Quantized
 
 MAX_TOKENS = 128
@@ -61,7 +63,7 @@ def check_dispatch(
             )
         known = check_handle(handle, group)
         shape = known.native.num_tokens, known.ep.config.hidden
-        checks.array(
+        inputs.array(
             "x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,)
         )
         _check_device("x", data, known)
@@ -75,7 +77,7 @@ def check_dispatch(
     if routing.topk_idx is None:
         _check_bare(routing, worst)
     else:
-        checks.check_picks(routing.topk_idx, routing.topk_weights, data)
+        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
         tokens, size = data.shape[0], natives.world_size
         if worst and -(-worst // size) < tokens:
             raise ValueError(
@@ -91,20 +93,20 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
     size, device = natives.world_size, data.device
     experts, in_ranks = routing.per_expert, routing.in_ranks
     shape = (experts.numel() if isinstance(experts, Tensor) else None,)
-    checks.array("num_tokens_per_expert", experts, "[E]", shape, INDEX_DTYPES, device)
+    inputs.array("num_tokens_per_expert", experts, "[E]", shape, INDEX_DTYPES, device)
     if not 1 <= experts.numel() <= MOST_EXPERTS:
         raise ValueError(
             f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to "
             f"{MOST_EXPERTS}"
         )
     if in_ranks is not None:
-        checks.array(
+        inputs.array(
             "is_token_in_rank", in_ranks, "[T, R]", (data.shape[0], size), (torch.bool,), device
         )
     if routing.per_rank is not None:
-        checks.array("num_tokens_per_rank", routing.per_rank, "[R]", (size,), INDEX_DTYPES)
+        inputs.array("num_tokens_per_rank", routing.per_rank, "[R]", (size,), INDEX_DTYPES)
     if routing.per_node is not None:
-        checks.array(
+        inputs.array(
             "num_tokens_per_rdma_rank",
             routing.per_node,
             "[R / 8]",
@@ -133,12 +135,12 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
     """Rows, weights and bias of a combine; returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
     rows = native.num_rows if handle.cut_to is None else handle.cut_to
-    checks.array(
+    inputs.array(
         "x", x, "the rows [N, H] that the dispatch brought", (rows, config.hidden), FLOAT_DTYPES
     )
     _check_device("x", x, handle)
     if topk_weights is not None:
-        checks.array(
+        inputs.array(
             "topk_weights", topk_weights, "[N, K]", (rows, config.num_topk), FLOAT_DTYPES, x.device
         )
     terms: tuple[Any, ...] = (bias,)
@@ -149,7 +151,7 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
     if len(terms) > 2 or (bias is not None and not terms):
         raise ValueError(f"bias has {len(terms)} tensors, but must be one [T, H] or a pair of them")
     for term in terms:
-        checks.array(
+        inputs.array(
             "bias", term, "[T, H]", (native.num_tokens, config.hidden), FLOAT_DTYPES, x.device
         )
     return terms
@@ -162,7 +164,7 @@ def check_handle(handle: Any, group: Any) -> NormalHandle:
             f"handle must be the tuple that dispatch() of this library returned, not a "
             f"{type(handle).__name__}"
         )
-    checks.check_same_group(handle, group)
+    inputs.check_same_group(handle, group)
     return handle
 
 
@@ -170,16 +172,16 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     if handle is not None:
         return natives.refused(error, whom(natives, handle), CACHED)
-    size, data = natives.world_size, checks.rows_of(x)
+    size, data = natives.world_size, inputs.rows_of(x)
     experts, picks, bound = size, size, MAX_TOKENS
     if routing.given_picks:
         given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
         experts = likely("num_tokens_per_expert", given, error, MOST_EXPERTS)
-        picks = checks.columns(routing.topk_idx) or checks.columns(routing.topk_weights)
+        picks = inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights)
         if type(routing.worst) is not int or routing.worst:
             worst = likely("num_worst_tokens", routing.worst, error)
             bound = None if worst is None else -(-worst // size)
-    ep = natives.whom_normal((checks.columns(data), experts, picks, bound, checks.place(data)))
+    ep = natives.whom_normal((inputs.columns(data), experts, picks, bound, inputs.place(data)))
     return natives.refused(
         error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
     )
@@ -195,6 +197,25 @@ def whom(natives: Natives, handle: Any) -> ExpertParallel | None:
     return natives.whom_of(
         handle if isinstance(handle, NormalHandle) else None, natives.last_normal
     )
+
+
+def fresh(
+    natives: Natives,
+    data: Tensor,
+    scales: Tensor | None,
+    routing: Routing,
+    alignment: int,
+    worst: int,
+    num_sms: int,
+) -> tuple[Callable[..., Dispatched], tuple[Any, ...]]:
+    """The function for a fresh dispatch, and its arguments: all tensors that it reads are among
+    them.
+    """
+    experts, in_ranks = routing.per_expert, routing.in_ranks
+    if routing.topk_idx is None:
+        return dispatch_bare, (natives, data, scales, in_ranks, experts, alignment, num_sms)
+    picks, num_experts = (routing.topk_idx, routing.topk_weights, in_ranks), experts.numel()
+    return dispatch, (natives, data, scales, *picks, num_experts, alignment, worst, num_sms)
 
 
 def dispatch(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.values import flag, whole
-from tokenyard.memory.base import MOST_BYTES
 
 
 class Scratch:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, _set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
+from tokenyard.call_queue import keep_for
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
-from tokenyard.lane import keep_for
 
 Result = TypeVar("Result")
 

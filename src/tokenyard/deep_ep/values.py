@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 2**31 - 1
-"""Of the whole numbers that count tokens, ranks and channels."""
-
-MOST_EXPERTS, MOST_PICKS = 1 << 16, 1 << 12
-"""Experts, and picks of a token: tables have a number for each."""
+from tokenyard.arguments import LARGEST
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: str = "") -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,30 @@ class Engine(Protocol):
 
     @property
     def config(self) -> Config: ...
+
+    @property
+    def in_place(self) -> bool:
+        """Whether rows can stay in symmetric memory; ``dispatch``, ``redispatch`` and ``combine``
+        take ``in_place`` then, and there is :class:`InPlace`.
+        """
+        ...
+
+    @property
+    def counts_by_most(self) -> bool:
+        """Whether int32 has to count ``max_tokens_per_rank`` rows of every rank for each expert,
+        also in exact shapes.
+        """
+        ...
+
+    @property
+    def calls_begun(self) -> int | None:
+        """Calls so far, the one under way among them; None if the engine does not number them."""
+        ...
+
+    @property
+    def decoder(self) -> LowLatency | None:
+        """This engine if it is one for decoding."""
+        ...
 
     @property
     def waits_on_host(self) -> bool:
@@ -123,9 +147,7 @@ class Engine(Protocol):
 
 
 class InPlace(Protocol):
-    """What engines ``nvlink`` and ``twolevel`` have besides; their ``combine`` also takes
-    ``in_place``.
-    """
+    """What an engine has besides whose rows can stay in symmetric memory."""
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` for a combine in place.
@@ -135,7 +157,6 @@ class InPlace(Protocol):
         ...
 
 
-@runtime_checkable
 class LowLatency(Protocol):
     """What an engine for decoding has besides.
 

@@ -1,6 +1,6 @@
 """Engine ``collective``: an all-to-all of rows, once per (token, rank), over any
 ``torch.distributed`` group. On a grid of nodes: once per (token, node) to the rank there of the
-same local index, and from there on (``engines/relay.py``).
+same local index, and from there on (``engines/hierarchy.py``).
 
 Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one
 gather), rows (one message per peer), place (one gather). A cached dispatch starts at pack; combine
@@ -9,7 +9,6 @@ goes the same way back and sums on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,54 +18,55 @@ from torch.profiler import record_function
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.arrival import Arrival, count_arrivals, localise, num_result_rows, settle
-from tokenyard.engines.departure import (
-    Departure,
-    counts_by_rank,
-    depart,
-    note_bad_index,
+from tokenyard.engines.agreement import Agreement
+from tokenyard.engines.hierarchy import Hierarchy, Hop
+from tokenyard.engines.known import COLLECTIVE
+from tokenyard.engines.receive_plan import (
+    Arrival,
+    count_arrivals,
+    localise,
+    num_result_rows,
+    settle,
+)
+from tokenyard.engines.row_transport import RowTransport
+from tokenyard.engines.send_plan import (
+    SendPlan,
+    plan_send,
     ways_back,
 )
-from tokenyard.engines.mover import Mover
-from tokenyard.engines.relay import Leg, Relay
-from tokenyard.engines.wire import Spans, Wire
+from tokenyard.engines.transport import Spans, Transport
 from tokenyard.formats import cast_payload, row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH, Fingerprint
-from tokenyard.layout import Placement, host_ints
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.routing import Placement, host_ints
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, overlap, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
 
 
-class CollectiveEngine:
+class CollectiveEngine(Agreement):
     """Dispatch and combine by all-to-all. All methods are collective and run one at a time."""
 
-    name = "collective"
+    name, in_place, counts_by_most, decoder = COLLECTIVE, False, False, None
 
-    def __init__(self, config: Config, wire: Wire, stats: Stats) -> None:
-        self.config = config
-        self._wire, self._mover = wire, Mover(wire, stats)
-        self.interrupt = wire.interrupt
+    def __init__(self, config: Config, transport: Transport, stats: Stats) -> None:
         grid = config.topology
-        self._grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
-        self._relay = Relay(config, self._grid, self._mover) if self._grid.has_levels else None
-        self._num_counts = (
-            config.most_local_experts + config.matrix_ranks + (0 if self._relay is None else 1)
-        )
-        self._calls = 0
-        self._bad_index: Tensor | None = None
+        grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
+        super().__init__(config, transport, grid, relays=grid.has_levels)
+        self._rows = RowTransport(transport, stats)
+        self.interrupt = transport.interrupt
+        self._hierarchy = Hierarchy(config, grid, self._rows) if grid.has_levels else None
 
     @property
     def waits_on_host(self) -> bool:
         """Whether the host waits while rows move."""
-        return self._wire.counts_on_host
+        return self._transport.counts_on_host
 
     @property
     def buffer_bytes(self) -> int:
         """Host staging kept between calls. No symmetric memory."""
-        return self._mover.num_bytes
+        return self._rows.num_bytes
 
     @property
     def returns_width(self) -> int:
@@ -76,7 +76,7 @@ class CollectiveEngine:
     @property
     def hop_counts(self) -> int:
         """Numbers of ``Plan.splits`` about hops."""
-        return 0 if self._relay is None else self._relay.num_counts
+        return 0 if self._hierarchy is None else self._hierarchy.num_counts
 
     # Three collective calls
 
@@ -95,12 +95,12 @@ class CollectiveEngine:
         """
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
-            departure = depart(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
+            departure = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
             headers = self._announce(fingerprint, topk_idx, departure, spec)
         with record_function("tokenyard.dispatch.pack"):
             form = self._format(payload, routed=True, weighted=weights is not None)
-            send = self._mover.buffer("send", form, departure.token.numel(), payload.x.device)
+            send = self._rows.buffer("send", form, departure.token.numel(), payload.x.device)
             form.pack(
                 payload, departure.token, Routing(departure.topk_idx, departure.weights), send
             )
@@ -108,19 +108,19 @@ class CollectiveEngine:
             everybody = headers()
             sends, spans, sources = self._counts(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
-            recv = self._mover.buffer(
+            recv = self._rows.buffer(
                 "recv", form, self._num_received(spans, spec), payload.x.device
             )
             if not spec.exact:
                 form.vacate(recv)
-            rows = self._mover.move(send, recv, spans, "dispatch", self._calls - 1)
+            rows = self._rows.move(send, recv, spans, "dispatch", self._calls - 1)
             returns = ways_back(departure, spec, self.config)
             rows()
             route, hops = departure.token, list[int]()
-            if self._relay is not None:
-                leg = self._relay.plan(form.topk_idx(recv), sources, spec)
-                recv = self._relay.forward(form, recv, leg, "dispatch", self._calls - 1)
-                route, hops = self._relay.packed(route, spans, leg)
+            if self._hierarchy is not None:
+                leg = self._hierarchy.plan(form.topk_idx(recv), sources, spec)
+                recv = self._hierarchy.forward(form, recv, leg, "dispatch", self._calls - 1)
+                route, hops = self._hierarchy.packed(route, spans, leg)
         with record_function("tokenyard.dispatch.place"):
             payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
             routing = 0 if everybody is None else head.routing_of(everybody)
@@ -163,15 +163,15 @@ class CollectiveEngine:
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             form = self._format(payload)
             token, spans, leg = self._known(plan, spec)
-            send = self._mover.buffer("send", form, token.numel(), payload.x.device)
+            send = self._rows.buffer("send", form, token.numel(), payload.x.device)
             form.pack(payload, token, None, send)
-            recv = self._mover.buffer(
+            recv = self._rows.buffer(
                 "recv", form, self._num_received(spans, spec), payload.x.device
             )
             agreed()
-            self._mover.move(send, recv, spans, "cached dispatch", self._calls - 1)()
-            if self._relay is not None and leg is not None:
-                recv = self._relay.forward(form, recv, leg, "cached dispatch", self._calls - 1)
+            self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
+            if self._hierarchy is not None and leg is not None:
+                recv = self._hierarchy.forward(form, recv, leg, "cached dispatch", self._calls - 1)
             return (
                 form.take(recv, None)
                 if raw
@@ -212,10 +212,10 @@ class CollectiveEngine:
                 form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
             )
             agreed()
-            if self._relay is not None and leg is not None:
-                send = self._relay.join(form, send, leg, "combine", self._calls - 1)
-            recv = self._mover.buffer("recv", form, token.numel(), rows.device)
-            self._mover.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
+            if self._hierarchy is not None and leg is not None:
+                send = self._hierarchy.join(form, send, leg, "combine", self._calls - 1)
+            recv = self._rows.buffer("recv", form, token.numel(), rows.device)
+            self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
             shape = (plan.returns.shape[0], rows.shape[1])
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
             bias = tuple(term.clone() if overlap(out, term) else term for term in bias)
@@ -226,33 +226,9 @@ class CollectiveEngine:
             sum_rows(form.weights(recv), plan.returns, reduced)
             return out, reduced
 
-    def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in. False if there is no way
-        to tell them.
-        """
-        if not self._has_headers(op, exact):
-            return False
-        fingerprint = Fingerprint(op, self._calls, *[0] * 13)
-        self._calls += 1
-        header = head.blank(fingerprint, self.config.world_size, self._num_counts, 0)
-        head.refuse(header, reason)
-        self._wire.swap(header, f"{head.OPS[op]} #{fingerprint.call}")()
-        return True
-
-    def check(self) -> None:
-        """Raise if a static dispatch was given ids out of range; the host waits for the device."""
-        if self._bad_index is None:
-            return
-        at, value = host_ints(self._bad_index)
-        if at >= 0:
-            self._bad_index.fill_(-1)  # it stays where it is: CUDA graphs write to it
-            raise ValueError(
-                head.bad_index_text(at, value, self.config.num_topk, self.config.num_experts)
-            )
-
     def close(self) -> None:
-        self._wire.close()
-        self._mover.close()
+        self._transport.close()
+        self._rows.close()
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
@@ -261,94 +237,16 @@ class CollectiveEngine:
         if spec.exact:
             return (new_size(),), torch.int64, new_size()
         places = self.config.padded_rows
-        return (places if self._relay is None else self._relay.route_size(),), torch.int64, places
+        return (
+            (places if self._hierarchy is None else self._hierarchy.route_size(),),
+            torch.int64,
+            places,
+        )
 
     # Before rows move
 
-    def _has_headers(self, op: int, exact: bool) -> bool:
-        return self._wire.counts_on_host or (op == DISPATCH and exact)
-
-    def _fingerprint(
-        self,
-        op: int,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        weighted: bool,
-        plan: Plan | None = None,
-        scaled: bool = False,
-    ) -> Fingerprint:
-        self._calls += 1
-        routing = -1 if plan is None else int(plan.splits[2 * self.config.world_size])
-        return head.fingerprint_of(
-            op, self._calls - 1, payload, spec, mode, weighted, routing, scaled
-        )
-
-    def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
-        """Where headers are cheap, agree on the call before any row moves; the function returned
-        waits for the verdict.
-        """
-        if not self._has_headers(fingerprint.op, False):
-            return lambda: None
-        return self._swap(
-            head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens),
-            fingerprint,
-        )
-
-    def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
-        finish = self._wire.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
-        config = self.config
-
-        def headers() -> Tensor:
-            everybody = finish()
-            bounded = not fingerprint.exact or fingerprint.layout == Layout.EXPERT_PADDED.value
-            head.verify(
-                everybody,
-                config,
-                max_rows=config.max_tokens_per_rank if bounded else head.MOST_ROWS,
-            )
-            return everybody
-
-        return headers
-
-    def _announce(
-        self, fingerprint: Fingerprint, topk_idx: Tensor, departure: Departure, spec: Spec
-    ) -> Callable[[], Tensor | None]:
-        """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
-        the host.
-
-        None instead of them where static shapes let the device go on alone.
-        """
-        config = self.config
-        if not self._has_headers(DISPATCH, spec.exact):
-            self._remember_bad_index(topk_idx)
-            return lambda: None
-        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(
-            topk_idx.device
-        )
-        head.mark_bad_index(header, topk_idx, config.num_experts)
-        header[:, head.NUM_ROWS] = departure.counts
-        header[:, head.ROUTING] = head.digest(departure.topk_idx)
-        parts = [
-            counts_by_rank(departure.topk_idx, config),
-            departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
-        ]
-        if self._relay is not None:
-            parts.append(
-                departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1)
-            )  # to each node
-        header[:, head.COUNTS :] = torch.cat(parts, dim=1)
-        return self._swap(header, fingerprint)
-
-    def _remember_bad_index(self, topk_idx: Tensor) -> None:
-        """Keep the first bad id of a static call on the device until :meth:`check` asks."""
-        if self._bad_index is None:
-            with torch.inference_mode(False):
-                self._bad_index = torch.full((2,), -1, dtype=torch.int64, device=topk_idx.device)
-        note_bad_index(self._bad_index, topk_idx, self.config.num_experts)
-
     def _counts(
-        self, departure: Departure, headers: Tensor | None, spec: Spec
+        self, departure: SendPlan, headers: Tensor | None, spec: Spec
     ) -> tuple[list[int], Spans, list[int]]:
         """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank
         ``[R]``.
@@ -367,7 +265,9 @@ class CollectiveEngine:
         counts = host_ints(torch.cat([departure.leaving, departure.counts]))
         sources = host_ints(headers[:, head.NUM_ROWS])
         rail = self._grid.rail_of(self.config.rank)
-        comes = sources if self._relay is None else host_ints(headers[rail.start :: rail.step, -1])
+        comes = (
+            sources if self._hierarchy is None else host_ints(headers[rail.start :: rail.step, -1])
+        )
         return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
 
     def _first_hop(self, sends: list[int], comes: list[int], spec: Spec) -> Spans:
@@ -376,16 +276,16 @@ class CollectiveEngine:
         stride = None if spec.exact else self.config.max_tokens_per_rank
         return Spans.among(rail, self.config.world_size, sends, comes, stride)
 
-    def _known(self, plan: Plan, spec: Spec) -> tuple[Tensor, Spans, Leg | None]:
+    def _known(self, plan: Plan, spec: Spec) -> tuple[Tensor, Spans, Hop | None]:
         """What :meth:`_counts` and the relay's plan were: the token of each row sent, and
         the hops.
         """
         size = self.config.world_size
         sends, sources = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
-        if self._relay is None:
+        if self._hierarchy is None:
             return plan.route, self._first_hop(sends, sources, spec), None
-        across, comes, _ = self._relay.counts_of(plan, spec)
-        token, leg = self._relay.known(plan, spec, sources)
+        across, comes, _ = self._hierarchy.counts_of(plan, spec)
+        token, leg = self._hierarchy.known(plan, spec, sources)
         return token, self._first_hop(across, comes, spec), leg
 
     def _num_received(self, spans: Spans, spec: Spec) -> int:
@@ -480,7 +380,7 @@ class CollectiveEngine:
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]
-        send = self._mover.buffer("send", form, arrived, rows.device)
+        send = self._rows.buffer("send", form, arrived, rows.device)
         if placed:
             sum_rows(rows, plan.slots, form.payload(send), weights=weights)
         else:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from tokenyard import header as head
+from tokenyard.arguments import whole
 from tokenyard.config import Config
+from tokenyard.engines.known import LOW_LATENCY
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.low_latency_signatures import (
     DispatchSignature,
@@ -40,13 +42,12 @@ from tokenyard.kernels.low_latency_memory import (
     SILENT_RANK,
     Stages,
 )
-from tokenyard.layout import host_ints
 from tokenyard.memory.aside import synchronize
-from tokenyard.memory.base import SymmetricMemory
+from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Quantize
-from tokenyard.whole import whole
 
 Sums = tuple[Tensor, Tensor | None]
 
@@ -86,7 +87,7 @@ class LowLatencyEngine:
             it.
     """
 
-    name = "low_latency"
+    name, in_place, counts_by_most, calls_begun = LOW_LATENCY, False, True, None
     waits_on_host = False
     returns_width = hop_counts = 0
 
@@ -106,6 +107,11 @@ class LowLatencyEngine:
         self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)
         self._open = ""
         self.active = self._workspace.active
+
+    @property
+    def decoder(self) -> LowLatencyEngine:
+        """This engine."""
+        return self
 
     @property
     def buffer_bytes(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.arguments import real
 from tokenyard.config import Config
-from tokenyard.whole import real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

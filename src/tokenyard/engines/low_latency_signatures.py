@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.engines.arrival import num_result_rows
 from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
+from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import Form, form_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of

@@ -15,7 +15,7 @@ from tokenyard.engines.rings import Form, form_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.limits import check_symmetric
-from tokenyard.memory.base import SymmetricMemory
+from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.formats import row_of
-from tokenyard.layout import power_of_two_at_least
 from tokenyard.limits import check_symmetric
-from tokenyard.memory.base import SymmetricMemory
+from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.routing import power_of_two_at_least
 from tokenyard.rows import Payload, overlap, padded
 from tokenyard.types import Quantize
 

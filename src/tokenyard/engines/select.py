@@ -13,19 +13,20 @@ import torch.distributed as dist
 
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
-from tokenyard.engines.blame import Blame
 from tokenyard.engines.collective import CollectiveEngine
-from tokenyard.engines.wire import GlooWire, GroupWire, Wire
+from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.gloo_transport import GlooTransport
+from tokenyard.engines.group_transport import GroupTransport
+from tokenyard.engines.known import AUTO, COLLECTIVE, LOW_LATENCY, ON_KERNELS, TWOLEVEL
+from tokenyard.engines.transport import Transport
 from tokenyard.errors import Mismatch, NotSupported
-from tokenyard.memory.base import MemoryGroup, SymmetricMemory
-from tokenyard.memory.launch import multiprocessors
+from tokenyard.memory.kernel_launch import multiprocessors
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.preflight import unreachable_pairs
+from tokenyard.memory.symmetric import MemoryGroup, SymmetricMemory
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 
-ENGINES = ("auto", "collective", "nvlink", "twolevel", "low_latency")
-_ON_KERNELS = ("nvlink", "twolevel", "low_latency")
 TRITON = "3.6"
 CAPABILITY = (7, 0)
 """Compute capability that kernels need."""
@@ -34,7 +35,7 @@ CAPABILITY = (7, 0)
 class Asked(NamedTuple):
     """What the caller wants; the same on every rank except ``device``."""
 
-    engine: str = "auto"
+    engine: str = AUTO
     device: torch.device | None = None
     buffer_bytes: int | None = None
     num_sms: int | None = None
@@ -69,10 +70,10 @@ def choose(
     cannot work here. Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not
     come.
     """
-    if asked.engine == "twolevel":
+    if asked.engine == TWOLEVEL:
         _grid(config, asked)
     if isinstance(group, MemoryGroup):
-        if asked.engine == "collective":
+        if asked.engine == COLLECTIVE:
             raise NotSupported(
                 "engine 'collective' needs a torch.distributed group; ranks of one process have "
                 "engines 'nvlink', 'twolevel' and "
@@ -89,18 +90,18 @@ def choose(
         )
     gpu = _gpu(group, asked.device)
     obstacle, most_sms = "not asked for", 0
-    if asked.engine != "collective":
-        grid = config.topology if asked.engine == "twolevel" else None
+    if asked.engine != COLLECTIVE:
+        grid = config.topology if asked.engine == TWOLEVEL else None
         obstacle, most_sms = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
-    if asked.engine in _ON_KERNELS and obstacle:
+    if asked.engine in ON_KERNELS and obstacle:
         raise NotSupported(
             f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can"
         )
-    if asked.engine != "collective" and not obstacle and gpu is not None:
+    if asked.engine != COLLECTIVE and not obstacle and gpu is not None:
         memory, why = _cuda_memory(group, store, config, gpu, asked)
         return _on_kernels(memory, store, most_sms, config, asked, why)
     found = _collective(group, store, config, asked)
-    if asked.engine == "auto" and gpu is not None:
+    if asked.engine == AUTO and gpu is not None:
         return found._replace(why=f"{found.why}; not nvlink: {shorten(obstacle, 600)}")
     return found
 
@@ -116,9 +117,9 @@ def _on_kernels(
     asked: Asked,
     why: str,
 ) -> Choice:
-    if asked.engine == "low_latency":
+    if asked.engine == LOW_LATENCY:
         return _low_latency(memory, most_sms, config, asked, why)
-    if asked.engine == "twolevel":
+    if asked.engine == TWOLEVEL:
         return _twolevel(memory, store, most_sms, config, asked, why)
     return _nvlink(memory, store, most_sms, config, asked, why)
 
@@ -156,7 +157,7 @@ def _nvlink(
     shape = shape_for(num_sms, config.world_size, all_sms=num_sms == room)
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
 
-    blame = Blame(store or dist.HashStore(), config.rank, config.timeout)
+    blame = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     def make(stats: Stats) -> Engine:
         return NvlinkEngine(config, memory, stats, shape, num_bytes, blame)
@@ -181,7 +182,7 @@ def _twolevel(
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
     channels = most_channels(grid, 2 * config.hidden, num_bytes)
     tuning = tuning_for(num_sms, grid, all_sms=num_sms == room, channels=channels)
-    blame = Blame(store or dist.HashStore(), config.rank, config.timeout)
+    blame = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     def make(stats: Stats) -> Engine:
         return TwolevelEngine(config, memory, stats, tuning, num_bytes, blame)
@@ -259,7 +260,7 @@ def _cuda_memory(
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
     if (
-        asked.engine == "twolevel"
+        asked.engine == TWOLEVEL
         and grid is not None
         and grid.num_nodes > 1
         and nvshmem.is_available()
@@ -326,16 +327,16 @@ def _collective(
 ) -> Choice:
     device = asked.device
 
-    def choice(wire: Wire, where: torch.device | None, why: str) -> Choice:
+    def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
         def make(stats: Stats) -> Engine:
-            return CollectiveEngine(config, wire, stats)
+            return CollectiveEngine(config, transport, stats)
 
         return Choice(make, where, f"collective: {why}")
 
     size = config.world_size
     if group is None or store is None:
         return choice(
-            GlooWire(None, 0, 1, config.timeout), device, "one rank: rows only change places"
+            GlooTransport(None, 0, 1, config.timeout), device, "one rank: rows only change places"
         )
     backends = _backends(group)
     if device is None:
@@ -344,8 +345,8 @@ def _collective(
     hops = _hops(config, asked.no_grid)
     if backend not in ("", "gloo") and device is not None:
         why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
-        blame = Blame(store, config.rank, config.timeout)
-        return choice(GroupWire(group, device, backend, blame), device, why)
+        blame = FailureReports(store, config.rank, config.timeout)
+        return choice(GroupTransport(group, device, backend, blame), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
@@ -353,7 +354,7 @@ def _collective(
             f"group with gloo"
         )
     why = f"{size} ranks over a gloo mesh of their own, through host memory{hops}"
-    return choice(GlooWire(store, config.rank, size, config.timeout), device, why)
+    return choice(GlooTransport(store, config.rank, size, config.timeout), device, why)
 
 
 def _hops(config: Config, no_grid: str) -> str:

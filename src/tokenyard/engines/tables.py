@@ -20,7 +20,7 @@ from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
 if TYPE_CHECKING:
-    from tokenyard.engines.kinds import Kind
+    from tokenyard.engines.signatures import Signature
 
 
 class Counted(NamedTuple):
@@ -160,13 +160,13 @@ class Tables:
         if device.type == "cuda":
             self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
-    def counted(self, kind: Kind, tokens: int, route_words: int) -> Counted:
+    def counted(self, kind: Signature, tokens: int, route_words: int) -> Counted:
         """For the plan's launch."""
         if kind.ahead is not None and kind.ahead.where == self._where(tokens, route_words):
             return kind.ahead.counted
         return self._counted(kind, tokens, route_words)
 
-    def make_ahead(self, kind: Kind, tokens: int, route_words: int, room: int) -> None:
+    def make_ahead(self, kind: Signature, tokens: int, route_words: int, room: int) -> None:
         """Make the tables of a call that may follow, in the current stream, if results have
         ``room`` rows again.
         """
@@ -180,7 +180,7 @@ class Tables:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
         return tokens, route_words, stream, torch.is_inference_mode_enabled()
 
-    def _counted(self, kind: Kind, tokens: int, route_words: int) -> Counted:
+    def _counted(self, kind: Signature, tokens: int, route_words: int) -> Counted:
         device, none, layout = self._device, self._none[torch.int32], kind.spec.layout
         return Counted(
             route=torch.empty(route_words, dtype=torch.int32, device=device),
@@ -199,7 +199,7 @@ class Tables:
         )
 
     def results(
-        self, kind: Kind, counted: Counted, arrived_rows: int, num_rows: int
+        self, kind: Signature, counted: Counted, arrived_rows: int, num_rows: int
     ) -> tuple[Plan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows.
 
@@ -230,10 +230,10 @@ class Tables:
             first_pick=counted.first_pick,
         ), arrived
 
-    def _arrived(self, kind: Kind, counted: Counted, num_rows: int) -> Arrived:
+    def _arrived(self, kind: Signature, counted: Counted, num_rows: int) -> Arrived:
         return _with_counts(self._each(self._arrived_tables(kind, num_rows)), counted)
 
-    def _arrived_tables(self, kind: Kind, num_rows: int) -> list[Table]:
+    def _arrived_tables(self, kind: Signature, num_rows: int) -> list[Table]:
         """Ids, weights and source tokens of result rows."""
         shape = (num_rows,) if kind.experts else (num_rows, self._topk)
         no_ids, no_weights = kind.experts, not kind.weighted
@@ -254,7 +254,7 @@ class Tables:
         return torch.empty(*table.shape, dtype=table.dtype, device=self._device)
 
 
-def _plan_tables(kind: Kind, arrived_rows: int, num_rows: int) -> list[Table]:
+def _plan_tables(kind: Signature, arrived_rows: int, num_rows: int) -> list[Table]:
     """Slots, picks and the gather of a plan."""
     static, placed = not kind.spec.exact, kind.spec.placed
     shape = (arrived_rows, kind.width) if placed else None

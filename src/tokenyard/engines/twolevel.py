@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.engines.kinds import Binders, Kind
+from tokenyard.engines.known import TWOLEVEL
 from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.signatures import Binders, Signature
 from tokenyard.engines.tables import Counted, Counts
 from tokenyard.engines.twolevel_ground import TwoGround
 from tokenyard.engines.twolevel_watch import TwoWatch
@@ -26,7 +27,7 @@ from tokenyard.kernels.two_direct import bind_two_direct
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.kernels.two_letters import bind_two_greet
 from tokenyard.kernels.two_pull import bind_two_pull
-from tokenyard.layout import host_ints
+from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 
 
@@ -35,7 +36,7 @@ class TwolevelEngine(NvlinkEngine):
     ``shape`` is a ``Tuning``.
     """
 
-    name = "twolevel"
+    name = TWOLEVEL
     _parts = (TwoGround, TwoWatch)
     binders = Binders(
         bind_plan,
@@ -71,7 +72,7 @@ class TwolevelEngine(NvlinkEngine):
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
                 self.stats.bytes_sent[peer] = int(state[end + node])
 
-    def _record(self, op: str, splits: list[int], kind: Kind, *, back: bool = False) -> None:
+    def _record(self, op: str, splits: list[int], kind: Signature, *, back: bool = False) -> None:
         """As its base; rows of ranks on other nodes travel otherwise: see :meth:`check`."""
         size, near = (
             self.config.world_size,
@@ -121,7 +122,7 @@ class TwolevelEngine(NvlinkEngine):
         return self._plan_words(num_tokens) + self._table_words(self._table_rows)
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, kind: Kind, room: int = 0
+        self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
     ) -> Counted:
         self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
         known = (
@@ -130,7 +131,7 @@ class TwolevelEngine(NvlinkEngine):
         self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, kind, room)
 
-    def _learn(self, kind: Kind) -> Counts:
+    def _learn(self, kind: Signature) -> Counts:
         counts = super()._learn(kind)
         self._most_tokens = max(self._most_tokens, int(self._headers[:, NUM_TOKENS].max()))
         return counts
@@ -139,7 +140,7 @@ class TwolevelEngine(NvlinkEngine):
         self,
         payload: Payload,
         counted: Counted,
-        kind: Kind,
+        kind: Signature,
         room: tuple[int, int],
         *,
         forced: bool = False,

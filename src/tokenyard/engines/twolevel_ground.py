@@ -9,8 +9,8 @@ from itertools import accumulate
 from tokenyard.config import Config
 from tokenyard.engines.rings import Cut, Cuts, Form, Ground, least_ring
 from tokenyard.errors import NotSupported
-from tokenyard.layout import power_of_two_at_least
-from tokenyard.memory.base import SymmetricMemory
+from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.routing import power_of_two_at_least
 from tokenyard.topology import Topology
 
 NET_SHARE = 0.5

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from typing import cast
 
+from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.twolevel_ground import TwoGround
-from tokenyard.engines.watch import Watch
 from tokenyard.header import COMBINE
 from tokenyard.kernels import sync, two_region
 
 _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.ON_PARTS.value)
 
 
-class TwoWatch(Watch):
+class TwoWatch(StatusMonitor):
     """Rings inside are named after the source or owner of their rows (``docs/twolevel.md``),
     network rings after the node.
     """

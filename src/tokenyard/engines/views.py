@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.kinds import Binders, Kind, Launch
 from tokenyard.engines.rings import Form, Ground, addresses, as_aligned, sums_for
+from tokenyard.engines.signatures import Binders, Launch, Signature
+from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.tables import result_of, sent_of
-from tokenyard.engines.watch import Watch
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
@@ -25,7 +25,7 @@ from tokenyard.kernels.greet import greet_all
 from tokenyard.kernels.push import chunks_of, push_rows
 from tokenyard.kernels.two_pull import combine_in_views
 from tokenyard.memory.aside import wait_for
-from tokenyard.memory.base import Region, SymmetricMemory
+from tokenyard.memory.symmetric import Region, SymmetricMemory
 from tokenyard.rows import Payload, overlap, padded
 
 _PART = 256
@@ -92,9 +92,11 @@ class View:
     landing of rows that come back.
     """
 
-    def __init__(self, config: Config, ground: Ground, binders: Binders, watch: Watch) -> None:
-        self._config, self._ground, self.binders, self._watch = config, ground, binders, watch
-        self._memory = ground.memory
+    def __init__(
+        self, config: Config, ground: Ground, binders: Binders, monitor: StatusMonitor
+    ) -> None:
+        self._config, self._ground, self.binders = config, ground, binders
+        self._memory, self._monitor = ground.memory, monitor
         self._view, self._landing = Growing(self._memory), Growing(self._memory)
         self._given: list[Any] = []
         weakref.finalize(
@@ -109,7 +111,7 @@ class View:
         """End the life of all tensors given, and let go of the memory; the others are told
         first.
         """
-        self._watch.close()
+        self._monitor.close()
         self.expire(why)
         self._view.forget()
         self._landing.forget()
@@ -118,7 +120,7 @@ class View:
         self,
         payload: Payload,
         plan: Plan,
-        kind: Kind,
+        kind: Signature,
         tag: int,
         num_rows: int,
         meta: Tensor | None = None,
@@ -191,7 +193,7 @@ class View:
         self,
         rows: Tensor,
         plan: Plan,
-        kind: Kind,
+        kind: Signature,
         tag: int,
         bias: tuple[Tensor, ...],
         out: Tensor | None,
@@ -240,7 +242,7 @@ class View:
         self,
         rows: Tensor,
         plan: Plan,
-        kind: Kind,
+        kind: Signature,
         tag: int,
         bias: tuple[Tensor, ...],
         out: Tensor | None,
@@ -271,7 +273,7 @@ class View:
         self._memory.settle()
         return total if out is None or total is out else out.copy_(total)
 
-    def _bound(self, kind: Kind, bias: tuple[Tensor, ...]) -> Launch:
+    def _bound(self, kind: Signature, bias: tuple[Tensor, ...]) -> Launch:
         """The launch of a combine in place."""
         dtypes = tuple(term.dtype for term in bias)
         return kind.bound(
@@ -293,7 +295,7 @@ class View:
             try:
                 part.grow(num_bytes)
             except PeerTimeout as lost:
-                raise self._watch.blamed(lost) from None
+                raise self._monitor.blamed(lost) from None
         found = part.region
         assert found is not None
         return found
@@ -305,11 +307,11 @@ class View:
         launch = self.binders.greet(self._ground)
         self._memory.gate()
         greet_all(launch, self._ground, tag)
-        self._watch.meets()
+        self._monitor.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda":
             wait_for(torch.cuda.current_stream(self._memory.device).synchronize)
-        self._watch.raise_if_failed()
+        self._monitor.raise_if_failed()
 
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a view of one, raises ``why``.
@@ -319,7 +321,7 @@ class View:
         """
         _forbid(self._given, why)
 
-    def _payload(self, num_rows: int, kind: Kind, parts: Parts) -> Payload:
+    def _payload(self, num_rows: int, kind: Signature, parts: Parts) -> Payload:
         """Tensors over the rows, and over their scales if they have any."""
         sent = kind.sent
         x, scales = self._over(0, (num_rows, sent.hidden), sent.dtype), None

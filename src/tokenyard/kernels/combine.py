@@ -38,7 +38,7 @@ from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
 )  # fmt: skip
 from tokenyard.kernels.types import kernel_type
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class Tiles(NamedTuple):

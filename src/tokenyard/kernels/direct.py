@@ -57,7 +57,7 @@ from tokenyard.kernels.structs import (
     strides_in_memory,
 )
 from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for_all, words
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class DirectConfig(NamedTuple):

@@ -52,7 +52,7 @@ from tokenyard.kernels.structs import (
 from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
 )
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 TOGETHER = tl.constexpr(16)
 """Rows whose metadata moves at once: it is short, so it costs its latency only."""

@@ -46,7 +46,7 @@ from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 from tokenyard.kernels.types import kernel_type
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class CombineConfig(NamedTuple):

@@ -44,7 +44,7 @@ from tokenyard.kernels.payload import cast_of
 from tokenyard.kernels.region import first_expert
 from tokenyard.kernels.structs import Cast, RowLayout, row_layout
 from tokenyard.kernels.sync import follow
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 from tokenyard.types import Layout
 
 

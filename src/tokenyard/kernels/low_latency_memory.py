@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.sync import words
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 RANK, READY, STATUS = (tl.constexpr(word) for word in range(3))
 """Words of the local state: this rank; the last dispatch whose table is complete; address of the

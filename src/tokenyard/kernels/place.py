@@ -24,7 +24,7 @@ from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows
 from tokenyard.kernels.region import first_expert, start_of
 from tokenyard.kernels.structs import Experts, Rows
 from tokenyard.kernels.sync import words
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class Placing(NamedTuple):

@@ -46,7 +46,7 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_letters import note_landings, open_letters
 from tokenyard.kernels.verdict import judge
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 _COUNTS_AT = tl.constexpr(head.COUNTS)
 

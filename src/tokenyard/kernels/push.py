@@ -51,7 +51,7 @@ from tokenyard.kernels.sync import (
     ON_LANDING, RANK, given_up, lacking, raise_release, wait_for_all, words
 )  # fmt: skip
 from tokenyard.kernels.types import kernel_type
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class PushConfig(NamedTuple):

@@ -8,7 +8,7 @@ themselves: each field is an int64 then.
 
 Triton 3.6 compiles a struct of constants only if every field, and every struct in it, is a
 ``tl.constexpr``, and interprets it only if none is. Whoever binds a kernel sees to that
-(``wrapped`` in ``memory/launch.py``). A struct of constants cannot be a field of a struct of
+(``wrapped`` in ``memory/kernel_launch.py``). A struct of constants cannot be a field of a struct of
 values, nor can a kernel make one. No field of a struct of values can be assigned: make a new one.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 # Constants
 

@@ -36,7 +36,7 @@ ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase)
 ON_LANDING = tl.constexpr(16)  # those between are engine twolevel's
 
 RELAYED_NS = tl.constexpr(500_000_000)
-"""How much longer than others those wait who wait for one that waits itself; less than ``engines/blame.py`` waits for reports."""
+"""How much longer than others those wait who wait for one that waits itself; less than ``engines/failures.py`` waits for reports."""
 
 
 @triton.jit

@@ -52,7 +52,7 @@ from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, publish, reports
 )
 from tokenyard.kernels.two_views import end_in_views
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class TwoDirectConfig(NamedTuple):

@@ -57,7 +57,7 @@ from tokenyard.kernels.two_region import done_in, num_tasks
 from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
 )
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 MOST_FORWARDED = 64
 """Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of

@@ -52,7 +52,7 @@ from tokenyard.kernels.two_turns import (
 )
 from tokenyard.kernels.two_views import end_in_views
 from tokenyard.kernels.types import kernel_type
-from tokenyard.layout import power_of_two_at_least
+from tokenyard.routing import power_of_two_at_least
 
 
 class TwoPullConfig(NamedTuple):

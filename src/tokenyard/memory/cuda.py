@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.aside import synchronize
-from tokenyard.memory.base import Region
 from tokenyard.memory.device import DeviceMemory
-from tokenyard.memory.launch import kernels_of, multiprocessors, wait_until
+from tokenyard.memory.kernel_launch import kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
+from tokenyard.memory.symmetric import Region
 
 _HELD: list[Any] = []
 """What was closed while a CUDA graph was captured, or kernels could still run, for as long as the

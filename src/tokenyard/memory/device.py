@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.memory.launch import Kernels
+from tokenyard.memory.kernel_launch import Kernels
 
 
 class DeviceMemory:

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tokenyard.arguments import MOST_BYTES
 from tokenyard.errors import PeerTimeout
-from tokenyard.memory.base import MOST_BYTES
 from tokenyard.memory.store import CooperativeStore
 
 Made = TypeVar("Made")

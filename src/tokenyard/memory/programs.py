@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenyard.memory.launch import parameters, with_defaults
+from tokenyard.memory.kernel_launch import parameters, with_defaults
 
 _FORKING = threading.Lock()  # the pipe of a launch must not leak into another thread's children
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.memory.base import Region
-from tokenyard.memory.launch import wait_until
+from tokenyard.memory.kernel_launch import wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.programs import Language, Programs
 from tokenyard.memory.sharing import SharedTensors, shared_empty
+from tokenyard.memory.symmetric import Region
 
 PREFIX = "tokenyard-"
 """How names of regions begin."""

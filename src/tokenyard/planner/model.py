@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import Leg, Rates
 from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes
 from tokenyard.planner.traffic import Traffic, traffic
@@ -221,7 +222,7 @@ def predict(leg: str, work: Workload, rates: Rates) -> Terms:
     :data:`~tokenyard.planner.rates.LEGS`.
     """
     moved = known_traffic(work, "uniform")
-    if leg == "collective":
+    if leg == COLLECTIVE:
         return collective_call(work, moved, rates.collective, work.row_bytes, rates)
     if leg == "collective_back":
         return collective_call(work, moved, rates.collective_back, work.back_bytes, rates)

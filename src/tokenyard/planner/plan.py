@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tokenyard.engines.known import COLLECTIVE, NVLINK, TWOLEVEL
 from tokenyard.planner.model import (
     Terms,
     collective_call,
@@ -22,7 +23,7 @@ from tokenyard.planner.traffic import Flow, Traffic
 from tokenyard.planner.workload import DTYPES, Dtype, Workload
 
 DISPATCH, IN_PLACE, COMBINE = CALLS = ("dispatch", "dispatch in place", "combine")
-COLLECTIVE, FLAT = "collective", "flat exchange"
+FLAT = "flat exchange"
 MOST_GPUS = 1024
 """How far :func:`scaling` goes."""
 
@@ -75,7 +76,7 @@ def plan(
     Raises:
         ValueError: the engine cannot work with so few SMs, or its rings cannot hold two rows.
     """
-    engine = "nvlink" if workload.nodes == 1 else "twolevel"
+    engine = NVLINK if workload.nodes == 1 else TWOLEVEL
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
     sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
     moved = {skew: known_traffic(replace(workload, dtype="bf16"), skew, seed) for skew in skews}
@@ -92,7 +93,7 @@ def plan(
 
 def sizes_of(engine: str, work: Workload) -> Sizes:
     """Sizes that an engine with kernels chooses."""
-    return nvlink_sizes(work) if engine == "nvlink" else twolevel_sizes(work)
+    return nvlink_sizes(work) if engine == NVLINK else twolevel_sizes(work)
 
 
 def scaling(
@@ -131,7 +132,7 @@ def scaling(
 def _dispatches(
     engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
 ) -> list[Call]:
-    if engine == "twolevel":
+    if engine == TWOLEVEL:
         ours = [(DISPATCH, twolevel_dispatch(work, rows, sizes, rates))]
     else:
         ours = [
@@ -143,7 +144,7 @@ def _dispatches(
 
 
 def _combines(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:
-    combine = nvlink_combine if engine == "nvlink" else twolevel_combine
+    combine = nvlink_combine if engine == NVLINK else twolevel_combine
     ours = _call(COMBINE, engine, work, rows, combine(work, rows, sizes, rates))
     return [ours, *_collectives(COMBINE, work, rows, rates.collective_back, rates)]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-LEGS = ("dispatch", "in_place", "combine", "collective", "collective_back")
+from tokenyard.engines.known import COLLECTIVE
+
+LEGS = ("dispatch", "in_place", "combine", COLLECTIVE, f"{COLLECTIVE}_back")
 """Fields of :class:`Rates` that are fitted to measured times."""
 
 LEAST, MOST = 1e-6, 1e9
@@ -61,7 +63,8 @@ class Rates:
         Raises:
             ValueError: a rate or a latency is outside of what :data:`LEAST` and :data:`MOST` allow.
         """
-        for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency)):
+        links = dict(nvlink=nvlink, nic=nic, latency=latency)  # noqa: C408
+        for name, value in links.items():
             if value is not None and not LEAST <= value <= MOST:
                 raise ValueError(
                     f"{name} ({value}) must be from {LEAST:g} to {MOST:g}: give GB/s, or us for "
@@ -69,11 +72,7 @@ class Rates:
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
         legs = {name: _faster(getattr(self, name), scale) for name in LEGS}
-        given = [
-            f"{name} {value:g}"
-            for name, value in (("nvlink", nvlink), ("nic", nic), ("latency", latency))
-            if value
-        ]
+        given = [f"{name} {value:g}" for name, value in links.items() if value]
         return replace(
             self,
             **legs,

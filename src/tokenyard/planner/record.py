@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.workload import H200_SMS, Dtype, Workload
 
 SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
@@ -24,7 +25,7 @@ SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
 SWEEP_LEGS = {
     ("tokenyard nvlink", "cached dispatch"): "dispatch",
     ("tokenyard nvlink", "combine"): "combine",
-    ("tokenyard collective", "cached dispatch"): "collective",
+    ("tokenyard collective", "cached dispatch"): COLLECTIVE,
     ("tokenyard collective", "combine"): "collective_back",
 }
 """Rows of a sweep, by name and phase."""

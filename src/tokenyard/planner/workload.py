@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import FORMATS
-from tokenyard.layout import expert_bounds
+from tokenyard.routing import expert_bounds
 from tokenyard.topology import Topology
 from tokenyard.types import Quantize
 

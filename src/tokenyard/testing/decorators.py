@@ -12,6 +12,7 @@ from inspect import Parameter, Signature
 from itertools import product
 from typing import Any, TypeVar
 
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.testing.job import Job
 from tokenyard.testing.modules import BODY
 from tokenyard.testing.pool import pools
@@ -32,7 +33,7 @@ _T = TypeVar("_T")
 def distributed_test(
     *,
     world_size: int | tuple[int, ...] = 4,
-    engine: str | tuple[str, ...] = "collective",
+    engine: str | tuple[str, ...] = COLLECTIVE,
     timeout: float = 120.0,
     may_die: tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:

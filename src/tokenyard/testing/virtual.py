@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import SkipTest
 
-from tokenyard.memory.virtual import VirtualGroup, run_virtual_ranks
+from tokenyard.engines.known import ON_KERNELS
+from tokenyard.memory.one_gpu import VirtualGroup, run_virtual_ranks
 from tokenyard.testing.job import Ranks
 from tokenyard.testing.worker import call_body, skip_exceptions
-
-ON_KERNELS = ("nvlink", "twolevel", "low_latency")
-"""Engines that ranks of one process have."""
 
 
 def run_on_virtual_ranks(

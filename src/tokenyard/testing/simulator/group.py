@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedGroup:
-    """See :class:`tokenyard.memory.base.MemoryGroup`.
+    """See :class:`tokenyard.memory.symmetric.MemoryGroup`.
 
     Args:
         here: the rank, inside its own body.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerTimeout
-from tokenyard.memory.base import Region
+from tokenyard.memory.symmetric import Region
 
 if TYPE_CHECKING:
     from tokenyard.testing.simulator.ranks import SimulatedRank

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.engines.mover import Mover
-from tokenyard.engines.wire import Spans
+from tokenyard.engines.row_transport import RowTransport
+from tokenyard.engines.transport import Spans
 from tokenyard.handle import Plan, Spec
-from tokenyard.layout import (
+from tokenyard.routing import (
     host_ints,
     return_places,
     send_order,
@@ -33,7 +33,7 @@ from tokenyard.topology import Topology
 INSIDE = ", inside the node"
 
 
-class Leg(NamedTuple):
+class Hop(NamedTuple):
     """From the rank that relays to the ranks of its node, and back. Q rows are relayed here, S are
     forwarded, Nb arrive.
 
@@ -53,12 +53,12 @@ class Leg(NamedTuple):
     arrange: Tensor
 
 
-class Relay:
+class Hierarchy:
     """Forwards rows inside this node, and brings their sums together."""
 
-    def __init__(self, config: Config, grid: Topology, mover: Mover) -> None:
+    def __init__(self, config: Config, grid: Topology, row_transport: RowTransport) -> None:
         self.config, self.grid = config, grid
-        self._mover = mover
+        self._rows = row_transport
         self._peers = grid.ranks_of(grid.node_of(config.rank))
         self._room = grid.num_nodes * config.max_tokens_per_rank
 
@@ -76,7 +76,7 @@ class Relay:
 
     # The plan
 
-    def plan(self, topk_idx: Tensor, sources: list[int], spec: Spec) -> Leg:
+    def plan(self, topk_idx: Tensor, sources: list[int], spec: Spec) -> Hop:
         """The leg of rows with global ids ``topk_idx [Q, K]``; ``sources [R]`` says how many come
         from each rank in the end.
         """
@@ -85,14 +85,14 @@ class Relay:
             return self._static_leg(hits, sources)
         sends = host_ints(hits.sum(0))
         order, joins = send_order(hits), return_places(hits, None, self.width)
-        return Leg(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
+        return Hop(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
 
-    def _static_leg(self, hits: Tensor, sources: list[int]) -> Leg:
+    def _static_leg(self, hits: Tensor, sources: list[int]) -> Hop:
         """Without counts on the host ``order`` is by (destination, source node, token), M places
         each: for CUDA graphs.
         """
         each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
-        if self._mover.counts_on_host:
+        if self._rows.counts_on_host:
             sends, split, stride = host_ints(hits.sum(0)), hits, self._room
         else:
             node = torch.arange(self.grid.num_nodes, device=hits.device)
@@ -100,7 +100,7 @@ class Relay:
             split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
             sends, stride = [self._room] * each, most
         order, joins = send_order_static(split, stride), return_places(split, stride, self.width)
-        return Leg(
+        return Hop(
             self._spans(sends, sources, self._room),
             order,
             joins,
@@ -164,7 +164,7 @@ class Relay:
 
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 
-    def packed(self, token: Tensor, first: Spans, leg: Leg) -> tuple[Tensor, list[int]]:
+    def packed(self, token: Tensor, first: Spans, leg: Hop) -> tuple[Tensor, list[int]]:
         """``Plan.route`` with ``token [S of the first hop]`` in front, and numbers for
         ``Plan.splits``.
         """
@@ -184,7 +184,7 @@ class Relay:
         numbers = host_ints(plan.splits[begin : begin + self.num_counts])
         return numbers[:nodes], numbers[nodes : 2 * nodes], numbers[2 * nodes :]
 
-    def known(self, plan: Plan, spec: Spec, sources: list[int]) -> tuple[Tensor, Leg]:
+    def known(self, plan: Plan, spec: Spec, sources: list[int]) -> tuple[Tensor, Hop]:
         """``token`` and the leg, as they were packed."""
         sends, recvs, forwards = self.counts_of(plan, spec)
         if spec.exact:
@@ -200,7 +200,7 @@ class Relay:
             forwarded = came = self.config.padded_rows
         sizes = [left, forwarded, relayed * self.width, came]
         token, order, joins, arrange = cast("tuple[Tensor, ...]", plan.route.split(sizes))  # pyright: ignore[reportUnknownMemberType]
-        return token, Leg(
+        return token, Hop(
             self._spans(forwards, sources, stride), order, joins.view(relayed, self.width), arrange
         )
 
@@ -210,32 +210,32 @@ class Relay:
 
     # Rows
 
-    def forward(self, form: RowFormat, relayed: Tensor, leg: Leg, op: str, call: int) -> Tensor:
+    def forward(self, form: RowFormat, relayed: Tensor, leg: Hop, op: str, call: int) -> Tensor:
         """Send ``relayed [Q, bytes]`` on; returns what came here, ``[Nb, bytes]`` by source rank
         and token.
         """
-        copies = self._mover.buffer("relay", form, leg.order.numel(), relayed.device)
+        copies = self._rows.buffer("relay", form, leg.order.numel(), relayed.device)
         _copy_rows(relayed, leg.order.clamp(min=0), copies)
         if form.routed:
             form.vacate(copies, leg.order < 0)
-        came = self._mover.buffer("recv", form, leg.arrange.numel(), relayed.device)
+        came = self._rows.buffer("recv", form, leg.arrange.numel(), relayed.device)
         if form.routed and sum(leg.spans.recv_counts) < came.shape[0]:  # nobody sends to some
             form.vacate(came)
-        self._mover.move(copies, came, leg.spans, op + INSIDE, call)()
-        recv = self._mover.buffer("relay", form, leg.arrange.numel(), relayed.device)
+        self._rows.move(copies, came, leg.spans, op + INSIDE, call)()
+        recv = self._rows.buffer("relay", form, leg.arrange.numel(), relayed.device)
         _copy_rows(came, leg.arrange, recv)
         return recv
 
-    def join(self, form: RowFormat, rows: Tensor, leg: Leg, op: str, call: int) -> Tensor:
+    def join(self, form: RowFormat, rows: Tensor, leg: Hop, op: str, call: int) -> Tensor:
         """Bring ``rows [Nb, bytes]`` back to the ranks that relayed them; returns the sums, ``[Q,
         bytes]``.
         """
-        back = self._mover.buffer("relay", form, leg.arrange.numel(), rows.device)
+        back = self._rows.buffer("relay", form, leg.arrange.numel(), rows.device)
         if back.numel():
             as_words(back).index_copy_(0, leg.arrange, as_words(rows))
-        copies = self._mover.buffer("recv", form, leg.order.numel(), rows.device)
-        self._mover.move(back, copies, leg.spans.reversed(), op + INSIDE, call)()
-        sums = self._mover.buffer("send", form, leg.joins.shape[0], rows.device)
+        copies = self._rows.buffer("recv", form, leg.order.numel(), rows.device)
+        self._rows.move(back, copies, leg.spans.reversed(), op + INSIDE, call)()
+        sums = self._rows.buffer("send", form, leg.joins.shape[0], rows.device)
         sum_rows(form.payload(copies), leg.joins, form.payload(sums))
         if form.weighted:
             sum_rows(form.weights(copies), leg.joins, form.weights(sums))

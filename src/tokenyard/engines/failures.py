@@ -58,7 +58,7 @@ class Report(NamedTuple):
         return PeerLost(text, self.culprit)
 
 
-class Blame:
+class FailureReports:
     """Reports of ranks that gave up, one per rank; whoever has none did not give up but was lost.
 
     The store is asked on another thread, as it may block: who waits for it here can be interrupted.

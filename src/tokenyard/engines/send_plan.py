@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Spec
-from tokenyard.layout import (
+from tokenyard.routing import (
     count_keys,
     first_experts,
     merge_picks,
@@ -22,7 +22,7 @@ from tokenyard.rows import take_values
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class SendPlan:
     """Rows that leave this rank, by destination and then token. A destination is a rank, or a node
     (D of them).
     """
@@ -36,9 +36,9 @@ class Departure:
     first_pick: Tensor  # [T, K]
 
 
-def depart(
+def plan_send(
     topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config, ranks_each: int = 1
-) -> Departure:
+) -> SendPlan:
     """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1 here;
     the engine reports them.
     """
@@ -47,7 +47,7 @@ def depart(
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
     hits = in_ranks.view(in_ranks.shape[0], config.world_size // ranks_each, ranks_each).any(2)
     token = send_order(hits) if spec.exact else send_order_static(hits, config.max_tokens_per_rank)
-    return Departure(
+    return SendPlan(
         token,
         hits,
         hits.sum(0),
@@ -58,7 +58,7 @@ def depart(
     )
 
 
-def ways_back(departure: Departure, spec: Spec, config: Config) -> Tensor:
+def ways_back(departure: SendPlan, spec: Spec, config: Config) -> Tensor:
     """Where each token's rows will come back: ``Plan.returns``."""
     stride = None if spec.exact else config.max_tokens_per_rank
     return return_places(departure.hits, stride, min(config.num_topk, departure.hits.shape[1]))

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.memory.base import Region
 from tokenyard.memory.device import DeviceMemory
-from tokenyard.memory.launch import Kernels, multiprocessors, wait_until
+from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
+from tokenyard.memory.symmetric import Region
 from tokenyard.memory.threads import Gate, run_threads
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep.config import Config
+from tokenyard.arguments import MOST_PICKS
+from tokenyard.deep_ep.chunks import Config
 from tokenyard.deep_ep.events import EventOverlap
-from tokenyard.deep_ep.values import MOST_PICKS, flag, whole
+from tokenyard.deep_ep.values import flag, whole
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
-from tokenyard.memory.base import MemoryGroup
+from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES
 
 REFUSED = (ValueError, TypeError, NotSupported)

@@ -14,8 +14,7 @@ import torch
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.rings import Form, form_of, meta_words
-from tokenyard.engines.tables import Ahead, Blank
-from tokenyard.engines.watch import pack
+from tokenyard.engines.status import pack
 from tokenyard.formats import row_of
 from tokenyard.handle import Spec
 from tokenyard.header import Fingerprint
@@ -39,7 +38,7 @@ class Binders(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Kind:
+class Signature:
     """One kind of dispatch or combine.
 
     Attributes: weighted: whether weights ride along (fresh dispatch). fingerprint, words, tag: what
@@ -48,8 +47,9 @@ class Kind:
         experts: whether the layout has expert blocks. padding: whether blocks end in rows
         of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
         ``Plan.slots``. launches: see :meth:`bound`. room: tokens of the last call, and rows that
-        the result of a like one is given before its counts are known. ahead: tables that were made
-        for such a call. blank: tables of a static call as they begin, once they were needed.
+        the result of a like one is given before its counts are known. ahead: tables made for such a
+        call (``tables.Ahead``). blank: tables of a static call as they begin, once they were needed
+        (``tables.Blank``).
     """
 
     spec: Spec
@@ -67,8 +67,8 @@ class Kind:
     width: int
     room: tuple[int, int] = (-1, 0)
     launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])
-    ahead: Ahead | None = None
-    blank: Blank | None = None
+    ahead: Any = None
+    blank: Any = None
 
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
         """The launch ``key`` of such calls. The first time ``bind`` makes it, which may wait for
@@ -95,7 +95,7 @@ class Kind:
             self.room = tokens, enough
 
 
-def kind_of(
+def signature_of(
     op: int,
     payload: Payload,
     spec: Spec,
@@ -105,14 +105,14 @@ def kind_of(
     marked: bool,
     scaled: bool,
     in_place: bool,
-) -> Kind:
+) -> Signature:
     """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along,
     ``raw``, weights reduced).
     """
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
-    return Kind(
+    return Signature(
         spec=spec,
         mode=mode,
         weighted=marked and fresh,

@@ -2,7 +2,7 @@
 
 Providers: ``memory/cuda.py`` (GPUs that map each other's memory, through torch symmetric memory),
 ``memory/shared.py`` (CPU processes over POSIX shared memory, kernels interpreted, one process per
-program), ``memory/virtual.py`` (ranks as threads of one process on one GPU), ``testing/simulator``
+program), ``memory/one_gpu.py`` (ranks as threads of one process on one GPU), ``testing/simulator``
 (ranks as coroutines on the CPU, every schedule by seed).
 """
 
@@ -15,9 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-MOST_BYTES = 2**47
-"""Of a region, and of what an option may count: the address space of a process, and of a GPU."""
 
 
 class Region(NamedTuple):

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.deep_ep import checks
-from tokenyard.deep_ep.config import RING_BYTES
+from tokenyard.arguments import LARGEST, MOST_EXPERTS
+from tokenyard.deep_ep import inputs
+from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
-from tokenyard.deep_ep.values import LARGEST, MOST_EXPERTS, flag, likely, whole
+from tokenyard.deep_ep.values import flag, likely, whole
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.header import COMBINE, DISPATCH
-from tokenyard.layout import expert_bounds
 from tokenyard.results import by_column
+from tokenyard.routing import expert_bounds
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
 
 MOST_PICKS = 16
@@ -101,10 +102,10 @@ def check_dispatch(
         )
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
-    checks.check_rows(x)
+    inputs.check_rows(x)
     most = whole("num_max_dispatch_tokens_per_rank", max_tokens, 1)
     experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
-    checks.check_picks(topk_idx, None, x)
+    inputs.check_picks(topk_idx, None, x)
     if x.shape[0] > most:
         raise ValueError(
             f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it "
@@ -148,13 +149,13 @@ def check_combine(
         (config.num_local_experts, config.padded_rows, config.hidden),
         (tokens, config.num_topk),
     )
-    checks.array(
+    inputs.array(
         "x", x, "[L, R * M, H], the blocks that the dispatch brought", blocks, FLOAT_DTYPES, device
     )
-    checks.array("topk_idx", topk_idx, "[T, K], that of the dispatch", picks, INDEX_DTYPES, device)
-    checks.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
+    inputs.array("topk_idx", topk_idx, "[T, K], that of the dispatch", picks, INDEX_DTYPES, device)
+    inputs.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
     if out is not None:
-        checks.array("out", out, "[T, H]", (tokens, config.hidden), (x.dtype,), device)
+        inputs.array("out", out, "[T, H]", (tokens, config.hidden), (x.dtype,), device)
     return _checked_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
 
 
@@ -163,11 +164,11 @@ def refused(
 ) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     guess = (
-        checks.columns(x),
+        inputs.columns(x),
         likely("num_experts", num_experts, error, MOST_EXPERTS),
-        checks.columns(topk_idx),
+        inputs.columns(topk_idx),
         likely("num_max_dispatch_tokens_per_rank", max_tokens, error),
-        checks.place(x),
+        inputs.place(x),
     )
     return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
 
@@ -294,7 +295,7 @@ def check_handle(handle: Any, group: Any) -> LowLatencyHandle:
             f"handle must be the tuple that low_latency_dispatch() of this library returned, not a "
             f"{type(handle).__name__}"
         )
-    checks.check_same_group(handle, group)
+    inputs.check_same_group(handle, group)
     return handle
 
 
@@ -319,7 +320,7 @@ def _checked_waits(
     if waits is None:
         return None
     if isinstance(waits, Tensor) and waits.dim() == 2:
-        checks.array(name, waits, "[R] or [R, R]", (size, size), (torch.int64,), device)
+        inputs.array(name, waits, "[R] or [R, R]", (size, size), (torch.int64,), device)
         waits = waits[rank]
     _check_stats(name, "[R] or [R, R]", waits, size, torch.int64, device)
     return waits
@@ -328,7 +329,7 @@ def _checked_waits(
 def _check_stats(
     name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    checks.array(name, stats, meaning, (length,), (dtype,), device)
+    inputs.array(name, stats, meaning, (length,), (dtype,), device)
     if not stats.is_contiguous():
         raise ValueError(
             f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()"

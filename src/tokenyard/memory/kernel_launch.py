@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tokenyard.memory.nvshmem_library import device_library, prepare_module
+
 
 class Parameters(NamedTuple):
     """Names of a kernel's parameters: int64 arguments first, then constants."""
@@ -142,8 +144,6 @@ def compile_for(
     if max_registers is not None:
         options["maxnreg"] = max_registers
     if calls_network(constants):
-        from tokenyard.memory.nvshmem import device_library
-
         options["extern_libs"] = {"libnvshmem_device": device_library()}
     return compiler.compile(source, target=target, options=options)
 
@@ -317,8 +317,6 @@ class Kernels:
         with torch.cuda.device(self._index):
             launcher: Any = compiled.run  # loads the module, makes the launcher
             if calls_network(constants):
-                from tokenyard.memory.nvshmem import prepare_module
-
                 prepare_module(compiled.module)
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise ValueError(

@@ -1,11 +1,7 @@
-"""Two ways to move bytes between ranks: a private gloo mesh on the host, or the user's group with
-its own backend.
+"""Bytes between ranks through a private gloo mesh on the host.
 
-Both have ``swap`` (one small header to and from every rank, read on the host) and ``exchange``
-(rows, one message per peer). Each starts at once and returns the function that finishes it, so that
-there is work to do while bytes fly. ``GlooWire`` knows every peer by name: each message has its own
-deadline, so that a silent rank is named. It is private to one ``ExpertParallel``, so the user's
-collectives cannot get between ours. ``GroupWire`` has the backend's own limits.
+It knows every peer by name: each message has its own deadline, so that a silent rank is named. The
+mesh is private to one ``ExpertParallel``, so the user's collectives cannot get between ours.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from textwrap import shorten
@@ -23,62 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.blame import ADVICE, LOOK, Blame, Report
+from tokenyard.engines.failures import ADVICE, FailureReports, Report
+from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
 from tokenyard.memory.aside import SLICE, Aside, Begun
-from tokenyard.memory.launch import wait_until
 
 _HEADER_TAG, _ROWS_TAG, _CUT_TAG = 1, 2, 3
 _MAKING = "ExpertParallel(...)"
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Where each peer's rows stand in the two buffers: starts and counts, in rows, one of each per
-    rank.
-    """
-
-    send_starts: list[int]
-    send_counts: list[int]
-    recv_starts: list[int]
-    recv_counts: list[int]
-
-    @staticmethod
-    def among(
-        peers: range,
-        num_ranks: int,
-        send_counts: list[int],
-        recv_counts: list[int],
-        stride: int | None = None,
-    ) -> Spans:
-        """Rows to and from ``peers`` only, one count of each per peer.
-
-        Blocks follow each other without gaps, or are ``stride`` rows long, of which the first
-        ``counts`` are in use.
-        """
-
-        def spread(values: list[int]) -> list[int]:
-            everybody = [0] * num_ranks
-            everybody[peers.start : peers.stop : peers.step] = values
-            return everybody
-
-        def starts(counts: list[int]) -> list[int]:
-            return spread(_starts(counts if stride is None else [stride] * len(counts)))
-
-        return Spans(
-            starts(send_counts), spread(send_counts), starts(recv_counts), spread(recv_counts)
-        )
-
-    def reversed(self) -> Spans:
-        """The way back: what was received is sent."""
-        return Spans(self.recv_starts, self.recv_counts, self.send_starts, self.send_counts)
-
-
-def _starts(counts: list[int]) -> list[int]:
-    starts = [0]
-    for count in counts[:-1]:
-        starts.append(starts[-1] + count)
-    return starts
 
 
 def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
@@ -89,7 +35,7 @@ def _nonempty(messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     return [(peer, rows) for peer, rows in messages if len(rows)]
 
 
-class GlooWire:
+class GlooTransport:
     """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host
     memory.
     """
@@ -107,7 +53,7 @@ class GlooWire:
         self._interrupted = ""
         self._heard: Report | None = None
         if store is not None:
-            self._blame = Blame(store, rank, timeout)
+            self._failures = FailureReports(store, rank, timeout)
             self._mesh = self._connect(store)
 
     def _connect(self, store: dist.Store) -> Any:
@@ -239,9 +185,9 @@ class GlooWire:
             while not begun.wait(SLICE):
                 if not told:
                     told = True
-                    self._blame.waits_in(what)
+                    self._failures.waits_in(what)
                 if self._heard is None:
-                    self._heard = self._blame.heard()
+                    self._heard = self._failures.heard()
                     if self._heard is not None:
                         self._cut()
                         if self._mesh is None:
@@ -252,7 +198,7 @@ class GlooWire:
             raise ended_from_outside(error)  # noqa: B904 (the same one)
         made = begun.result()
         if told:
-            self._blame.waits_in("")
+            self._failures.waits_in("")
         return made
 
     def _await(
@@ -286,7 +232,7 @@ class GlooWire:
             if not silent and (self._interrupted or self._heard is None):
                 raise self._lost(peer, what, error) from error
             if silent:  # first: gloo has cut every connection
-                self._blame.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
+                self._failures.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
             answered = [p for p, _ in incoming[:at]] + [
                 p for p, late in incoming[at + 1 :] if _has_come(late)
             ]
@@ -296,22 +242,22 @@ class GlooWire:
             raise self._silent(peer, what, others) from error
 
     def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
-        report, culprit = self._blame.behind(peer)
+        report, culprit = self._failures.behind(peer)
         text = (
             f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
         )
-        elsewhere = "" if report else self._blame.elsewhere(peer)
+        elsewhere = "" if report else self._failures.elsewhere(peer)
         if report:
             text = f"{text}; it had reported: {report}"
         elif elsewhere:
             text = f"{text}; it waits in {elsewhere}, of another ExpertParallel"
-        self._blame.report(text, culprit)
+        self._failures.report(text, culprit)
         return PeerTimeout(text if report else f"{text}. {ADVICE}", culprit)
 
     def _told(self, report: Report, what: str) -> PeerLost:
         """Another rank has given up, be it on one that this one does not wait for."""
         error = report.to(self.rank, what)
-        self._blame.report(str(error), error.rank)
+        self._failures.report(str(error), error.rank)
         return error
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> RuntimeError:
@@ -319,14 +265,14 @@ class GlooWire:
             return RuntimeError(self._interrupted)
         if self._heard is not None:  # this rank has cut its connections for it
             return self._told(self._heard, what)
-        report, culprit = self._blame.behind(peer)
+        report, culprit = self._failures.behind(peer)
         because = (
             f"it had reported: {report}"
             if report
             else "it exited or crashed; look at its own output"
         )
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
-        self._blame.report(text, culprit)
+        self._failures.report(text, culprit)
         return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
 
     def awaited(self, call: int) -> int | None:
@@ -337,7 +283,7 @@ class GlooWire:
             (
                 peer
                 for peer in self._peers
-                if f"#{call}, counts" in self._blame.elsewhere(peer, here=True)
+                if f"#{call}, counts" in self._failures.elsewhere(peer, here=True)
             ),
             None,
         )
@@ -349,7 +295,7 @@ class GlooWire:
         self._interrupted = text
         if self.world_size > 1:
             try:
-                self._blame.report(text, self.rank)
+                self._failures.report(text, self.rank)
             finally:
                 self._cut()
 
@@ -367,7 +313,7 @@ class GlooWire:
 
     def close(self) -> None:
         if self._mesh is not None:
-            self._blame.close()  # first: whoever loses the connection asks why
+            self._failures.close()  # first: whoever loses the connection asks why
         self._mesh = None
         self._aside.close()
 
@@ -382,75 +328,3 @@ def _has_come(work: Any) -> bool:
         return bool(work.wait(timedelta(milliseconds=1)))
     except RuntimeError:
         return False
-
-
-class GroupWire:
-    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the
-    backend's watchdog's case.
-    """
-
-    counts_on_host = False
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        backend: str,
-        blame: Blame | None = None,
-    ) -> None:
-        self.group, self.device, self.name, self._blame = group, device, backend, blame
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.last_wait = [float("nan")] * self.world_size
-
-    def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
-        """As :meth:`GlooWire.swap`; finishing, the host waits for the device."""
-        mine = header.to(self.device)
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=self.group)
-        if theirs.device.type != "cuda":
-            return theirs.cpu
-        come = torch.cuda.Event()
-        come.record(torch.cuda.current_stream(theirs.device))
-
-        def headers() -> Tensor:
-            self._wait(come.query, what)
-            return theirs.cpu()
-
-        return headers
-
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait on the host, where Ctrl-C or a rank that has given up can end it."""
-        try:
-            while not wait_until(ready, LOOK):
-                report = None if self._blame is None else self._blame.heard()
-                if report is not None:
-                    raise report.to(self.rank, what)
-        except PeerLost:
-            raise
-        except BaseException as error:
-            raise ended_from_outside(error)  # noqa: B904 (the same one)
-
-    def interrupt(self, text: str) -> None:
-        """As :meth:`GlooWire.interrupt`; what is on the device already stays there."""
-        if self._blame is not None:
-            self._blame.report(text, self.rank)
-
-    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        """As :meth:`GlooWire.exchange`; blocks must follow each other without gaps. The device
-        waits, not the host.
-        """
-        width = send.shape[1]
-        dist.all_to_all_single(
-            recv.view(-1),
-            send.view(-1),
-            [count * width for count in spans.recv_counts],
-            [count * width for count in spans.send_counts],
-            group=self.group,
-        )
-        return lambda: None
-
-    def close(self) -> None:
-        self.group = None
-
-
-Wire = GlooWire | GroupWire

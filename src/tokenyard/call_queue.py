@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._C import _set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
 from tokenyard import forks
 from tokenyard.errors import ended_from_outside
@@ -46,7 +47,48 @@ class When(NamedTuple):
     extras: dict[str, Any] | None = None
 
 
-class Lane:
+class _Turn:
+    """What one call is made in: without autograd, and on a GPU behind the call before it, wherever
+    that ran, as calls of one object share memory. One call at a time.
+
+    A call that is captured in a CUDA graph runs when the graph does, so its order is the caller's
+    affair.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._events: dict[int, torch.cuda.Event] = {}  # by device
+        self._done: torch.cuda.Event | None = None
+        self._where = -1, 0
+        self._here: tuple[int, int] | None = None
+        self._tracks = False
+
+    def is_on_gpu(self) -> bool:
+        return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")
+
+    def __enter__(self) -> None:
+        self._here = None
+        if self.is_on_gpu() and not torch.cuda.is_current_stream_capturing():
+            index = torch.cuda.current_device() if self._device is None else self._device.index
+            self._here = index, torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore
+            if self._done is not None and self._where != self._here:
+                self._done.wait(torch.cuda.current_stream(index))
+        self._tracks = torch.is_grad_enabled()
+        if self._tracks:
+            _set_grad_enabled(False)  # no_grad() costs ten times as much
+
+    def __exit__(self, *_: object) -> None:
+        if self._tracks:
+            _set_grad_enabled(True)
+        if self._here is None:
+            return
+        index = self._here[0]  # torch's object of the stream is made only now that launches are out
+        self._done = self._events.get(index) or self._events.setdefault(index, torch.cuda.Event())
+        self._done.record(torch.cuda.current_stream(index))
+        self._where = self._here
+
+
+class CallQueue:
     """Runs calls in program order. Not for two threads at once: that raises."""
 
     def __init__(self, *, threaded: bool, device: torch.device | None = None) -> None:
@@ -58,10 +100,8 @@ class Lane:
         self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by device, as events are
-        self._events: dict[int, torch.cuda.Event] = {}
-        self._done: torch.cuda.Event | None = None
-        self._where = -1, 0
+        self._turn = _Turn(device)
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by device
         self._started: dict[int, Future[Any] | _Made] = {}
         self._issued: dict[int, tuple[torch.cuda.Event, torch.cuda.Stream, Callable[[], Any]]] = {}
         self._halves: dict[int, Callable[[], Any]] = {}
@@ -69,45 +109,27 @@ class Lane:
         self._last: Future[Any] | None = None
         self._tickets = 0
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Make a call in its turn and return its result."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is still under way on the thread."""
+        return self._last is not None and not self._last.done()
+
+    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make ``call(*args, **options)`` in its turn and return its result."""
         self._enter()
         try:
-            if self._last is None or self._last.done():
-                return self._in_turn(call)
-            stream = torch.cuda.current_stream(self._device) if self._on_gpu() else None
-            return _result_of(self._submit(partial(self._on, call, stream)))
+            if not self.is_busy:
+                with self._turn:
+                    return call(*args, **options)
+            stream = torch.cuda.current_stream(self._device) if self._turn.is_on_gpu() else None
+            body = partial(self._on, partial(call, *args, **options), stream)
+            return _result_of(self._submit(body))
         finally:
             self._lock.release()
 
     def _on(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
-        with torch.cuda.stream(stream):
-            return self._in_turn(call)
-
-    def _on_gpu(self) -> bool:
-        return torch.cuda.is_initialized() and (self._device is None or self._device.type == "cuda")
-
-    def _in_turn(self, call: Callable[[], Any]) -> Any:
-        """A call on the current stream comes after the one before it, wherever that ran: calls of
-        one object share memory.
-
-        A call that is captured in a CUDA graph runs when the graph does, so its order is the
-        caller's affair.
-        """
-        if not self._on_gpu() or torch.cuda.is_current_stream_capturing():
-            return _without_grad(call)
-        index = torch.cuda.current_device() if self._device is None else self._device.index
-        here: tuple[int, int] = index, torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore
-        if self._done is not None and self._where != here:
-            self._done.wait(torch.cuda.current_stream(index))
-        try:
-            return _without_grad(call)
-        finally:  # torch's object of the stream is made only now that the launches are out
-            self._done = self._events.get(index) or self._events.setdefault(
-                index, torch.cuda.Event()
-            )
-            self._done.record(torch.cuda.current_stream(index))
-            self._where = here
+        with torch.cuda.stream(stream), self._turn:
+            return call()
 
     def _enter(self) -> None:
         """Take the lock, which is the caller's to release."""
@@ -195,7 +217,8 @@ class Lane:
             with torch.cuda.stream(stream):
                 ready.wait()  # first: in a capture it is what makes this stream part of it
                 try:
-                    return self._in_turn(call)
+                    with self._turn:
+                        return call()
                 finally:
                     done.record()
 
@@ -262,8 +285,7 @@ class Lane:
             self._issued,
             self._halves,
             self._dropped,
-            self._done,
-            self._events,
+            self._turn,
         ):
             forks.keep_for_ever(held)
         self._started, self._issued, self._halves = {}, {}, {}
@@ -324,16 +346,14 @@ def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], An
     def body() -> Any:
         if after is not None:
             after.wait()
-        return _without_grad(call)
+        tracks = torch.is_grad_enabled()
+        try:
+            _set_grad_enabled(False)
+            return call()
+        finally:
+            _set_grad_enabled(tracks)
 
     return body
-
-
-def _without_grad(call: Callable[[], Any]) -> Any:
-    if not torch.is_grad_enabled():
-        return call()
-    with torch.set_grad_enabled(False):  # half the price of no_grad()
-        return call()
 
 
 class _Made(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, known_picks, num_nodes, per_node
 from tokenyard.engines import select
-from tokenyard.layout import power_of_two_at_least, tokens_in_ranks
+from tokenyard.routing import power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``;
@@ -76,7 +76,7 @@ def bound(
 ) -> Callable[..., None]:
     """The kernel's launch on CUDA device ``index``; compiles at the first call."""
     from tokenyard.kernels.layout import layout_kernel  # pyright: ignore[reportUnknownVariableType]
-    from tokenyard.memory.launch import kernels_of, multiprocessors
+    from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
 
     sms = multiprocessors(torch.device("cuda", index))
     return kernels_of(index, sms).bind(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Arrived, Handle, Spec
-from tokenyard.layout import (
+from tokenyard.routing import (
     Placement,
     block_offsets,
     compact_rows,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tokenyard.deep_ep.values import LARGEST, whole
+from tokenyard.arguments import LARGEST
+from tokenyard.deep_ep.values import whole
 
 RING_BYTES = 128 << 20
 """Symmetric memory that a native object takes by default, on engines that have any, whatever the

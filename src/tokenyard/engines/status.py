@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tokenyard import header as head
+from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
-from tokenyard.engines.blame import ADVICE, LOOK, Blame
+from tokenyard.engines.failures import ADVICE, LOOK, FailureReports
 from tokenyard.engines.rings import Ground
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
 from tokenyard.kernels.exchange import BAD_AT, BAD_VALUE
-from tokenyard.limits import MOST_PICKS
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
 
@@ -142,11 +142,11 @@ class Begun(NamedTuple):
     at: int
 
 
-class Watch:
+class StatusMonitor:
     """Reads the status words of one rank. A failure stays: the object is of no more use then."""
 
-    def __init__(self, config: Config, ground: Ground, blame: Blame) -> None:
-        self._config, self._ground, self._blame = config, ground, blame
+    def __init__(self, config: Config, ground: Ground, blame: FailureReports) -> None:
+        self._config, self._ground, self._failures = config, ground, blame
         self._failure: Exception | None = None
         self._status: Any = ground.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
@@ -244,7 +244,7 @@ class Watch:
         """Raise if another rank has given up: it will not come, and kernels wait for it as long as
         they may.
         """
-        report = self._blame.heard()
+        report = self._failures.heard()
         if report is not None:
             self._stop()
             raise report.to(self._config.rank, self._call)
@@ -254,13 +254,13 @@ class Watch:
         kernels' waits.
         """
         try:
-            self._blame.report(text, self._config.rank)
+            self._failures.report(text, self._config.rank)
         finally:
             self._stop()
 
     def close(self) -> None:
         """This rank closes its object in order: the others are told."""
-        self._blame.close()
+        self._failures.close()
 
     def _stop(self) -> None:
         """Tell kernels of this rank that one of them has given up: who closes the object need not
@@ -339,8 +339,8 @@ class Watch:
         """``lost``, told to the others, and with what the rank it names had reported: then its
         culprit is that one's.
         """
-        self._blame.report(str(lost), lost.rank)
-        report, culprit = self._blame.behind(lost.rank)
+        self._failures.report(str(lost), lost.rank)
+        report, culprit = self._failures.behind(lost.rank)
         return PeerTimeout(f"{lost}; it had reported: {report}" if report else str(lost), culprit)
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""Rows on their way over a wire: counted, and in host memory that is kept between calls."""
+"""Rows on their way over a transport: counted, and in host memory that is kept between calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokenyard.engines.wire import Spans, Wire
+from tokenyard.engines.transport import Spans, Transport
 from tokenyard.rows import RowFormat
 from tokenyard.stats import Stats
 
 
-class Mover:
+class RowTransport:
     """Moves rows of one object."""
 
-    def __init__(self, wire: Wire, stats: Stats) -> None:
-        self._wire, self._stats = wire, stats
+    def __init__(self, transport: Transport, stats: Stats) -> None:
+        self._transport, self._stats = transport, stats
         self._staging: dict[str, Tensor] = {}
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether the wire knows numbers of rows when it moves them, whatever the shapes."""
-        return self._wire.counts_on_host
+        """Whether the transport knows numbers of rows when it moves them, whatever the shapes."""
+        return self._transport.counts_on_host
 
     @property
     def num_bytes(self) -> int:
@@ -47,12 +47,12 @@ class Mover:
         self, send: Tensor, recv: Tensor, spans: Spans, op: str, call: int
     ) -> Callable[[], None]:
         """Start to move rows; the function returned waits for them."""
-        arrived = self._wire.exchange(send, recv, spans, f"{op} #{call}")
+        arrived = self._transport.exchange(send, recv, spans, f"{op} #{call}")
 
         def finish() -> None:
             arrived()
             self._stats.record(
-                op, spans.send_counts, spans.recv_counts, send.shape[1], self._wire.last_wait
+                op, spans.send_counts, spans.recv_counts, send.shape[1], self._transport.last_wait
             )
 
         return finish

@@ -1,0 +1,85 @@
+"""Bytes between ranks over the user's group: its backend (NCCL, RCCL, HCCL, MPI, ...) has limits of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.engines.failures import LOOK, FailureReports
+from tokenyard.engines.transport import Spans
+from tokenyard.errors import PeerLost, ended_from_outside
+from tokenyard.memory.kernel_launch import wait_until
+
+
+class GroupTransport:
+    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the
+    backend's watchdog's case.
+    """
+
+    counts_on_host = False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        backend: str,
+        blame: FailureReports | None = None,
+    ) -> None:
+        self.group, self.device, self.name, self._failures = group, device, backend, blame
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.last_wait = [float("nan")] * self.world_size
+
+    def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
+        """As :meth:`Transport.swap`; finishing, the host waits for the device."""
+        mine = header.to(self.device)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        if theirs.device.type != "cuda":
+            return theirs.cpu
+        come = torch.cuda.Event()
+        come.record(torch.cuda.current_stream(theirs.device))
+
+        def headers() -> Tensor:
+            self._wait(come.query, what)
+            return theirs.cpu()
+
+        return headers
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait on the host, where Ctrl-C or a rank that has given up can end it."""
+        try:
+            while not wait_until(ready, LOOK):
+                report = None if self._failures is None else self._failures.heard()
+                if report is not None:
+                    raise report.to(self.rank, what)
+        except PeerLost:
+            raise
+        except BaseException as error:
+            raise ended_from_outside(error)  # noqa: B904 (the same one)
+
+    def interrupt(self, text: str) -> None:
+        """As :meth:`Transport.interrupt`; what is on the device already stays there."""
+        if self._failures is not None:
+            self._failures.report(text, self.rank)
+
+    def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
+        """As :meth:`Transport.exchange`; blocks must follow each other without gaps. The device
+        waits, not the host.
+        """
+        width = send.shape[1]
+        dist.all_to_all_single(
+            recv.view(-1),
+            send.view(-1),
+            [count * width for count in spans.recv_counts],
+            [count * width for count in spans.send_counts],
+            group=self.group,
+        )
+        return lambda: None
+
+    def close(self) -> None:
+        self.group = None

@@ -1,0 +1,254 @@
+"""What engines with rings and launches have in common beside their launches: which call this is,
+refusals, counts, statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard import header as head
+from tokenyard.config import Config
+from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.rings import Cuts, Ground
+from tokenyard.engines.signatures import Binders, Signature, signature_of
+from tokenyard.engines.status import REFUSED, StatusMonitor
+from tokenyard.engines.tables import Counted, Counts, Tables
+from tokenyard.engines.views import View
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import DISPATCH, Fingerprint
+from tokenyard.kernels import region
+from tokenyard.kernels.greet import greet_all
+from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.rows import Payload
+from tokenyard.stats import Stats
+from tokenyard.types import Layout, Quantize
+
+
+class PeerEngine:
+    """One rank of an engine over peers' memory. All methods are collective and run in one order on
+    all ranks.
+
+    Args:
+        memory: of this rank; the engine closes it.
+        shape: how kernels are cut; equal on all ranks.
+        buffer_bytes: of all rings on one rank together.
+    """
+
+    in_place, counts_by_most, waits_on_host, decoder = True, True, False, None
+    returns_width = hop_counts = 0
+    _parts: Any
+    """Ground and monitor, which make it this engine."""
+    binders: Binders
+
+    def __init__(
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        shape: Cuts,
+        buffer_bytes: int,
+        blame: FailureReports,
+    ) -> None:
+        self.config, self.stats, self._memory = config, stats, memory
+        make_ground, make_watch = self._parts
+        self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
+        self._monitor: StatusMonitor = make_watch(config, self._ground, blame)
+        self._view = View(config, self._ground, self.binders, self._monitor)
+        self._tables, self.interrupt = Tables(config, memory.device), self._monitor.interrupt
+        self._signatures: dict[tuple[Any, ...], Signature] = {}
+        self._calls, self._no_wait = 0, [float("nan")] * config.world_size
+        size, width, self._local = (
+            config.world_size,
+            self._ground.header_words,
+            config.num_local_experts,
+        )
+        self._header_in: Any = self._ground.header_in.numpy()
+        self._host: Any = self._ground.header_out.numpy()
+        self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
+        self._rows: Any = self._host[3 + size * width :].reshape(
+            size, size
+        )  # from each rank to each
+        self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
+
+    @property
+    def calls_begun(self) -> int:
+        """Calls so far, the one under way among them."""
+        return self._calls
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Symmetric memory of this rank: rings, signals, and the view if there is one."""
+        return self._ground.num_bytes + self._view.num_bytes
+
+    def refuse(self, op: int, exact: bool, reason: str) -> bool:
+        """Tell the other ranks that this one refuses the call they are in.
+
+        With counts to exchange, everybody raises before a row moves and goes on. Otherwise rows
+        already fly: the others learn of it at once, and all objects of this call are of no more
+        use.
+        """
+        self._monitor.raise_if_failed()
+        self._monitor.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
+        self._calls += 1
+        if op != DISPATCH:
+            launch = self.binders.greet(self._ground)
+            self._memory.gate()
+            greet_all(launch, self._ground, REFUSED)
+            self._memory.settle()
+            return True
+        nothing = Payload(
+            torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu"), None
+        )
+        spec = Spec(layout=Layout.FLAT, exact=exact)
+        kind = signature_of(
+            op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False
+        )
+        header = head.blank(fingerprint, 1, 0, 0)
+        head.refuse(header, reason)
+        kind.words, kind.tag = header[0].numpy(), REFUSED
+        nobody = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=self._memory.device)
+        with self._memory.tensors():
+            held = self._count(nobody, None, kind)
+            if exact:
+                nonce, host = self._calls, self._host
+                self._monitor.wait(
+                    lambda: host[0] == nonce
+                )  # until then the kernel reads the header
+            self._memory.settle()
+            self._monitor.stop_short()
+            del held
+        return True
+
+    def check(self) -> None:
+        """Wait for the device; raise if a call failed there, or a static dispatch was given ids out
+        of range.
+        """
+        self._monitor.finish()
+        self._monitor.raise_if_failed()
+        self._monitor.raise_if_bad_index()
+
+    def close(self) -> None:
+        self._view.close("this view of symmetric memory is gone: its ExpertParallel is closed")
+        self._memory.close()
+        self._signatures.clear()
+        del self._ground.region
+
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
+        return (
+            (self._route_words(num_tokens),),
+            torch.int32,
+            new_size() if spec.exact else self.config.padded_rows,
+        )
+
+    def _kind(
+        self,
+        op: int,
+        payload: Payload,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        marked: bool,
+        scaled: bool = False,
+        in_place: bool = False,
+    ) -> Signature:
+        """The kind of a call that begins now, unless an earlier one has failed on the device."""
+        self._monitor.raise_if_failed()
+        scales = payload.scales
+        form = None if scales is None else (scales.dtype, scales.shape[1])
+        key = (op, payload.x.dtype, payload.x.shape[1], form, spec, mode, marked, scaled, in_place)
+        kind = self._signatures.get(key)
+        if kind is None:
+            kind = signature_of(
+                op,
+                payload,
+                spec,
+                mode,
+                self.config,
+                marked=marked,
+                scaled=scaled,
+                in_place=in_place,
+            )
+            self._signatures[key] = kind
+        kind.fingerprint.call = self._calls
+        self._monitor.begin(kind.fingerprint, kind.tag)
+        self._calls += 1
+        return kind
+
+    # The plan
+
+    def _count(
+        self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
+    ) -> Counted:
+        """Launch the plan."""
+        raise NotImplementedError
+
+    def _route_words(self, num_tokens: Any) -> Any:
+        return region.plan_words(
+            self.config.world_size, self._ground.shape.channels, num_tokens, self._local
+        )
+
+    def _static_rows(self, spec: Spec) -> tuple[int, int]:
+        """Arrival rows and result rows of static shapes."""
+        padded = self.config.padded_rows
+        return padded, num_result_rows(spec, self.config, None, padded)
+
+    def _learn(self, kind: Signature) -> Counts:
+        """Wait on the host for everybody's counts, and check them."""
+        nonce, host = self._calls, self._host
+        self._monitor.wait(lambda: host[0] == nonce)
+        if host[1]:
+            headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
+            padded = kind.spec.layout is Layout.EXPERT_PADDED
+            head.verify(
+                headers,
+                self.config,
+                max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS,
+            )
+        return Counts(
+            sent=self._rows[self.config.rank].tolist(),
+            received=self._headers[:, head.NUM_ROWS].tolist(),
+            experts=self._headers[:, head.COUNTS : head.COUNTS + self._local].sum(0),
+            routing=head.mixed(self._headers[:, head.ROUTING].tolist()),
+        )
+
+    # Results
+
+    def _finish(
+        self, out: Payload, plan: Plan, arrived: Arrived, counts: Counts | None, kind: Signature
+    ) -> tuple[Payload, Plan, Arrived]:
+        """What is left to do once rows are on their way: results of their true size, counts for the
+        handle.
+        """
+        self._memory.settle()
+        if counts is None:  # the number of the call tells one routing from another
+            splits = [-1] * (2 * self.config.world_size)
+            known = np.array([*splits, kind.fingerprint.call])
+        else:
+            splits = counts.sent + counts.received
+            known = np.concatenate(([*splits, counts.routing], self._matrix, counts.experts))
+        plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
+        if counts is not None and not kind.experts:
+            num_rows = sum(counts.received)
+            for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
+                if table is not None and table.shape[0] > num_rows:
+                    table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
+            kind.learn_room(plan.first_pick.shape[0], num_rows)
+        self._record("dispatch", splits, kind)
+        return out, plan, arrived
+
+    def _record(self, op: str, splits: list[int], kind: Signature, *, back: bool = False) -> None:
+        """Count the call, and its rows where the host knows them."""
+        size = self.config.world_size
+        known = splits if kind.spec.exact else [0] * (2 * size)
+        out, into = known[:size], known[size : 2 * size]
+        if back:
+            out, into = into, out
+        self.stats.record(op, out, into, kind.form.row_bytes, self._no_wait)

@@ -1,0 +1,157 @@
+"""One engine behind its call queue: calls in program order, and what ends an object before its time
+(closing, a lost peer, Ctrl-C, a fork).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+
+from tokenyard import forks, transforms
+from tokenyard.call_queue import CallQueue
+from tokenyard.config import Config
+from tokenyard.engines.base import Engine, LowLatency
+from tokenyard.errors import NotSupported, PeerTimeout, afresh, is_from_outside
+from tokenyard.header import OPS
+
+Result = TypeVar("Result")
+
+
+class Guard:
+    """Makes calls of one object on its engine.
+
+    Attributes:
+        low: the engine, if it is one for decoding.
+        gone: why no more calls can be made; empty while they can.
+    """
+
+    def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
+        self.config, self.engine = config, engine
+        self.queue = CallQueue(threaded=engine.waits_on_host, device=device)
+        self.low = engine.decoder
+        self.gone, self.closed, self.inherited = "", False, False
+        self._lost: RuntimeError | None = None
+        self._doing: tuple[str, int | None] = "a call", None
+        forks.watch(self)
+
+    def check_open(self) -> None:
+        """Raise if this object was closed, interrupted, or lost a peer."""
+        if self.gone:
+            raise RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+
+    def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
+        """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
+        try:
+            with transforms.outside_functorch():
+                refusing = f"{OPS[op]}, which it refused,"
+                told = self.make(refusing, self.engine.refuse, op, exact, str(error))
+            if told:
+                return error
+        except PeerTimeout:
+            return error
+        return type(error)(
+            f"{error} (other ranks cannot be told: those in this call wait until their own timeout)"
+        )
+
+    def check(self) -> None:
+        """Wait for all calls so far; raise what went wrong on the device, or that this object is
+        closed.
+        """
+        if self.closed:  # one that lost a peer says which below
+            self.check_open()
+        self.make("check(), after call", self.engine.check)
+
+    def close(self) -> None:
+        """Finish what was started and let go of the engine."""
+        if not self.closed:
+            over, self.gone, self.closed = self._lost is not None, "is closed", True
+            try:
+                self.wait(partial(self.queue.close, wait=not over))
+            finally:
+                self.engine.close()
+
+    def disown(self, why: str) -> None:
+        """In a forked child (``forks.py``)."""
+        forks.keep_for_ever(self.engine)
+        self.queue.disown()
+        self.gone, self.closed, self.inherited = why, True, True
+        self.queue = cast("CallQueue", forks.Disowned(why))
+
+    def need_low(self, lack: str) -> LowLatency:
+        """The engine for decoding.
+
+        Raises:
+            NotSupported: it is another, which has this ``lack``.
+        """
+        if self.low is None:
+            raise NotSupported(f"engine {self.engine.name!r} {lack}; engine 'low_latency' can")
+        return self.low
+
+    def make(self, op: str, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Make a call in its turn and return its result. ``op``: what it is called in errors."""
+        if self.queue.is_busy:
+            later = self.watched(partial(call, *args, **options), op)
+            return self.wait(partial(self.queue.run, later))
+        if self._lost is not None:
+            raise afresh(self._lost)
+        self._doing = op, self.engine.calls_begun
+        try:
+            return self.queue.run(call, *args, **options)
+        except BaseException as error:
+            self._notice(error)
+            raise
+
+    def watched(self, call: Callable[[], Result], op: str) -> Callable[[], Result]:
+        """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever
+        waits for it.
+        """
+
+        def watched() -> Result:
+            if self._lost is not None:
+                raise afresh(self._lost)
+            self._doing = op, self.engine.calls_begun
+            try:
+                return call()
+            except BaseException as error:
+                self._notice(error)
+                raise
+
+        return watched
+
+    def wait(self, wait: Callable[[], Result]) -> Result:
+        """What ``wait()`` returns, of a call on another thread; Ctrl-C may end it."""
+        try:
+            return wait()
+        except BaseException as error:
+            self._notice_interrupt(error)
+            raise
+
+    def _notice(self, error: BaseException) -> None:
+        """What an error in a call means for the object: a lost peer ends it.
+
+        If whoever waited for the call was interrupted meanwhile, that is what the call came to.
+        """
+        if isinstance(error, Exception) and self._lost is not None:
+            raise afresh(self._lost) from None
+        if isinstance(error, PeerTimeout):
+            self._lost = afresh(error)
+            self.gone = self.gone or f"lost a peer ({error})"
+        self._notice_interrupt(error)
+
+    def _notice_interrupt(self, error: BaseException) -> None:
+        """Ctrl-C ends the object: this rank has left a call, and tells the others. A rank alone has
+        left nobody, and goes on.
+        """
+        alone = self.config.world_size == 1 and self.engine.waits_on_host
+        if is_from_outside(error) and not alone and self._lost is None:
+            op, number = self._doing
+            where = (
+                f"was interrupted in {op if number is None else f'{op} #{number}'} "
+                f"({type(error).__name__})"
+            )
+            self.gone = f"{where}, so no rank can use it any more"
+            self._lost = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+            self.engine.interrupt(f"rank {self.config.rank} {where}")

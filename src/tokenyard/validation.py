@@ -1,0 +1,200 @@
+"""What a caller asks of a call, checked: arguments in, requests out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard import checks, transforms
+from tokenyard.arguments import check_after, check_flag
+from tokenyard.call_queue import Waitable, When
+from tokenyard.calls import Calls, CombineRequest, DispatchRequest
+from tokenyard.config import Config
+from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.handle import Handle
+from tokenyard.limits import check_result
+from tokenyard.results import Later
+from tokenyard.types import Quantize
+
+_NOW = When(later=False, after=None)
+"""Of a call that nobody asked more of."""
+_NO_TANGENTS = (
+    "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
+    "detach() it"
+)
+
+
+class Validation:
+    """Checks what is asked of the calls of one object.
+
+    All methods raise ``ValueError`` or ``NotSupported``.
+
+    Args:
+        device: that calls work on; None: host and CUDA tensors alike.
+        most_bytes: that a result may take whose size is known ahead.
+    """
+
+    def __init__(self, calls: Calls, device: torch.device | None, most_bytes: int) -> None:
+        self._calls, self._device, self._most_bytes = calls, device, most_bytes
+        self._config: Config = calls.config
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: Handle | None,
+        shape: tuple[Any, Any, Any, Any],
+        quantize: Quantize | None,
+        in_place: bool,
+        when: When,
+        options: CallOptions | None,
+    ) -> DispatchRequest:
+        """``shape``: layout, exact, expert_alignment and capacity."""
+        layout, exact, expert_alignment, capacity = shape
+        config = self._config
+        payload = checks.check_payload(x, config, quantize)
+        self._check_device(payload.x)
+        known = weights = None
+        if handle is not None:
+            routing = {
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+                "layout": layout,
+                "capacity": capacity,
+            }
+            known = checks.check_handle(handle, self._calls.number)
+            checks.check_cached(known, payload, routing, exact, expert_alignment)
+            spec = known.spec
+        else:
+            tokens, device = payload.x.shape[0], payload.x.device
+            weights = checks.check_picks(topk_idx, topk_weights, tokens, device, config)
+            spec = checks.check_spec(layout, exact, expert_alignment, capacity)
+            checks.check_bound(tokens, spec, config)
+            by_most = self._calls.engine.counts_by_most
+            check_result(payload, quantize, spec, config, by_most, self._most_bytes)
+        check_flag("in_place", in_place)
+        if in_place:
+            engine, most = self._calls.engine, self._most_bytes
+            checks.check_in_place(engine, spec, payload, topk_weights, config, most)
+        asked = DispatchRequest(payload, topk_idx, weights, spec, quantize, known, in_place, when)
+        self._check_engine(asked, options)
+        return asked
+
+    def combine(
+        self,
+        x: Any,
+        handle: Handle,
+        weighting: tuple[bool, Any, Any],
+        bias: Any,
+        out: Any,
+        in_place: bool,
+        when: When,
+        options: CallOptions | None,
+    ) -> CombineRequest:
+        """``weighting``: weighted, topk_weights and reduce_weights."""
+        weighted, topk_weights, reduce_weights = weighting
+        check_flag("in_place", in_place)
+        known = checks.check_handle(handle, self._calls.number)
+        rows = checks.check_rows(x, known, self._config)
+        at_owner = checks.check_weighting(
+            known, weighted, topk_weights, reduce_weights, self._config
+        )
+        terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
+        carried = known.arrived.weights if weighted and at_owner is None else None
+        checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
+        if in_place:
+            self.combine_in_place(known, reduce_weights, (rows, *terms), rows.dtype)
+        if self._calls.low is not None:
+            transforms.check_tangents((rows, at_owner, carried, *terms), _NO_TANGENTS)
+            self._calls.low.check_combine(rows, known.spec, known.num_tokens, options)
+        return CombineRequest(
+            rows, known, carried, at_owner, reduce_weights, terms, out, in_place, when
+        )
+
+    def combine_in_place(
+        self,
+        handle: Handle,
+        reduce_weights: Tensor | None,
+        given: tuple[Tensor, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        """Whether rows of ``dtype`` can be combined in place. ``given``: all tensors of the
+        call.
+        """
+        checks.check_combine_in_place(
+            self._calls.engine,
+            handle,
+            reduce_weights,
+            given,
+            dtype,
+            self._config,
+            self._most_bytes,
+        )
+
+    def when(
+        self,
+        async_op: bool,
+        after: Waitable | None,
+        return_hook: bool,
+        options: CallOptions | None,
+        derives: bool,
+    ) -> When:
+        """When and how a call is to be made. ``derives``: it works on its arguments at once, so
+        ``after`` is waited for here.
+        """
+        later = async_op or return_hook
+        transforms.check(later)
+        if not later and after is None and options is None:
+            return _NOW
+        check_after(after)
+        if isinstance(after, Later):
+            after = after.work()
+        if after is not None and derives:
+            after.wait()
+            after = None
+        if options is not None:
+            self._calls.need_low("takes no options of a call")
+        if self._calls.low is None:
+            return When(later, after)
+        if async_op and return_hook:
+            raise ValueError(
+                "async_op and return_hook exclude each other with engine 'low_latency': give one "
+                "of them"
+            )
+        extras: dict[str, Any] = {} if options is None else {"options": options}
+        return When(later, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
+
+    def _check_engine(self, asked: DispatchRequest, options: CallOptions | None) -> None:
+        """Raise if tangents cannot be moved, or the engine for decoding cannot make a dispatch;
+        others decide themselves.
+        """
+        payload, low = asked.payload, self._calls.low
+        if asked.mode is not None or payload.scales is not None:
+            transforms.check_tangents(
+                payload, "quantised rows carry none: dispatch plain rows, or x.detach()"
+            )
+        if low is not None:
+            transforms.check_tangents((*payload, asked.weights), _NO_TANGENTS)
+            low.check_dispatch(
+                payload,
+                asked.spec,
+                asked.mode,
+                cached=asked.known is not None,
+                in_place=asked.in_place,
+                options=options,
+            )
+
+    def _check_device(self, x: Tensor) -> None:
+        if self._device is None and x.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"x is on {x.device}, but rows travel from host or CUDA memory: move x to one of "
+                f"them"
+            )
+        if self._device is not None and x.device != self._device:
+            raise ValueError(
+                f"x is on {x.device}, but this object works on {self._device}: move x there, or "
+                f"pass device={str(x.device)!r} to ExpertParallel"
+            )
