@@ -28,9 +28,9 @@ class GroupTransport:
         group: dist.ProcessGroup | None,
         device: torch.device,
         backend: str,
-        blame: FailureReports | None = None,
+        failures: FailureReports | None = None,
     ) -> None:
-        self.group, self.device, self.name, self._failures = group, device, backend, blame
+        self.group, self.device, self.name, self._failures = group, device, backend, failures
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size
 

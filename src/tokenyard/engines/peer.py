@@ -52,12 +52,12 @@ class PeerEngine:
         stats: Stats,
         shape: Cuts,
         buffer_bytes: int,
-        blame: FailureReports,
+        failures: FailureReports,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
-        make_ground, make_watch = self._parts
+        make_ground, make_monitor = self._parts
         self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
-        self._monitor: StatusMonitor = make_watch(config, self._ground, blame)
+        self._monitor: StatusMonitor = make_monitor(config, self._ground, failures)
         self._view = View(config, self._ground, self.binders, self._monitor)
         self._tables, self.interrupt = Tables(config, memory.device), self._monitor.interrupt
         self._signatures: dict[tuple[Any, ...], Signature] = {}

@@ -119,9 +119,7 @@ def _on_kernels(
 ) -> Choice:
     if asked.engine == LOW_LATENCY:
         return _low_latency(memory, most_sms, config, asked, why)
-    if asked.engine == TWOLEVEL:
-        return _twolevel(memory, store, most_sms, config, asked, why)
-    return _nvlink(memory, store, most_sms, config, asked, why)
+    return _rings(memory, store, most_sms, config, asked, why)
 
 
 def _low_latency(
@@ -141,7 +139,7 @@ def _low_latency(
     return Choice(make, memory.device, f"low_latency: {why}")
 
 
-def _nvlink(
+def _rings(
     memory: SymmetricMemory,
     store: dist.Store | None,
     most_sms: int,
@@ -149,45 +147,29 @@ def _nvlink(
     asked: Asked,
     why: str,
 ) -> Choice:
+    """Engines nvlink and twolevel."""
     from tokenyard.engines.nvlink import NvlinkEngine
-    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
-
-    room = asked.room(most_sms)
-    num_sms = min(asked.num_sms or room, room)
-    shape = shape_for(num_sms, config.world_size, all_sms=num_sms == room)
-    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-
-    blame = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
-
-    def make(stats: Stats) -> Engine:
-        return NvlinkEngine(config, memory, stats, shape, num_bytes, blame)
-
-    return Choice(make, memory.device, f"nvlink: {why}")
-
-
-def _twolevel(
-    memory: SymmetricMemory,
-    store: dist.Store | None,
-    most_sms: int,
-    config: Config,
-    asked: Asked,
-    why: str,
-) -> Choice:
-    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Cuts, shape_for
     from tokenyard.engines.twolevel import TwolevelEngine
     from tokenyard.engines.twolevel_ground import most_channels, tuning_for
 
-    grid, room = _grid(config, asked), asked.room(most_sms)
+    room, num_bytes = asked.room(most_sms), asked.buffer_bytes or DEFAULT_BUFFER_BYTES
     num_sms = min(asked.num_sms or room, room)
-    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-    channels = most_channels(grid, 2 * config.hidden, num_bytes)
-    tuning = tuning_for(num_sms, grid, all_sms=num_sms == room, channels=channels)
-    blame = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
+    shape: Cuts
+    if asked.engine == TWOLEVEL:
+        engine, grid = TwolevelEngine, _grid(config, asked)
+        channels = most_channels(grid, 2 * config.hidden, num_bytes)
+        shape = tuning_for(num_sms, grid, all_sms=num_sms == room, channels=channels)
+        why = f"{grid} nodes and ranks; {why}"
+    else:
+        engine = NvlinkEngine
+        shape = shape_for(num_sms, config.world_size, all_sms=num_sms == room)
+    failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     def make(stats: Stats) -> Engine:
-        return TwolevelEngine(config, memory, stats, tuning, num_bytes, blame)
+        return engine(config, memory, stats, shape, num_bytes, failures)
 
-    return Choice(make, memory.device, f"twolevel: {grid} nodes and ranks; {why}")
+    return Choice(make, memory.device, f"{engine.name}: {why}")
 
 
 def _grid(config: Config, asked: Asked) -> Topology:
@@ -345,8 +327,8 @@ def _collective(
     hops = _hops(config, asked.no_grid)
     if backend not in ("", "gloo") and device is not None:
         why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
-        blame = FailureReports(store, config.rank, config.timeout)
-        return choice(GroupTransport(group, device, backend, blame), device, why)
+        failures = FailureReports(store, config.rank, config.timeout)
+        return choice(GroupTransport(group, device, backend, failures), device, why)
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
