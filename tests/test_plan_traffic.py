@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.cli.bench_inputs import Job, all_sent, traffic_there
-from tokenyard.planner.routing import SKEWS, popularity, reach
+from tokenyard.planner.picks import SKEWS, popularity, reach
 from tokenyard.planner.traffic import Traffic, traffic, traffic_of
 from tokenyard.planner.workload import Workload
 from tokenyard.routing import tokens_in_ranks

@@ -15,10 +15,10 @@ from tokenyard.cli.options import check_plot
 from tokenyard.cli.plan_report import as_json, print_plan
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.planner.fit import rates_from
+from tokenyard.planner.picks import SKEWS
 from tokenyard.planner.plan import plan as make_plan
 from tokenyard.planner.plan import scaling
 from tokenyard.planner.rates import H200, Rates
-from tokenyard.planner.routing import SKEWS
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
 
 PIPED_WIDTH = 150

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenyard.planner.routing import popularity, reach
+from tokenyard.planner.picks import popularity, reach
 from tokenyard.planner.workload import Workload
 
 
