@@ -189,18 +189,9 @@ def test_a_file_name_stands_for_one_thing() -> None:
     assert not {stem: paths for stem, paths in seen.items() if len(paths) > 1 and stem not in TWICE}
 
 
-WITHOUT_STRUCTS = {
-    "names",
-    "region",
-    "sync",
-    "types",
-}
-"""Kernel files that still take every constant as a parameter of its own: none may be added."""
-
-
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if unit(path) == "kernels" and path.stem not in WITHOUT_STRUCTS],
+    [path for path in FILES if unit(path) == "kernels"],
     ids=lambda p: p.stem,
 )
 def test_kernels_take_structs(path: Path) -> None:

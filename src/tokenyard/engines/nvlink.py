@@ -122,19 +122,11 @@ class NvlinkEngine(PeerEngine):
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 out = _result(payload, kind, num_rows, zeros=zeros)
-                launch = kind.bound(
-                    "rows",
-                    lambda: self.binders.dispatch(
-                        self._ground,
-                        self.config.num_topk,
-                        kind.form,
-                        mode,
-                        kind.dtype,
-                        kind.width if placed else 1,
-                        by_expert=placed,
-                        padding=placed and kind.padding and not zeros,
-                    ),
-                )
+                launch = kind.bound("rows", lambda: self.binders.dispatch(
+                    self._ground, self.config.num_topk, kind.form, mode, kind.dtype,
+                    kind.width if placed else 1, by_expert=placed,
+                    padding=placed and kind.padding and not zeros,
+                ))  # fmt: skip
                 self._memory.gate()
                 dispatch_rows(
                     launch,
@@ -251,19 +243,11 @@ class NvlinkEngine(PeerEngine):
     ) -> Counted:
         """Launch the plan."""
         config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
-        launch = kind.bound(
-            topk_idx.dtype,
-            lambda: self.binders.plan(
-                ground,
-                config.num_topk,
-                kind.form.meta_words,
-                by_expert=kind.experts,
-                padded=spec.layout is Layout.EXPERT_PADDED,
-                exact=spec.exact,
-                weighted=kind.weighted,
-                wide=topk_idx.dtype == torch.int64,
-            ),
-        )
+        launch = kind.bound(topk_idx.dtype, lambda: self.binders.plan(
+            ground, config.num_topk, kind.form.meta_words, by_expert=kind.experts,
+            padded=spec.layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=kind.weighted,
+            wide=topk_idx.dtype == torch.int64,
+        ))  # fmt: skip
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
@@ -336,22 +320,11 @@ class NvlinkEngine(PeerEngine):
             out = self._view.write(payload, plan, kind, kind.tag, num_rows, counted.meta, arrived)
             return out, plan, arrived
         out = _result(payload, kind, num_rows, zeros=False)
-        launch = kind.bound(
-            "rows",
-            lambda: self.binders.dispatch(
-                self._ground,
-                config.num_topk,
-                kind.form,
-                kind.mode,
-                kind.dtype,
-                kind.width,
-                by_expert=kind.experts,
-                padding=kind.padding,
-                fresh=True,
-                weighted=kind.weighted,
-                static=not spec.exact,
-            ),
-        )
+        launch = kind.bound("rows", lambda: self.binders.dispatch(
+            self._ground, config.num_topk, kind.form, kind.mode, kind.dtype, kind.width,
+            by_expert=kind.experts, padding=kind.padding, fresh=True, weighted=kind.weighted,
+            static=not spec.exact,
+        ))  # fmt: skip
         self._memory.gate()
         dispatch_rows(
             launch,

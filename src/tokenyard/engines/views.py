@@ -136,26 +136,15 @@ class View:
             f"in_place"
         )
         view = self._room(self._view, parts.end, tag)
-        launch = kind.bound(
-            "rows",
-            lambda: self.binders.dispatch_in_place(
-                ground, self._config.num_topk, form, kind.mode, kind.dtype
-            ),
-        )
-        unpack = None
+        top, static, unpack = self._config.num_topk, not kind.spec.exact, None
+        launch = kind.bound("rows", lambda: self.binders.dispatch_in_place(
+            ground, top, form, kind.mode, kind.dtype
+        ))  # fmt: skip
         if meta is not None:
-            static = not kind.spec.exact
-            unpack = kind.bound(
-                "unpack",
-                lambda: bind_unpack(
-                    ground,
-                    self._config.num_topk,
-                    ground.plan_ranks,
-                    form.meta_words,
-                    weighted=kind.weighted,
-                    static=static,
-                ),
-            )
+            unpack = kind.bound("unpack", lambda: bind_unpack(
+                ground, top, ground.plan_ranks, form.meta_words, weighted=kind.weighted,
+                static=static,
+            ))  # fmt: skip
         out = self._payload(num_rows, kind, parts)
         self._memory.gate()
         write_in_place(

@@ -1,8 +1,10 @@
-"""What profilers call the kernels: ``tokenyard::low_latency::dispatch()`` instead of a Python function's name.
+"""What profilers call the kernels: ``tokenyard::low_latency::dispatch()`` instead of a Python
+function's name.
 
-A launch has the name of its machine code. Profilers turn symbols back into C++ names, so a symbol made like those of a C++
-compiler gives kernels a namespace of their own. Programs that look for DeepEP's kernels in a trace search ``::dispatch`` and
-``::combine``: here too launches that move rows bear these names, both launches of a call in two the same one, and others do not.
+A launch has the name of its machine code. Profilers turn symbols back into C++ names, so a symbol
+made like those of a C++ compiler gives kernels a namespace of their own. Programs that look for
+DeepEP's kernels in a trace search ``::dispatch`` and ``::combine``: here too launches that move
+rows bear these names, both launches of a call in two the same one, and others do not.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ def symbol_of(name: str) -> str:
 
 
 def shown_as(name: str) -> Callable[[Any], str]:
-    """For ``triton.jit(repr=...)``: one name whatever the constants, so a table of kernels has one line for it."""
+    """For ``triton.jit(repr=...)``: one name whatever the constants, so a table of kernels has one
+    line for it."""
     symbol = symbol_of(name)
     return lambda _: symbol
 
 
 def span(name: str) -> Any:
-    """A name for what the host does inside, if a profiler is listening: otherwise it would cost as much as a launch."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()  # pyright: ignore
+    """A name for what the host does inside, if a profiler is listening: otherwise it would cost as
+    much as a launch."""
+    listening = torch.autograd._profiler_enabled()  # pyright: ignore
+    return record_function(name) if listening else nullcontext()

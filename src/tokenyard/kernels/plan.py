@@ -149,7 +149,7 @@ def _ranks_among_picks(out, flat, counts, inside, pick, k: tl.constexpr):
 def _count_tile(
     picks, tables, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
 ):  # fmt: skip
-    """Step 1 for some tokens: merge, place within the channel, count. Returns the running counts."""
+    """Step 1 for some tokens: merge, place within the channel, count. Returns running counts."""
     t, pick, r = (
         tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     )  # fmt: skip
@@ -293,8 +293,7 @@ def plan_kernel(
     if k.exact:  # far away, and not needed before all have counted
         said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
     ranks = _count(picks, tables, routing, hist + c * k.columns, marks, c, t0, t1, k)
-    ticket = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu")
-    call = ticket // C
+    call = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu") // C
     half = (call % 2).to(tl.int32)
     want = (call + 1) * C
     if wait_at_least(words(state) + TICKETS, want, state, ON_PLAN, me, TICKETS) >= want:

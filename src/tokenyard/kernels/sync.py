@@ -1,15 +1,18 @@
 # pyright: basic
-"""Flags, waits and failures: the only file of kernels that speaks of memory order, clocks and assembly.
+"""Flags, waits and failures: the only file of kernels that speaks of memory order, clocks and
+assembly.
 
-A counter is an int64 that only grows. Its writer stores data, then :func:`add_release`; its reader waits with
-:func:`wait_at_least` (an acquire), then loads the data. Nobody ever resets one.
+A counter is an int64 that only grows. Its writer stores data, then :func:`add_release`; its reader
+waits with :func:`wait_at_least` (an acquire), then loads the data. Nobody ever resets one.
 
-A small tensor is loaded by several threads per element. So a program that stores to what it has loaded has a barrier in between: a
-thread that lags behind would load what was stored, and its value may be the one that is used next. (The simulator checks that.)
+A small tensor is loaded by several threads per element. So a program that stores to what it has
+loaded has a barrier in between: a thread that lags behind would load what was stored, and its value
+may be the one that is used next. (The simulator checks that.)
 
-Every wait ends: after the object's timeout, or as soon as another program of this rank has given up. The first to give up
-writes what it waited for into the status words, which the host can read at any time, and in which data call: TAG_NOW is the tag of
-the last one in which this rank has said hello, HELLOS how many those are.
+Every wait ends: after the object's timeout, or as soon as another program of this rank has given
+up. The first to give up writes what it waited for into the status words, which the host can read at
+any time, and in which data call: TAG_NOW is the tag of the last one in which this rank has said
+hello, HELLOS how many those are.
 """
 
 from __future__ import annotations
@@ -32,17 +35,20 @@ STATUS_WORDS = 16
 TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
-ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(phase) for phase in range(6))
+ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(at) for at in range(6))
 ON_LANDING = tl.constexpr(16)  # those between are engine twolevel's
 
 RELAYED_NS = tl.constexpr(500_000_000)
-"""How much longer than others those wait who wait for one that waits itself; less than ``engines/failures.py`` waits for reports."""
+"""How much longer than others those wait who wait for one that waits itself; less than
+``engines/failures.py`` waits for reports."""
 
 
 @triton.jit
 def now_ns():
     """Nanoseconds on this device's clock."""
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -53,15 +59,18 @@ def words(address):
 
 @triton.jit
 def load_acquire(counter):
-    """The counter's value; data released before it was set may be read after a barrier. (An add of 0 becomes a load.)"""
+    """The counter's value; data released before it was set may be read after a barrier. (An add of
+    0 becomes a load.)"""
     return tl.atomic_add(counter, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def add_release(counter, count, mask):
-    """Publish every store of this program so far, then add. ``counter`` may be a small tensor of pointers with a mask.
+    """Publish every store of this program so far, then add. ``counter`` may be a small tensor of
+    pointers with a mask.
 
-    The barrier is not optional: the add is made by one thread, and Triton 3.6 puts no barrier in front of it.
+    The barrier is not optional: the add is made by one thread, and Triton 3.6 puts no barrier in
+    front of it.
     """
     tl.debug_barrier()
     tl.atomic_add(counter, count, mask=mask, sem="release", scope="sys")
@@ -76,8 +85,9 @@ def raise_release(counter, value):
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
-    """First of all in a kernel of which programs may be set up EARLY, while the launch before it still runs: wait until that is over and
-    what it stored can be read; and let the launch behind be set up."""
+    """First of all in a kernel of which programs may be set up EARLY, while the launch before it
+    still runs: wait until that is over and what it stored can be read; and let the launch behind be
+    set up."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -107,7 +117,8 @@ def give_up(state, code, phase, peer, counter, expected, seen):
 
 @triton.jit
 def note_call(state, tag, earlier):
-    """A data call begins, after so many ``earlier`` ones: what :func:`give_up` tells of it. Before the call's first release."""
+    """A data call begins, after so many ``earlier`` ones: what :func:`give_up` tells of it. Before
+    the call's first release."""
     tl.store(words(state) + TAG_NOW, tag)
     tl.store(words(state) + HELLOS, earlier + 1)
 
@@ -116,25 +127,28 @@ def note_call(state, tag, earlier):
 def still_time(state, deadline):
     """Whether waits of this rank may go on: none has passed its deadline, and nobody has given up.
 
-    Every thread reads a clock of its own, so one thread's word counts, and all learn of it through memory: threads of a program that
-    left a loop at different times would meet at the wrong barriers.
+    Every thread reads a clock of its own, so one thread's word counts, and all learn of it through
+    memory: threads of a program that left a loop at different times would meet at the wrong
+    barriers.
     """
     late = now_ns() >= deadline
-    tl.atomic_max(words(state) + EXPIRED, tl.program_id(0) + 1, mask=late, sem="relaxed", scope="gpu")
-    expired = tl.atomic_add(words(state) + EXPIRED, 0, sem="relaxed", scope="gpu")
+    at = words(state) + EXPIRED
+    tl.atomic_max(at, tl.program_id(0) + 1, mask=late, sem="relaxed", scope="gpu")
+    expired = tl.atomic_add(at, 0, sem="relaxed", scope="gpu")
     return (expired == 0) & (not given_up(state))
 
 
 @triton.jit
 def is_late(state):
-    """Whether it was this program's wait that passed its deadline (the last one's, if several did)."""
-    return tl.atomic_add(words(state) + EXPIRED, 0, sem="relaxed", scope="gpu") == tl.program_id(0) + 1
+    """Whether this program's wait passed its deadline (the last one's, if several did)."""
+    last = tl.atomic_add(words(state) + EXPIRED, 0, sem="relaxed", scope="gpu")
+    return last == tl.program_id(0) + 1
 
 
 @triton.jit
 def wait_at_least(counter, want, state, phase, peer, number):
-    """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if that did not happen:
-    give up then, touching nothing more.
+    """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if
+    that did not happen: give up then, touching nothing more.
 
     ``phase``, ``peer`` and ``number`` (of the counter) are for the status.
     """
@@ -173,16 +187,21 @@ def look_at_all(counters, mask):
 
 @triton.jit
 def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr = 1):
-    """Give up on the last of those counters that have not got there; on the last of all if they have by now. EACH: counters of a peer."""
+    """Give up on the last of those counters that have not got there; on the last of all if they
+    have by now. EACH: counters of a peer."""
     i, short = tl.arange(0, seen.shape[0]), last_lacking(seen, wants, mask)
     one = i == tl.where(short < 0, tl.max(tl.where(mask, i, -1)), short)
     number, want = tl.sum(tl.where(one, numbers, 0)), tl.sum(tl.where(one, wants, 0))
-    give_up(state, TIMED_OUT, phase, tl.sum(tl.where(one, i // EACH, 0)), number, want, tl.sum(tl.where(one, seen, 0)))
+    peer = tl.sum(tl.where(one, i // EACH, 0))
+    give_up(state, TIMED_OUT, phase, peer, number, want, tl.sum(tl.where(one, seen, 0)))
 
 
 @triton.jit
-def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True, EACH: tl.constexpr = 1):
-    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see :func:`lacking`.
+def wait_for_all(
+    counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True, EACH: tl.constexpr = 1
+):  # fmt: skip
+    """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see
+    :func:`lacking`.
 
     MORE: tells how far they are beyond ``wants``, for one look more.
     """
@@ -190,7 +209,8 @@ def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexp
     if lacking(seen, wants, mask) > 0:
         deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
         short, live = last_lacking(seen, wants, mask), True
-        while (short >= 0) & live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+        # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+        while (short >= 0) & live:
             short = last_lacking(look_at_all(counters, mask), wants, mask)
             if short >= 0:
                 live = still_time(state, deadline)
@@ -199,7 +219,8 @@ def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexp
         else:  # also if it has come since: others have been told to stop
             seen = look_at_all(counters, mask)
             if is_late(state):  # for the one that lacked then, not one that had long been there
-                give_up_on_one(state, phase, numbers, wants, seen, tl.arange(0, seen.shape[0]) == short, EACH)
+                this = tl.arange(0, seen.shape[0]) == short
+                give_up_on_one(state, phase, numbers, wants, seen, this, EACH)
             seen = tl.minimum(seen, wants - 1)
     tl.debug_barrier()
     return seen
@@ -207,7 +228,8 @@ def wait_for_all(counters, wants, mask, state, phase, numbers, MORE: tl.constexp
 
 @triton.jit
 def wait_beside(counters, wants, mask, state):
-    """Wait for what another program of this rank waits for in :func:`wait_for_all`, without a deadline of its own: whether all is there.
+    """Wait for what another program of this rank waits for in :func:`wait_for_all`, without a
+    deadline of its own: whether all is there.
 
     If the other is in time, so is this one; else it ends when the other has given up.
     """
