@@ -74,18 +74,19 @@ class TwoCombineConfig(NamedTuple):
     channels: int
     grid: Grid
     row: RowLayout
-    ring: RingLayout
     network_ring: NetworkRing
     dtype: Any
-    slots_per_row: int
-    by_expert: bool
-    weighted: bool
-    picks: int
     bias0: Any
     bias1: Any
-    tiles: Tiles  # rows_summed: of combiners too
     turn: int  # tokens of a reducer's turn
+    tiles: Tiles  # rows_summed: of combiners too
     stages: int
+    # a combine in place has no rings inside nodes, and only rows in arrival order
+    ring: RingLayout = RingLayout(0, 0, 0, 0)
+    slots_per_row: int = 0
+    by_expert: bool = False
+    weighted: bool = False
+    picks: int = 0
 
 
 class Link(NamedTuple):
@@ -287,11 +288,11 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
 
 
 @triton.jit
-def return_network_credits(peers, mine, channel, owed, last, k: tl.constexpr):
+def return_network_credits(peers, mine, local, channel, owed, last, k: tl.constexpr):
     """Network credits ``owed [rank_bins]`` (node g at ranks + g) that are due. Returns what is
-    still owed. ``mine``: this rank's region."""
+    still owed. ``mine``: this rank's region; ``local``: its index in its node."""
     P: tl.constexpr = k.grid.ranks_per_node
-    r, home, local = tl.arange(0, k.rank_bins), peers.rank // P, peers.rank % P
+    r, home = tl.arange(0, k.rank_bins), peers.rank // P
     for node in tl.static_range(k.grid.nodes):
         amount = tl.sum(tl.where(r == k.ranks + node, owed, 0))
         if (amount >= k.network_ring.credit) | (last & (amount > 0)):
@@ -342,7 +343,8 @@ def _end_reduce(
     add_release(heads, taken - before, credited & (taken > before))
     if not k.grid.mapped:
         owed += tl.where(far, taken - before, 0)
-        owed = return_network_credits(peers, mine, c, owed, left == 0, k)
+        local = peers.rank % k.grid.ranks_per_node
+        owed = return_network_credits(peers, mine, local, c, owed, left == 0, k)
         tl.store(moved_of(state, 1, r, c, k), owed, mask=far)
     tl.store(turn.done, i.to(tl.int64))
     tl.store(moved_of(state, 0, r, c, k), taken, mask=near | far)
@@ -488,10 +490,31 @@ def two_combine_kernel(
 # The host's side
 
 
-def token_bytes(grid: Grid, dtype: Any, bias: tuple[Any, ...]) -> int:
+def token_bytes(workspace: Any, dtype: Any, bias: tuple[Any, ...]) -> int:
     """Bytes that a reducer loads for a channel of a token, at most."""
-    most = grid.ranks_per_node + grid.nodes - 1
+    most = workspace.grid.ranks_per_node + workspace.grid.num_nodes - 1
     return most * dtype.itemsize + sum(each.itemsize for each in bias)
+
+
+def bind_sums(
+    kernel: Any, cut: Any, workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...],
+    **constants: Any,
+) -> Callable[..., None]:  # fmt: skip
+    """Compile and load a kernel that takes a :class:`TwoCombineConfig`, and the number of experts
+    behind the arguments of the launch."""
+    grid, (bias0, bias1) = grid_of(workspace), types_of(bias)
+    ranks = grid.nodes * grid.ranks_per_node
+    k = TwoCombineConfig(
+        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
+        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
+        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype), bias0=bias0,
+        bias1=bias1, turn=workspace.tuning.turn, **constants,
+    )  # fmt: skip
+    launch = workspace.memory.bind(
+        kernel, workspace.num_programs, num_warps=cut.num_warps, max_registers=cut.max_registers,
+        k=k,
+    )  # fmt: skip
+    return lambda *args: launch(*args, workspace.config.num_experts)
 
 
 def bind_two_combine(
@@ -499,25 +522,16 @@ def bind_two_combine(
     *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """As ``bind_combine``, of a ``TwoGround``; ``combine_rows`` launches it."""
-    tuning, grid, slots = workspace.tuning, grid_of(workspace), workspace.slots(form)
-    send, reduce, chunk = tuning.send, tuning.reduce, tuning.send.chunk_of(slots)
+    send, reduce, slots = workspace.tuning.send, workspace.tuning.reduce, workspace.slots(form)
+    chunk = send.chunk_of(slots)
     most, stages = min(chunk, workspace.net_ring(form).most_rows), 1
     tiles = tiles_of(form.hidden, send, reduce, chunk, most, placed=by_expert)
     if not by_expert:
-        row_bytes = tiles.block_summed * token_bytes(grid, dtype, bias)
+        row_bytes = tiles.block_summed * token_bytes(workspace, dtype, bias)
         rows, stages = reduce.staged(tiles.rows_summed, row_bytes, workspace.shared_bytes)
         tiles = tiles._replace(rows_summed=rows)
-    ranks, (bias0, bias1) = grid.nodes * grid.ranks_per_node, types_of(bias)
-    k = TwoCombineConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
-        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
-        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
-        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype),
-        slots_per_row=slots_per_row, by_expert=by_expert, weighted=weighted, picks=picks,
-        bias0=bias0, bias1=bias1, tiles=tiles, turn=tuning.turn, stages=stages,
+    ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk)
+    return bind_sums(
+        two_combine_kernel, reduce, workspace, form, dtype, bias, tiles=tiles, stages=stages,
+        ring=ring, slots_per_row=slots_per_row, by_expert=by_expert, weighted=weighted, picks=picks,
     )  # fmt: skip
-    launch = workspace.memory.bind(
-        two_combine_kernel, workspace.num_programs, num_warps=reduce.num_warps,
-        max_registers=reduce.max_registers, k=k,
-    )  # fmt: skip
-    return lambda *args: launch(*args, workspace.config.num_experts)

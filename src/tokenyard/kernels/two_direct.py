@@ -45,8 +45,8 @@ from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import destinations, return_credits
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_region import (
-    ON_NET_ROWS, done_in, landing_of, moved_of, net_tail, net_taken_from, other, table_of,
-    table_rows,
+    ON_NET_ROWS, done_in, landing_of, moved_of, net_tail, net_taken_from, other, ring_at,
+    table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, publish, reports
@@ -139,7 +139,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
                 plan, routing.num_tokens, local, number, q, c, k.plan_ranks, P, k.channels
             )
             landings = tl.load(landings, mask=near, other=0)
-            ring = mine + net.first_byte + (number * k.channels + c).to(tl.int64) * net.num_bytes
+            ring = ring_at(mine, number, c, k)
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)
             for j in range(0, n, k.rows_forwarded):
                 i, here = i0 + j + b, j + b < n

@@ -15,7 +15,7 @@ from tokenyard.kernels.region import order_of, out_bound, peer_base
 from tokenyard.kernels.sync import TIMED_OUT, give_up, load_acquire, words
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_NET_ROOM, net_bytes, net_head, net_sent_to, net_tail, other,
+    ON_NET_ROOM, net_bytes, net_head, net_sent_to, net_tail, other, ring_at, staging_at,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import ON_TIME, owe, reports
 
@@ -80,10 +80,8 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
             if reports(turn.step, seen < want, False):
                 give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, seen)
         elif seen >= want:
-            here = net.staging + (other(node, home) * k.channels + c).to(tl.int64) * net.num_bytes
-            there = (
-                net.first_byte + (other(home, node) * k.channels + c).to(tl.int64) * net.num_bytes
-            )
+            here = staging_at(other(node, home), c, k)
+            there = ring_at(0, other(home, node), c, k)
             ring = peer_base(peers.regions, to) + there if grid.mapped else mine + here
             order = order_of(
                 routing.plan, k.ranks + node, routing.num_tokens, k.plan_ranks, k.channels

@@ -32,7 +32,7 @@ from tokenyard.kernels.sync import (
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
     ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,
-    table_of, table_rows,
+    ring_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import ON_TIME, owe, reports
 
@@ -194,12 +194,12 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
     cap = tl.load(table_rows(plan, k))
     experts = experts_of(routing, k.ranks)
-    number = other(hop.node, hop.home)
     table = table_of(routing, cap, hop.node, hop.home, k)
+    number = other(hop.node, hop.home)
     from_source = tl.load(in_bound(plan, hop.source, c, k.plan_ranks, k.channels))
     a0 = tl.load(first_in(plan, hop.source, k.plan_ranks, k.channels)) + from_source
     most = tl.load(in_bound(plan, hop.source, c + 1, k.plan_ranks, k.channels)) - from_source
-    ring = hop.mine + net.first_byte + (number * k.channels + c).to(tl.int64) * net.num_bytes
+    ring = ring_at(hop.mine, number, c, k)
     rings = k.ring.first_byte + (hop.source * k.channels + c).to(tl.int64) * k.ring.num_bytes
     bases = tl.load(words(peers.regions) + hop.home * P + q, mask=beside, other=0)
     heads = head_of(hop.mine, hop.node * P + q, c, k.ranks, k.channels)

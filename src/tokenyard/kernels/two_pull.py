@@ -23,23 +23,23 @@ inner rings. Both need greetings, which wait for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import Sums, Tiles, types_of
+from tokenyard.kernels.combine import Sums, Tiles
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
-from tokenyard.kernels.structs import (
-    Grid, NetworkRing, Peers, Routing, RowLayout, Turn, grid_of, network_ring_of, row_layout
-)
+from tokenyard.kernels.structs import Peers, Routing, Turn
 from tokenyard.kernels.sync import (
     RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.two_combine import Link, return_network_credits, share_of, token_bytes
+from tokenyard.kernels.two_combine import (
+    Link, bind_sums, return_network_credits, share_of, token_bytes
+)
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
@@ -51,33 +51,13 @@ from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
 )
 from tokenyard.kernels.two_views import end_in_views
-from tokenyard.kernels.types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 
-class TwoPullConfig(NamedTuple):
-    """What is known of a combine in place over two levels when its kernel is compiled. See
-    ``TwoCombineConfig``."""
-
-    ranks: int
-    rank_bins: int  # a power of two, not less than plan_ranks
-    plan_ranks: int
-    channels: int
-    grid: Grid
-    row: RowLayout
-    network_ring: NetworkRing
-    dtype: Any
-    bias0: Any
-    bias1: Any
-    tiles: Tiles
-    turn: int  # tokens of a reducer's turn
-    stages: int
-
-
 @triton.jit
-def _sum_chunk(peers, routing, starts, here, there, link, n, channel, k: tl.constexpr):
-    """Store sums of my node's rows ``link.done`` .. into slots of the owner's network ring, at byte
-    ``there``, or of its staging, at byte ``here``. ``starts [local_bins]``: of views."""
+def _sum_chunk(peers, routing, starts, link, n, channel, k: tl.constexpr):
+    """Store sums of my node's rows ``link.done`` .. into slots of the owner's network ring, or of
+    its staging: bytes of both are returned. ``starts [local_bins]``: of views."""
     P: tl.constexpr = k.grid.ranks_per_node
     B: tl.constexpr = k.tiles.rows_summed
     BLOCK: tl.constexpr = k.tiles.block_summed
@@ -91,6 +71,8 @@ def _sum_chunk(peers, routing, starts, here, there, link, n, channel, k: tl.cons
         routing.plan, routing.num_tokens, local, number, q, channel, k.plan_ranks, P, k.channels
     )
     rows_at = starts + tl.load(landings, mask=q < P, other=0).to(tl.int64) * ROW
+    here = staging_at(number, channel, k)
+    there = ring_at(0, other(link.home, link.node), channel, k)
     ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else link.mine + here
     # chunks begin at multiples of network_ring.chunk, and so does the end of the ring
     first = link.done % k.network_ring.slots
@@ -104,6 +86,7 @@ def _sum_chunk(peers, routing, starts, here, there, link, n, channel, k: tl.cons
             v = view_sum(rows_at, at, w, k)
             to = in_network_ring(ring, first + j + b, k)
             tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
+    return there, here
 
 
 @triton.jit
@@ -131,9 +114,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
         if reports(turn.step, room < want, False):
             give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
         elif (room >= want) & ready & (turn.step == ON_TIME):
-            here = staging_at(other(node, home), c, k)
-            there = ring_at(0, other(home, node), c, k)
-            _sum_chunk(peers, routing, starts, here, there, link, n, c, k)
+            there, here = _sum_chunk(peers, routing, starts, link, n, c, k)
             at, num = (i0 % net.slots).to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
             num_bytes = num * k.row.slot_bytes
             account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)
@@ -170,8 +151,8 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     D: tl.constexpr = k.plan_ranks
     ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
     plan, state, c, home = routing.plan, peers.state, turn.channel, peers.rank // P
-    r, q = tl.arange(0, k.rank_bins), tl.arange(0, k.grid.local_bins)
-    b = tl.arange(0, k.tiles.rows_summed)
+    r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tiles.rows_summed)
+    q, local = tl.arange(0, k.grid.local_bins), peers.rank % P
     far = (r >= R) & (r < D) & (r != R + home)
     mine = peer_base(peers.regions, peers.rank)
     node = tl.maximum(r - R, 0)
@@ -210,7 +191,7 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
         left = share.tokens - i
         owed = taken - before if k.grid.mapped else owed + tl.where(far, taken - before, 0)
         if not k.grid.mapped:
-            owed = return_network_credits(peers, mine, c, owed, left == 0, k)
+            owed = return_network_credits(peers, mine, local, c, owed, left == 0, k)
         tl.store(owed_at, owed, mask=far)
         tl.store(turn.done, i.to(tl.int64))
         tl.store(taken_at, taken, mask=far)
@@ -271,7 +252,7 @@ def _turn(peers, home, routing, starts, sums, tag, turn, ready, k: tl.constexpr)
 def two_pull_kernel(
     regions, state, plan, views, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
 ):
-    """See the module. ``k`` is a :class:`TwoPullConfig`, ``views`` the table of views;
+    """See the module. ``k`` is a ``TwoCombineConfig``, ``views`` the table of views;
     :func:`bind_two_pull` and :func:`combine_in_views` launch it."""
     P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))
@@ -323,25 +304,15 @@ def bind_two_pull(
 ) -> Callable[..., None]:
     """Compile and load the kernel for one kind of call, of a ``TwoGround``: see
     ``bind_two_combine``."""
-    cut, grid, ring = workspace.tuning.pull, grid_of(workspace), workspace.net_ring(form)
+    cut, ring = workspace.tuning.pull, workspace.net_ring(form)
     block = min(power_of_two_at_least(form.hidden), cut.block)
-    rows, stages = cut.staged(
-        cut.rows_of(block, min(ring.chunk, ring.most_rows)), block * token_bytes(grid, dtype, bias),
-        workspace.shared_bytes,
-    )  # fmt: skip
-    ranks, (bias0, bias1) = grid.nodes * grid.ranks_per_node, types_of(bias)
-    k = TwoPullConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
-        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
-        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype), bias0=bias0,
-        bias1=bias1, tiles=Tiles(rows, block, rows, block), turn=workspace.tuning.turn,
-        stages=stages,
-    )  # fmt: skip
-    launch = workspace.memory.bind(
-        two_pull_kernel, workspace.num_programs, num_warps=cut.num_warps,
-        max_registers=cut.max_registers, k=k,
-    )  # fmt: skip
-    return lambda *args: launch(*args, workspace.config.num_experts)
+    most = cut.rows_of(block, min(ring.chunk, ring.most_rows))
+    row_bytes = block * token_bytes(workspace, dtype, bias)
+    rows, stages = cut.staged(most, row_bytes, workspace.shared_bytes)
+    tiles = Tiles(rows, block, rows, block)
+    return bind_sums(
+        two_pull_kernel, cut, workspace, form, dtype, bias, tiles=tiles, stages=stages
+    )
 
 
 def combine_in_views(

@@ -6,8 +6,7 @@ rings.
 Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and
 gives credit behind these reads; or all greetings, for views (``kernels/two_views.py``).
 
-``k`` of functions here: a ``TwoCombineConfig``; of those that read no inner ring also a
-``TwoPullConfig``.
+``k`` of functions here: a ``TwoCombineConfig``.
 """
 
 from __future__ import annotations
