@@ -42,7 +42,7 @@ class Small(Recorder):
 
 
 def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
-    """All kinds of launches, and the bytes of symmetric memory."""
+    """All launches of the engine by label, and the bytes of symmetric memory."""
     memory = Small()
     memory.label = "refuse"
     config = Config(

@@ -100,8 +100,8 @@ def no_second_half_behind_close() -> None:
 
 
 def few_operations() -> None:
-    """A known kind of call makes the tensors of its result (one from numpy) and nothing else, and
-    loads no kernel.
+    """A call of a known signature makes the tensors of its result (one from numpy) and nothing
+    else, and loads no kernel.
     """
     memory = Idle()
     engine = engine_on(memory)
