@@ -25,7 +25,7 @@ from tokenyard.header import COMBINE, DISPATCH, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
 from tokenyard.kernels.low_latency_dispatch import bind_dispatch
 from tokenyard.kernels.low_latency_refuse import bind_refuse
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
@@ -187,8 +187,10 @@ class Signatures:
             )
         row = form_of(payload, mode, metadata_words(self._config.num_topk))
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
-        if by_column and not (padded and row.scale_words):
-            has = f"Layout.{spec.layout.name}" if row.scale_words else "no scales"
+        sent = row_of(payload, mode)
+        if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
+            has = f"Layout.{spec.layout.name} and scales of {sent.scale_dtype}"
+            has = has if sent.scale_words else "no scales"
             raise ValueError(
                 f"options.scales_by_column needs scales and Layout.EXPERT_PADDED, but this "
                 f"dispatch has {has}: leave it out"
@@ -204,25 +206,22 @@ class Signatures:
             tags=(plain, weighted),
             padded=padded,
             num_rows=num_result_rows(spec, self._config, None, 0),
-            outlines=self._outlines(payload, spec, mode, row, by_column),
+            outlines=self._outlines(sent, spec, by_column),
             launch=cache(
                 partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
             ),
         )
 
-    def _outlines(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, row: Form, by_column: bool
-    ) -> Outlines:
+    def _outlines(self, sent: RowFormat, spec: Spec, by_column: bool) -> Outlines:
         config, num_rows = self._config, num_result_rows(spec, self._config, None, 0)
         local, ints, outline = config.num_local_experts, torch.int32, self._outline
-        sent, columns = row_of(payload, mode), config.padded_rows
-        padded = spec.layout is Layout.EXPERT_PADDED
+        columns, padded = config.padded_rows, spec.layout is Layout.EXPERT_PADDED
         # as Received has them: to view a tensor takes as long as to make one
         rows = (local, columns) if padded else (num_rows,)
         return Outlines(
             x=outline(sent.dtype, *rows, sent.hidden),
             scales=outline(sent.scale_dtype, *rows, sent.num_scales) if sent.scale_words else None,
-            scale_strides=(row.scale_words * columns, 1, columns) if by_column else None,
+            scale_strides=(sent.scale_words * columns, 1, columns) if by_column else None,
             blocks=outline(ints, local, config.world_size, 2)
             if padded
             else outline(ints, local + 1),
