@@ -249,6 +249,14 @@ def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         ),
         (
             ValueError,
+            "but this dispatch has Layout.EXPERT_PADDED and scales of torch.float8_e8m0fnu",
+            {
+                "options": ty.CallOptions(scales_by_column=True),
+                "quantize": ty.Quantize.MXFP8,
+            },
+        ),
+        (
+            ValueError,
             r"options.loads is torch.float32 \[4\], but must be a contiguous torch.int64 "
             r"or torch.int32 \[4\]",
             {"options": ty.CallOptions(loads=torch.zeros(4, device=here))},

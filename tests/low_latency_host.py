@@ -231,7 +231,8 @@ def drop_in_adds_no_operation() -> None:
     counts, waits = torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     statistics = ((None, None), (counts, None), (None, waits), (counts, waits))
     casts = {"use_fp8": False}, {}, {"round_scale": True}, {"round_scale": True, "use_ue8m0": True}
-    for cast, mode in zip(casts, (None, *Quantize), strict=True):
+    modes = None, Quantize.FP8, Quantize.FP8_POW2, Quantize.FP8_UE8M0
+    for cast, mode in zip(casts, modes, strict=True):
         for loads, timed in statistics:
             for hooked in (False, True):
                 _same_operations(buffer, x, idx, weights, loads, timed, hooked, cast, mode)

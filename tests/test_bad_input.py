@@ -107,6 +107,14 @@ DISPATCH: dict[str, list[Bad]] = {
         ),
         bad("x.scales has shape [5, 0]", lambda i: {"x": quantized(i.x, scales=torch.ones(T, 0))}),
         bad(
+            "x.scales has shape [5, 1]|float8_e8m0fnu|[T, S] = [5, 2]|one per 32",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1).to(torch.float8_e8m0fnu))},
+        ),
+        bad(
+            "x.scales is uint8|float8_e8m0fnu",
+            lambda i: {"x": quantized(i.x, scales=torch.ones(T, 2).to(torch.uint8))},
+        ),
+        bad(
             "x.scales is on meta",
             lambda i: {"x": quantized(i.x, scales=torch.ones(T, 1, device=META))},
         ),

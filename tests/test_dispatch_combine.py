@@ -10,10 +10,19 @@ import pytest
 import torch
 
 import tokenyard as ty
-from cases import PLAIN, QUANTIZED, Case, check_combined, check_received, dispatch, rows_to_combine
+from cases import (
+    PLAIN,
+    QUANTIZED,
+    Case,
+    check_combined,
+    check_received,
+    dispatch,
+    rows_to_combine,
+    to,
+)
 from nvlink_pool import SOAK
 from tokenyard import reference
-from tokenyard.testing import ROUTINGS, Ranks, distributed_test, poisoned
+from tokenyard.testing import ROUTINGS, Ranks, assert_same_bits, distributed_test, poisoned
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
@@ -110,6 +119,31 @@ def test_quantised_in_the_send(
             recv = dispatch(ranks, ep, case)
             check_received(recv, case, ranks.rank)
             combine_all_ways(ranks, ep, recv, case)
+
+
+@shapes
+@layouts
+@distributed_test(world_size=(1, 3), engine=ENGINES)
+def test_microscaled_by_the_caller(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
+    """Blocks that do not fill the last word of scales, and blocks that do; again with the
+    handle.
+    """
+    for hidden in (300, 256):
+        case = Case(ranks.world_size, hidden=hidden, layout=layout, exact=exact)
+        rows = [reference.quantize(x, ty.Quantize.MXFP8) for x in case.x]
+        case.__dict__["x"] = rows
+        with case.make(ranks) as ep, poisoned():
+            recv = dispatch(ranks, ep, case)
+            check_received(recv, case, ranks.rank)
+            again = ep.dispatch(to(rows[ranks.rank], ranks.device), handle=recv.handle)
+            want = case.expected[ranks.rank]
+            valid = want.source >= 0
+            value = reference.dequantize(want.x[valid], want.scales[valid])
+            for got in (recv, again):
+                mine = recv.source.cpu() >= 0
+                assert got.scales.dtype == torch.float8_e8m0fnu
+                assert_same_bits(got.scales.cpu()[mine], want.scales[valid], what="scales")
+                assert_same_bits(got.dequantize().cpu()[mine], value, what="dequantised")
 
 
 @pytest.mark.portable

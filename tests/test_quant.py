@@ -1,5 +1,5 @@
-"""Both FP8 casts, the engines' by torch and the oracle's, against their definition worked in
-float64: every bit, on edges.
+"""Both casts of every format, the engines' by torch and the oracle's, against their definition
+worked in float64: every bit, on edges.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def e4m3(values: Tensor) -> Tensor:
 
 def by_definition(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
     """``docs/semantics.md``, Quantisation: bytes of the data, and scales."""
+    if mode is Quantize.MXFP8:
+        return microscaled(x)
     tokens, hidden = x.shape
     wide = pad(x.double(), (0, -hidden % 128)) if hidden > 128 else x.double()
     groups = wide.reshape(tokens, -(-hidden // 128), min(hidden, 128))
@@ -66,12 +68,29 @@ def by_definition(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
     return data, scale.float()
 
 
+def microscaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of ``MXFP8``, by the OCP MX specification: ``X = 2 ** (floor(log2(amax)) - 8)``."""
+    hidden = x.shape[1]
+    blocks = pad(x.double(), (0, -hidden % 32)).unflatten(1, (-1, 32))
+    amax = blocks.abs().amax(2)
+    powers = 2.0 ** torch.arange(-149.0, 128, dtype=torch.float64)
+    floor = torch.searchsorted(powers, amax.nan_to_num(), right=True) - 150
+    exponent, spoilt = (floor - 8).clamp(min=-127), ~amax.isfinite()
+    scaled = rounded(blocks * (2.0 ** -exponent.double()).unsqueeze(2))
+    data = e4m3(torch.where(spoilt.unsqueeze(2), nan, scaled)).flatten(1)[:, :hidden]
+    scales = torch.where(spoilt, 255, exponent + 127).to(torch.uint8)
+    return data, scales.view(torch.float8_e8m0fnu)
+
+
 def check_cast(cast: Callable[[Tensor, Quantize], Quantized], x: Tensor, mode: Quantize) -> None:
     """Every byte of the data, and every bit of scales that are not NaN."""
     got, (data, scales) = cast(x, mode), by_definition(x, mode)
     assert got.data.dtype == torch.float8_e4m3fn and got.data.is_contiguous()
     assert torch.equal(got.data.view(torch.uint8), data)
     assert got.scales.dtype == scales.dtype
+    if scales.dtype == torch.float8_e8m0fnu:
+        assert torch.equal(got.scales.contiguous().view(torch.uint8), scales.view(torch.uint8))
+        return
     torch.testing.assert_close(got.scales, scales, rtol=0, atol=0, equal_nan=True)
 
 
@@ -142,7 +161,9 @@ def test_numbers_that_are_not_finite(
     check_cast(cast, x, mode)
     got = cast(x, mode)
     value = reference.dequantize(got.data, got.scales, torch.float32)
-    assert value[:5, :128].isnan().all() and value[5, 128:].isnan().all()
+    block = 32 if mode is Quantize.MXFP8 else 128
+    assert value[:5, :block].isnan().all() and value[5, 128:].isnan().all()
+    assert (value[:5, block:128] == 3).all()
     assert (value[:4, 129] == -448).all() and value[5, :128].isfinite().all()
 
 
@@ -190,3 +211,22 @@ def test_dequantize_reads_packed_scales(widen: Callable[..., Tensor]) -> None:
     want = factor.float().repeat_interleave(128, 1)[:, : data.shape[1]]
     for strided in (words, words.t().contiguous().t(), words.repeat_interleave(2, 1)[:, ::2]):
         assert torch.equal(widen(data, strided, torch.float32), want)
+
+
+@wideners
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantize_reads_every_e8m0(widen: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Every byte of E4M3 times every power of two; 255 is NaN. In any strides, in part of a
+    block."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(256, 2)[:, 100:390]
+    data = data.view(torch.float8_e4m3fn)
+    codes = (torch.arange(256)[:, None] + 7 * torch.arange(10)) % 256
+    scales = codes.to(torch.uint8).view(torch.float8_e8m0fnu)
+    powers = torch.where(codes == 255, nan, 2.0 ** (codes.double() - 127))
+    spread = powers.repeat_interleave(32, 1)[:, :290]
+    want = (data.double() * spread).float().to(dtype)
+    wide = torch.zeros(256, 12, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    wide[:, :10] = scales
+    for strided in (scales, scales.t().contiguous().t(), wide[:, :10]):
+        got = widen(data, strided, dtype)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -80,6 +80,40 @@ def test_quantize_keeps_neighbours_of_nan(cast: Cast, bad: float) -> None:
     assert cast(x, Quantize.FP8).scales.isfinite().tolist() == [[False, True, True, True, True]]
 
 
+@both
+def test_quantize_mxfp8(cast: Cast) -> None:
+    """Blocks of 32 channels, the last of five: scales worked by hand."""
+    x = torch.zeros(1, 165)
+    x[0, :4] = torch.tensor([448.0, 449.0, 511.0, -511.0])  # beyond 448 / 2 ** 0: 448
+    x[0, 32:36] = torch.tensor([1.0, 1.75, 1.9, -(2.0**-20)])
+    x[0, 96:98] = torch.tensor([2.0**-130, -(2.0**-149)])  # scales end at 2 ** -127
+    x[0, 128:130] = torch.tensor([3.0e38, -1.0])
+    x[0, 160] = -(2.0**-118)
+    quantized = cast(x, Quantize.MXFP8)
+    assert quantized.scales.dtype == torch.float8_e8m0fnu
+    scales = quantized.scales.contiguous().view(torch.uint8)
+    assert equal(scales, [[127, 119, 0, 0, 127 + 127 - 8, 127 - 126]])
+    data = quantized.data.view(torch.uint8)[0]
+    assert equal(data[:5], [0x7E, 0x7E, 0x7E, 0xFE, 0])
+    assert equal(data[32:37], [0x78, 0x7E, 0x7E, 0x80, 0])  # 256, 448, 486.4, -2 ** -12
+    assert equal(data[96:99], [0x20, 0x80, 0])  # 2 ** -3, -2 ** -22
+    assert equal(data[128:130], [0x7E, 0x80])  # 3e38 / 2 ** 119 is 451.4
+    assert equal(data[160:162], [0xF8, 0])
+    value = dequantize(quantized.data, quantized.scales, torch.float32)
+    assert equal(value[0, [0, 3, 32, 33, 96, 160]], [448, -448, 1, 1.75, 2.0**-130, -(2.0**-118)])
+
+
+@both
+@pytest.mark.parametrize("bad", [NAN, -NAN, float("inf"), float("-inf")])
+def test_quantize_mxfp8_spoils_one_block(cast: Cast, bad: float) -> None:
+    x = torch.full((1, 96), 2.0)
+    x[0, 40] = bad
+    quantized = cast(x, Quantize.MXFP8)
+    assert equal(quantized.scales.view(torch.uint8), [[120, 255, 120]])
+    data = quantized.data.view(torch.uint8)
+    assert (data[0, 32:64] == 0x7F).all() and (data[0, :32] == 0x78).all()
+
+
 def test_dequantize() -> None:
     for mode in (Quantize.FP8_POW2, Quantize.FP8_UE8M0):
         quantized = quantize(powers_of_two(), mode)
@@ -92,7 +126,8 @@ def test_dequantize() -> None:
 
 @both
 @pytest.mark.parametrize(
-    ("mode", "num_scales"), [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2)]
+    ("mode", "num_scales"),
+    [(Quantize.FP8, 5), (Quantize.FP8_POW2, 5), (Quantize.FP8_UE8M0, 2), (Quantize.MXFP8, 17)],
 )
 def test_quantize_no_tokens(cast: Cast, mode: Quantize, num_scales: int) -> None:
     quantized = cast(torch.zeros(0, 520), mode)
@@ -130,9 +165,21 @@ def test_float_payload_keeps_nan_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "scales", [torch.ones(2, 1), torch.ones(2, 8), torch.ones(2, 2, dtype=torch.int32)]
+    "scales",
+    [
+        torch.ones(2, 1),
+        torch.ones(2, 8),
+        torch.ones(2, 2, dtype=torch.int32),
+    ],
 )
 def test_scales_of_another_form_are_refused(scales: Tensor) -> None:
     """256 channels: two float32 scales, or one word of UE8M0."""
     with pytest.raises(ValueError, match="words per row of 256 channels"):
+        torch_dequantize(torch.zeros(2, 256, dtype=torch.float8_e4m3fn), scales, torch.bfloat16)
+
+
+@pytest.mark.parametrize("count", [2, 7, 12])
+def test_e8m0_scales_of_another_form_are_refused(count: int) -> None:
+    scales = torch.zeros(2, count, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with pytest.raises(ValueError, match=rf"scales have {count} bytes .* per 32 channels is 8"):
         torch_dequantize(torch.zeros(2, 256, dtype=torch.float8_e4m3fn), scales, torch.bfloat16)

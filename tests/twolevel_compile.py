@@ -95,6 +95,9 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
             memory.label = "FLAT cast"
             engine.dispatch(plain, idx, weights, spec, Quantize.FP8)
             engine.dispatch(plain, idx, weights, spec, Quantize.FP8, in_place=True)
+            memory.label = "FLAT cast MXFP8"
+            engine.dispatch(plain, idx, weights, spec, Quantize.MXFP8)
+            engine.dispatch(plain, idx, weights, spec, Quantize.MXFP8, in_place=True)
             memory.label = "FLAT reducing weights"
             engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
     memory.label = ""

@@ -9,7 +9,7 @@ A :class:`WireFormat` owns all of it, one for each ``Quantize``; everything else
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
+from math import frexp, nan
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from tokenyard.types import Quantize, Quantized
 WORD = 4
 """Bytes of a word. Scales of a row travel as whole words."""
 
-QUOTIENT, POWER_ABOVE = 1, 2
+QUOTIENT, POWER_ABOVE, POWER_BELOW = 1, 2, 3
 """How a block's scale follows from its largest magnitude: that divided by the largest element; the
-smallest power of two that is not less than this quotient. 0 is kept for rows that are not cast."""
+smallest power of two that is not less than this quotient; the largest power of two in the magnitude
+divided by that in the largest element. 0 is kept for rows that are not cast."""
 
 _EXPONENT_SHIFT = 23
 """Bits of a float32 below its exponent."""
@@ -35,7 +36,8 @@ class WireFormat:
 
     Attributes:
         scale: dtype of scales.
-        scale_bytes: of a block: 4, a float32; or 1, the biased exponent of a power of two.
+        scale_bytes: of a block: 4, a float32; or 1, the biased exponent of a power of two. Those
+            of float8_e8m0fnu are filled up with zeros to whole words on the wire only.
         rule: how a cast finds the scale of a block: :data:`QUOTIENT` or another.
         block: channels that share a scale. A row's last block may be shorter.
         data: dtype of elements.
@@ -58,6 +60,10 @@ class WireFormat:
         """Blocks of a row."""
         return -(-hidden // self.block)
 
+    def num_scales(self, hidden: int) -> int:
+        """Scales of a row, elements of their dtype."""
+        return -(-self.blocks(hidden) * self.scale_bytes // self.scale.itemsize)
+
     def scale_words(self, hidden: int) -> int:
         """4-byte words of scales of a row."""
         return -(-self.blocks(hidden) * self.scale_bytes // WORD)
@@ -75,14 +81,19 @@ class WireFormat:
         shape = num_tokens, self.blocks(hidden), self.block
         values = pad(x.float(), (0, shape[1] * self.block - hidden)).view(shape)
         scales, factor = self._scales(values.abs().amax(dim=2))
+        scaled = values * factor.unsqueeze(2)
+        if self.rule == POWER_BELOW:  # torch saturates since 2.13
+            scaled.clamp_(-self.largest, self.largest)
         # a CPU would keep NaN's sign; there is no infinity
-        scaled = (values * factor.unsqueeze(2)).nan_to_num_(nan=nan)
+        scaled.nan_to_num_(nan=nan)
         data = scaled.to(self.data).flatten(1)[:, :hidden].contiguous()
         return Quantized(data, scales)
 
     def _scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Scales of blocks with the largest magnitudes ``amax [T, blocks]``, and the float32
         factors that they are cast with."""
+        if self.rule == POWER_BELOW:
+            return self._scales_below(amax)
         amax = amax.clamp(min=self.smallest)
         # a tensor: torch divides by a number by multiplying with its reciprocal
         limit = torch.full_like(amax, self.largest)
@@ -91,6 +102,18 @@ class WireFormat:
         exponent = _power_of_two_at_least(amax / limit)
         scales = _power_of_two(exponent)
         return scales if self.scale_bytes == WORD else self._packed(exponent), 1.0 / scales
+
+    def _scales_below(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and factors of the OCP Microscaling Formats (MX) specification 1.0, section 6.3:
+        ``X = 2 ** (floor(log2(amax)) - floor(log2(largest)))``, which torchao calls ``FLOOR``.
+
+        Exponents below -127 become -127, which is also the exponent of a block of zeros. A block
+        with an infinity or a NaN has the scale NaN, byte 255, and NaN elements.
+        """
+        exponent = (amax.view(torch.int32) >> _EXPONENT_SHIFT) & 255
+        below = (exponent - (frexp(self.largest)[1] - 1)).clamp(min=0)
+        factor = _power_of_two(254 - below).masked_fill(exponent == 255, nan)
+        return self._packed(below.masked_fill(exponent == 255, 255)), factor
 
     def _packed(self, exponents: Tensor) -> Tensor:
         """``[T, blocks]`` exponents below 256 as bytes of whole words: block 4j + i in byte i."""
@@ -101,6 +124,8 @@ class WireFormat:
         """What elements are multiplied with, float32 ``[T, blocks]``."""
         if self.scale_bytes == WORD:
             return scales
+        if self.scale == torch.float8_e8m0fnu:  # 2 ** -127 for 0, NaN for 255
+            return scales.float()
         exponents = scales.contiguous().view(torch.uint8)[:, : self.blocks(hidden)]
         return _power_of_two(exponents.to(torch.int32))
 
@@ -111,12 +136,12 @@ class WireFormat:
             ValueError: there is not one scale per block.
         """
         hidden = data.shape[1]
-        words = self.scale_words(hidden)
-        if scales.shape[1] * scales.dtype.itemsize != words * WORD:
+        if scales.shape[1] != self.num_scales(hidden):
+            unit = "words" if self.scale.itemsize == WORD else "bytes"
             raise ValueError(
-                f"scales have {scales.shape[1]} words per row of {hidden} channels, but one scale "
-                f"per {self.block} channels is {words}: multiply rows by scales of another form "
-                f"yourself"
+                f"scales have {scales.shape[1]} {unit} per row of {hidden} channels, but one scale "
+                f"per {self.block} channels is {self.num_scales(hidden)}: multiply rows by scales "
+                f"of another form yourself"
             )
         spread = self.factors(scales, hidden).repeat_interleave(self.block, dim=1)[:, :hidden]
         return (data.float() * spread).to(dtype)
@@ -140,6 +165,7 @@ FORMATS = {
     Quantize.FP8: WireFormat(torch.float32, WORD, QUOTIENT),
     Quantize.FP8_POW2: WireFormat(torch.float32, WORD, POWER_ABOVE),
     Quantize.FP8_UE8M0: WireFormat(torch.int32, 1, POWER_ABOVE),
+    Quantize.MXFP8: WireFormat(torch.float8_e8m0fnu, 1, POWER_BELOW, block=32, smallest=0.0),
 }
 """How a dispatch with ``quantize=`` sends rows."""
 
@@ -161,8 +187,19 @@ def row_of(payload: Payload, mode: Quantize | None) -> RowFormat:
 
 
 def given(data: Tensor, scales: Tensor) -> Payload:
-    """Rows that the caller has quantised, as they travel: scales in whole words."""
-    missing = -scales.shape[1] * scales.dtype.itemsize % WORD
+    """Rows that the caller has quantised, as they travel: scales in whole words.
+
+    Raises:
+        ValueError: scales of single bytes are not one per block.
+    """
+    form, num_scales = BY_SCALE[scales.dtype], scales.shape[1]
+    if scales.dtype.itemsize < WORD and num_scales != form.num_scales(data.shape[1]):
+        raise ValueError(
+            f"x.scales has shape {list(scales.shape)}, but {scales.dtype} scales of "
+            f"{data.shape[1]} channels must be [T, S] = "
+            f"{[scales.shape[0], form.num_scales(data.shape[1])]}: one per {form.block} channels"
+        )
+    missing = -num_scales * scales.dtype.itemsize % WORD
     if missing:
         scales = pad(scales.contiguous().view(torch.uint8), (0, missing)).view(scales.dtype)
     return Payload(data, scales)
@@ -171,8 +208,8 @@ def given(data: Tensor, scales: Tensor) -> Payload:
 def scales_received(scales: Tensor, hidden: int) -> Tensor:
     """Scales ``[..., S]`` of rows of ``hidden`` channels, without what makes their words whole."""
     form = BY_SCALE[scales.dtype]
-    whole = form.scale.itemsize == WORD or scales.shape[-1] == form.blocks(hidden)
-    return scales if whole else scales[..., : form.blocks(hidden)]
+    whole = form.scale.itemsize == WORD or scales.shape[-1] == form.num_scales(hidden)
+    return scales if whole else scales[..., : form.num_scales(hidden)]
 
 
 def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
@@ -185,7 +222,8 @@ def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:
 
 def quantize(x: Tensor, mode: Quantize) -> Quantized:
     """Cast ``x [T, H]`` (bf16, fp16 or fp32) as a dispatch with ``quantize=mode`` does."""
-    return FORMATS[mode].cast(x)
+    cast = FORMATS[mode].cast(x)
+    return Quantized(cast.data, scales_received(cast.scales, x.shape[1]))
 
 
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

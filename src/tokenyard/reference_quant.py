@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 from tokenyard.types import Quantize, Quantized
 
 _GROUP = 128  # channels that share a scale
+_MX_BLOCK = 32  # the same, of MXFP8
+_MX_NAN = 255
 _EXPONENTS_PER_WORD = 4
 _FP8_MAX = 448.0
 _SMALLEST_AMAX = 1e-4
@@ -22,10 +24,12 @@ _NOT_FINITE = 255
 def quantize(x: Tensor, mode: Quantize) -> Quantized:
     """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3.
 
-    Returns: ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, or for
+    Returns: ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, for
     ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the exponent byte
-    255 or a non-finite scale.
+    255 or a non-finite scale. ``MXFP8``: see :func:`_to_mx`.
     """
+    if mode is Quantize.MXFP8:
+        return _to_mx(x)
     num_tokens, hidden = x.shape
     num_groups = -(-hidden // _GROUP)
     groups = pad(x.float(), (0, -hidden % _GROUP)).reshape(num_tokens, num_groups, _GROUP)
@@ -46,14 +50,42 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
     """``data * scale`` in float32, rounded once to ``dtype``.
 
     Args: data: ``[..., H]`` float8 or int8. scales: ``[..., ceil(H / 128)]`` float32, or ``[...,
-    ceil(H / 512)]`` int32 (four exponent bytes each). dtype: of the result ``[..., H]``.
+    ceil(H / 512)]`` int32 (four exponent bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
+    dtype: of the result ``[..., H]``.
     """
     hidden = data.shape[-1]
+    if scales.dtype == torch.float8_e8m0fnu:
+        exponents = scales.contiguous().view(torch.uint8).double() - 127
+        powers = torch.where(exponents == _MX_NAN - 127, float("nan"), 2.0**exponents).float()
+        return (data.float() * powers.repeat_interleave(_MX_BLOCK, -1)[..., :hidden]).to(dtype)
     if scales.dtype == torch.int32:
         exponents = scales.contiguous().view(torch.uint8)[..., : -(-hidden // _GROUP)]
         scales = _pow2_from_exponents(exponents)
     per_channel = scales.repeat_interleave(_GROUP, dim=-1)[..., :hidden]
     return (data.float() * per_channel).to(dtype)
+
+
+def _to_mx(x: Tensor) -> Quantized:
+    """OCP Microscaling Formats (MX) specification 1.0, section 6.3: per block of 32 channels
+    ``X = 2 ** (floor(log2(amax)) - 8)``, elements ``e4m3(x / X)``, at most 448.
+
+    X is at least ``2 ** -127``, also for zeros. A block with a NaN or an infinity is all NaN.
+
+    Returns: ``data [T, H]`` and ``scales [T, ceil(H / 32)]`` float8_e8m0fnu.
+    """
+    num_tokens, hidden = x.shape
+    blocks = pad(x.double(), (0, -hidden % _MX_BLOCK)).reshape(
+        num_tokens, -(-hidden // _MX_BLOCK), _MX_BLOCK
+    )
+    amax = blocks.abs().amax(dim=-1)
+    finite = amax.isfinite()
+    _, above = torch.frexp(amax.nan_to_num())  # amax is in [2 ** (above - 1), 2 ** above)
+    exponents = torch.where(amax == 0, -127, above - 1 - 8).clamp(min=-127)
+    scaled = (blocks / torch.exp2(exponents.double())[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
+    scaled = torch.where(finite[..., None], scaled, float("nan"))
+    data = scaled.float().to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
+    scales = torch.where(finite, exponents + 127, _MX_NAN).to(torch.uint8)
+    return Quantized(data, scales.view(torch.float8_e8m0fnu))
 
 
 def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:

@@ -18,11 +18,12 @@ class Layout(enum.Enum):
 
 
 class Quantize(enum.Enum):
-    """Cast inside the send: FP8 E4M3 with one scale per 128 channels."""
+    """Cast inside the send: FP8 E4M3 with one scale per 128 channels; ``MXFP8``: per 32."""
 
     FP8 = 1
     FP8_POW2 = 2
     FP8_UE8M0 = 3
+    MXFP8 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Quantized:
 
     Attributes:
         data: ``[T, H]`` float8, int8 or uint8.
-        scales: ``[T, S]`` float32 or int32 (opaque 4-byte words), any strides.
+        scales: ``[T, S]`` float32 or int32 (opaque 4-byte words), or ``[T, ceil(H / 32)]``
+            float8_e8m0fnu, as ``Quantize.MXFP8`` makes them; any strides.
     """
 
     data: Tensor

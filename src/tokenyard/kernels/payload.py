@@ -14,11 +14,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tokenyard.formats import FORMATS, QUOTIENT, WORD
+from tokenyard.formats import FORMATS, POWER_ABOVE, POWER_BELOW, WORD
 from tokenyard.kernels.structs import Cast
 from tokenyard.kernels.types import kernel_type
 
-_QUOTIENT, _WORD = tl.constexpr(QUOTIENT), tl.constexpr(WORD)
+_POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
+_WORD = tl.constexpr(WORD)
 
 
 @triton.jit
@@ -85,6 +86,35 @@ def load_groups(src, row, g, here, H: tl.constexpr, how: tl.constexpr):
 
 
 @triton.jit
+def _scales_above(most, how: tl.constexpr):
+    """Scales, as they are stored, and factors, of groups whose largest magnitudes have the bits
+    ``most``."""
+    # magnitudes order as their bits do; NaNs are above all
+    amax = tl.maximum(most.to(tl.float32, bitcast=True), how.smallest)
+    amax = tl.where(most > 0x7F800000, float("nan"), amax)
+    scale = tl.div_rn(amax, tl.full(amax.shape, how.largest, tl.float32))
+    factor = tl.div_rn(tl.full(amax.shape, how.largest, tl.float32), amax)
+    if how.mode == _POWER_ABOVE:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+        if how.scale_bytes != _WORD:
+            scale = exponent
+    return scale, factor
+
+
+@triton.jit
+def _scales_below(most, how: tl.constexpr):
+    """The same as ``WireFormat._scales_below`` has them."""
+    largest = tl.full(most.shape, how.largest, tl.float32).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum((most >> 23) - (largest - 127), 0)
+    spoilt = most >= 0x7F800000
+    factor = tl.where(spoilt, 0x7FC00000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(spoilt, 255, exponent), factor
+
+
+@triton.jit
 def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
     """Cast groups ``g [n]`` of rows of H floats, ``[n, how.block]``, to E4M3
     (``docs/semantics.md``, Quantisation), as ``WireFormat.cast`` does. Returns them, and ``[n]``
@@ -93,22 +123,16 @@ def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
     ``how``: a ``Cast``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
     """
     x = floats.to(tl.float32)
-    # magnitudes order as their bits do; NaNs are above all
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    amax = tl.maximum(most.to(tl.float32, bitcast=True), how.smallest)
-    amax = tl.where(most > 0x7F800000, float("nan"), amax)
-    scale = tl.div_rn(amax, tl.full(amax.shape, how.largest, tl.float32))
-    factor = tl.div_rn(tl.full(amax.shape, how.largest, tl.float32), amax)
-    if how.mode != _QUOTIENT:
-        bits = scale.to(tl.int32, bitcast=True)
-        exponent = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+    if how.mode == _POWER_BELOW:
+        scale, factor = _scales_below(most, how)
+    else:
+        scale, factor = _scales_above(most, how)
     values = (x * factor[:, None]).to(tl.float8e4nv)
     if how.scale_bytes == _WORD:
         return values, scale
     else:
-        return values, tl.where(g * how.block < H, exponent, 0).to(tl.int8)
+        return values, tl.where(g * how.block < H, scale, 0).to(tl.int8)
 
 
 @triton.jit

@@ -1,0 +1,106 @@
+# ruff: noqa: E402 (Triton is imported after the check)
+"""The cast that senders' kernels make, interpreted, against the oracle: every bit, in every format,
+of every number of 16 bits and of float32 around the edges of blocks' scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from interpreted import need_interpreter
+
+pytestmark = pytest.mark.portable
+
+need_interpreter()
+
+import triton
+import triton.language as tl
+
+from tokenyard import reference
+from tokenyard.engines.rings import form_of
+from tokenyard.kernels.payload import cast_of, cast_rows
+from tokenyard.kernels.structs import Rows, row_layout
+from tokenyard.rows import Payload
+from tokenyard.testing import interpreter
+from tokenyard.types import Quantize
+
+ROWS = 64
+"""Rows cast at once."""
+
+
+@triton.jit
+def cast_kernel(x, data, scales, num_rows, k: tl.constexpr):
+    """Rows of ``data`` and ``scales`` stand one behind the other. ``k``: a row, and how it is
+    cast."""
+    i = tl.program_id(0) * 64 + tl.arange(0, 64)
+    row: tl.constexpr = k[0]
+    cast_rows(
+        x,
+        i,
+        Rows(words=data, index=i, stride=row.hidden),
+        Rows(words=scales, index=i, stride=row.scale_words * 4),
+        i < num_rows,
+        row,
+        k[1],
+    )
+
+
+def kernel_cast(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
+    """Bytes of the data, and of scales in whole words."""
+    form = form_of(Payload(x, None), mode, 0)
+    data = torch.zeros(x.shape, dtype=torch.uint8)
+    scales = torch.full((x.shape[0], 4 * form.scale_words), 0xAB, dtype=torch.uint8)
+    k: Any = (row_layout(form), cast_of(form, mode, x.dtype))
+    with interpreter.patched_language(), np.errstate(all="ignore"):
+        cast_kernel[(-(-x.shape[0] // ROWS),)](
+            x.data_ptr(), data.data_ptr(), scales.data_ptr(), x.shape[0], k=k
+        )
+    return data, scales
+
+
+def check(x: Tensor, mode: Quantize) -> None:
+    x = x.contiguous()
+    data, scales = kernel_cast(x, mode)
+    want = reference.quantize(x, mode)
+    assert torch.equal(data, want.data.view(torch.uint8))
+    if mode is Quantize.FP8:  # a NaN has any bits
+        got = scales.view(torch.float32)
+        torch.testing.assert_close(got, want.scales, rtol=0, atol=0, equal_nan=True)
+        return
+    whole = want.scales.view(torch.uint8)
+    assert torch.equal(scales, pad(whole, (0, scales.shape[1] - whole.shape[1])))
+
+
+modes = pytest.mark.parametrize("mode", list(Quantize), ids=lambda mode: mode.name.lower())
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits(mode: Quantize, dtype: torch.dtype) -> None:
+    """Among its neighbours, and among any others; in blocks that are whole and that are not."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    finite = x[x.isfinite()]
+    shuffled = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(1))]
+    check(x.view(-1, 128), mode)
+    check(x.view(-1, 8), mode)
+    for some, hidden in ((finite, 36), (shuffled, 300), (shuffled, 1032)):
+        check(some[: len(some) // hidden * hidden].view(-1, hidden), mode)
+
+
+@modes
+def test_float32_of_any_bits(mode: Quantize) -> None:
+    """Also alone in a row that is zeros otherwise, which its block's scale fits best."""
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(2))
+    powers = 2.0 ** torch.arange(-149.0, 128, dtype=torch.float64)
+    edges = torch.cat([powers, 1.75 * powers, 448 * powers, torch.tensor([0.0, 1e-4])]).float()
+    some = torch.cat([bits.to(torch.int32).view(torch.float32), edges[edges.isfinite()]])
+    alone = torch.zeros(len(some), 40)
+    alone[:, 33] = some
+    check(alone, mode)
+    check(some[: len(some) // 100 * 100].view(-1, 100), mode)
