@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
 from tokenyard.engines.receive_plan import num_result_rows
-from tokenyard.engines.rings import Form, form_of
+from tokenyard.engines.rings import form_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
