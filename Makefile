@@ -19,8 +19,9 @@ test: $(VENV)/.ready
 test-portable: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m portable $(ARGS)
 
+# A sweep; with SUITE= the project's own measurements, such as make bench SUITE=nvlink ARGS="--ranks 2".
 bench: $(VENV)/.ready
-	$(BIN)/tokenyard bench $(ARGS)
+	$(if $(SUITE),$(BIN)/python -m benchmarks $(SUITE),$(BIN)/tokenyard bench) $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Four ranks on two GPUs: times of the GPU engines where only two GPUs are to be had. For
 developers; no test runs it.
 
-``python tests/four_on_two.py --engine twolevel,nvlink --map A,B --sms 24,all`` (all combinations;
-``--help`` has the rest)
+``PYTHONPATH=.:src python tests/four_on_two.py --engine twolevel,nvlink --map A,B --sms 24,all``
+(all combinations; ``--help`` has the rest)
 
 Ranks are threads of one process (*virtual ranks*), a stream each; those of different GPUs reach
 each other over NVLink by peer pointers, for letters and greetings too (no NVSHMEM). Maps of a 2x2
@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.bench_batches import Batch, share
-from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
+from benchmarks.twolevel_calls import GridTruth, rows_across
+from tokenyard.cli.bench_cases import Batch, share
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors
 from tokenyard.memory.one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment

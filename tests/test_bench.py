@@ -19,10 +19,10 @@ from tokenyard import launch
 from tokenyard.cli import bench as bench_command
 from tokenyard.cli import bench_run
 from tokenyard.cli.bench import bench
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Case
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Call
 from tokenyard.cli.bench_inputs import (
     NUM_INPUTS,
-    Job,
+    Case,
     Traffic,
     all_sent,
     everything_to_everyone,
@@ -32,12 +32,12 @@ from tokenyard.cli.bench_inputs import (
     sweep,
 )
 from tokenyard.cli.bench_plot import draw
-from tokenyard.cli.bench_report import Row, ratio, verdicts
+from tokenyard.cli.bench_report import Measurement, ratio, verdicts
 from tokenyard.cli.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
 from tokenyard.testing import Ranks, distributed_test, routing
 
 CPU = torch.device("cpu")
-JOB = Job(
+CASE = Case(
     tokens=5,
     hidden=256,
     topk=2,
@@ -141,28 +141,38 @@ def test_wire_bytes_of_gathering_everything() -> None:
     ],
 )
 def test_row_bytes(dtype: str, hidden: int, quantize: str, there: int, back: int) -> None:
-    job = replace(JOB, dtype=dtype, hidden=hidden, quantize=quantize)
-    assert (job.row_bytes, job.combined_row_bytes) == (there, back)
+    case = replace(CASE, dtype=dtype, hidden=hidden, quantize=quantize)
+    assert (case.row_bytes, case.combined_row_bytes) == (there, back)
 
 
 def test_what_a_row_says() -> None:
-    row = Row(
-        job=JOB, name="a", phase=DISPATCH, wall_us=[4.0, 2.0, 3.0], wire_bytes=6000.0, floor_us=0.75
+    row = Measurement(
+        case=CASE,
+        name="a",
+        phase=DISPATCH,
+        wall_us=[4.0, 2.0, 3.0],
+        wire_bytes=6000.0,
+        floor_us=0.75,
     )
     assert (row.wire_gbs, row.percent_of_floor) == (2.0, 25.0)
     on_gpu = replace(row, device_us=[1.5, 1.5, 9.0])
     assert (on_gpu.wire_gbs, on_gpu.percent_of_floor) == (4.0, 50.0)
     assert ratio(on_gpu, replace(row, device_us=[1.0])) == 1.5
-    wrong = Row(job=JOB, name="a", phase=DISPATCH, error="no")
+    wrong = Measurement(case=CASE, name="a", phase=DISPATCH, error="no")
     assert (wrong.wall, wrong.wire_gbs, ratio(row, wrong)) == (None, None, None)
 
 
 def test_verdicts_divide_by_the_composite_baselines() -> None:
     rows = [
-        Row(job=JOB, name="tokenyard x", phase=DISPATCH, wall_us=[30.0], peak_per_moved=1.25),
-        Row(job=JOB, name="index_select + a2a + copy", phase=DISPATCH, wall_us=[20.0]),
-        Row(
-            job=JOB, name="index_select + a2a + copy (staging kept)", phase=DISPATCH, wall_us=[25.0]
+        Measurement(
+            case=CASE, name="tokenyard x", phase=DISPATCH, wall_us=[30.0], peak_per_moved=1.25
+        ),
+        Measurement(case=CASE, name="index_select + a2a + copy", phase=DISPATCH, wall_us=[20.0]),
+        Measurement(
+            case=CASE,
+            name="index_select + a2a + copy (staging kept)",
+            phase=DISPATCH,
+            wall_us=[25.0],
         ),
     ]
     fresh, kept, memory = verdicts(rows)
@@ -190,7 +200,7 @@ def test_inputs_differ_from_each_other_and_between_ranks() -> None:
         sent = [
             each
             for number in range(NUM_INPUTS)
-            for each in all_sent(replace(JOB, skew=skew), 2, number, seed=0)
+            for each in all_sent(replace(CASE, skew=skew), 2, number, seed=0)
         ]
         assert len({each.x.float().numpy().tobytes() for each in sent}) == 2 * NUM_INPUTS
         assert all((each.x != 0).float().mean() > 0.9 for each in sent)
@@ -198,9 +208,9 @@ def test_inputs_differ_from_each_other_and_between_ranks() -> None:
 
 
 def test_sweep_is_every_combination() -> None:
-    lists: dict[str, Any] = {name: [getattr(JOB, name)] for name in JOB.__dataclass_fields__}
-    jobs = sweep(**lists | {"tokens": [1, 2], "skew": ["zipf", "uniform"]})
-    assert [(job.tokens, job.skew) for job in jobs] == [
+    lists: dict[str, Any] = {name: [getattr(CASE, name)] for name in CASE.__dataclass_fields__}
+    cases = sweep(**lists | {"tokens": [1, 2], "skew": ["zipf", "uniform"]})
+    assert [(case.tokens, case.skew) for case in cases] == [
         (1, "zipf"),
         (1, "uniform"),
         (2, "zipf"),
@@ -262,16 +272,16 @@ def _flip_a_bit(x: torch.Tensor) -> None:
     x.view(torch.uint8).flatten()[3] ^= 1
 
 
-def _broken(case: Case) -> Case:
-    """A case with one wrong bit on every second input."""
+def _broken(call: Call) -> Call:
+    """A call with one wrong bit on every second input."""
 
     def wrong(number: int) -> Any:
-        result = case.run(number)
+        result = call.run(number)
         if number == 1:
             _flip_a_bit(getattr(result, "x", result))
         return result
 
-    return replace(case, run=wrong)
+    return replace(call, run=wrong)
 
 
 @pytest.mark.usefixtures("alone")
@@ -280,12 +290,12 @@ def _broken(case: Case) -> Case:
 def test_wrong_bit_prints_no_time_and_fails(
     phase: str, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    honest = bench_run.engine_cases
+    honest = bench_run.engine_calls
 
-    def one_wrong(*arguments: Any) -> list[Case]:
-        return [_broken(case) if case.phase == phase else case for case in honest(*arguments)]
+    def one_wrong(*arguments: Any) -> list[Call]:
+        return [_broken(call) if call.phase == phase else call for call in honest(*arguments)]
 
-    monkeypatch.setattr(bench_run, "engine_cases", one_wrong)
+    monkeypatch.setattr(bench_run, "engine_calls", one_wrong)
     result = run("--skew", "uniform", "--layout", layout, "--json", str(tmp_path / "out.json"))
     assert result.exit_code == 1
     assert (
@@ -304,15 +314,22 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(number: int) -> None:
         raise ValueError("this cannot be done")
 
-    honest = bench_run.baseline_cases
+    honest = bench_run.baselines
+    nothing = [Traffic([0], [0])]
 
-    def with_one_more(*arguments: Any) -> list[Case]:
-        return [
-            Case("doomed", COMBINE, refuses, lambda *_: None, [Traffic([0], [0])]),
-            *honest(*arguments),
-        ]
+    def with_one_more(case: Case, *arguments: Any, **options: Any) -> list[Call]:
+        doomed = Call(
+            case=case,
+            name="doomed",
+            phase=COMBINE,
+            run=refuses,
+            check=lambda *_: None,
+            traffic=nothing,
+            least=nothing,
+        )
+        return [doomed, *honest(case, *arguments, **options)]
 
-    monkeypatch.setattr(bench_run, "baseline_cases", with_one_more)
+    monkeypatch.setattr(bench_run, "baselines", with_one_more)
     result = run("--skew", "zipf")
     assert result.exit_code == 1
     assert (
@@ -332,25 +349,25 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
     assert "Only 4 iterations" in result.output
     content = json.loads(out.read_text())
     assert content["versions"]["torch"] == torch.__version__
-    assert content["plan"]["seed"] == 5
+    assert content["suite"]["seed"] == 5
     assert {"date", "command", "commit", "devices", "rows"} <= content.keys()
     assert Counter(row["phase"] for row in content["rows"]) == {DISPATCH: 10, CACHED: 2, COMBINE: 6}
-    jobs = [Job(6, 24, 2, 5, skew, "bf16", "flat", "none") for skew in ("uniform", "recorded")]
+    cases = [Case(6, 24, 2, 5, skew) for skew in ("uniform", "recorded")]
     for row in content["rows"]:
         assert row["error"] == ""
         assert len(row["wall_us"]) == 4
         assert row["wall"]["min"] == min(row["wall_us"])
         assert row["device_us"] is None
         assert row["peak_bytes"] > 0
-    for job in jobs:
+    for case in cases:
         sent = [
-            once_per_rank([s.topk_idx for s in all_sent(job, 2, n, seed=5)], 5, 48).busiest
+            once_per_rank([s.topk_idx for s in all_sent(case, 2, n, seed=5)], 5, 48).busiest
             for n in range(NUM_INPUTS)
         ]
         ours = [
             r
             for r in content["rows"]
-            if r["job"]["skew"] == job.skew and r["name"] == "tokenyard collective"
+            if r["case"]["skew"] == case.skew and r["name"] == "tokenyard collective"
         ]
         assert [row["wire_bytes"] for row in ours] == [sum(sent) / NUM_INPUTS] * 3
         assert ours[0]["floor_us"] == pytest.approx(sum(sent) / NUM_INPUTS / 2000)
@@ -414,17 +431,10 @@ def test_only_who_writes_a_file_looks_for_its_place(monkeypatch: pytest.MonkeyPa
     assert run("--json", "no/such/x.json", "--plot", "x.gif").exit_code == 0
 
 
-def test_help_says_what_goes_with_suites() -> None:
-    text = plain(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}))
-    assert "goes with --ranks, --iterations, --warmup, --seed and --out;" in text
-    assert "also with --device, --engine and --link-gbs" in text
-    assert "Markdown and JSON (nvlink: a PNG too)" in text
-
-
 def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:
     rows = [
-        Row(
-            job=replace(JOB, tokens=tokens),
+        Measurement(
+            case=replace(CASE, tokens=tokens),
             name=name,
             phase=phase,
             wall_us=[tokens * 1.0, tokens * 2.0],
@@ -437,7 +447,10 @@ def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:
             ("all_to_all_single", COMBINE),
         )
     ]
-    draw([*rows, Row(job=JOB, name="broken", phase=COMBINE, error="wrong")], tmp_path / "lines.png")
+    draw(
+        [*rows, Measurement(case=CASE, name="broken", phase=COMBINE, error="wrong")],
+        tmp_path / "lines.png",
+    )
     draw([], tmp_path / "nothing.png")
     assert (tmp_path / "lines.png").read_bytes().startswith(PNG)
     assert (tmp_path / "nothing.png").read_bytes().startswith(PNG)

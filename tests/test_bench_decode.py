@@ -1,5 +1,5 @@
-"""The record of decoding: its truth is the oracle's, and its page says what lost, what failed and
-what met the bar.
+"""The suite ``low_latency``: its truth is the oracle's, and its page says what lost, what failed
+and what met the bar.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import tokenyard as ty
+from benchmarks import low_latency as decode
+from benchmarks.__main__ import app
+from benchmarks.batches import DeviceTruth
+from benchmarks.low_latency import COMBINE, DISPATCH, NCCL, PAIR, PARTS, Decode, line_for
+from benchmarks.low_latency_report import decode_markdown
 from cases import Case
 from tokenyard import reference
-from tokenyard.cli import app
-from tokenyard.cli import bench_decode as decode
-from tokenyard.cli.bench_batches import Batch, Truth
-from tokenyard.cli.bench_decode import COMBINE, DISPATCH, NCCL, PAIR, PARTS, Decode, Timed
-from tokenyard.cli.bench_decode_report import decode_markdown
+from tokenyard.cli.bench_cases import Batch
+from tokenyard.cli.bench_report import Measurement
 
 SUITE = replace(Decode(), tokens=(8, 128))
 FACTS: dict[str, Any] = {
@@ -56,15 +58,15 @@ def test_truth_about_weighted_sums_is_the_oracles() -> None:
     want = reference.combine([rows.x.bfloat16() for rows in there], there, weighted=True)
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
     for rank in range(4):
-        truth = Truth(Batch(x[rank], idx, weights, rank, 8), torch.cat(x))
+        truth = DeviceTruth(Batch(x[rank], idx, weights, rank, 8), torch.cat(x))
         assert torch.equal(decode._summed(truth.batch, truth), want[rank].x)
 
 
-def lines(pair_us: float) -> list[Timed]:
-    def line(who: str, what: str, tokens: int, us: float) -> Timed:
-        return Timed(
-            tokens=tokens, who=who, what=what, times=[us, us + 1, us + 2], symmetric_bytes=7_400_000
-        )
+def lines(pair_us: float) -> list[Measurement]:
+    def line(who: str, what: str, tokens: int, us: float) -> Measurement:
+        case = SUITE.case(tokens, "" if who == NCCL else who)
+        times = [us, us + 1, us + 2]
+        return line_for(case, what, device_us=times, symmetric_bytes=7_400_000)
 
     ours = [
         line("low_latency", what, tokens, pair_us)
@@ -94,7 +96,7 @@ def test_the_page_says_what_was_met_and_lost() -> None:
 
 
 def test_what_was_wrong_has_no_time() -> None:
-    wrong = Timed(tokens=8, who="nvlink", what=PAIR, error="combined: 3 of 8 rows are wrong")
+    wrong = line_for(SUITE.case(8, "nvlink"), PAIR, error="combined: 3 of 8 rows are wrong")
     text = decode_markdown([*lines(30.0), wrong], SUITE, FACTS)
     assert "| `nvlink`: dispatch and combine | **no time** | - |" in text
     assert "- nvlink, 8 tokens: combined: 3 of 8 rows are wrong" in text
@@ -102,6 +104,6 @@ def test_what_was_wrong_has_no_time() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_it_needs_gpus() -> None:
-    result = CliRunner().invoke(app, ["bench", "--suite", "low_latency"])
+    result = CliRunner().invoke(app, ["low_latency"])
     assert result.exit_code == 2
     assert "needs CUDA devices" in " ".join(result.output.replace("│", " ").split())

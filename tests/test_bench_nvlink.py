@@ -1,4 +1,4 @@
-"""``tokenyard bench --suite nvlink``: its quick truth against the oracle, its sections, its record;
+"""The suite ``nvlink``: its quick truth against the oracle, its sections, its record;
 over engine ``collective``.
 """
 
@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner, Result
 
 import tokenyard as ty
+from benchmarks import __main__ as command
+from benchmarks import nvlink
+from benchmarks.__main__ import app
+from benchmarks.batches import DeviceTruth
+from benchmarks.calls import BACK, BACK_IN_PLACE, FRESH, KINDS, PLAIN, VIEW
+from benchmarks.nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Suite, run_suite
+from benchmarks.nvlink_report import losses, markdown
 from tokenyard import launch, reference
-from tokenyard.cli import bench, bench_nvlink, bench_nvlink_cases, timing
-from tokenyard.cli.bench_batches import Batch, Truth, share
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
-from tokenyard.cli.bench_nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Line, Suite, run_suite
-from tokenyard.cli.bench_nvlink_cases import BACK, BACK_IN_PLACE, FRESH, KINDS, PLAIN, VIEW
-from tokenyard.cli.bench_nvlink_report import losses, markdown
+from tokenyard.cli import timing
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Batch, share
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
 
@@ -47,15 +50,12 @@ FACTS = {
     "devices": ["x"],
 }
 
-app = typer.Typer()
-app.command()(bench.bench)
-
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["--suite", "nvlink", *arguments])
+    return CliRunner().invoke(app, ["nvlink", *arguments])
 
 
-def run_alone(suite: Suite) -> list[Line]:
+def run_alone(suite: Suite) -> list[Measurement]:
     """One rank, in this process, so that a test can put its hands on what is measured."""
     store = launch.local_store()
     with launch.joined(0, 1, port=store.port, name="alone") as here:
@@ -76,7 +76,7 @@ class Everybody:
         self.experts = experts
         stacked = torch.stack(self.idx), torch.stack(self.weights)
         self.truths = [
-            Truth(Batch(self.x[rank], *stacked, rank, experts), torch.cat(self.x))
+            DeviceTruth(Batch(self.x[rank], *stacked, rank, experts), torch.cat(self.x))
             for rank in range(ranks)
         ]
 
@@ -173,7 +173,7 @@ def test_gpus_wait_and_meet_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
-    clock = timing._Clock(torch.device("cpu"), lambda: done.append("barrier"))
+    clock = timing.Clock(torch.device("cpu"), lambda: done.append("barrier"))
     clock.cuda = True
     assert clock.time_queued(done.append, 7, 50.0) == 250.0
     assert done == [
@@ -247,7 +247,7 @@ def pretend(
         made.append({"engine": engine, **options})
         return Pretended(make(engine="collective", **options), calls, flip)
 
-    monkeypatch.setattr(bench_nvlink.ty, "ExpertParallel", instead)
+    monkeypatch.setattr(nvlink.ty, "ExpertParallel", instead)
     return calls, made
 
 
@@ -258,13 +258,12 @@ def test_bars_are_for_four_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_nvlink, "BARS_RANKS", 1)
-    monkeypatch.setattr(bench_nvlink_cases, "BARS_RANKS", 1)
+    monkeypatch.setattr(nvlink, "BARS_RANKS", 1)
     calls, made = pretend(monkeypatch)
     lines = run_alone(replace(TINY, engine="nvlink"))
     assert [line.error for line in lines] == [""] * len(lines)
     main = {line.kind: line for line in lines if line.section == MAIN and line.ours}
-    assert list(main) == [*KINDS, BACK, BACK_IN_PLACE]
+    assert list(main) == list(KINDS)
     assert [main[kind].bar_us for kind in (PLAIN, BACK, BACK_IN_PLACE, FRESH)] == [
         500,
         490,
@@ -277,7 +276,7 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
         (a, b) for a in (True, False) for b in (True, False)
     }
     assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
-    over = [(line.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
+    over = [(line.case.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
     assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, BACK_IN_PLACE, None)]
     assert over[4:] == [
         (24, VIEW, 490),
@@ -287,11 +286,11 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     assert [options["num_sms"] for options in made][-4:] == [8, 8, 24, 24]
     assert {options["engine"] for options in made} == {"nvlink"}
-    assert [line.job.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [
+    assert [line.case.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [
         4,
         30,
     ]
-    rings = [line.rings for line in lines if line.section == BOUNDED]
+    rings = [line.case.rings for line in lines if line.section == BOUNDED]
     assert rings == [4096] * 2 + [TINY.roomy_bytes(1)] * 2
     assert [len(line.wall_us) for line in lines if line.section == MAIN] == [4] * len(main) + [
         4
@@ -336,7 +335,8 @@ def test_object_that_cannot_be_made_leaves_the_baselines() -> None:
 
 
 def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "SUITE", TINY)
+    entry = replace(command.SUITES["nvlink"], preset={"cpu": TINY})
+    monkeypatch.setitem(command.SUITES, "nvlink", entry)
     result = run(
         "--device",
         "cpu",
@@ -369,19 +369,17 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {row["section"] for row in found["rows"]} == set(SECTIONS)
     assert all(row["wall"]["min"] > 0 and row["wire_bytes"] > 0 for row in found["rows"])
     bounded = [row for row in found["rows"] if row["section"] == BOUNDED]
-    assert bounded[0]["wire_bytes"] > 14 * bounded[0]["rings"]
-    assert bounded[2]["wire_bytes"] < bounded[2]["rings"]
+    assert bounded[0]["wire_bytes"] > 14 * bounded[0]["case"]["rings"]
+    assert bounded[2]["wire_bytes"] < bounded[2]["case"]["rings"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--tokens", "4", "--json", "x", "--device", "cpu"],
-            "--suite nvlink has no use for --tokens, --json",
-        ),
-        (["--engine", "nvlink", "--engine", "auto"], "--suite measures one --engine at a time"),
-        (["--engine", "warp"], "--engine 'warp' is unknown"),
+        (["--tokens", "4"], "No such option: --tokens"),
+        (["--topology", "2x2", "--device", "cpu"], "nvlink has no use for --topology"),
+        (["--engine", "nvlink,auto", "--device", "cpu"], "nvlink measures one --engine at a time"),
+        (["--engine", "warp", "--device", "cpu"], "--engine 'warp' is unknown"),
         (
             ["--device", "cpu"],
             "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",
@@ -394,12 +392,13 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def line(section: str, name: str, device: float, phase: str = CACHED, **options: Any) -> Line:
-    job = TINY.job(options.pop("tokens", 12))
-    times = {"wall_us": [device + 10], "device_us": [device]}
-    return Line(
-        section=section, job=job, name=name, phase=phase, wire_bytes=5120.0, **times, **options
-    )
+def line(
+    section: str, name: str, device: float, phase: str = CACHED, **options: Any
+) -> Measurement:
+    at = {name: options.pop(name, None) for name in ("sms", "rings")}
+    case = TINY.case(options.pop("tokens", 12), **at)
+    known = {"section": section, "wall_us": [device + 10], "device_us": [device], **options}
+    return Measurement(case=case, name=name, phase=phase, wire_bytes=5120.0, **known)
 
 
 def test_record_says_what_was_missed() -> None:
@@ -436,7 +435,7 @@ def test_curves_show_the_floor_and_collectives_beside_it() -> None:
     lines = [
         line(MAIN, "cached", 20.0, ours=True),
         line(MAIN, "swap", 25.0, DISPATCH, floor_us=10.0),
-        replace(line(MAIN, "swap FP8", 25.0, DISPATCH), job=replace(at_8.job, quantize="fp8")),
+        replace(line(MAIN, "swap FP8", 25.0, DISPATCH), case=replace(at_8.case, quantize="fp8")),
         at_8,
         line(SMS, "cached", 40.0, ours=True, sms=8),
         line(TOKENS, "cached", 50.0, ours=True, tokens=4, floor_us=40.0),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,33 +16,18 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tokenyard.cli import app, bench, bench_baselines, bench_run, timing
-from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baseline_cases
-from tokenyard.cli.bench_cases import (
-    CACHED,
-    COMBINE,
-    DISPATCH,
-    Case,
-    engine_cases,
-    expect,
-    expert_parallel,
-)
-from tokenyard.cli.bench_inputs import (
-    NUM_INPUTS,
-    Job,
-    Traffic,
-    all_sent,
-    floor_us,
-    traffic_back,
-    traffic_there,
-)
-from tokenyard.cli.bench_report import Row, print_report
+import tokenyard as ty
+from tokenyard.cli import app, bench, bench_baselines, bench_cases, bench_run, timing
+from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baselines
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, Truth, sweep_inputs
+from tokenyard.cli.bench_inputs import NUM_INPUTS, Case, Traffic, all_sent, floor_us, once_per_rank
+from tokenyard.cli.bench_report import Measurement, print_report
 from tokenyard.cli.bench_run import Plan
 from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
 from tokenyard.testing import Ranks, distributed_test
 
 CPU = torch.device("cpu")
-JOB = Job(
+CASE = Case(
     tokens=9,
     hidden=256,
     topk=2,
@@ -51,11 +37,16 @@ JOB = Job(
     layout="flat",
     quantize="fp8",
 )
-PLAN = Plan([JOB], ["collective"], iterations=7, warmup=2, link_gbs=4.0, seed=9)
+PLAN = Plan([CASE], ["collective"], iterations=7, warmup=2, link_gbs=4.0, seed=9)
 MIB = 1 << 20
 
 
-def case(phase: str, **changes: Any) -> Case:
+def traffic_of(inputs: list[list[Any]], row_bytes: int, *, back: bool = False) -> list[Traffic]:
+    there = [once_per_rank([s.topk_idx for s in each], CASE.experts, row_bytes) for each in inputs]
+    return [Traffic(each.received, each.sent) for each in there] if back else there
+
+
+def call(phase: str, **changes: Any) -> Call:
     traffic = [
         Traffic([100, 0], [0, 900]),
         Traffic([300, 0], [0, 100]),
@@ -64,9 +55,10 @@ def case(phase: str, **changes: Any) -> Case:
         "run": lambda _: None,
         "check": lambda *_: None,
         "traffic": traffic,
+        "least": traffic,
         **changes,
     }
-    return Case(name="x", phase=phase, **known)
+    return Call(case=CASE, name="x", phase=phase, **known)
 
 
 def test_a_row_is_of_the_worst_rank_and_of_its_own_traffic() -> None:
@@ -74,15 +66,17 @@ def test_a_row_is_of_the_worst_rank_and_of_its_own_traffic() -> None:
         Traffic([10, 3], [10, 37]),
         Traffic([70, 20], [0, 0]),
     ]  # 55 on average; the first moves 20 and 40
-    row = bench_run._row(case(DISPATCH), JOB, [80, 100], Series([5.0], None), least, 2.0)
-    assert (row.peak_bytes, row.peak_per_moved) == (100, 4.0)
-    assert (row.wire_bytes, row.floor_us) == (600.0, pytest.approx(53.5 / 2e3))
-    turned = bench_run._row(case(DISPATCH), JOB, [100, 80], Series([5.0], None), least, None)
+    once = Series([5.0], None)
+
+    def row(peaks: list[int], rate: float | None, least: list[Traffic]) -> Measurement:
+        return bench_run.line_of(call(DISPATCH, least=least), "", once, rate, peaks=peaks)
+
+    first = row([80, 100], 2.0, least)
+    assert (first.peak_bytes, first.peak_per_moved) == (100, 4.0)
+    assert (first.wire_bytes, first.floor_us) == (600.0, pytest.approx(53.5 / 2e3))
+    turned = row([100, 80], None, least)
     assert (turned.peak_bytes, turned.peak_per_moved, turned.floor_us) == (100, 5.0, None)
-    nothing = bench_run._row(
-        case(DISPATCH), JOB, [1, 2], Series([5.0], None), [Traffic([0, 5], [0, 0])], None
-    )
-    assert nothing.peak_per_moved is None
+    assert row([1, 2], None, [Traffic([0, 5], [0, 0])]).peak_per_moved is None
 
 
 def test_what_comes_in_may_be_busiest() -> None:
@@ -95,7 +89,7 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
     """Each phase has the floor of its own rows (FP8 there, BF16 back), each peak what is kept
     between calls.
     """
-    inputs = [all_sent(JOB, 2, number, 0) for number in range(NUM_INPUTS)]
+    inputs = [all_sent(CASE, 2, number, 0) for number in range(NUM_INPUTS)]
     timed: list[dict[str, Any]] = []
 
     def time(calls: Any, **options: Any) -> list[Series]:
@@ -106,18 +100,22 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
     monkeypatch.setattr(bench_run, "time_interleaved", time)
     monkeypatch.setattr(bench_run, "on_ranks", lambda value, _: [value, 2 * value])
     monkeypatch.setattr(bench_run, "peak_extra_bytes", lambda call, *_: call(0))
-    cases = [
-        case(DISPATCH, cold=lambda _: 1000, kept_bytes=lambda: 50),
-        case(DISPATCH),
-        case(CACHED, run=lambda _: 200),
-        case(COMBINE, run=lambda _: 300, kept_bytes=lambda: 7),
+    least_there, least_back = (
+        traffic_of(inputs, size, back=back)
+        for size, back in ((CASE.row_bytes, False), (CASE.combined_row_bytes, True))
+    )
+    calls = [
+        call(DISPATCH, cold=lambda _: 1000, kept_bytes=lambda: 50, least=least_there),
+        call(DISPATCH, least=least_there),
+        call(CACHED, run=lambda _: 200, least=least_there),
+        call(COMBINE, run=lambda _: 300, kept_bytes=lambda: 7, least=least_back),
     ]
-    rows = bench_run.measure(cases, JOB, inputs, PLAN, CPU)
+    rows = bench_run.measure(calls, pytest.fail, PLAN, CPU)
     assert [row.phase for row in rows] == [DISPATCH, DISPATCH, CACHED, COMBINE]
     assert [row.wall_us for row in rows] == [[1.0], [], [2.0], [3.0]]
     assert [row.error for row in rows] == ["", "wrong", "", ""]
     assert [row.peak_bytes for row in rows] == [2100, None, 400, 614]
-    there, back = (floor_us(traffic(JOB, inputs), 4.0) for traffic in (traffic_there, traffic_back))
+    there, back = (floor_us(each, 4.0) for each in (least_there, least_back))
     assert back == pytest.approx(there * 512 / 264) and there > 0
     assert [row.floor_us for row in rows] == [there, None, there, back]
     wanted = {"iterations": 7, "warmup": 2, "num_inputs": NUM_INPUTS, "device": CPU, "seed": 9}
@@ -126,13 +124,17 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
 
 def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(bench_run.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        bench_run, "all_sent", lambda _, size, number, seed: made.append((size, number, seed)) or []
-    )
-    monkeypatch.setattr(bench_run, "baseline_cases", lambda *_: [])
-    monkeypatch.setattr(bench_run, "measure", lambda cases, job, inputs, *_: [])
-    assert bench_run.run_job(JOB, replace(PLAN, engines=[]), CPU) == []
+
+    def all_sent(_: Case, size: int, number: int, seed: int) -> list[Any]:
+        made.append((size, number, seed))
+        return []
+
+    monkeypatch.setattr(bench_cases.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(bench_cases, "all_sent", all_sent)
+    monkeypatch.setattr(bench_cases.Batch, "of", lambda *_: None)
+    monkeypatch.setattr(bench_run, "baselines", lambda *_, **__: [])
+    monkeypatch.setattr(bench_run, "measure", lambda *_: [])
+    assert bench_run.run_case(CASE, replace(PLAN, engines=[]), CPU) == []
     assert made == [(2, number, 9) for number in range(NUM_INPUTS)]
 
 
@@ -140,18 +142,20 @@ def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
 def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
     """And a wrong weight, which no row shows, is found."""
     assert bench_run.on_ranks(3 + ranks.rank, ranks.device) == [3, 4]
-    inputs = [all_sent(JOB, 2, number, 0) for number in range(NUM_INPUTS)]
-    there, back = traffic_there(JOB, inputs), traffic_back(JOB, inputs)
+    batches, inputs = sweep_inputs(CASE, 0, ranks.device, NUM_INPUTS)
+    there = traffic_of(inputs, CASE.row_bytes)
+    back = traffic_of(inputs, CASE.combined_row_bytes, back=True)
+    make = partial(ty.ExpertParallel, **CASE.sizes, engine="collective", device=ranks.device)
     real = bench_baselines.reduce_scatter_for
 
     def two_trips(out: Any, sample: Any) -> Any:
         return "two trips", 2, real(out, sample)[2]
 
     with (
-        expert_parallel(JOB, "collective", ranks.device) as ep,
+        make() as ep,
         mock.patch.object(bench_baselines, "reduce_scatter_for", two_trips),
     ):
-        dispatch, cached, combine = engine_cases(JOB, inputs, ranks.device, ep, lambda: ep)
+        dispatch, cached, combine = bench_run.engine_calls(ep, CASE, batches, lambda: ep)
         assert (dispatch.traffic, cached.traffic, combine.traffic) == (there, there, back)
         assert {each.symmetric_bytes for each in (dispatch, cached, combine)} == {0}
         assert [each.kept_bytes() for each in (dispatch, cached, combine)] == [
@@ -159,23 +163,23 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
             ep.buffer_bytes,
             ep.buffer_bytes,
         ]
-        expected = expect(JOB, inputs[0], ranks.rank)
+        expected = Oracle.asked(CASE, batches[0], inputs[0])
         received = dispatch.run(0)
         dispatch.check(received, expected)
         received.topk_weights[0, 0] += 1
         with pytest.raises(AssertionError, match="topk_weights: 1 of"):
             dispatch.check(received, expected)
-        found = {
-            (each.name, each.phase): each for each in baseline_cases(JOB, inputs, ranks.device)
-        }
-    everything = JOB.tokens * JOB.row_bytes
+        found = {(each.name, each.phase): each for each in baselines(CASE, batches, copies=True)}
+    everything = CASE.tokens * CASE.row_bytes
     assert found["all-gather", DISPATCH].traffic[0] == Traffic([everything] * 2, [everything] * 2)
-    assert found["two trips", COMBINE].traffic[0].busiest == 2 * JOB.tokens * JOB.combined_row_bytes
-    arriving = [len(expect(JOB, sent, ranks.rank).flat) for sent in inputs]
-    sending = [each.sent[ranks.rank] // JOB.row_bytes for each in there]
+    assert (
+        found["two trips", COMBINE].traffic[0].busiest == 2 * CASE.tokens * CASE.combined_row_bytes
+    )
+    arriving = [len(Truth.of(batch).flat) for batch in batches]
+    sending = [each.sent[ranks.rank] // CASE.row_bytes for each in there]
     plain, kept = found[PLAIN_EXCHANGE, DISPATCH], found[KEPT_COPIES, DISPATCH]
-    assert plain.kept_bytes() == max(arriving) * JOB.row_bytes
-    assert kept.kept_bytes() >= (max(arriving) + max(sending)) * JOB.row_bytes
+    assert plain.kept_bytes() == max(arriving) * CASE.row_bytes
+    assert kept.kept_bytes() >= (max(arriving) + max(sending)) * CASE.row_bytes
     for each in (kept, found[FRESH_COPIES, DISPATCH]):
         first = each.run(0)
         copy = first.clone()
@@ -183,7 +187,7 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
         assert torch.equal(first, copy), "a result stays when the next call uses the staging"
 
 
-def printed(rows: list[Row], iterations: int = 20) -> list[list[str]]:
+def printed(rows: list[Measurement], iterations: int = 20) -> list[list[str]]:
     out = io.StringIO()
     print_report(rows, Console(file=out, width=200), iterations)
     return [
@@ -193,22 +197,25 @@ def printed(rows: list[Row], iterations: int = 20) -> list[list[str]]:
 
 
 def test_columns_hold_what_their_heads_say() -> None:
-    ours = Row(
-        job=JOB,
+    ours = Measurement(
+        case=replace(CASE, sms=24),
         name="ours",
         phase=COMBINE,
         wall_us=[9.0, 8.0, 30.0],
         device_us=[4.0, 6.0, 5.0],
         wire_bytes=1000.0,
         floor_us=2.0,
-        sms=24,
         symmetric_bytes=3 * MIB,
         peak_bytes=7 * MIB,
     )
     rows = [
-        Row(job=JOB, name=PLAIN_EXCHANGE, phase=DISPATCH, wall_us=[50.0], device_us=[40.0]),
+        Measurement(
+            case=CASE, name=PLAIN_EXCHANGE, phase=DISPATCH, wall_us=[50.0], device_us=[40.0]
+        ),
         ours,
-        Row(job=JOB, name=PLAIN_EXCHANGE, phase=COMBINE, wall_us=[20.0], device_us=[10.0]),
+        Measurement(
+            case=CASE, name=PLAIN_EXCHANGE, phase=COMBINE, wall_us=[20.0], device_us=[10.0]
+        ),
     ]
     lines = [" ".join(line) for line in printed(rows)]
     assert "ours 9.0 / 30.0 / 8.0 5.0 / 6.0 / 4.0 0.2 40 0.50 24 3 7" in lines
@@ -217,7 +224,7 @@ def test_columns_hold_what_their_heads_say() -> None:
 
 
 def test_few_iterations_are_said_to_be_few() -> None:
-    row = Row(job=JOB, name="ours", phase=COMBINE, wall_us=[1.0])
+    row = Measurement(case=CASE, name="ours", phase=COMBINE, wall_us=[1.0])
     said = [
         [
             "Only",
@@ -255,7 +262,7 @@ class Clock:
 
 def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: list[int] = []
-    monkeypatch.setattr(timing, "_Clock", Clock)
+    monkeypatch.setattr(timing, "Clock", Clock)
     monkeypatch.setattr(timing, "slowest_rank", lambda times, _: times)
     [series] = time_interleaved([numbers.append], iterations=4, warmup=2, num_inputs=3, device=CPU)
     assert series == Series([3.0, 4.0, 5.0, 6.0], [1003.0, 1004.0, 1005.0, 1006.0])
@@ -286,7 +293,7 @@ def test_a_call_is_timed_from_the_meeting_to_its_complete_result(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=now))
-    clock = timing._Clock(CPU, None)
+    clock = timing.Clock(CPU, None)
     clock.cuda = True
     assert clock.time(done.append, 7) == (500_000.0, 250.0)
     assert done == ["idle", "meet", "idle", "clock", "record", 7, "record", "idle", "clock"]
@@ -335,18 +342,3 @@ def test_the_link_rate_is_known_for_gpus_only(
     run("--iterations", "7", "--warmup", "2", "--seed", "9", *arguments)
     [plan] = plans
     assert plan == replace(plan, iterations=7, warmup=2, seed=9, link_gbs=rate)
-
-
-@pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(
-    ("suite", "runner"),
-    [("nvlink", "_run_suite"), ("low_latency", "_run_decode"), ("twolevel", "_run_twolevel")],
-)
-def test_suites_get_their_options(suite: str, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(bench, runner, lambda *arguments: given.append(arguments[0]) or [])
-    rate = ["--link-gbs", "3"] if suite == "nvlink" else []
-    run("--suite", suite, "--iterations", "7", "--warmup", "2", "--seed", "9", *rate)
-    [preset] = given
-    assert (preset.iterations, preset.warmup, preset.seed) == (7, 2, 9)
-    assert getattr(preset, "link_gbs", 3.0) == 3.0

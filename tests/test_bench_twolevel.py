@@ -1,4 +1,4 @@
-"""``tokenyard bench --suite twolevel``: rows beside the picks, sums beside the oracle, lines that
+"""The suite ``twolevel``: rows beside the picks, sums beside the oracle, lines that
 fail alone, and its page.
 """
 
@@ -18,24 +18,26 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import tokenyard as ty
-from nvlink_pool import run_all, without_devices
-from tokenyard import reference
-from tokenyard.cli import app, bench, bench_twolevel_report
-from tokenyard.cli import bench_twolevel as network
-from tokenyard.cli.bench_batches import Batch, share
-from tokenyard.cli.bench_nvlink_cases import BACK_IN_PLACE_NAME, COMBINE_NAME, KINDS, PLAIN, VIEW
-from tokenyard.cli.bench_twolevel import (
+from benchmarks import __main__ as command
+from benchmarks import twolevel as network
+from benchmarks.__main__ import app
+from benchmarks.calls import BACK, BACK_IN_PLACE, KINDS, PLAIN, VIEW
+from benchmarks.twolevel import (
     ALL_KINDS,
     BAR_SMS,
     FIRST,
-    NCCL,
     REST,
-    Crossing,
     TwoLevel,
+    failed,
     run_twolevel,
 )
-from tokenyard.cli.bench_twolevel_cases import GridTruth, rows_across
-from tokenyard.cli.bench_twolevel_report import judged, twolevel_markdown
+from benchmarks.twolevel_calls import BAR_GBS, GridTruth, rows_across
+from benchmarks.twolevel_report import judged, twolevel_markdown
+from nvlink_pool import run_all, without_devices
+from tokenyard import reference
+from tokenyard.cli import bench_report
+from tokenyard.cli.bench_cases import Batch, share
+from tokenyard.cli.bench_report import Measurement, Network
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.testing import Ranks, distributed_test, payload, routing
 from tokenyard.topology import Topology
@@ -61,11 +63,11 @@ FACTS: dict[str, Any] = {
     "command": "tokenyard bench",
 }
 DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[VIEW].name
-NAMES = [KINDS[kind].name for kind in (PLAIN, "fp8", "fused")] + [
-    COMBINE_NAME,
-    DISPATCH_IN_PLACE,
-    BACK_IN_PLACE_NAME,
-]
+COMBINE_NAME, BACK_IN_PLACE_NAME = KINDS[BACK].name, KINDS[BACK_IN_PLACE].name
+NAMES = [KINDS[kind].name for kind in ALL_KINDS]
+KIND_OF = {kind.name: name for name, kind in KINDS.items()}
+NCCL = ""
+"""The engine of a collective."""
 VIEW_BYTES = 1000
 
 
@@ -212,43 +214,52 @@ def test_lines(ranks: Ranks) -> None:
     with mock.patch.object(network, "peak_extra_bytes", quick_peak):
         with pretend("small"):
             *lines, refused = run_twolevel(ranks.device, TINY, "twolevel")
-        assert [line.what for line in lines[:6]] == NAMES
-        assert [line.engine for line in lines] == ["twolevel"] * 6 + [NCCL] * 2
+        assert [line.name for line in lines[:6]] == NAMES
+        assert [line.case.engine for line in lines] == ["twolevel"] * 6 + [NCCL] * 2
         for line in lines:
-            assert (line.error, len(line.times), len(line.wall)) == ("", 1, 1)
-            assert min(line.times) > 0
-        for line in lines[:6]:
-            assert line.rows == line.planned
-            assert len(line.rows) == 2
-            assert line.put_bytes == pytest.approx(
-                [rows * (-(-line.row_bytes // 16) * 16) for rows in line.rows]
+            assert (line.error, len(line.device_us or line.wall_us), len(line.wall_us)) == (
+                "",
+                1,
+                1,
             )
-            assert (line.nvshmem, line.tokens, line.num_sms) == (True, 6, BAR_SMS)
-        assert [line.symmetric_bytes for line in lines[:6]] == [[4321] * 2] * 4 + [
-            [4321, 4321 + VIEW_BYTES]
-        ] * 2
-        assert [line.row_bytes for line in lines[:6]] == [512, 264, 264, 512, 512, 512]
+            assert min(line.device_us or line.wall_us) > 0
+        for line in lines[:6]:
+            counted = line.network
+            assert counted is not None
+            assert counted.rows == counted.planned
+            assert len(counted.rows) == 2
+            assert counted.put_bytes == pytest.approx(
+                [rows * (-(-counted.row_bytes // 16) * 16) for rows in counted.rows]
+            )
+            assert (counted.nvshmem, line.case.tokens, line.case.sms) == (True, 6, BAR_SMS)
+        networks = [line.network for line in lines[:6] if line.network]
+        held = [each.held_bytes for each in networks]
+        assert (
+            list(zip(held, [line.symmetric_bytes for line in lines[:6]], strict=True))
+            == [(4321, 4321)] * 4 + [(4321, 4321 + VIEW_BYTES)] * 2
+        )
+        assert [each.row_bytes for each in networks] == [512, 264, 264, 512, 512, 512]
         assert refused.error.startswith("wrong on rank 0, 1 (input 0)")
         assert "holds nothing" in refused.error
         alone = replace(TINY, sms=())
         with pretend("later bits"):
             there, back = run_twolevel(ranks.device, alone, "twolevel")
-        assert there.times
-        assert not back.times
+        assert there.wall_us
+        assert not back.wall_us
         assert "wrong on rank 1 (input" in back.error
-        assert there.rings is not None
-        assert there.payload_bytes >= alone.overfull * there.rings
-        assert there.other_bytes is not None
-        assert 0 < there.other_bytes < 1 << 20
+        assert there.case.rings is not None and there.network is not None
+        assert there.network.payload_bytes >= alone.overfull * there.case.rings
+        assert there.network.other_bytes is not None
+        assert 0 < there.network.other_bytes < 1 << 20
         with pretend("a row"):
             there, back = run_twolevel(ranks.device, alone, "twolevel")
-        assert there.times
+        assert there.wall_us
         assert "wrong on rank 1 (input 0)" in back.error
-        assert back.rows != back.planned
+        assert back.network is not None and back.network.rows != back.network.planned
         with pretend("memory"):
             grown = run_twolevel(ranks.device, alone, "twolevel")
         assert {line.error for line in grown} == {"memory grew from 4321 to 4322 bytes"}
-        assert not any(line.times for line in grown)
+        assert not any(line.wall_us for line in grown)
     (line,) = run_twolevel(ranks.device, TINY, "nvlink")
     assert "engine 'nvlink' cannot work here" in line.error
 
@@ -262,13 +273,13 @@ def test_lines_in_place(ranks: Ranks) -> None:
     with pretend("in place", made), mock.patch.object(network, "peak_extra_bytes", quick_peak):
         lines = run_twolevel(ranks.device, replace(TINY, curve=(4, 6)), "twolevel")
     assert made == [6, 4, 6, 6, 6]
-    few = [line for line in lines if line.tokens == 4]
-    assert [line.what for line in few] == ["making an object", *NAMES[:4]]
+    few = [line for line in lines if line.case.tokens == 4]
+    assert [line.name for line in few] == ["making an object", *NAMES[:4]]
     assert "no room for a view" in few[0].error
     assert not any(line.error for line in few[1:])
-    many = [line for line in lines if line.tokens == 6]
-    assert {line.what for line in many if line.error} == {DISPATCH_IN_PLACE, BACK_IN_PLACE_NAME}
-    assert all(bool(line.times) != bool(line.error) for line in many)
+    many = [line for line in lines if line.case.tokens == 6]
+    assert {line.name for line in many if line.error} == {DISPATCH_IN_PLACE, BACK_IN_PLACE_NAME}
+    assert all(bool(line.wall_us) != bool(line.error) for line in many)
     assert all("wrong on rank 1 (input 0)" in line.error for line in many if line.error)
 
 
@@ -289,8 +300,8 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
     kept, lost, *others = network.on_all_ranks(TINY, "cuda", Console(quiet=True))
     assert kept == line("twolevel", DISPATCH, 500.0)
-    assert (lost.what, lost.error, lost.times) == (REST, "PeerTimeout: rank 0 did not come", [])
-    assert [each.engine for each in others] == ["nvlink"] * 2
+    assert (lost.name, lost.error, lost.wall_us) == (REST, "PeerTimeout: rank 0 did not come", [])
+    assert [each.case.engine for each in others] == ["nvlink"] * 2
 
 
 # The record
@@ -298,39 +309,37 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def line(
     engine: str, what: str, us: float, tokens: int = 4096, sms: int | None = BAR_SMS, **options: Any
-) -> Crossing:
+) -> Measurement:
     """58.7 MB to other nodes in ``us`` for 4096 tokens."""
-    rows = [float(tokens)] * 4
-    known: dict[str, Any] = {
-        "planned": rows,
-        "rows": [] if engine == NCCL else rows,
-        "row_bytes": 14336,
-        **options,
-    }
-    if engine != NCCL:
-        known = {
-            "nvshmem": engine == "twolevel",
-            "symmetric_bytes": [9_000_000, 9_000_000],
-            **known,
-        }
-        known.setdefault("put_bytes", [14336 * 1.5 * tokens] * 4)
-    times = [] if "error" in options else [us, us + 1, us + 2]
-    return Crossing(
-        engine=engine,
-        what=what,
-        tokens=tokens,
-        num_sms=sms,
-        times=times,
-        wall=[2 * us for us in times],
-        **known,
+    rows, error = [float(tokens)] * 4, options.pop("error", "")
+    ours: dict[str, Any] = {}
+    if engine:
+        put = [14336 * 1.5 * tokens] * 4
+        ours = {"rows": rows, "put_bytes": put, "nvshmem": engine == "twolevel"}
+        ours["held_bytes"] = 9_000_000
+    case = TwoLevel().case(tokens, engine=engine, sms=sms, rings=options.pop("rings", None))
+    symmetric = options.pop("symmetric_bytes", 9_000_000 if engine else 0)
+    counted = Network(**{"planned": rows, "row_bytes": 14336, **ours, **options})
+    times = [] if error else [us, us + 1, us + 2]
+    return Measurement(
+        case=case,
+        name=what,
+        phase="",
+        kind=KIND_OF.get(what, ""),
+        ours=bool(engine),
+        error=error,
+        device_us=times or None,
+        wall_us=[2 * us for us in times],
+        symmetric_bytes=symmetric,
+        network=counted,
     )
 
 
-def lines(there_us: float, back_us: float) -> list[Crossing]:
+def lines(there_us: float, back_us: float) -> list[Measurement]:
     return [
         line("twolevel", DISPATCH, there_us),
         line("twolevel", COMBINE_NAME, back_us),
-        line("twolevel", DISPATCH_IN_PLACE, there_us, symmetric_bytes=[9_000_000, 244_000_000]),
+        line("twolevel", DISPATCH_IN_PLACE, there_us, symmetric_bytes=244_000_000),
         line("twolevel", BACK_IN_PLACE_NAME, 600.0),
         line("twolevel", DISPATCH, 2 * there_us, tokens=8192),
         line("twolevel", DISPATCH, 200.0, sms=None),
@@ -342,7 +351,7 @@ def lines(there_us: float, back_us: float) -> list[Crossing]:
     ]
 
 
-def page(found: list[Crossing], **options: Any) -> str:
+def page(found: list[Measurement], **options: Any) -> str:
     return twolevel_markdown(found, TwoLevel(**options), FACTS)
 
 
@@ -391,7 +400,7 @@ def test_the_page_says_what_was_counted_and_reached() -> None:
 
 def test_what_was_wrong_has_no_time() -> None:
     wrong = line("twolevel", COMBINE_NAME, 0.0, rows=[4095.0] * 4, error="rank 0 has put 4095 rows")
-    none = Crossing(engine="twolevel", what=FIRST, tokens=4096, num_sms=8, error="too small")
+    none = failed(TwoLevel().case(4096, engine="twolevel", sms=8), FIRST, "too small")
     text = page([*lines(499.0, 585.0)[:1], wrong, none])
     assert (
         "| `twolevel`: combine BF16 | 24 | 4096 | **no time** | **no time** | - | - | 16,380.0 | "
@@ -425,7 +434,7 @@ def test_only_the_engine_with_few_multiprocessors_is_judged() -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return CliRunner().invoke(app, [*arguments])
 
 
 @pytest.fixture
@@ -433,7 +442,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
     """What the command wants measured; GPUs are pretended."""
     found: list[TwoLevel] = []
 
-    def on_all_ranks(suite: TwoLevel, *_: Any) -> list[Crossing]:
+    def on_all_ranks(suite: TwoLevel, *_: Any) -> list[Measurement]:
         found.append(suite)
         return lines(499.0, 585.0)
 
@@ -441,15 +450,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
         return ["NVIDIA H200"] * 8
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "on_all_ranks", on_all_ranks)
-    monkeypatch.setattr(bench.launch, "under_torchrun", lambda: False)
-    monkeypatch.setattr(bench_twolevel_report, "versions", lambda: {"torch": "2"})
-    monkeypatch.setattr(bench_twolevel_report, "device_names", names)
+    monkeypatch.setattr(command, "on_all_ranks", on_all_ranks)
+    monkeypatch.setattr(command.launch, "under_torchrun", lambda: False)
+    monkeypatch.setattr(bench_report, "versions", lambda: {"torch": "2"})
+    monkeypatch.setattr(bench_report, "device_names", names)
     return found
 
 
 def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> None:
-    result = run("--suite", "twolevel", "--iterations", "7", "--out", str(tmp_path))
+    result = run("twolevel", "--iterations", "7", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "# Engine `twolevel` on 4x NVIDIA H200 as 2x2" in result.output
     (text,), (content,) = (
@@ -462,13 +471,14 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
         7,
         0,
     )
-    assert [row["bar"] for row in found["rows"]][:2] == ["reached", "reached"]
-    assert found["rows"][0]["rows"] == found["rows"][0]["planned"]
+    assert [row["network_gbs"] >= BAR_GBS for row in found["rows"]][:2] == [True, True]
+    counted = found["rows"][0]["network"]
+    assert counted["rows"] == counted["planned"]
     for arguments, grid in (
         (["--ranks", "2"], (2, 1)),
         (["--ranks", "6", "--topology", "3x2"], (3, 2)),
     ):
-        assert run("--suite", "twolevel", *arguments, "--out", str(tmp_path)).exit_code == 0
+        assert run("twolevel", *arguments, "--out", str(tmp_path)).exit_code == 0
         assert asked[-1] == TwoLevel(topology=grid)
 
 
@@ -476,26 +486,26 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (
-            ["--suite", "twolevel", "--topology", "2x3"],
+            ["twolevel", "--topology", "2x3"],
             "--topology '2x3' must be NODESxRANKS, of two nodes at least, for all 4",
         ),
-        (["--suite", "twolevel", "--topology", "1x4"], "'1x4' must be NODESxRANKS, of two nodes"),
-        (["--suite", "twolevel", "--topology", "two"], "'two' must be NODESxRANKS"),
-        (["--suite", "twolevel", "--ranks", "3"], "--topology '2x1' must be"),
+        (["twolevel", "--topology", "1x4"], "'1x4' must be NODESxRANKS, of two nodes"),
+        (["twolevel", "--topology", "two"], "'two' must be NODESxRANKS"),
+        (["twolevel", "--ranks", "3"], "--topology '2x1' must be"),
         (
-            ["--suite", "twolevel", "--engine", "nvlink", "--tokens", "3"],
-            "--suite twolevel has no use for --tokens, --engine",
+            ["twolevel", "--engine", "nvlink", "--link-gbs", "3"],
+            "twolevel has no use for --engine, --link-gbs",
         ),
         (
-            ["--suite", "twolevel", "--link-gbs", "3", "--device", "cpu"],
+            ["twolevel", "--link-gbs", "3", "--device", "cpu"],
             "has no use for --device, --link-gbs",
         ),
         (
-            ["--suite", "low_latency", "--link-gbs", "3"],
-            "--suite low_latency has no use for --link-gbs",
+            ["low_latency", "--link-gbs", "3"],
+            "low_latency has no use for --link-gbs",
         ),
-        (["--suite", "nvlink", "--topology", "2x2"], "--topology goes with --suite twolevel"),
-        (["--topology", "2x2"], "--topology goes with --suite twolevel"),
+        (["nvlink", "--topology", "2x2"], "nvlink has no use for --topology"),
+        (["collective", "--topology", "2x2"], "collective has no use for --topology"),
     ],
 )
 def test_bad_options_are_named(asked: list[TwoLevel], arguments: list[str], message: str) -> None:

@@ -22,8 +22,14 @@ from typer.testing import CliRunner
 import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
-from tokenyard.cli.demo_check import compare, relative_error, results
-from tokenyard.cli.demo_model import LayerShape, MoeLayer, make_weights
+from tokenyard.cli.demo_model import (
+    LayerShape,
+    MoeLayer,
+    compare,
+    make_weights,
+    relative_error,
+    results,
+)
 from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.progress import progress
 from tokenyard.cli.report import bytes_text, print_result, seconds_text, worst_of_each_kind

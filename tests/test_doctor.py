@@ -32,6 +32,8 @@ from doctor_machines import (
 )
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor
+from tokenyard.cli.bench_cases import Batch, Call, Oracle, share
+from tokenyard.cli.bench_inputs import all_sent
 from tokenyard.cli.doctor_engine import need
 from tokenyard.cli.doctor_facts import (
     Facts,
@@ -41,7 +43,7 @@ from tokenyard.cli.doctor_facts import (
 from tokenyard.cli.doctor_findings import RULES, of_self_test
 from tokenyard.cli.doctor_guard import Asker, ask_child
 from tokenyard.cli.doctor_report import Diagnosis, print_diagnosis
-from tokenyard.cli.doctor_selftest import TOKENS, _compare, check_rank, make_inputs
+from tokenyard.cli.doctor_selftest import TOKENS, attempt, case_for, check_rank
 from tokenyard.cli.report import bytes_text
 
 # The self-test
@@ -72,13 +74,26 @@ def test_the_self_test_finds_a_wrong_bit(method: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("layout", [ty.Layout.FLAT, ty.Layout.EXPERT_MAJOR])
 def test_the_self_test_compares_every_result(layout: ty.Layout):
     """What is wrong, missing or there for no reason is named."""
-    inputs, flat = make_inputs(2), layout is ty.Layout.FLAT
-    sent = (inputs.x, inputs.topk_idx, inputs.topk_weights)
-    want = reference.dispatch(*sent, num_experts=inputs.num_experts, layout=layout)
-    rows = [each.x * 2.0 ** (rank - 4) for rank, each in enumerate(want)]
+    case, flat = case_for(2, layout.name.lower()), layout is ty.Layout.FLAT
+    inputs = all_sent(case, 2, 0, 0)
+    x, idx, weights = ([each[at] for each in inputs] for at in range(3))
+    want = reference.dispatch(x, idx, weights, num_experts=case.experts, layout=layout)
+    rows = [each.x * share(rank) for rank, each in enumerate(want)]
     out = reference.combine(rows, want, weighted=not flat)[1].x
     names = ["x", "source", "tokens_per_expert"]
     names += ["topk_weights", "topk_idx"] if flat else ["row_weights", "expert_offsets"]
+    batch = Batch(x[1], torch.stack(idx), torch.stack(weights), 1, case.experts)
+    truth = Oracle(batch, torch.cat(x), want[1], out)
+
+    def tried(result: Any, phase: str = "dispatch") -> None:
+        check = truth.check_combined if phase == "combine" else truth.check_routed
+        known: dict[str, Any] = {"traffic": [], "least": [], "name": ""}
+        attempt(
+            Call(
+                case=case, phase=phase, run=lambda _: result, check=lambda y, _: check(y), **known
+            ),
+            truth,
+        )
 
     def result(**changes: Any) -> Any:
         known = {
@@ -87,24 +102,24 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
         }
         return SimpleNamespace(**{**known, **changes})
 
-    _compare(result(), out, inputs, layout, 1)
+    tried(result())
+    tried(out, "combine")
     for name in names:
-        told = "weights" if "weights" in name else name
         wrong = getattr(want[1], name).clone()
         wrong.flatten()[0] += 1
-        with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {told}: 1 of"):
-            _compare(result(**{name: wrong}), out, inputs, layout, 1)
+        with pytest.raises(AssertionError, match=f"rank 1: {layout.name} dispatch: {name}: 1 of"):
+            tried(result(**{name: wrong}))
         with pytest.raises(
-            AssertionError, match=f"rank 1: {layout.name} dispatch: {told} is missing"
+            AssertionError, match=f"rank 1: {layout.name} dispatch: {name} is missing"
         ):
-            _compare(result(**{name: None}), out, inputs, layout, 1)
+            tried(result(**{name: None}))
     odd = "expert_offsets" if flat else "topk_idx"
     with pytest.raises(
         AssertionError, match=f"rank 1: {layout.name} dispatch: {odd} should not be there"
     ):
-        _compare(result(**{odd: torch.zeros(1)}), out, inputs, layout, 1)
+        tried(result(**{odd: torch.zeros(1)}))
     with pytest.raises(AssertionError, match=f"rank 1: {layout.name} combine"):
-        _compare(result(), out + 1, inputs, layout, 1)
+        tried(out + 1, "combine")
 
 
 def test_a_self_test_that_fails_in_its_process_says_why():
@@ -346,6 +361,7 @@ KEYS = {
         "symmetric_memory",
         "nccl",
         "nvshmem",
+        "collect_env",
         "gpus",
         "peers",
         "preflight",
@@ -442,6 +458,7 @@ def test_this_machine():
     assert (tests[0]["device"], tests[0]["ranks"], tests[0]["ok"]) == ("cpu", 2, True), tests
     assert tests[0]["why"].startswith("collective: 2 ranks over a gloo mesh")
     assert facts["shm"]["total"] >= facts["shm"]["free"]
+    assert facts["collect_env"]["torch_version"] == torch.__version__
     assert len(facts["gpus"]) == torch.cuda.device_count()
     if not torch.cuda.is_available() and facts["driver"] is None:
         assert document["healthy"], document["findings"]

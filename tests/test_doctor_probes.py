@@ -1,5 +1,5 @@
-"""``tokenyard doctor``: reading what this host and nvidia-smi say, and probes that raise, crash and
-hang.
+"""``tokenyard doctor``: reading what this host and the GPU driver say, and probes that raise, crash
+and hang.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from doctor_machines import (
     gpu,
     matrix,
 )
-from tokenyard.cli import doctor_child, doctor_nvidia, doctor_probes
+from tokenyard.cli import doctor_child, doctor_probes
 from tokenyard.cli.doctor_facts import (
     Driver,
     Gpu,
@@ -24,39 +26,83 @@ from tokenyard.cli.doctor_facts import (
     PciBus,
     Space,
 )
-from tokenyard.cli.doctor_guard import Asker, ask_child, in_time, reason, run, without_launcher
-from tokenyard.cli.doctor_nvidia import (
-    ask_driver,
-    by_uuid,
-    driver_cuda,
-    driver_version,
-    parse_matrix,
-    parse_query,
+from tokenyard.cli.doctor_guard import (
+    NO_NVML,
+    Asker,
+    ask_child,
+    in_time,
+    reason,
+    run,
+    without_launcher,
 )
+from tokenyard.cli.doctor_probes import by_uuid, driver_in
 
-# Reading what others say
+# Reading what the driver says
 
-QUERY = """0, NVIDIA H200, GPU-aa, 143771, 143167, 580.159.04, 9.0, Disabled
-1, NVIDIA H200, GPU-BB, 143771, [N/A], 580.159.04, [N/A], Enabled
-"""
-TOPO = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tSYS\tPIX\t0-63\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tPHB\tSYS\t0-63\t0\t\tN/A\n"
-    "GPU2\tSYS\tPHB\t X \tSYS\t64-127\t1\t\tN/A\n"
-    "NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n  NV#  = a bonded set of # "
-    "NVLinks\n"
-)
-P2P = (
-    " \tGPU0\tGPU1\tGPU2\t\n GPU0\tX\tOK\tCNS\t\n GPU1\tOK\tX\tGNS\t\n GPU2\tCNS\tGNS\tX\t\n\n"
-    "Legend:\n\n  OK   = Status Ok\n"
-)
-BANNER = "| NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: 13.0     |"
+NVML = '''
+"""Stands in for nvidia-ml-py: three GPUs, of which the first two share 18 NVLinks."""
+from types import SimpleNamespace as _Known
+
+NVML_NVLINK_MAX_LINKS = 36
+PATHS = {(0, 2): 50, (1, 2): 30}
+STATUS = {(0, 2): 1, (1, 2): 2}
+NAMES = ["GPU-aa", "GPU-BB", "GPU-cc"]
+
+class NVMLError(Exception): pass
+class NVMLError_LibraryNotFound(NVMLError): pass
+def nvmlInit(): pass
+def nvmlSystemGetDriverVersion(): return "580.159.04"
+def nvmlSystemGetCudaDriverVersion_v2(): return 13000
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetName(gpu): return "NVIDIA H200"
+def nvmlDeviceGetUUID(gpu): return NAMES[gpu]
+def nvmlDeviceGetPciInfo(gpu): return _Known(busId=f"00000000:0{gpu}:00.0")
+def nvmlDeviceGetMemoryInfo(gpu):
+    if gpu == 1:
+        raise NVMLError("no")
+    return _Known(total=143771 << 20, free=143167 << 20)
+def nvmlDeviceGetCudaComputeCapability(gpu):
+    if gpu == 1:
+        raise NVMLError("no")
+    return 9, 0
+def nvmlDeviceGetMigMode(gpu):
+    if gpu == 2:
+        raise NVMLError("Not Supported")
+    return [int(gpu == 1), 0]
+def nvmlDeviceGetNvLinkState(gpu, link):
+    if gpu == 2 or link >= 18:
+        raise NVMLError("Not Supported")
+    return 1
+def nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link): return 0
+def nvmlDeviceGetNvLinkRemotePciInfo(gpu, link): return nvmlDeviceGetPciInfo(1 - gpu)
+def nvmlDeviceGetTopologyCommonAncestor(a, b): return PATHS[min(a, b), max(a, b)]
+def nvmlDeviceGetP2PStatus(a, b, capability):
+    assert capability == 0
+    return STATUS.get((min(a, b), max(a, b)), 0)
+'''
 
 
-def test_nvidia_smi_query():
-    version, gpus = parse_query(QUERY)
-    assert version == "580.159.04"
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in, where this process looks for the module."""
+    module = ModuleType("pynvml")
+    exec(NVML, module.__dict__)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+def seen() -> list[Gpu]:
+    told = doctor_child.driver()
+    assert told is not None
+    return [Gpu(**each) for each in told["gpus"]]
+
+
+def test_nvml_tells_the_driver_and_its_gpus(nvml: Any) -> None:
+    told = doctor_child.driver()
+    assert told is not None
+    assert (told["version"], told["cuda"]) == ("580.159.04", "13.0")
+    gpus = seen()
     assert gpus[0] == Gpu(
         index=0,
         name="NVIDIA H200",
@@ -67,49 +113,60 @@ def test_nvidia_smi_query():
         mig=False,
     )
     assert (gpus[1].memory_free, gpus[1].capability, gpus[1].mig) == (None, None, True)
-    assert parse_query("0, Tesla, GPU-a, 100, 99, 470.5\n")[1][0].mig is None
-    assert parse_query("") == (None, [])
+    assert gpus[2].mig is None
+    nvml.nvmlDeviceGetCount = lambda: 0
+    assert seen() == []
+    nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
+    assert (doctor_child.driver() or {})["cuda"] == "12.4"
 
 
-def test_nvidia_smi_tables():
-    assert parse_matrix(TOPO) == [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
-    assert parse_matrix(P2P)[2] == ["CNS", "GNS", "X"]
-    for text in (
-        "",
-        "GPU0\tX\n",
-        "\tGPU0\tGPU1\nGPU0\tX\tOK\n",
-        "\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\n",
-    ):
-        with pytest.raises(ValueError, match="nvidia-smi topo"):
-            parse_matrix(text)
+def test_nvml_tells_paths_between_gpus(nvml: Any) -> None:
+    assert doctor_child.links() == [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
+    assert (doctor_child.p2p() or [])[2] == ["CNS", "GNS", "X"]
+    nvml.STATUS[0, 1] = 99
+    assert (doctor_child.p2p() or [])[0] == ["X", "U", "CNS"]
 
 
-def test_tables_are_in_the_order_of_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor_nvidia, "_smi", lambda words, timeout: TOPO)
-    assert doctor_nvidia.ask_matrix(["topo"], [2, 0, 1], 1.0) == [
-        ["X", "SYS", "PHB"],
-        ["SYS", "X", "NV18"],
-        ["PHB", "NV18", "X"],
+def test_links_to_a_switch_count_for_all_gpus_behind_it(nvml: Any) -> None:
+    """As few as the GPU has that has fewest; links that are down count nothing."""
+    nvml.nvmlDeviceGetNvLinkState = lambda gpu, link: link < (18, 18, 17)[gpu]
+    nvml.nvmlDeviceGetNvLinkRemoteDeviceType = lambda gpu, link: 2
+    assert doctor_child.links() == matrix(3, "NV17", "X", _0_1="NV18")
+
+
+def test_tables_are_in_the_order_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [gpu(at, uuid=uuid) for at, uuid in enumerate(("cc", "aa", "bb"))]
+    links = [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
+    known = [
+        {"index": at, "name": "H200", "uuid": f"GPU-{u}"} for at, u in enumerate(["aa", "bb", "cc"])
     ]
+    asker = Asker(1)
+    told = {"driver": {"version": "1", "cuda": "13.0", "gpus": known}, "links": links}
+    monkeypatch.setattr(asker, "process", lambda *_: (told, {}))
+    facts = doctor_probes._of_driver(asker, gpus, tmp_path)
+    assert facts["links"] == [["X", "SYS", "PHB"], ["SYS", "X", "NV18"], ["PHB", "NV18", "X"]]
 
 
-def test_driver_versions():
-    assert driver_cuda(BANNER) == "13.0"
-    assert driver_cuda("| CUDA Version: N/A |") is None
+def test_driver_versions(tmp_path: Path) -> None:
+    """Of the driver's own file."""
     line = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC "
         "2023\nGCC version: 12\n"
     )
-    assert driver_version(line) == "535.104.05"
     open_line = (
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     )
-    assert driver_version(open_line) == "580.159.04"
+    for text, version in ((line, "535.104.05"), (open_line, "580.159.04")):
+        write(tmp_path, {"proc/driver/nvidia/version": text})
+        assert driver_in(tmp_path) == Driver(version=version)
+    write(tmp_path, {"proc/driver/nvidia/version": "what"})
+    assert driver_in(tmp_path) is None
 
 
+@pytest.mark.usefixtures("nvml")
 def test_gpus_are_matched_by_uuid():
     ours = [gpu(0, uuid="bb", memory_free=1), gpu(1, uuid="aa", memory_free=2)]
-    theirs = parse_query(QUERY)[1]
+    theirs = seen()[:2]
     merged, order = by_uuid(ours, theirs)
     assert order == [1, 0]
     assert [(g.index, g.memory_free, g.mig) for g in merged] == [
@@ -284,65 +341,63 @@ def test_reasons_are_short():
     assert len(reason(ValueError("x" * 9999))) == 500
 
 
-def fake_smi(folder: Path, script: str) -> None:
-    file = folder / "nvidia-smi"
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-
-
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose programs come first."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    """A folder whose modules come first, also for processes of the doctor; its driver is loaded."""
+    known = [str(tmp_path), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(known))
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.1  Sat\n"
+    write(tmp_path, {"proc/driver/nvidia/version": version})
     return tmp_path
 
 
-ANSWERS = f"""case "$*" in
-  --query-gpu=*compute_cap*) cat <<'END'
-{QUERY}END
-  ;;
-  "topo -m") cat <<'END'
-{TOPO}END
-  ;;
-  "topo -p2p r") echo "no such option" >&2; exit 2;;
-  "") echo "{BANNER}";;
-esac"""
+def ask_driver(timeout: float, root: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is found out about a driver, and why the rest could not be told."""
+    asker = Asker(timeout)
+    return doctor_probes._of_driver(asker, [], root), asker.untold
 
 
-def test_nvidia_smi_that_hangs_fails_or_is_old(path: Path):
-    for script, timeout, why in (
-        ("exec sleep 600", 0.3, "no answer within 0.3 s"),
-        ("echo NVML: version mismatch; exit 18", 60, "exit code 18: NVML: version mismatch"),
-    ):
-        fake_smi(path, script)
-        with pytest.raises(RuntimeError, match=why):
-            ask_driver(timeout, path)
-    fake_smi(
-        path,
-        'case "$*" in *compute_cap*) echo Field x is not a valid field; exit 2;; --q*) '
-        "echo 0, K80, GPU-x, 10, 9, 390.1;; *) echo CUDA Version: 9.1;; esac",
-    )
-    driver = ask_driver(30, path)
-    assert driver is not None
-    assert (driver.version, driver.cuda, driver.gpus[0].memory_free) == ("390.1", "9.1", 9 << 20)
+@pytest.mark.parametrize(
+    ("script", "timeout", "why"),
+    [
+        ("import time; time.sleep(600)", 5, "no answer within 5 s"),
+        ("raise RuntimeError('NVML: version mismatch')", 60, "NVML: version mismatch"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "signal 9"),
+    ],
+)
+def test_a_driver_that_hangs_or_fails(path: Path, script: str, timeout: float, why: str) -> None:
+    text = f"{NVML}\ndef nvmlInit():\n    {script}\n"
+    write(path, {"pynvml.py": text})
+    facts, untold = ask_driver(timeout, path)
+    assert facts["driver"] is None
+    assert untold.keys() == {"driver", "links", "p2p"}
+    assert why in untold["driver"]
 
 
-def test_driver_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_driver(30, tmp_path) is None
-    write(
-        tmp_path,
-        {
-            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.1  "
-            "Sat\n"
-        },
-    )
-    assert ask_driver(30, tmp_path) == Driver(version="535.1")
+def test_no_driver_is_no_fault(path: Path) -> None:
+    text = f"{NVML}\ndef nvmlInit():\n    raise NVMLError_LibraryNotFound\n"
+    write(path, {"pynvml.py": text})
+    assert ask_driver(60, path) == ({"driver": None}, {})
+
+
+def test_driver_without_nvml(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is known by its file; what is not known is said, with the remedy."""
+    write(path, {"pynvml.py": "raise ModuleNotFoundError('pynvml')\n"})
+    facts, untold = ask_driver(60, path)
+    assert facts == {"driver": Driver(version="535.1")}
+    assert untold == {"links": NO_NVML, "p2p": NO_NVML}
+    assert "pip install" in NO_NVML
+    (path / "proc/driver/nvidia/version").unlink()
+    assert ask_driver(60, path) == ({"driver": None}, {})
+    asker = Asker(60)
+    monkeypatch.setattr(asker, "process", pytest.fail)
+    monkeypatch.setattr(asker, "ask_process", lambda *_: {"gpus": []})
+    assert doctor_probes.gather(asker, path).driver is None, "where nothing is, nobody is asked"
 
 
 def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """nvidia-smi's tables come out in torch's order, and one that fails only leaves a line."""
-    seen = [
+    """NVML's tables come out in torch's order, and one that fails only leaves a line."""
+    gpus = [
         {"index": 0, "name": "NVIDIA H200", "uuid": "cc"},
         {"index": 1, "name": "NVIDIA H200", "uuid": "bb"},
     ]
@@ -355,20 +410,19 @@ def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.Monke
             "error": "",
         },
         "nccl": {"version": "2.28.9", "wanted": None, "paths": []},
-        "gpus": seen,
+        "gpus": gpus,
         "peers": matrix(2, True, True),
     }
-    fake_smi(
-        path, ANSWERS.replace(QUERY, QUERY + "2, NVIDIA H200, GPU-cc, 1, 1, 580, 9.0, Disabled\n")
-    )
+    broken = "\ndef nvmlDeviceGetP2PStatus(*_):\n    raise NVMLError('no such option')\n"
+    write(path, {"pynvml.py": NVML + broken})
     asker = Asker(30)
     monkeypatch.setattr(asker, "ask_process", lambda *_: answers)
     facts = doctor_probes.gather(asker, path)
     assert facts.links == [["X", "PHB"], ["PHB", "X"]]
     assert facts.p2p is None
-    assert facts.untold["p2p"].endswith("exit code 2: no such option")
+    assert facts.untold["p2p"] == "NVMLError: no such option"
     assert "FileNotFoundError" in facts.untold["memory"]
     assert facts.driver is not None and facts.driver.cuda == "13.0" and len(facts.driver.gpus) == 3
-    assert facts.gpus is not None and [g.mig for g in facts.gpus] == [False, True]
+    assert facts.gpus is not None and [g.mig for g in facts.gpus] == [None, True]
     assert facts.torch is not None and facts.nccl == Library(version="2.28.9")
     assert {"mig", "no-nccl"} <= findings(facts).keys()

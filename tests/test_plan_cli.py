@@ -224,9 +224,9 @@ def test_no_machine_for_the_picture(tmp_path: Path) -> None:
         ),
         (
             ("--rates", "nowhere.json"),
-            "rates (nowhere.json) must be a file of tokenyard bench --json or --suite nvlink",
+            "rates (nowhere.json) must be a file of tokenyard bench --json or of suite nvlink",
         ),
-        (("--rates", str(DECODING)), "must be a file of tokenyard bench --json or --suite nvlink"),
+        (("--rates", str(DECODING)), "must be a file of tokenyard bench --json or of suite nvlink"),
         (
             ("--rates", str(TWOLEVEL)),
             "records of other suites, such as twolevel, have no rates of links",

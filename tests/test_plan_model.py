@@ -368,6 +368,24 @@ def test_rings_of_a_record_are_read() -> None:
     assert len(sizes) == 2 and min(sizes) == DEFAULT_BUFFER_BYTES
 
 
+@pytest.mark.parametrize("name", ["nvlink-4xh200-20261122", "collective-4xh200-20261121"])
+def test_both_schemas_of_records_are_read(tmp_path: Path, name: str) -> None:
+    """The second has a case where the first has a job, and SMs and rings in it."""
+    path = RECORD.with_name(f"{name}.json")
+    record = json.loads(path.read_text())
+    for row in record["rows"]:
+        moved = {"sms": row.pop("sms"), "rings": row.pop("rings", None)}
+        row["case"] = {**row.pop("job"), **moved, "engine": "", "topology": None}
+        row.update(section=row.get("section", ""), kind=row.get("kind", ""), network=None)
+    newer = tmp_path / "newer.json"
+    newer.write_text(json.dumps({**record, "schema": 2}))
+    assert read(newer) == read(path)
+    record["rows"][0]["network"] = {"rows": [1.0]}
+    newer.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="records of other suites, such as twolevel, have no"):
+        read(newer)
+
+
 @pytest.mark.parametrize("sms", [108, 148])
 def test_records_of_other_gpus_have_other_multiprocessors(tmp_path: Path, sms: int) -> None:
     """Calls that fill the GPU are such whatever its size; the curve over multiprocessors asks for
@@ -425,7 +443,7 @@ def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"must be a file of tokenyard bench --json or --suite nvlink \(FileNotFoundError"),
+        (None, r"must be a file of tokenyard bench --json or of suite nvlink \(FileNotFoundError"),
         ("no", "must be a file of tokenyard bench"),
         ("{}", "KeyError: 'rows'"),
         ("[]", "TypeError"),

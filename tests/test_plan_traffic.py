@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.cli.bench_inputs import Job, all_sent, traffic_there
+from tokenyard.cli.bench_inputs import Case, all_sent, once_per_rank
 from tokenyard.planner.picks import SKEWS, popularity, reach
 from tokenyard.planner.traffic import Traffic, traffic, traffic_of
 from tokenyard.planner.workload import Workload
@@ -73,17 +73,9 @@ def test_what_is_drawn_comes_to_what_is_expected() -> None:
 
 def test_uniform_traffic_is_that_of_the_bench() -> None:
     """Mean rows over three inputs of 512 tokens on 4 ranks, within 2 %."""
-    job = Job(
-        tokens=512,
-        hidden=8,
-        topk=8,
-        experts=64,
-        skew="uniform",
-        dtype="bf16",
-        layout="flat",
-        quantize="none",
-    )
-    counted = traffic_there(job, [all_sent(job, 4, number, 0) for number in range(3)])
+    case = Case(tokens=512, hidden=8, topk=8, experts=64)
+    inputs = [all_sent(case, 4, number, 0) for number in range(3)]
+    counted = [once_per_rank([s.topk_idx for s in each], 64, case.row_bytes) for each in inputs]
     mean = sum(sum(each.sent) for each in counted) / len(counted) / 4
     work = Workload(nodes=1, gpus_per_node=4, tokens=512, hidden=8, experts=64, topk=8)
     assert mean == pytest.approx(traffic(work, "uniform").nvlink.mean * work.row_bytes, rel=0.02)

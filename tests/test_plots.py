@@ -16,10 +16,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from tokenyard.cli import bench_nvlink_plot, bench_plot, plan_plot
-from tokenyard.cli.bench_inputs import Job
-from tokenyard.cli.bench_nvlink import Line
-from tokenyard.cli.bench_report import Row
+from benchmarks import nvlink_plot
+from tokenyard.cli import bench_plot, plan_plot
+from tokenyard.cli.bench_inputs import Case
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.planner.plan import scaling
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import DTYPES, Workload
@@ -36,16 +36,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def rows_of(record: str, kind: type[Row]) -> list[Any]:
-    known = {each.name for each in fields(kind)}
+def rows_of(record: str) -> list[Measurement]:
+    """Of a record of before the schema had a number."""
+    known = {each.name for each in fields(Measurement)}
     rows = json.loads((RECORDS / record).read_text())["rows"]
     return [
-        kind(
-            **{
-                name: Job(**value) if name == "job" else value
-                for name, value in row.items()
-                if name in known
-            }
+        Measurement(
+            case=Case(**row["job"], sms=row["sms"], rings=row.get("rings")),
+            **{name: value for name, value in row.items() if name in known},
         )
         for row in rows
     ]
@@ -122,7 +120,7 @@ def test_curves_of_a_plan_are_its_calls(drawn: list[Figure]) -> None:
 
 
 def test_a_sweep_has_a_look_per_system(drawn: list[Figure]) -> None:
-    bench_plot.draw(rows_of("collective-4xh200-20261121.json", Row), Path("sweep.png"))
+    bench_plot.draw(rows_of("collective-4xh200-20261121.json"), Path("sweep.png"))
     [figure] = drawn
     assert len(figure.axes) == 4
     found = looks(figure.axes)
@@ -132,7 +130,7 @@ def test_a_sweep_has_a_look_per_system(drawn: list[Figure]) -> None:
 
 
 def test_the_picture_of_a_record_has_a_look_per_call(drawn: list[Figure]) -> None:
-    bench_nvlink_plot.draw(rows_of("nvlink-4xh200-20261122.json", Line), Path("record.png"))
+    nvlink_plot.draw(rows_of("nvlink-4xh200-20261122.json"), Path("record.png"))
     [figure] = drawn
     assert [panel.get_title("left") for panel in figure.axes] == ["dispatch", "combine", "over SMs"]
     found = looks(figure.axes)

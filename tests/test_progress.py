@@ -10,19 +10,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks import __main__ as command
+from benchmarks import low_latency, nvlink, twolevel
+from benchmarks.low_latency import Decode
+from benchmarks.nvlink import MAIN, TOKENS, Suite
+from benchmarks.twolevel import BAR_SMS, TwoLevel
 from tokenyard import launch
-from tokenyard.cli import bench, bench_decode, bench_nvlink, bench_twolevel, progress
-from tokenyard.cli.bench_decode import Decode
-from tokenyard.cli.bench_inputs import Job
-from tokenyard.cli.bench_nvlink import MAIN, TOKENS, Suite
+from tokenyard.cli import bench, progress
+from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_run import Plan, run_rank
-from tokenyard.cli.bench_twolevel import BAR_SMS, TwoLevel
 
 LINE = re.compile(r" *\d+ s  (.*) \((\d+) of (\d+) stages done\)")
 SOON = 60.0
@@ -195,8 +196,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_a_sweep_goes_through_its_stages(alone: Callable[..., Any]) -> None:
-    jobs = [Job(4, 16, 2, 4, skew, "bf16", "flat", "none") for skew in ("uniform", "zipf")]
-    plan, steps = Plan(jobs, ["collective"], 1, 1, None, 0), Steps()
+    cases = [Case(4, 16, 2, 4, skew) for skew in ("uniform", "zipf")]
+    plan, steps = Plan(cases, ["collective"], 1, 1, None, 0), Steps()
     alone(run_rank, plan, steps)
     assert steps.seen == list(range(len(plan.stages) + 1))
     assert plan.stages[:4] == [
@@ -225,7 +226,7 @@ def test_the_record_of_nvlink_goes_through_its_stages(
         sections=sections,
     )
     steps = Steps()
-    alone(bench_nvlink.run_suite, suite, steps)
+    alone(nvlink.run_suite, suite, steps)
     assert steps.seen == list(range(len(suite.stages) + 1))
     assert len(suite.stages) == 2 * (len(sections) + 1)
     assert (
@@ -238,13 +239,13 @@ def test_the_record_of_decoding_goes_through_its_stages(
     alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: nothing is captured, and no engine made."""
-    monkeypatch.setattr(bench_decode, "ENGINES", ())
-    monkeypatch.setattr(bench_decode, "_graph", lambda *_: lambda: 1.0)
+    monkeypatch.setattr(low_latency, "ENGINES", ())
+    monkeypatch.setattr(low_latency, "_graph", lambda *_: lambda: 1.0)
     suite, steps = (
         Decode(tokens=(2, 4), hidden=64, topk=2, experts=4, iterations=1, warmup=1),
         Steps(),
     )
-    alone(bench_decode.run_decode, suite, steps)
+    alone(low_latency.run_decode, suite, steps)
     assert steps.seen == list(range(len(suite.stages) + 1))
     assert suite.stages[1:3] == ["2 tokens: timing", "4 tokens: checking and capturing"]
 
@@ -256,14 +257,12 @@ def test_the_record_of_twolevel_goes_through_its_stages(alone: Callable[..., Any
     )
     for engine, count in (("twolevel", 4), ("nvlink", 1)):
         steps = Steps()
-        alone(bench_twolevel.run_twolevel, suite, engine, counter=steps)
+        alone(twolevel.run_twolevel, suite, engine, counter=steps)
         assert steps.seen == list(range(len(suite.stages(engine)) + 1)) == list(range(count + 1))
 
 
 @pytest.mark.parametrize("suite", ["nvlink", "low_latency", "twolevel"])
-def test_record_suites_tell_their_stages(
-    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_record_suites_tell_their_stages(suite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a terminal, where their ranks print lines."""
     given: list[Any] = []
 
@@ -276,15 +275,8 @@ def test_record_suites_tell_their_stages(
     monkeypatch.setattr(launch, "spawn", spawn)
     monkeypatch.setattr(launch, "under_torchrun", lambda: False)
     console = Console(file=io.StringIO(), force_terminal=True)
-    (tmp_path / "x.md").write_text("")
-    for name in ("write_record", "write_decode_record", "write_twolevel_record"):
-        monkeypatch.setattr(bench, name, lambda *_: tmp_path / "x.md")
-    run: dict[str, Callable[[], Any]] = {
-        "nvlink": lambda: bench._run_suite(Suite(), 1, "cpu", tmp_path, console),
-        "low_latency": lambda: bench._run_decode(Decode(), 1, tmp_path, console),
-        "twolevel": lambda: bench._run_twolevel(TwoLevel(), tmp_path, console),
-    }
-    run[suite]()
+    options = command.Options(suite=suite, ranks=1, device="cpu")
+    command.measure(command.SUITES[suite].preset["cuda"], options, console)
     stages = {
         "nvlink": Suite().stages,
         "low_latency": Decode().stages,

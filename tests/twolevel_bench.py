@@ -1,6 +1,6 @@
 """What the suite ``twolevel`` checks before and after it times, on simulated ranks of that engine.
 
-``python tests/twolevel_bench.py 2 2``: 2 nodes of 2 ranks.
+``PYTHONPATH=.:src python tests/twolevel_bench.py 2 2``: 2 nodes of 2 ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if __name__ == "__main__":
 import torch
 
 import tokenyard as ty
-from tokenyard.cli.bench_batches import Batch
-from tokenyard.cli.bench_nvlink_cases import Library
-from tokenyard.cli.bench_twolevel import ALL_KINDS, TwoLevel
-from tokenyard.cli.bench_twolevel_cases import Counted, GridTruth
+from benchmarks.calls import library_calls
+from benchmarks.twolevel import ALL_KINDS, TwoLevel
+from benchmarks.twolevel_calls import Counted, GridTruth
+from tokenyard.cli.bench_cases import Batch
 from tokenyard.testing import payload, routing
 from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.group import SimulatedGroup
@@ -31,10 +31,11 @@ def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
     """
     grid = Topology(nodes, per_node)
     size, found = grid.world_size, dict[int, tuple[list[int], list[int]]]()
-    job = TwoLevel(hidden=128, topk=2, experts=2 * size).job(5)
-    x = [payload(rank, job.tokens, job.hidden, torch.bfloat16, 1) for rank in range(size)]
+    case = TwoLevel(hidden=128, topk=2, experts=2 * size).case(5, engine="twolevel")
+    x = [payload(rank, case.tokens, case.hidden, torch.bfloat16, 1) for rank in range(size)]
     picks = [
-        routing("uniform", rank, size, job.tokens, job.topk, job.experts, 1) for rank in range(size)
+        routing("uniform", rank, size, case.tokens, case.topk, case.experts, 1)
+        for rank in range(size)
     ]
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
 
@@ -43,20 +44,17 @@ def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
         make = partial(
             ty.ExpertParallel,
             group,
-            num_experts=job.experts,
-            hidden=job.hidden,
-            num_topk=job.topk,
-            max_tokens_per_rank=job.tokens,
+            **case.sizes,
             engine="twolevel",
             topology=(nodes, per_node),
             buffer_bytes=64 << 10,
         )
         ep, other = make(), make()
-        batch = Batch(x[ep.rank], idx, weights, ep.rank, job.experts)
-        probes = Library(ep, job, [batch], again=lambda: other).probes(ALL_KINDS)
-        counted = [Counted(probe, [batch], grid) for probe in probes]
+        batch = Batch(x[ep.rank], idx, weights, ep.rank, case.experts)
+        calls = library_calls(ep, case, [batch], ALL_KINDS, lambda: other)
+        counted = [Counted(call, [batch], grid) for call in calls]
         for each in counted:
-            each.attempt(0, GridTruth(batch, torch.cat(x), each.tree))
+            each.attempt(0, {each.tree: GridTruth(batch, torch.cat(x), each.tree)})
         found[ep.rank] = (
             [each.rows[0] for each in counted],
             [int(each.planned[ep.rank]) for each in counted],

@@ -6,7 +6,7 @@ at the same speed. They know every count beforehand and carry neither ids nor we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,228 +14,204 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tokenyard as ty
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Case, Expected, partial_sums, wire_rows
-from tokenyard.cli.bench_inputs import (
-    QUANTIZE,
-    Job,
-    Sent,
-    everything_to_everyone,
-    traffic_back,
-    traffic_there,
+from tokenyard.cli.bench_cases import (
+    COMBINE,
+    DISPATCH,
+    Batch,
+    Call,
+    Truth,
+    all_gather,
+    share,
+    wire_words,
 )
-from tokenyard.routing import send_order, tokens_in_ranks
+from tokenyard.cli.bench_inputs import QUANTIZE, Case, everything_to_everyone
+from tokenyard.routing import host_ints, send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
 
-PLAIN_EXCHANGE = "all_to_all_single"
+PLAIN_EXCHANGE, GATHER, SCATTER = "all_to_all_single", "all-gather", "reduce-scatter"
 FRESH_COPIES = "index_select + a2a + copy"
 KEPT_COPIES = "index_select + a2a + copy (staging kept)"
 
 _untyped: Any = dist
-# torch 2.13 renames these two and warns about the old names.
-all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
-"""``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
 _reduce_scatter_sum = (
     getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One input of a plain exchange: everything known beforehand. Rows are words
-    (``row_words``).
-    """
+class _Trip:
+    """One input of an exchange, known beforehand. Rows are words (``wire_words``)."""
 
     x: Tensor  # [T, words]
     order: Tensor  # [S] token of each row sent, by destination
-    send: Tensor  # [S, words] those rows
+    rows: Tensor  # [S, words] those rows
     to_peers: list[int]  # rows
     from_peers: list[int]  # rows
 
-    @property
-    def num_arriving(self) -> int:
-        return sum(self.from_peers)
+    @classmethod
+    def of(cls, batch: Batch, words: Tensor) -> _Trip:
+        size = len(batch.topk_idx)
+        picks = [tokens_in_ranks(idx, batch.experts, size) for idx in batch.topk_idx]
+        order = send_order(picks[batch.rank])
+        arriving = [int(each[:, batch.rank].sum()) for each in picks]
+        leaving = host_ints(picks[batch.rank].sum(0))
+        return cls(words, order, words.index_select(0, order), leaving, arriving)
 
-    def there(self, recv: Tensor, send: Tensor) -> None:
-        _untyped.all_to_all_single(recv, send, self.from_peers, self.to_peers)
+    def there(self, out: Tensor, rows: Tensor) -> Tensor:
+        _untyped.all_to_all_single(out, rows, self.from_peers, self.to_peers)
+        return out
 
-    def back(self, recv: Tensor, send: Tensor) -> None:
-        _untyped.all_to_all_single(recv, send, self.to_peers, self.from_peers)
-
-
-def baseline_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """The collectives on the same inputs. ``inputs[number][rank]`` is what that rank sends.
-    Collective.
-    """
-    return [
-        *_exchange_cases(job, inputs, device),
-        _exchange_back_case(job, inputs, device),
-        *_gather_cases(job, inputs, device),
-    ]
-
-
-def _exchanges(
-    job: Job, inputs: list[list[Sent]], device: torch.device, mode: ty.Quantize | None
-) -> tuple[list[_Exchange], Tensor]:
-    """What to exchange, per input, and room for whatever arrives."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    prepared: list[_Exchange] = []
-    for sent in inputs:
-        in_ranks = [tokens_in_ranks(each.topk_idx, job.experts, size) for each in sent]
-        x = wire_rows(sent[rank].x, mode).to(device)
-        order = send_order(in_ranks[rank]).to(device)
-        to_peers = [int(count) for count in in_ranks[rank].sum(0)]
-        from_peers = [int(each[:, rank].sum()) for each in in_ranks]
-        prepared.append(_Exchange(x, order, x.index_select(0, order), to_peers, from_peers))
-    return prepared, _room([each.num_arriving for each in prepared], prepared[0].x)
+    def back(self, out: Tensor, rows: Tensor) -> Tensor:
+        _untyped.all_to_all_single(out, rows, self.to_peers, self.from_peers)
+        return out
 
 
 def _room(rows: list[int], like: Tensor) -> Tensor:
     return like.new_empty(max(rows), like.shape[1])
 
 
-def _exchange_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """One ``all_to_all_single`` of the rows, alone and with the copies around it that the job
-    needs.
+def baselines(
+    case: Case,
+    batches: Sequence[Batch],
+    *,
+    label: str = "",
+    copies: bool = False,
+    gathers: bool = True,
+    back: bool = True,
+) -> list[Call]:
+    """``all_to_all_single`` once per rank and all-gather instead of a dispatch. Collective.
+
+    Args:
+        label: behind the names, such as " BF16".
+        copies: also an exchange with the copies around it that a dispatch needs.
+        gathers: all-gather (and reduce-scatter). back: also the ways back.
     """
-    prepared, landing = _exchanges(job, inputs, device, QUANTIZE[job.quantize])
-    packed, arrived = (
-        _room([each.order.numel() for each in prepared], landing),
-        torch.empty_like(landing),
-    )
-    traffic = traffic_there(job, inputs)
+    calls = _exchanges(case, batches, label, copies)
+    if back:
+        calls.append(_exchange_back(case, batches, label))
+    if gathers:
+        calls.append(_gather(case, batches, label))
+    if gathers and back:
+        calls.append(_scatter(case, batches, label))
+    return calls
+
+
+def _words(case: Case, batch: Batch) -> Tensor:
+    return wire_words(batch.x, QUANTIZE[case.quantize])
+
+
+def _exchanges(case: Case, batches: Sequence[Batch], label: str, copies: bool) -> list[Call]:
+    """One ``all_to_all_single`` of the rows, alone and with the copies around it."""
+    trips = [_Trip.of(batch, _words(case, batch)) for batch in batches]
+    arriving = [sum(trip.from_peers) for trip in trips]
+    landing = _room(arriving, trips[0].x)
+    traffic = [batch.traffic(case.row_bytes) for batch in batches]
+    packed = arrived = landing[:0]
+    if copies:
+        packed = _room([trip.order.numel() for trip in trips], landing)
+        arrived = torch.empty_like(landing)
 
     def plain(number: int) -> Tensor:
-        each = prepared[number]
-        recv = landing[: each.num_arriving]
-        each.there(recv, each.send)
-        return recv
+        return trips[number].there(landing[: arriving[number]], trips[number].rows)
 
     def fresh(number: int) -> Tensor:
-        each = prepared[number]
-        send = each.x.index_select(0, each.order)
-        recv = send.new_empty(each.num_arriving, send.shape[1])
-        each.there(recv, send)
-        return recv.clone()
+        trip = trips[number]
+        send = trip.x.index_select(0, trip.order)
+        return trip.there(send.new_empty(arriving[number], send.shape[1]), send).clone()
 
     def kept(number: int) -> Tensor:
-        each = prepared[number]
-        send, recv = packed[: each.order.numel()], arrived[: each.num_arriving]
-        torch.index_select(each.x, 0, each.order, out=send)
-        each.there(recv, send)
-        return recv.clone()
+        trip = trips[number]
+        send = packed[: trip.order.numel()]
+        torch.index_select(trip.x, 0, trip.order, out=send)
+        return trip.there(arrived[: arriving[number]], send).clone()
 
-    def check(recv: Tensor, expected: Expected) -> None:
-        assert_same_bits(recv.cpu(), expected.flat, what="rows")
+    def check(rows: Tensor, truth: Truth) -> None:
+        want = wire_words(truth.x, QUANTIZE[case.quantize])[truth.flat]
+        assert_same_bits(rows, want, what="rows")
 
-    alone, staged = landing.nbytes, packed.nbytes + arrived.nbytes
-    return [
-        Case(
-            PLAIN_EXCHANGE,
-            DISPATCH,
-            plain,
-            check,
-            traffic,
-            kept_bytes=lambda: alone,
-            note="rows ready to send",
-        ),
-        Case(FRESH_COPIES, DISPATCH, fresh, check, traffic, note="every buffer fresh"),
-        Case(
-            KEPT_COPIES,
-            DISPATCH,
-            kept,
-            check,
-            traffic,
-            kept_bytes=lambda: staged,
-            note="only the result is fresh",
-        ),
-    ]
+    def call(name: str, run: Callable[[int], Any], note: str, size: int) -> Call:
+        known: dict[str, Any] = {
+            "check": check,
+            "traffic": traffic,
+            "least": traffic,
+            "kept_bytes": lambda: size,
+        }
+        return Call(case=case, name=name + label, phase=DISPATCH, run=run, note=note, **known)
+
+    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", landing.nbytes)]
+    if copies:
+        staged = packed.nbytes + arrived.nbytes
+        calls.append(call(FRESH_COPIES, fresh, "every buffer fresh", 0))
+        calls.append(call(KEPT_COPIES, kept, "only the result is fresh", staged))
+    return calls
 
 
-def _exchange_back_case(job: Job, inputs: list[list[Sent]], device: torch.device) -> Case:
-    """One ``all_to_all_single`` that takes rows back to their owners, without the sum that combine
-    ends with.
-    """
-    prepared, landing = _exchanges(job, inputs, device, None)
-    room = _room([each.order.numel() for each in prepared], landing)
-    rows: list[Tensor] = []
-    for each in prepared:
-        rows.append(landing.new_empty(each.num_arriving, landing.shape[1]))
-        each.there(rows[-1], each.send)
+def _exchange_back(case: Case, batches: Sequence[Batch], label: str) -> Call:
+    """Rows back to their owners, without the sum that combine ends with."""
+    trips = [_Trip.of(batch, wire_words(batch.x, None)) for batch in batches]
+    room = _room([len(trip.rows) for trip in trips], trips[0].x)
+    rows = [trip.there(_room([sum(trip.from_peers)], trip.x), trip.rows) for trip in trips]
 
     def run(number: int) -> tuple[Tensor, Tensor]:
-        each = prepared[number]
-        recv = room[: each.order.numel()]
-        each.back(recv, rows[number])
-        return recv, each.send
+        trip = trips[number]
+        return trip.back(room[: len(trip.rows)], rows[number]), trip.rows
 
-    def check(result: tuple[Tensor, Tensor], _: Expected) -> None:
+    def check(result: tuple[Tensor, Tensor], _: Truth) -> None:
         assert_same_bits(*result, what="returned rows")
 
-    traffic, size = traffic_back(job, inputs), room.nbytes
-    return Case(
-        PLAIN_EXCHANGE,
-        COMBINE,
-        run,
-        check,
-        traffic,
-        kept_bytes=lambda: size,
-        note="rows ready, no sum",
-    )
+    traffic = [batch.traffic(case.combined_row_bytes, back=True) for batch in batches]
+    name = f"{PLAIN_EXCHANGE} back{label}" if label else PLAIN_EXCHANGE
+    known: dict[str, Any] = {"note": "rows ready, no sum", "kept_bytes": lambda: room.nbytes}
+    sizes: dict[str, Any] = {"traffic": traffic, "least": traffic}
+    return Call(case=case, name=name, phase=COMBINE, run=run, check=check, **known, **sizes)
 
 
-def _gather_cases(job: Job, inputs: list[list[Sent]], device: torch.device) -> list[Case]:
-    """All-gather every token instead of dispatching, reduce-scatter sums of all tokens instead of
-    combining.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = [wire_rows(sent[rank].x, QUANTIZE[job.quantize]).to(device) for sent in inputs]
-    gathered = rows[0].new_empty(size * rows[0].shape[0], rows[0].shape[1])
-    sums = [partial_sums([each.x for each in sent], rank).to(device) for sent in inputs]
-    reduced = sums[0].new_empty(job.tokens, job.hidden)
-    name, trips, reduce_scatter = reduce_scatter_for(reduced, sums[0])
+def _gather(case: Case, batches: Sequence[Batch], label: str) -> Call:
+    """Every token to every rank instead of a dispatch."""
+    rows, size = [_words(case, batch) for batch in batches], dist.get_world_size()
+    everything = rows[0].new_empty(size * case.tokens, rows[0].shape[1])
 
-    def gather(number: int) -> Tensor:
-        all_gather(gathered, rows[number])
-        return gathered
+    def run(number: int) -> Tensor:
+        all_gather(everything, rows[number])
+        return everything
 
-    def reduce(number: int) -> Tensor:
-        return reduce_scatter(sums[number])
+    def check(result: Tensor, truth: Truth) -> None:
+        want = wire_words(truth.x, QUANTIZE[case.quantize])
+        assert_same_bits(result, want, what="gathered rows")
 
-    def check_gathered(result: Tensor, expected: Expected) -> None:
-        assert_same_bits(result.cpu(), expected.gathered, what="gathered rows")
+    sizes: dict[str, Any] = {
+        "traffic": [everything_to_everyone(case.tokens, size, case.row_bytes)] * len(batches),
+        "least": [batch.traffic(case.row_bytes) for batch in batches],
+    }
+    known: dict[str, Any] = {"note": "all tokens to all", "kept_bytes": lambda: everything.nbytes}
+    name = GATHER + label
+    return Call(case=case, name=name, phase=DISPATCH, run=run, check=check, **known, **sizes)
 
-    def check_reduced(result: Tensor, expected: Expected) -> None:
-        assert_close(
-            result.cpu(),
-            expected.reduced,
-            relative=2 * torch.finfo(result.dtype).eps,
-            what="reduced rows",
-        )
 
-    there = [everything_to_everyone(job.tokens, size, job.row_bytes)] * len(inputs)
-    back = [everything_to_everyone(job.tokens, size, job.combined_row_bytes, trips)] * len(inputs)
-    many, few = gathered.nbytes, reduced.nbytes
-    return [
-        Case(
-            "all-gather",
-            DISPATCH,
-            gather,
-            check_gathered,
-            there,
-            kept_bytes=lambda: many,
-            note="all tokens to all",
-        ),
-        Case(
-            name,
-            COMBINE,
-            reduce,
-            check_reduced,
-            back,
-            kept_bytes=lambda: few,
-            note="sums of all tokens ready",
-        ),
-    ]
+def _scatter(case: Case, batches: Sequence[Batch], label: str) -> Call:
+    """Sums of every token of every rank instead of a combine."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sums = [Truth.of(batch).x * share(rank) for batch in batches]
+    reduced = torch.empty_like(batches[0].x)
+    name, trips, run_one = reduce_scatter_for(reduced, sums[0])
+
+    def run(number: int) -> Tensor:
+        return run_one(sums[number])
+
+    def check(result: Tensor, truth: Truth) -> None:
+        expected = truth.batch.x.float() * sum(map(share, range(size)))
+        relative = 2 * torch.finfo(result.dtype).eps
+        assert_close(result, expected, relative=relative, what="reduced rows")
+
+    row_bytes = case.combined_row_bytes
+    sizes: dict[str, Any] = {
+        "traffic": [everything_to_everyone(case.tokens, size, row_bytes, trips)] * len(batches),
+        "least": [batch.traffic(row_bytes, back=True) for batch in batches],
+    }
+    name += label if name == SCATTER else ""
+    known: dict[str, Any] = {"note": "sums of all tokens ready"}
+    known["kept_bytes"] = lambda: reduced.nbytes
+    return Call(case=case, name=name, phase=COMBINE, run=run, check=check, **known, **sizes)
 
 
 def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
@@ -256,4 +232,4 @@ def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[
         direct(sample)
     except RuntimeError:
         return "all-reduce + slice (no reduce-scatter here)", 2, by_all_reduce
-    return "reduce-scatter", 1, direct
+    return SCATTER, 1, direct

@@ -1,11 +1,10 @@
-"""What ``tokenyard bench`` sends: the points of a sweep, their inputs, and the bytes that must
-cross the wire.
-"""
+"""What a bench measures, as data: cases, their inputs, and the bytes that must cross."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,38 +22,45 @@ LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 QUANTIZE = {"none": None, **{mode.name.lower(): mode for mode in Quantize}}
 SKEWS = ("uniform", "zipf", "recorded")
 
-ROUTER_WIDTH = 64
-ROUTER_CONTEXT = 8
-ROUTER_SHARPNESS = 1.5
-ROUTER_FADING = 0.7
-ROUTER_TEXT = (
-    b"\n"
-    b"the tokens leave their rank and look for the experts that the router has picked for "
-    b"them, a few of many. each rank\n"
-    b"packs its rows, tells its peers how many will come, and sends them on their way. the "
-    b"experts do their work, row by\n"
-    b"row, and the results go back to the rank that owns the token, where they are added "
-    b"up in a fixed order. some experts\n"
-    b"are asked more often than others, because words are not equally common in any "
-    b"language, and so one rank may wait for\n"
-    b"another. a bench that sends the same number of rows to everyone will never see this: "
-    b"it is why we also route real\n"
-    b"text.\n"
-)
+ROUTER_WIDTH, ROUTER_CONTEXT = 64, 8
+ROUTER_SHARPNESS, ROUTER_FADING = 1.5, 0.7
+ROUTER_TEXT = b"""
+the tokens leave their rank and look for the experts that the router has picked for them, a few of
+many. each rank packs its rows, tells its peers how many will come, and sends them on their way. the
+experts do their work, row by row, and the results go back to the rank that owns the token, where
+they are added up in a fixed order. some experts are asked more often than others, because words are
+not equally common in any language, and so one rank may wait for another. a bench that sends the
+same number of rows to everyone will never see this: it is why we also route real text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One point of a sweep. ``tokens`` is per rank; the words are keys of the tables above."""
+class Case:
+    """One point of measurement. The words are keys of the tables above.
+
+    Attributes:
+        tokens: per rank; hidden: channels; topk, experts: picks per token, experts of all ranks.
+        engine: name of an engine, "" for a collective.
+        sms: SMs that kernels may use, rings: bytes of rings; None for the engine's own choice.
+        in_place: results lie in symmetric memory, or are taken from there.
+        cast_before: the caller quantises, not the send.
+        topology: nodes and ranks per node, None for one node.
+    """
 
     tokens: int
     hidden: int
     topk: int
     experts: int
-    skew: str
-    dtype: str
-    layout: str
-    quantize: str
+    skew: str = "uniform"
+    dtype: str = "bf16"
+    layout: str = "flat"
+    quantize: str = "none"
+    engine: str = ""
+    sms: int | None = None
+    rings: int | None = None
+    in_place: bool = False
+    cast_before: bool = False
+    topology: tuple[int, int] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -69,62 +75,70 @@ class Job:
         """Bytes of one row on its way back."""
         return self.hidden * DTYPES[self.dtype].itemsize
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What every ``ExpertParallel`` for this case is made with."""
+        return {
+            "num_experts": self.experts,
+            "hidden": self.hidden,
+            "num_topk": self.topk,
+            "max_tokens_per_rank": self.tokens,
+        }
 
-def sweep(**lists: list[int] | list[str]) -> list[Job]:
-    """Every combination of the given lists, one per field of :class:`Job`."""
-    names = [field.name for field in fields(Job)]
-    return [Job(*point) for point in product(*(lists[name] for name in names))]  # pyright: ignore[reportArgumentType]
+    @property
+    def rows(self) -> Case:
+        """What is moved, whoever moves it."""
+        return replace(
+            self, engine="", sms=None, rings=None, in_place=False, cast_before=False, topology=None
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank sends in one input, on the CPU.
+def sweep(**lists: list[Any]) -> list[Case]:
+    """Every combination of the given lists, one per field of :class:`Case`, in its order."""
+    names = [field.name for field in fields(Case) if field.name in lists]
+    points = product(*(lists[name] for name in names))
+    return [Case(**dict(zip(names, point, strict=True))) for point in points]
 
-    Attributes:
-        x: ``[T, H]`` random numbers.
-        topk_idx: ``[T, K]`` int64.
-        topk_weights: ``[T, K]`` float32.
-    """
+
+class Sent(NamedTuple):
+    """What one rank sends: ``x [T, H]``, ``topk_idx [T, K]`` int64, ``topk_weights [T, K]``."""
 
     x: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
 
 
-def all_sent(job: Job, num_ranks: int, number: int, seed: int) -> list[Sent]:
-    """Input ``number`` of every rank; the same on whichever rank computes it."""
-    return [_sent(job, rank, num_ranks, seed * NUM_INPUTS + number) for rank in range(num_ranks)]
+def all_sent(case: Case, num_ranks: int, number: int, seed: int) -> list[Sent]:
+    """Input ``number`` of every rank, on the CPU; the same on whichever rank computes it."""
+    seed = seed * NUM_INPUTS + number
+    return [_sent(case, rank, num_ranks, seed) for rank in range(num_ranks)]
 
 
-def _sent(job: Job, rank: int, num_ranks: int, seed: int) -> Sent:
-    x = payload(rank, job.tokens, job.hidden, DTYPES[job.dtype], seed)
-    if job.skew == "recorded":
-        return Sent(
-            x, *recorded_routing(job.tokens, job.topk, job.experts, seed * num_ranks + rank)
-        )
-    return Sent(x, *routing(job.skew, rank, num_ranks, job.tokens, job.topk, job.experts, seed))
+def _sent(case: Case, rank: int, num_ranks: int, seed: int) -> Sent:
+    x = payload(rank, case.tokens, case.hidden, DTYPES[case.dtype], seed)
+    if case.skew == "recorded":
+        seed = seed * num_ranks + rank
+        return Sent(x, *recorded_routing(case.tokens, case.topk, case.experts, seed))
+    sizes = (case.tokens, case.topk, case.experts)
+    return Sent(x, *routing(case.skew, rank, num_ranks, *sizes, seed))
 
 
 def recorded_routing(
     num_tokens: int, num_topk: int, num_experts: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Route text through a small softmax router whose weights are fixed random numbers (no trained
-    model).
+    """Route text through a small softmax router whose weights are fixed random numbers.
 
     The text is :data:`ROUTER_TEXT` with its words drawn anew for each ``seed``. A token is one
     byte; its hidden state is the sum of embeddings of the last :data:`ROUTER_CONTEXT` bytes, older
     ones weigh less.
 
-    Returns: ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32: the largest
-    probabilities, made to sum to 1.
+    Returns:
+        ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32, which sum to 1 per token.
     """
     fixed = torch.Generator().manual_seed(0)
     tables = torch.randn(ROUTER_CONTEXT, 256, ROUTER_WIDTH, generator=fixed)
-    router = (
-        torch.randn(ROUTER_WIDTH, num_experts, generator=fixed)
-        * ROUTER_SHARPNESS
-        / ROUTER_WIDTH**0.5
-    )
+    router = torch.randn(ROUTER_WIDTH, num_experts, generator=fixed)
+    router = router * ROUTER_SHARPNESS / ROUTER_WIDTH**0.5
     text = torch.tensor(list(_text(num_tokens + ROUTER_CONTEXT - 1, seed)))
     context = text.unfold(0, ROUTER_CONTEXT, 1).flip(1)
     hidden = sum(tables[age][context[:, age]] * ROUTER_FADING**age for age in range(ROUTER_CONTEXT))
@@ -134,8 +148,7 @@ def recorded_routing(
 
 def _text(num_bytes: int, seed: int) -> bytes:
     words = ROUTER_TEXT.split()
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(words), (num_bytes,), generator=generator)
+    drawn = torch.randint(len(words), (num_bytes,), generator=torch.Generator().manual_seed(seed))
     return b" ".join(words[int(at)] for at in drawn)[:num_bytes]
 
 
@@ -148,9 +161,7 @@ class Traffic:
 
     @property
     def busiest(self) -> int:
-        """Bytes in the busier direction of the busiest rank: what bounds the time if links work
-        both ways at once.
-        """
+        """Bytes in the busier direction of the busiest rank: links work both ways at once."""
         return max(*self.sent, *self.received)
 
     @property
@@ -160,35 +171,14 @@ class Traffic:
 
 
 def once_per_rank(topk_idx: list[Tensor], num_experts: int, row_bytes: int) -> Traffic:
-    """Traffic of rows that cross once per (token, destination rank). ``topk_idx`` has ``[T, K]`` of
-    each rank.
+    """Traffic of rows that cross once per (token, destination rank); ``topk_idx [T, K]`` per rank.
 
     >>> once_per_rank([torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 0], [3, 2]])], 4, 10)
     Traffic(sent=[10, 10], received=[10, 10])
     """
-    rows = torch.stack(
-        [tokens_in_ranks(idx, num_experts, len(topk_idx)).sum(0) for idx in topk_idx]
-    )
-    rows.fill_diagonal_(0)
-    sent, received = rows.sum(1) * row_bytes, rows.sum(0) * row_bytes
-    return Traffic([int(size) for size in sent], [int(size) for size in received])
-
-
-def traffic_there(job: Job, inputs: list[list[Sent]]) -> list[Traffic]:
-    """The least that dispatch has to move, per input."""
-    return [
-        once_per_rank([sent.topk_idx for sent in each], job.experts, job.row_bytes)
-        for each in inputs
-    ]
-
-
-def traffic_back(job: Job, inputs: list[list[Sent]]) -> list[Traffic]:
-    """The least that combine has to move, per input."""
-    there = [
-        once_per_rank([sent.topk_idx for sent in each], job.experts, job.combined_row_bytes)
-        for each in inputs
-    ]
-    return [Traffic(sent=each.received, received=each.sent) for each in there]
+    picked = [tokens_in_ranks(idx, num_experts, len(topk_idx)).sum(0) for idx in topk_idx]
+    rows = torch.stack(picked).fill_diagonal_(0) * row_bytes
+    return Traffic([int(size) for size in rows.sum(1)], [int(size) for size in rows.sum(0)])
 
 
 def everything_to_everyone(

@@ -1,6 +1,4 @@
-"""What each rank of ``tokenyard bench`` does: check all cases against the oracle, then measure
-them.
-"""
+"""What each rank of a bench does: check all calls against the truth, then measure them."""
 
 from __future__ import annotations
 
@@ -9,32 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import baseline_cases
-from tokenyard.cli.bench_cases import (
-    COMBINE,
-    PHASES,
-    Case,
-    Expected,
-    engine_cases,
-    expect,
-    expert_parallel,
-)
-from tokenyard.cli.bench_inputs import (
-    NUM_INPUTS,
-    Job,
-    Sent,
-    Traffic,
-    all_sent,
-    floor_us,
-    traffic_back,
-    traffic_there,
-)
-from tokenyard.cli.bench_report import Row
+from tokenyard.cli.bench_baselines import baselines
+from tokenyard.cli.bench_cases import PHASES, Call, Library, Oracle, Truth, sweep_inputs
+from tokenyard.cli.bench_inputs import NUM_INPUTS, Case, floor_us
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import Series, peak_extra_bytes, slowest_rank, time_interleaved
 
@@ -45,7 +27,7 @@ class Plan:
     unknown.
     """
 
-    jobs: list[Job]
+    cases: list[Case]
     engines: list[str]
     iterations: int
     warmup: int
@@ -56,144 +38,144 @@ class Plan:
     def stages(self) -> list[str]:
         """What a rank does, one after the other, in words."""
         parts = ("checking", "measuring memory", "timing")
-        return [
-            f"{job.tokens} tokens, {job.skew}, {job.layout}: {part}"
-            for job in self.jobs
-            for part in parts
-        ]
+        points = [f"{case.tokens} tokens, {case.skew}, {case.layout}" for case in self.cases]
+        return [f"{point}: {part}" for point in points for part in parts]
 
 
-def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Row]:
-    """Be one rank: measure every job. Collective; the rows are the same on every rank.
+def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Measurement]:
+    """Be one rank: measure every case. Collective; the lines are the same on every rank.
 
     ``counter`` counts :attr:`Plan.stages`.
     """
-    rows: list[Row] = []
-    for job in plan.jobs:
-        rows += run_job(job, plan, device, counter)
-    return rows
+    return [line for case in plan.cases for line in run_case(case, plan, device, counter)]
 
 
-def run_job(
-    job: Job, plan: Plan, device: torch.device, counter: Counter | None = None
-) -> list[Row]:
+def run_case(
+    case: Case, plan: Plan, device: torch.device, counter: Counter | None = None
+) -> list[Measurement]:
     """Measure every engine and baseline on one point of the sweep."""
-    size = dist.get_world_size()
-    inputs = [all_sent(job, size, number, plan.seed) for number in range(NUM_INPUTS)]
-    refused: list[Row] = []
+    batches, sent = sweep_inputs(case, plan.seed, device, NUM_INPUTS)
+    refused: list[Measurement] = []
     with ExitStack() as objects:
-        cases: list[Case] = []
+        calls: list[Call] = []
         for engine in plan.engines:
+            make = partial(
+                ty.ExpertParallel, **case.sizes, engine=engine, num_sms=case.sms, device=device
+            )
             try:
-                make = partial(expert_parallel, job, engine, device)
-                cases += engine_cases(job, inputs, device, objects.enter_context(make()), make)
+                ep = objects.enter_context(make())
+                calls += engine_calls(ep, case, batches, make)
             except ty.NotSupported as error:
+                name = f"tokenyard {engine}"
                 refused += [
-                    Row(job=job, name=f"tokenyard {engine}", phase=phase, error=str(error))
+                    Measurement(case=case, name=name, phase=phase, error=str(error))
                     for phase in PHASES
                 ]
-        cases += baseline_cases(job, inputs, device)
-        rows = measure(cases, job, inputs, plan, device, counter)
-    return [row for phase in PHASES for row in refused + rows if row.phase == phase]
+        calls += baselines(case, batches, copies=True)
+
+        def truth(number: int) -> Truth:
+            return Oracle.asked(case, batches[number], sent[number])
+
+        lines = measure(calls, truth, plan, device, counter)
+    return [line for phase in PHASES for line in refused + lines if line.phase == phase]
+
+
+def engine_calls(
+    ep: ty.ExpertParallel, case: Case, batches: list[Any], make: Callable[[], ty.ExpertParallel]
+) -> list[Call]:
+    """Dispatch, cached dispatch and combine of ``ep``. Collective."""
+    library = Library(ep, case, batches, make)
+    fresh = library.dispatch(cached=False, note=ep.why)
+    return [fresh, library.dispatch(cached=True), library.combine()]
 
 
 def measure(
-    cases: list[Case],
-    job: Job,
-    inputs: list[list[Sent]],
+    calls: Sequence[Call],
+    truth: Callable[[int], Truth],
     plan: Plan,
     device: torch.device,
     counter: Counter | None = None,
-) -> list[Row]:
-    """Check every case, then time those that were right. Collective."""
-    errors = check(cases, job, inputs, device)
+) -> list[Measurement]:
+    """Check every call, then measure memory and time of those that were right. Collective."""
+    errors = check(calls, truth, NUM_INPUTS, device)
     advance(counter)
-    right = [case for case, error in zip(cases, errors, strict=True) if not error]
+    right = [call for call, error in zip(calls, errors, strict=True) if not error]
     peaks = [
         on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device)
         for each in right
     ]
     advance(counter)
     series = time_interleaved(
-        [case.run for case in right],
+        [call.run for call in right],
         iterations=plan.iterations,
         warmup=plan.warmup,
-        num_inputs=len(inputs),
+        num_inputs=NUM_INPUTS,
         device=device,
         seed=plan.seed,
     )
     advance(counter)
-    there, back = traffic_there(job, inputs), traffic_back(job, inputs)
-    measured = iter(zip(peaks, series, strict=True))
-    rows: list[Row] = []
-    for case, error in zip(cases, errors, strict=True):
-        if error:
-            rows.append(Row(job=job, name=case.name, phase=case.phase, error=error))
-        else:
-            rows.append(
-                _row(
-                    case,
-                    job,
-                    *next(measured),
-                    back if case.phase == COMBINE else there,
-                    plan.link_gbs,
-                )
-            )
-    return rows
+    measured = iter(zip(series, peaks, strict=True))
+    found = [(None, None) if error else next(measured) for error in errors]
+    return [
+        line_of(call, error, times, plan.link_gbs, peaks=peak)
+        for call, error, (times, peak) in zip(calls, errors, found, strict=True)
+    ]
 
 
-def _row(
-    case: Case,
-    job: Job,
-    peaks: list[int],
-    times: Series,
-    least: list[Traffic],
+def line_of(
+    call: Call,
+    error: str,
+    times: Series | None,
     link_gbs: float | None,
-) -> Row:
-    """``peaks`` has one entry per rank; ``least`` is the traffic that the job cannot do without,
-    per input.
-    """
-    moved = least[0].moved
-    return Row(
-        job=job,
-        name=case.name,
-        phase=case.phase,
-        note=case.note,
-        wall_us=times.wall,
-        device_us=times.device,
-        wire_bytes=sum(each.busiest for each in case.traffic) / len(case.traffic),
-        floor_us=None if link_gbs is None else floor_us(least, link_gbs),
-        sms=case.sms,
-        symmetric_bytes=case.symmetric_bytes,
-        peak_bytes=max(peaks),
-        peak_per_moved=max(peak / size for peak, size in zip(peaks, moved, strict=True))
-        if all(moved)
-        else None,
+    *,
+    peaks: list[int] | None = None,
+    **known: Any,
+) -> Measurement:
+    """The line of a call. ``peaks``: of each rank, the most bytes of tensors beyond the inputs."""
+    moved, relative = call.least[0].moved, None
+    if peaks and all(moved):
+        relative = max(peak / size for peak, size in zip(peaks, moved, strict=True))
+    return Measurement(
+        case=call.case,
+        name=call.name,
+        phase=call.phase,
+        kind=call.kind,
+        note=call.note,
+        ours=call.ep is not None,
+        error=error,
+        wall_us=times.wall if times else [],
+        device_us=times.device if times else None,
+        wire_bytes=sum(each.busiest for each in call.traffic) / len(call.traffic),
+        floor_us=None if error or link_gbs is None else floor_us(call.least, link_gbs),
+        bar_us=call.bar_us,
+        symmetric_bytes=call.symmetric_bytes,
+        peak_bytes=max(peaks) if peaks else None,
+        peak_per_moved=relative,
+        **known,
     )
 
 
 def check(
-    cases: Sequence[Case], job: Job, inputs: list[list[Sent]], device: torch.device
+    calls: Sequence[Any],
+    truth: Callable[[int], Any],
+    num_inputs: int,
+    device: torch.device,
+    known: Sequence[str] | None = None,
 ) -> list[str]:
-    """Compare every case with the oracle on every input: what is wrong with it, "" if nothing.
-    Collective.
+    """Compare every call with the truth on every input: what is wrong with it, "" if nothing.
+
+    ``known``: errors that calls have already, which are left out. Collective.
     """
-    errors = [""] * len(cases)
-    for number, sent in enumerate(inputs):
-        expected = expect(job, sent, dist.get_rank())
-        on_ranks(
-            0, device
-        )  # the oracle takes ranks unequally long, and engines wait for peers a limited time only
-        for at, case in enumerate(cases):
+    errors = list(known or [""] * len(calls))
+    for number in range(num_inputs):
+        expected = truth(number)
+        # The truth takes ranks unequally long, and engines wait for peers a limited time only.
+        on_ranks(0, device)
+        for at, call in enumerate(calls):
             if not errors[at]:
-                errors[at] = failure(
-                    partial(_attempt, case, number, expected), case.title, number, device
-                )
+                attempt = partial(call.attempt, number, expected)
+                errors[at] = failure(attempt, call.title, number, device)
     return errors
-
-
-def _attempt(case: Case, number: int, expected: Expected) -> None:
-    case.check(case.run(number), expected)
 
 
 def failure(attempt: Callable[[], None], title: str, number: int, device: torch.device) -> str:
@@ -206,17 +188,13 @@ def failure(attempt: Callable[[], None], title: str, number: int, device: torch.
     except Exception as error:
         what = str(error) or type(error).__name__
         if dist.get_rank():  # what rank 0 knows stands in the report
-            print(
-                f"rank {dist.get_rank()}: {title}, input {number}: {what}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"rank {dist.get_rank()}: {title}, input {number}: {what}"
+            print(text, file=sys.stderr, flush=True)
     wrong = [rank for rank, failed in enumerate(on_ranks(int(bool(what)), device)) if failed]
     if not wrong:
         return ""
-    return f"wrong on rank {', '.join(map(str, wrong))} (input {number})" + (
-        f": {what}" if what else ""
-    )
+    where = f"wrong on rank {', '.join(map(str, wrong))} (input {number})"
+    return f"{where}: {what}" if what else where
 
 
 def on_ranks(value: int, device: torch.device) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,18 +13,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tokenyard.cli.demo_check import bytes_of_rank_zero
 from tokenyard.cli.demo_model import LayerShape
-from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
-from tokenyard.cli.options import check_device, check_engine, check_plot
+from tokenyard.cli.demo_rank import DemoConfig, DemoResult, bytes_of_rank_zero, run_rank
+from tokenyard.cli.options import bad, check_device, check_engine, check_plot, command, option
 from tokenyard.cli.progress import progress
-from tokenyard.cli.report import print_result
+from tokenyard.cli.report import print_line, print_result
 from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
 from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
 from tokenyard.types import Layout
-
-DTYPES = Literal["float32", "bfloat16"]
 
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error (2-norm of the difference over 2-norm) that passes for rounding."""
@@ -35,70 +33,79 @@ README = Path(__file__).parents[3] / "README.md"
 """The project's README, if the package runs from its repository."""
 
 Ranks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Ranks to start.", show_default="4; under torchrun its own"),
+    int | None, option("Ranks to start.", min=1, show_default="4; under torchrun its own")
 ]
 Text = Annotated[
-    Path | None,
-    typer.Option(help="File whose bytes are the tokens.", show_default="the project's README"),
+    Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
 ]
 Plot = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False, help="Draw traffic and expert load (.png, .svg, .pdf).", show_default="none"
-    ),
+    Path | None, option("Draw traffic and expert load (.png, .svg, .pdf).", dir_okay=False)
+]
+Layouts = Annotated[Literal["flat", "expert_major"], option("Order of the received rows.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"], option("What rows travel and experts compute in.")
 ]
 
 
-def demo(
-    ranks: Ranks = None,
-    text: Text = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Use at most so many bytes of the text.")
-    ] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="Channels of a token.")] = 128,
-    experts: Annotated[int, typer.Option(min=1, help="Experts, all ranks together.")] = 16,
-    topk: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 2,
-    ffn: Annotated[int, typer.Option(min=1, help="Channels inside an expert.")] = 256,
-    dtype: Annotated[
-        DTYPES, typer.Option(help="What rows travel and experts compute in.")
-    ] = "float32",
-    layout: Annotated[
-        Literal["flat", "expert_major"], typer.Option(help="Order of the received rows.")
-    ] = "flat",
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where the ranks compute.")
-    ] = "cpu",
-    engine: Annotated[str, typer.Option(help="What moves the rows.")] = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after one to warm up.")] = 5,
-    plot: Plot = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the output's gradient.")] = 0,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of ``tokenyard demo``."""
+
+    ranks: Ranks = None
+    text: Text = None
+    tokens: Annotated[int, option("Use at most so many bytes of the text.", min=1)] = 4096
+    hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
+    experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
+    topk: Annotated[int, option("Experts per token.", min=1)] = 2
+    ffn: Annotated[int, option("Channels inside an expert.", min=1)] = 256
+    dtype: Dtype = "float32"
+    layout: Layouts = "flat"
+    device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
+    engine: Annotated[str, option("What moves the rows.")] = "auto"
+    steps: Annotated[int, option("Timed steps, after one to warm up.", min=1)] = 5
+    plot: Plot = None
+    seed: Annotated[int, option("Of the weights and the output's gradient.")] = 0
+
+    @property
+    def config(self) -> DemoConfig:
+        """What every rank runs, checked."""
+        if self.topk > self.experts:
+            bad("--topk", f"{self.topk} experts per token, but there are {self.experts}")
+        check_device(self.device)
+        if self.engine not in ENGINES:
+            bad("--engine", f"{self.engine!r} is not one of {', '.join(ENGINES)}")
+        check_engine(self.engine, self.device)
+        dtype = getattr(torch, self.dtype)
+        shape = LayerShape(self.hidden, self.ffn, self.experts, self.topk, dtype)
+        return DemoConfig(shape, Layout[self.layout.upper()], self.engine, self.steps, self.seed)
+
+
+@command(Options)
+def demo(options: Options) -> None:
     """Run an MoE layer on a real text, forward and backward, over several ranks, and compare with
     one process.
 
     The exit code is 1 if the output or a gradient differs. Works under torchrun too.
     """
-    world, leads = _ranks(ranks)
-    _check(experts, topk, device, engine)
-    shape = LayerShape(hidden, ffn, experts, topk, getattr(torch, dtype))
-    config = DemoConfig(shape, Layout[layout.upper()], engine, steps, seed)
+    world, leads = _ranks(options.ranks)
+    config = options.config
     console, content, title = Console(quiet=not leads), b"", ""
     if leads:
-        check_plot(plot, SUFFIXES)
-        name, content = _read(text, tokens)
+        check_plot(options.plot, SUFFIXES)
+        name, content = _read(options.text, options.tokens)
         title = (
-            f"{len(content)} bytes of {name}, {hidden} channels, top {topk} of {experts} experts, "
-            f"{dtype}, {layout}"
+            f"{len(content)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
+            f"{options.experts} experts, {options.dtype}, {options.layout}"
         )
-        console.print(f"[bold]{world} ranks[/bold] on {device}: {escape(title)}", highlight=False)
-    result = _run(config, content, world, device, console)
-    good = print_result(console, result, LIMITS[dtype])
-    if leads and plot is not None:
+        text = f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}"
+        console.print(text, highlight=False)
+    result = _run(config, content, world, options.device, console)
+    good = print_result(console, result, LIMITS[options.dtype])
+    if leads and options.plot is not None:
         from tokenyard.cli.plots import save_traffic
 
-        save_traffic(plot, result, title)
-        console.print(f"Wrote {escape(str(plot))}", highlight=False, soft_wrap=True)
+        save_traffic(options.plot, result, title)
+        print_line(console, f"Wrote {escape(str(options.plot))}")
     if not good:
         raise typer.Exit(1)
 
@@ -109,50 +116,29 @@ def _ranks(asked: int | None) -> tuple[int, bool]:
         return asked or 4, True
     started = int(os.environ["WORLD_SIZE"])
     if asked not in (None, started):
-        raise typer.BadParameter(
-            f"{asked} ranks, but torchrun started {started}: leave it out", param_hint="--ranks"
-        )
+        bad("--ranks", f"{asked} ranks, but torchrun started {started}: leave it out")
     return started, os.environ["RANK"] == "0"
-
-
-def _check(experts: int, topk: int, device: str, engine: str) -> None:
-    if topk > experts:
-        raise typer.BadParameter(
-            f"{topk} experts per token, but there are {experts}", param_hint="--topk"
-        )
-    check_device(device)
-    if engine not in ENGINES:
-        raise typer.BadParameter(
-            f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine"
-        )
-    check_engine(engine, device)
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     """A name for the text, and its first bytes. Default: the README, which an installed package
     carries as metadata.
     """
-    if path is not None:
+    name, content = "tokenyard's README", b""
+    if path is not None or README.is_file():
+        file = path or README
+        name = file.name
         try:
-            name, content = path.name, path.read_bytes()
+            content = file.read_bytes()
         except OSError as error:
-            raise typer.BadParameter(
-                f"cannot read {path}: {error.strerror}", param_hint="--text"
-            ) from None
-    elif README.is_file():
-        name, content = README.name, README.read_bytes()
+            bad("--text", f"cannot read {file}: {error.strerror}")
     else:
         try:
-            name, content = (
-                "tokenyard's README",
-                str(metadata("tokenyard").json.get("description", "")).encode(),
-            )
+            content = str(metadata("tokenyard").json.get("description", "")).encode()
         except PackageNotFoundError:
-            raise typer.BadParameter(
-                f"there is no README at {README}: name a file", param_hint="--text"
-            ) from None
+            bad("--text", f"there is no README at {README}: name a file")
     if not content:
-        raise typer.BadParameter(f"{name} is empty", param_hint="--text")
+        bad("--text", f"{name} is empty")
     return name, content[:most]
 
 
@@ -163,13 +149,12 @@ def _run(
     only.
     """
     steps = [f"step {i + 1} of {config.steps}" for i in range(config.steps)]
-    with progress(
-        [f"starting {world} ranks", "warming up", *steps, "comparing with one process"], console
-    ) as counter:
+    stages = [f"starting {world} ranks", "warming up", *steps, "comparing with one process"]
+    with progress(stages, console) as counter:
         try:
             if not under_torchrun():
                 return spawn(run_rank, world, config, content, counter, device=device)[0]
             with joined_by_launcher(device) as here:
                 return run_rank(here, config, bytes_of_rank_zero(content), counter)
         except NotSupported as error:
-            raise typer.BadParameter(str(error), param_hint="--engine") from None
+            bad("--engine", str(error))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,19 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.demo_check import compare, gather_rows, results, sum_over_ranks
-from tokenyard.cli.demo_model import PER_EXPERT, SHARED, LayerShape, MoeLayer, make_weights
+from tokenyard.cli.demo_model import (
+    PER_EXPERT,
+    SHARED,
+    LayerShape,
+    MoeLayer,
+    compare,
+    make_weights,
+    results,
+)
 from tokenyard.cli.progress import Counter
-from tokenyard.routing import expert_bounds
+from tokenyard.routing import expert_bounds, host_ints
 
 PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What to run: sizes, layout of the received rows, engine, timed steps, and the seed of weights
-    and gradient.
-    """
+    """What to run; ``layout`` of the received rows, ``seed`` of weights and gradient."""
 
     shape: LayerShape
     layout: ty.Layout
@@ -43,13 +48,14 @@ class DemoConfig:
 class DemoResult:
     """What the ranks saw, the same on every rank.
 
-    Attributes: why: the engine that ran, and the reason for it. tokens: per rank, tokens that it
-    owns. rows: per rank, rows that one dispatch brings it. sent: bytes per step (forward and
-    backward) from rank ``i`` to rank ``j``. received: bytes per step at rank ``i`` from rank ``j``.
-    experts: per rank, experts that it holds (rank 0 the first ones, and so on). load: per expert,
-    tokens routed to it. errors: relative error per compared tensor (named by
-    :func:`tokenyard.cli.demo_check.results`). seconds: per phase, median over the steps of the
-    slowest rank.
+    Attributes:
+        why: the engine that ran, and the reason for it.
+        tokens, rows, experts: per rank, tokens that it owns, rows that one dispatch brings it,
+            experts that it holds (rank 0 the first ones, and so on).
+        sent, received: bytes per step (forward and backward) at rank ``i`` to or from rank ``j``.
+        load: per expert, tokens routed to it.
+        errors: relative error per compared tensor (named by :func:`results`).
+        seconds: per phase, median over the steps of the slowest rank.
     """
 
     why: str
@@ -86,7 +92,7 @@ class PhaseClock:
 
 class Problem:
     """Tokens, output gradient and weights of the whole layer, the same on every rank, and who holds
-    which part.
+    which part. Tokens are shared out like experts: contiguous, nearly equal.
     """
 
     def __init__(self, config: DemoConfig, text: bytes, device: torch.device) -> None:
@@ -97,12 +103,11 @@ class Problem:
         gradient = torch.randn(len(text), self.shape.hidden, generator=generator)
         self.gradient = gradient.to(device, self.shape.dtype)
         self.weights = make_weights(self.shape, config.seed, device)
-        self.split = expert_bounds(
-            len(text), world
-        )  # tokens are shared out like experts: contiguous, nearly equal
+        self.split = expert_bounds(len(text), world)
         self.owned = expert_bounds(self.shape.num_experts, world)
-        self.mine = slice(*self.split[rank : rank + 2])
-        self.held = slice(*self.owned[rank : rank + 2])
+        self.mine, self.held = (
+            slice(*bounds[rank : rank + 2]) for bounds in (self.split, self.owned)
+        )
 
     def layer(self, held: slice) -> MoeLayer:
         """The layer with a slice of the experts."""
@@ -183,10 +188,9 @@ def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Cou
     layer = problem.layer(problem.held)
 
     def begin_stage() -> None:
+        """Start together, so that no phase counts another rank's delay."""
         counter.value += dist.get_rank() == 0
-        sum_over_ranks(
-            torch.zeros(1)
-        )  # start together, so that no phase counts another rank's delay
+        sum_over_ranks(torch.zeros(1))
 
     def step(ep: ty.ExpertParallel) -> tuple[Tensor, ty.Received]:
         begin_stage()
@@ -213,7 +217,33 @@ def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Cou
         sent=gather_rows(moved[0]),
         received=gather_rows(moved[1]),
         experts=sizes(problem.owned),
-        load=cast(list[int], sum_over_ranks(counts).tolist()),
+        load=host_ints(sum_over_ranks(counts)),
         errors=problem.errors(layer, y),
         seconds=clock.slowest(),
     )
+
+
+# Numbers over ranks, without pickling anything
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Collective: the sum of every rank's tensor, on this tensor's device."""
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = tensor.detach().to(where, copy=True)
+    dist.all_reduce(total)
+    return total.to(tensor.device)
+
+
+def gather_rows(row: Sequence[float]) -> list[list[float]]:
+    """Collective: every rank's numbers (equally many on each), in rank order."""
+    table = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
+    return cast(list[list[float]], sum_over_ranks(table).tolist())
+
+
+def bytes_of_rank_zero(text: bytes) -> bytes:
+    """Collective: what rank 0 passed."""
+    own = text if dist.get_rank() == 0 else b""
+    buffer = torch.zeros(int(sum_over_ranks(torch.tensor(len(own)))), dtype=torch.uint8)
+    buffer[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    return bytes(host_ints(sum_over_ranks(buffer)))

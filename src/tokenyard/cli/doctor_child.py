@@ -1,9 +1,8 @@
-"""The process that asks torch and the GPU driver, or runs the self-test, for ``tokenyard doctor``:
-it may hang or crash.
+"""The process that asks torch or the GPU driver, or runs the self-test: it may hang or crash.
 
-``python -m tokenyard.cli.doctor_child RESULTS torch`` or ``... RESULTS self-test DEVICE RANKS
-ENGINE SECONDS`` writes one JSON line per answer to the file ``RESULTS``: ``{"name": ..., "value":
-...}`` or ``{"name": ..., "error": ...}``.
+``python -m tokenyard.cli.doctor_child RESULTS torch``, ``... RESULTS nvml`` or ``... RESULTS
+self-test DEVICE RANKS ENGINE SECONDS`` writes one JSON line per answer to the file ``RESULTS``:
+``{"name": ..., "value": ...}`` or ``{"name": ..., "error": ...}``.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
-from tokenyard.cli.doctor_guard import reason
+from tokenyard.cli.doctor_guard import NO_NVML, reason
 from tokenyard.cli.doctor_selftest import self_test
 from tokenyard.memory.preflight import explain, local_reports
+
+# torch
 
 
 def _torch() -> dict[str, Any]:
     build: Any = torch.version
     backends = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
-    return {
-        "version": torch.__version__,
-        "cuda": build.cuda,
-        "hip": build.hip,
-        "backends": [
-            name for name, asks in backends.items() if dist.is_available() and getattr(dist, asks)()
-        ],
-        "error": _start_error() if build.cuda or build.hip else "",
-    }
+    has = [name for name, ask in backends.items() if dist.is_available() and getattr(dist, ask)()]
+    error = _start_error() if build.cuda or build.hip else ""
+    known = {"version": torch.__version__, "cuda": build.cuda, "hip": build.hip}
+    return {**known, "backends": has, "error": error}
 
 
 def _start_error() -> str:
@@ -64,6 +61,12 @@ def _symmetric_memory() -> str:
     return ""
 
 
+def _collect_env() -> dict[str, str]:
+    env: Any = collect_env
+    told: dict[str, Any] = env.get_env_info()._asdict()
+    return {name: str(value) for name, value in told.items() if value not in (None, "", "N/A")}
+
+
 def _nccl() -> dict[str, Any] | None:
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
@@ -73,9 +76,7 @@ def _nccl() -> dict[str, Any] | None:
 
 
 def _nvshmem() -> dict[str, Any]:
-    """The version is that of the installed package, and so may differ from a library loaded from
-    elsewhere.
-    """
+    """The version is that of the package; a library loaded from elsewhere may have another."""
     package, wanted = _wanted("nvidia-nvshmem")
     try:
         version = metadata.version(package) if package else None
@@ -143,22 +144,143 @@ def _preflight() -> list[str]:
     return explain(local_reports())
 
 
-TORCH: dict[str, Callable[[], Any]] = {
-    "triton": _triton,
-    "symmetric_memory": _symmetric_memory,
-    "nccl": _nccl,
-    "nvshmem": _nvshmem,
-    "torch": _torch,
-    "gpus": _gpus,
-    "peers": _peers,
-    "preflight": _preflight,
+# The driver
+
+P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS"}
+"""nvidia-smi's word for each status of a pair; others are U, unknown."""
+
+PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvidia-smi's word for the level of a pair's nearest common ancestor."""
+
+READ, SWITCH = 0, 2
+"""NVML's numbers for the capability to read a peer's memory, and for an NVLink to a switch."""
+
+
+def nvml() -> Any:
+    """NVML, started; None where there is no driver.
+
+    Raises:
+        RuntimeError: nvidia-ml-py is not installed. NVMLError: the driver refuses.
+    """
+    try:
+        library: Any = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        raise RuntimeError(NO_NVML) from None
+    try:
+        library.nvmlInit()
+    except library.NVMLError_LibraryNotFound:
+        return None
+    return library
+
+
+def _handles(library: Any) -> list[Any]:
+    return [library.nvmlDeviceGetHandleByIndex(at) for at in range(library.nvmlDeviceGetCount())]
+
+
+def driver() -> dict[str, Any] | None:
+    """The fields of ``Driver``; None where there is none."""
+    library = nvml()
+    if library is None:
+        return None
+    cuda = int(library.nvmlSystemGetCudaDriverVersion_v2())
+    return {
+        "version": library.nvmlSystemGetDriverVersion(),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "gpus": [_seen(library, at, handle) for at, handle in enumerate(_handles(library))],
+    }
+
+
+def _seen(library: Any, index: int, handle: Any) -> dict[str, Any]:
+    """The fields of ``Gpu``; None for what this GPU does not tell."""
+
+    def ask(name: str) -> Any:
+        try:
+            return getattr(library, f"nvmlDeviceGet{name}")(handle)
+        except library.NVMLError:
+            return None
+
+    memory, capability, mig = ask("MemoryInfo"), ask("CudaComputeCapability"), ask("MigMode")
+    return {
+        "index": index,
+        "name": ask("Name"),
+        "uuid": ask("UUID"),
+        "capability": capability and ".".join(map(str, capability)),
+        "memory_total": memory and memory.total,
+        "memory_free": memory and memory.free,
+        "mig": mig and bool(mig[0]),
+    }
+
+
+def links() -> list[list[str]] | None:
+    """The path of every pair of GPUs as nvidia-smi names it, in NVML's order."""
+    library = nvml()
+    if library is None:
+        return None
+    handles = _handles(library)
+    ends = [_nvlinks(library, handle) for handle in handles]
+    buses = [str(library.nvmlDeviceGetPciInfo(handle).busId).lower() for handle in handles]
+
+    def path(a: int, b: int) -> str:
+        if a == b:
+            return "X"
+        switched = min(ends[a].count(""), ends[b].count(""))
+        if count := ends[a].count(buses[b]) + switched:
+            return f"NV{count}"
+        level = int(library.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]))
+        return PATHS.get(level, "SYS")
+
+    return [[path(a, b) for b in range(len(handles))] for a in range(len(handles))]
+
+
+def _nvlinks(library: Any, handle: Any) -> list[str]:
+    """Where each active NVLink of a GPU leads: a PCI address, "" for a switch."""
+    found: list[str] = []
+    for link in range(int(library.NVML_NVLINK_MAX_LINKS)):
+        try:
+            if library.nvmlDeviceGetNvLinkState(handle, link):
+                switch = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == SWITCH
+                peer = library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)
+                found.append("" if switch else str(peer.busId).lower())
+        except library.NVMLError:  # fewer links than that, or none at all
+            continue
+    return found
+
+
+def p2p() -> list[list[str]] | None:
+    """What the driver says about reading a peer's memory, in nvidia-smi's words."""
+    library = nvml()
+    if library is None:
+        return None
+    handles = _handles(library)
+
+    def status(a: int, b: int) -> str:
+        if a == b:
+            return "X"
+        return P2P.get(int(library.nvmlDeviceGetP2PStatus(handles[a], handles[b], READ)), "U")
+
+    return [[status(a, b) for b in range(len(handles))] for a in range(len(handles))]
+
+
+QUESTIONS: dict[str, dict[str, Callable[[], Any]]] = {
+    "torch": {
+        "triton": _triton,
+        "symmetric_memory": _symmetric_memory,
+        "nccl": _nccl,
+        "nvshmem": _nvshmem,
+        "torch": _torch,
+        "gpus": _gpus,
+        "peers": _peers,
+        "preflight": _preflight,
+        "collect_env": _collect_env,
+    },
+    "nvml": {"driver": driver, "links": links, "p2p": p2p},
 }
 """By the attribute of ``Facts``; what may hang comes last, so that the rest is known."""
 
 
 def main(results: str, what: str, *arguments: str) -> None:
     """Answer every question of ``what``, each as soon as it is known."""
-    probes = TORCH if what == "torch" else {"self-test": lambda: self_test(*arguments)}
+    probes = QUESTIONS.get(what) or {"self-test": lambda: self_test(*arguments)}
     with open(results, "a") as out:
         for name, probe in probes.items():
             try:

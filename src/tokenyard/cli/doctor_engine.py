@@ -79,19 +79,15 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
         return Engine("collective", f"{seen}: ranks over gloo, through host memory")
     ranks = ranks or len(gpus)
     missing = missing_for_nvlink(facts, ranks)
+    triton = f"Triton {facts.triton}"
     if not missing and ranks == 1:
-        return Engine("nvlink", f"one rank, on a GPU, Triton {facts.triton}")
+        return Engine("nvlink", f"one rank, on a GPU, {triton}")
     if not missing:
-        return Engine(
-            "nvlink",
-            f"{ranks} GPUs that all reach each other, Triton {facts.triton}, symmetric memory",
-        )
-    has_nccl = facts.torch is not None and "nccl" in facts.torch.backends
-    wire = (
-        "NCCL, one GPU per rank"
-        if has_nccl
-        else "gloo, through host memory, since torch has no NCCL"
-    )
+        why = f"{ranks} GPUs that all reach each other, {triton}, symmetric memory"
+        return Engine("nvlink", why)
+    wire = "gloo, through host memory, since torch has no NCCL"
+    if facts.torch is not None and "nccl" in facts.torch.backends:
+        wire = "NCCL, one GPU per rank"
     return Engine("collective", f"over {wire}; not nvlink: {'; '.join(missing)}")
 
 
@@ -111,10 +107,8 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
     elif not triton_fits(facts.triton):
         missing.append(f"it needs Triton {TRITON}, and this is {facts.triton}")
     if old := old_gpus(facts, ranks):
-        least, names = (
-            ".".join(map(str, CAPABILITY)),
-            ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old),
-        )
+        least = ".".join(map(str, CAPABILITY))
+        names = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old)
         missing.append(f"it needs compute capability {least}, and there is {names}")
     if ranks > 1 and facts.symmetric_memory != "":
         missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
@@ -128,12 +122,10 @@ def _missing_links(facts: Facts, ranks: int) -> list[str]:
         missing.append(f"{ranks} ranks, but {gpus} GPUs on this host")
     elif facts.peers is None:
         missing.append("could not tell which GPUs reach each other")
-    bad = unreachable(facts, ranks)
+    bad, pairs = unreachable(facts, ranks), gpu_pairs(facts, ranks)
     if bad:
-        missing.append(
-            f"no peer access between GPUs {pairs_text(bad)} ({len(bad)} of "
-            f"{len(gpu_pairs(facts, ranks))} pairs)"
-        )
+        of = f"{len(bad)} of {len(pairs)} pairs"
+        missing.append(f"no peer access between GPUs {pairs_text(bad)} ({of})")
     elif facts.peers is not None:
         missing += facts.preflight or []
     return missing
@@ -155,24 +147,17 @@ def need(workload: Workload, engine: str, facts: Facts) -> Need:
     memory is shared among the ranks.
     """
     w, here = workload, most_local_experts(workload)
+    sent_here = w.ranks * w.tokens
     reached = 1 - comb(w.experts - here, w.topk) / comb(w.experts, w.topk)
-    arrivals = (round(w.ranks * w.tokens * reached), w.ranks * w.tokens)
-    if w.layout == "flat":
-        rows = arrivals
-    else:
-        rows = (
-            round(w.ranks * w.tokens * w.topk * here / w.experts),
-            w.ranks * w.tokens * min(w.topk, here),
-        )
+    arrivals = (round(sent_here * reached), sent_here)
+    rows = arrivals
+    if w.layout != "flat":
+        rows = (round(sent_here * w.topk * here / w.experts), sent_here * min(w.topk, here))
     sent = (arrivals[0], w.tokens * min(w.topk, w.ranks))
-    both = [
-        Bytes(
-            n,
-            result_bytes(w, n),
-            symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back),
-        )
-        for n, out, back in zip(rows, sent, arrivals, strict=True)
-    ]
+    both: list[Bytes] = []
+    for count, out, back in zip(rows, sent, arrivals, strict=True):
+        staged = symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back)
+        both.append(Bytes(count, result_bytes(w, count), staged))
     free, where = _free(workload, facts)
     return Need(even=both[0], most=both[1], free=free, where=where)
 

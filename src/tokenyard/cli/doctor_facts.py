@@ -18,9 +18,7 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, numbered as whoever reported it numbers them. ``mig`` is None on GPUs that cannot be
-    partitioned.
-    """
+    """One GPU, as torch or NVML numbers it. ``mig`` is None on GPUs that cannot be partitioned."""
 
     index: int
     name: str
@@ -33,9 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """The NVIDIA driver; ``cuda`` is the newest CUDA it serves, ``gpus`` those it sees (torch may
-    see fewer).
-    """
+    """The NVIDIA driver; ``cuda`` is the newest CUDA it serves, ``gpus`` those that NVML sees."""
 
     version: str | None = None
     cuda: str | None = None
@@ -44,9 +40,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """A build of torch. ``cuda`` and ``hip`` are None if it has none; ``error`` is why its GPUs do
-    not start, or "".
-    """
+    """A build of torch. ``error`` is why its GPUs do not start, or ""."""
 
     version: str
     cuda: str | None = None
@@ -57,9 +51,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library as loaded beside torch: its version, the version torch was made for, the files it
-    was loaded from.
-    """
+    """As loaded beside torch: its version, that torch was made for, the files it came from."""
 
     version: str | None = None
     wanted: str | None = None
@@ -92,9 +84,7 @@ class HostName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciBus:
-    """NVIDIA GPUs on the PCI bus, with or without a driver, and the kinds of IOMMU domain that they
-    are in.
-    """
+    """NVIDIA GPUs on the PCI bus, with or without a driver, and kinds of their IOMMU domains."""
 
     gpus: int
     iommu: list[str] = field(default_factory=list[str])
@@ -104,17 +94,23 @@ class PciBus:
 class Facts:
     """Everything that was found out.
 
-    Attributes: python, engines: version of Python, names that ``ExpertParallel(engine=)`` takes.
-    cpus, memory, shm, limits, hostname: of this host, or of the container it runs in. ``memory``
-    counts a cgroup's limit. infiniband: network devices that do RDMA. environment: variables that
-    change what CUDA, NCCL, NVSHMEM, gloo or Triton do. pci, driver: ``driver`` is None also if
-    there is none. torch, triton, nccl, nvshmem: ``triton`` is None also if it is not installed,
-    ``nccl`` if torch has none. symmetric_memory: why torch's symmetric memory cannot be imported,
-    or "". gpus: those that torch sees; the matrices below are indexed in the same order,
-    ``[from][to]``. peers: whether one GPU can address the other's memory. preflight: why one rank
-    per GPU could not share memory, in the words of ``tokenyard.memory.preflight``. links: ``NV18``,
-    ``PIX``, ``SYS`` ... as nvidia-smi names the path; p2p: nvidia-smi's verdict, ``OK`` or a
-    reason. untold: why a probe could not tell, by the name of the attribute.
+    Attributes:
+        python, engines: version of Python, names that ``ExpertParallel(engine=)`` takes.
+        cpus, memory, shm, limits, hostname: of this host, or of the container it runs in.
+            ``memory`` counts a cgroup's limit.
+        infiniband: network devices that do RDMA.
+        environment: variables that change what CUDA, NCCL, NVSHMEM, gloo or Triton do.
+        pci, driver: ``driver`` is None also if there is none.
+        torch, triton, nccl, nvshmem: ``triton`` is None also if it is not installed, ``nccl`` if
+            torch has none.
+        symmetric_memory: why torch's symmetric memory cannot be imported, or "".
+        collect_env: what ``torch.utils.collect_env`` tells, for bug reports.
+        gpus: those that torch sees; the matrices below are in the same order, ``[from][to]``.
+        peers: whether one GPU can address the other's memory.
+        preflight: why one rank per GPU could not share memory (``tokenyard.memory.preflight``).
+        links: ``NV18``, ``PIX``, ``SYS`` ... as nvidia-smi names the path.
+        p2p: ``OK``, or nvidia-smi's word for the driver's reason against peer access.
+        untold: why a probe could not tell, by the name of the attribute.
     """
 
     python: str
@@ -133,6 +129,7 @@ class Facts:
     symmetric_memory: str | None = None
     nccl: Library | None = None
     nvshmem: Library | None = None
+    collect_env: dict[str, str] | None = None
     gpus: list[Gpu] | None = None
     peers: list[list[bool]] | None = None
     preflight: list[str] | None = None
@@ -143,9 +140,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """One run of dispatch and combine against the oracle; ``error`` is "" if every bit was
-    right.
-    """
+    """One run of dispatch and combine; ``error`` is "" if every bit was the oracle's."""
 
     device: str
     ranks: int
@@ -161,9 +156,7 @@ def gpu_pairs(facts: Facts, count: int | None = None) -> list[tuple[int, int]]:
 
 
 def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]:
-    """The pairs of which one GPU at least cannot address the other's memory. Without ``peers``
-    there are none known.
-    """
+    """The pairs of which one GPU cannot address the other's memory; none without ``peers``."""
     peers = facts.peers
     if peers is None:
         return []
@@ -171,14 +164,9 @@ def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]
 
 
 def old_gpus(facts: Facts, count: int | None = None) -> list[Gpu]:
-    """Those of the first ``count`` GPUs that torch sees (default: all) that are too old for
-    kernels.
-    """
-    return [
-        gpu
-        for gpu in (facts.gpus or [])[:count]
-        if gpu.capability and numbers(gpu.capability) < CAPABILITY
-    ]
+    """Those of the first ``count`` GPUs (default: all) that are too old for kernels."""
+    gpus = (facts.gpus or [])[:count]
+    return [gpu for gpu in gpus if gpu.capability and numbers(gpu.capability) < CAPABILITY]
 
 
 def nvlinks(facts: Facts, a: int, b: int) -> int | None:

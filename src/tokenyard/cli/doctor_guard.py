@@ -1,8 +1,8 @@
 """Asking questions that may raise, crash or hang, without being taken down by them.
 
 Light questions run on a thread that is abandoned when time is up. What may hang for good (a driver,
-nvidia-smi, ranks that wait for each other) or crash runs in a process of its own, which is killed
-with all its children.
+ranks that wait for each other) or crash runs in a process of its own, which is killed with all its
+children.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ NO_ANSWER = "no answer within"
 NOT_ASKED = "no process to ask in"
 """How the reason begins where no process could be started, or no file be made for its answers."""
 
+NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cuda]'"
+
 MOST_OUTPUT = 1 << 20
 LONGEST_REASON = 500
 
-LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-)
-LAUNCHER_PREFIXES = ("LOCAL_", "TORCHELASTIC_")
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Variables of a launcher, which a process of our own must not take for its own."""
 
 
@@ -93,9 +87,7 @@ class Asker:
             return {}, dict.fromkeys(names, f"{NOT_ASKED}: {reason(error)}")
 
     def ask_process(self, names: Sequence[str], *arguments: str) -> dict[str, Any]:
-        """Answers of ``tokenyard.cli.doctor_child`` to the questions ``names``; one that has none
-        is left out.
-        """
+        """The answers; one that has none is left out."""
         answers, errors = self.process(names, *arguments)
         self.untold.update(errors)
         return answers
@@ -105,26 +97,23 @@ def in_time(probe: Callable[[], T], timeout: float) -> T:
     """``probe()``, or ``TimeoutError`` after ``timeout`` seconds (its thread is then left to
     itself).
     """
-    outcome: list[Callable[[], T]] = []
+    answers: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            value = probe()
-            outcome.append(lambda: value)
+            answers.append(probe())
         except BaseException as error:
-            raised = error
-            outcome.append(lambda: _raise(raised))
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout)
-    if not outcome:
+    for error in errors:
+        raise error
+    if not answers:
         raise TimeoutError(f"{NO_ANSWER} {timeout:g} s")
-    return outcome[0]()
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
+    return answers[0]
 
 
 def ask_child(
@@ -163,14 +152,9 @@ def run(command: Sequence[str], timeout: float, env: dict[str, str] | None = Non
     Its output goes through files: a pipe that some grandchild keeps open would be waited for.
     """
     with TemporaryFile() as out, TemporaryFile() as err:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=env,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        start: Any = subprocess.Popen
+        process = start(command, env=env, start_new_session=True, **streams)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

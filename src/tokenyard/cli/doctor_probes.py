@@ -1,13 +1,15 @@
-"""Finding out: this host's files and limits, nvidia-smi, and torch (in a process of its own)."""
+"""Finding out: this host's files and limits, and torch and the driver in processes of their own."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,7 @@ from tokenyard.cli.doctor_facts import (
     Space,
     Torch,
 )
-from tokenyard.cli.doctor_guard import Asker
-from tokenyard.cli.doctor_nvidia import NVIDIA_SMI, ask_driver, ask_matrix, by_uuid
+from tokenyard.cli.doctor_guard import NO_NVML, Asker
 from tokenyard.engines.known import ENGINES
 
 NVIDIA, DISPLAY = "0x10de", "0x03"
@@ -47,7 +48,10 @@ TORCH_QUESTIONS = (
     "gpus",
     "peers",
     "preflight",
+    "collect_env",
 )
+NVML_QUESTIONS = ("driver", "links", "p2p")
+DRIVER_FILE = "proc/driver/nvidia/version"
 
 
 def gather(
@@ -66,12 +70,12 @@ def gather(
         "infiniband": asker.ask_soon("infiniband", lambda: _names(root / "sys/class/infiniband")),
         "pci": asker.ask_soon("pci", lambda: pci_bus(root)),
     }
-    say("asking nvidia-smi")
-    facts["driver"] = asker.ask("driver", lambda: ask_driver(asker.timeout, root))
     say("asking torch")
     facts |= _of_torch(asker)
-    if facts["gpus"] and facts["driver"]:
-        facts |= _with_nvidia_smi(asker, facts["gpus"], facts["driver"])
+    loaded = (root / DRIVER_FILE).is_file()
+    if loaded or facts["gpus"] or (facts["pci"] and facts["pci"].gpus):
+        say("asking the driver")
+        facts |= _of_driver(asker, facts["gpus"], root)
     return Facts(
         python=platform.python_version(),
         engines=list(ENGINES),
@@ -92,14 +96,55 @@ def _of_torch(asker: Asker) -> dict[str, Any]:
     return facts
 
 
-def _with_nvidia_smi(asker: Asker, gpus: list[Gpu], driver: Driver) -> dict[str, Any]:
-    """What nvidia-smi knows about the GPUs that torch sees, in torch's order."""
-    merged, order = by_uuid(gpus, driver.gpus)
-    if order is None or len(gpus) < 2 or not shutil.which(NVIDIA_SMI):
-        return {"gpus": merged}
-    links = asker.ask("links", lambda: ask_matrix(["topo", "-m"], order, asker.timeout))
-    p2p = asker.ask("p2p", lambda: ask_matrix(["topo", "-p2p", "r"], order, asker.timeout))
-    return {"gpus": merged, "links": links, "p2p": p2p}
+def _of_driver(asker: Asker, gpus: list[Gpu] | None, root: Path) -> dict[str, Any]:
+    """What NVML knows about the driver and, in torch's order, about the GPUs that torch sees."""
+    told, errors = asker.process(NVML_QUESTIONS, "nvml")
+    known: dict[str, Any] = told.get("driver") or {}
+    seen = [Gpu(**gpu) for gpu in known.get("gpus", [])]
+    driver = replace(Driver(**known), gpus=seen) if known else None
+    if NO_NVML in errors.get("driver", ""):
+        driver = asker.ask("driver", lambda: driver_in(root))
+        errors = {name: NO_NVML for name in ("links", "p2p") if driver or gpus}
+    asker.untold.update(errors)
+    facts: dict[str, Any] = {"driver": driver}
+    if not gpus or not driver:
+        return facts
+    facts["gpus"], order = by_uuid(gpus, driver.gpus)
+    if order is not None and len(gpus) > 1:
+        for name in ("links", "p2p"):
+            matrix = told.get(name)
+            facts[name] = matrix and [[matrix[a][b] for b in order] for a in order]
+    return facts
+
+
+def driver_in(root: Path) -> Driver | None:
+    """The driver as its own file tells, without NVML; None if there is no sign of one."""
+    file = root / DRIVER_FILE
+    text = file.read_text() if file.is_file() else ""
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return Driver(version=match[1]) if match else None
+
+
+def by_uuid(gpus: Sequence[Gpu], seen: Sequence[Gpu]) -> tuple[list[Gpu], list[int] | None]:
+    """Add to torch's GPUs what NVML saw of them (free memory without our own context, MIG).
+
+    Returns:
+        The GPUs, and where each stands among ``seen``; None if one is not there (a MIG instance).
+    """
+    places = {_bare(gpu.uuid): at for at, gpu in enumerate(seen) if gpu.uuid}
+    found = [places.get(_bare(gpu.uuid)) for gpu in gpus]
+    merged = [
+        gpu
+        if at is None
+        else replace(gpu, memory_free=seen[at].memory_free or gpu.memory_free, mig=seen[at].mig)
+        for gpu, at in zip(gpus, found, strict=True)
+    ]
+    order = [at for at in found if at is not None]
+    return merged, (order if len(order) == len(gpus) else None)
+
+
+def _bare(uuid: str | None) -> str:
+    return (uuid or "").removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
 def host_memory(root: Path) -> Space:
@@ -138,10 +183,8 @@ def shared_memory(root: Path) -> Space:
 
 
 def _limits() -> Limits:
-    memlock, open_files = (
-        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-    )
+    asked = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
+    memlock, open_files = (resource.getrlimit(limit)[0] for limit in asked)
     return Limits(memlock=memlock, open_files=open_files)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,14 @@ from rich.table import Table
 
 from tokenyard.cli.doctor_engine import Bytes, Engine, Need, Workload
 from tokenyard.cli.doctor_facts import UNLIMITED, Facts, Library, SelfTest, gpu_pairs, unreachable
-from tokenyard.cli.doctor_findings import Finding
-from tokenyard.cli.report import bytes_text, plain_table, print_section, seconds_text
+from tokenyard.cli.doctor_findings import PROBLEM, WARNING, Finding
+from tokenyard.cli.report import (
+    bytes_text,
+    plain_table,
+    print_line,
+    print_section,
+    seconds_text,
+)
 from tokenyard.version import __version__
 
 SCHEMA = 1
@@ -41,12 +47,12 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """No problem. Warnings, and what could not be told, do not count."""
-        return not any(finding.severity == "problem" for finding in self.findings)
+        return not any(finding.severity == PROBLEM for finding in self.findings)
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The document of ``--json``; see ``docs/doctor.md``."""
-    facts = asdict(diagnosis.facts)
+    facts, need = asdict(diagnosis.facts), diagnosis.need
     del facts["untold"]
     return {
         "schema": SCHEMA,
@@ -56,14 +62,14 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "facts": facts,
         "memory": {
             "workload": asdict(diagnosis.workload),
-            "even": _bytes(diagnosis.need.even),
-            "most": _bytes(diagnosis.need.most),
-            "free": diagnosis.need.free,
-            "where": diagnosis.need.where,
+            "even": _bytes(need.even),
+            "most": _bytes(need.most),
+            "free": need.free,
+            "where": need.where,
         },
         "self_tests": [asdict(test) | {"ok": not test.error} for test in diagnosis.tests],
         "could_not_tell": diagnosis.untold,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "findings": [finding._asdict() for finding in diagnosis.findings],
     }
 
 
@@ -73,93 +79,72 @@ def _bytes(bytes_: Bytes) -> dict[str, int]:
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Everything; what is wrong comes last."""
-    facts = diagnosis.facts
+    facts, engine, w = diagnosis.facts, diagnosis.engine, diagnosis.workload
     print_section(console, "Host", _pairs(_host(facts)))
     print_section(console, "Software", _pairs(_software(facts)))
     _print_gpus(console, facts)
-    _line(
-        console,
-        f"\n[bold]Engine[/bold] {escape(diagnosis.engine.name)}: {escape(diagnosis.engine.why)}",
-    )
-    w = diagnosis.workload
+    print_line(console, f"\n[bold]Engine[/bold] {escape(engine.name)}: {escape(engine.why)}")
     title = (
         f"Memory of a rank ({w.tokens} tokens x {w.hidden} bfloat16, top {w.topk} of {w.experts} "
-        f"experts, {w.layout}, "
-        f"{w.ranks} rank{'s' if w.ranks > 1 else ''})"
+        f"experts, {w.layout}, {w.ranks} rank{'s' if w.ranks > 1 else ''})"
     )
     print_section(console, title, _memory(diagnosis.need))
-    _print_tests(console, diagnosis.tests)
-    _line(console, "")
+    if diagnosis.tests:
+        title = "Self-test (dispatch and combine beside the oracle)"
+        print_section(console, title, _tests(diagnosis.tests))
+    else:
+        print_line(console, "\n[bold]Self-test[/bold] not run")
+    print_line(console, "")
     for name, why in diagnosis.untold.items():
-        _line(console, f"[yellow]could not tell: {escape(name)}: {escape(why)}[/yellow]")
+        print_line(console, f"[yellow]could not tell: {escape(name)}: {escape(why)}[/yellow]")
     _print_verdict(console, diagnosis)
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
+def _pairs(rows: dict[str, str]) -> Table:
     table = plain_table("<", "<")
     table.show_header = False
-    for name, value in rows:
+    for name, value in rows.items():
         table.add_row(name, escape(value))
     return table
 
 
-def _host(facts: Facts) -> list[tuple[str, str]]:
-    limits, shm, memory = facts.limits, facts.shm, facts.memory
-    name = facts.hostname
-    rows = [
-        ("cores", UNKNOWN if facts.cpus is None else str(facts.cpus)),
-        (
-            "memory",
-            UNKNOWN
-            if memory is None
-            else f"{bytes_text(memory.free)} free of {bytes_text(memory.total)}",
-        ),
-        (
-            "/dev/shm",
-            UNKNOWN if shm is None else f"{bytes_text(shm.free)} free of {bytes_text(shm.total)}",
-        ),
-        ("lockable memory", UNKNOWN if limits is None else _limit(limits.memlock, bytes_text)),
-        ("open files", UNKNOWN if limits is None else _limit(limits.open_files, str)),
-        (
-            "own name",
-            UNKNOWN if name is None else ("has no address" if name.error else "has an address"),
-        ),
-    ]
+def _size(count: int | None, text: Callable[[int], str] = bytes_text) -> str:
+    return UNKNOWN if count is None else "unlimited" if count == UNLIMITED else text(count)
+
+
+def _host(facts: Facts) -> dict[str, str]:
+    limits, name = facts.limits, facts.hostname
+    rows = {"cores": _size(facts.cpus, str)}
+    for what, space in (("memory", facts.memory), ("/dev/shm", facts.shm)):
+        free = UNKNOWN if space is None else bytes_text(space.free)
+        rows[what] = UNKNOWN if space is None else f"{free} free of {bytes_text(space.total)}"
+    rows["lockable memory"] = _size(limits and limits.memlock)
+    rows["open files"] = _size(limits and limits.open_files, str)
+    rows["own name"] = (
+        UNKNOWN if name is None else "has no address" if name.error else "has an address"
+    )
     if facts.infiniband:
-        rows.append(("InfiniBand", ", ".join(facts.infiniband)))
+        rows["InfiniBand"] = ", ".join(facts.infiniband)
     if facts.pci and facts.pci.iommu:
-        rows.append(("IOMMU", ", ".join(facts.pci.iommu)))
-    return rows + [(name, value) for name, value in facts.environment.items()]
+        rows["IOMMU"] = ", ".join(facts.pci.iommu)
+    return rows | facts.environment
 
 
-def _limit(value: int, text: Any) -> str:
-    return "unlimited" if value == UNLIMITED else text(value)
-
-
-def _software(facts: Facts) -> list[tuple[str, str]]:
+def _software(facts: Facts) -> dict[str, str]:
     torch, driver = facts.torch, facts.driver
-    rows = [("tokenyard", __version__), ("Python", facts.python)]
-    if torch is None:
-        rows.append(("torch", UNKNOWN))
-    else:
-        made_for = (
-            f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
-        )
-        rows.append(
-            ("torch", f"{torch.version} ({made_for}; {', '.join(torch.backends) or 'no backend'})")
-        )
-    rows.append(("Triton", _optional(facts, "triton", facts.triton)))
-    if driver is None:
-        rows.append(("NVIDIA driver", _optional(facts, "driver", None)))
-    else:
+    rows = {"tokenyard": __version__, "Python": facts.python, "torch": UNKNOWN}
+    if torch is not None:
+        gpus = f"ROCm {torch.hip}" if torch.hip else "CPU only"
+        made_for = f"CUDA {torch.cuda}" if torch.cuda else gpus
+        backends = ", ".join(torch.backends) or "no backend"
+        rows["torch"] = f"{torch.version} ({made_for}; {backends})"
+    rows["Triton"] = _optional(facts, "triton", facts.triton)
+    rows["NVIDIA driver"] = _optional(facts, "driver", None)
+    if driver is not None:
         serves = f" (serves CUDA up to {driver.cuda})" if driver.cuda else ""
-        rows.append(("NVIDIA driver", f"{driver.version or UNKNOWN}{serves}"))
-    rows.append(("NCCL", _library(facts, "nccl", facts.nccl)))
-    rows.append(("NVSHMEM", _library(facts, "nvshmem", facts.nvshmem)))
+        rows["NVIDIA driver"] = f"{driver.version or UNKNOWN}{serves}"
+    rows["NCCL"] = _library(facts, "nccl", facts.nccl)
+    rows["NVSHMEM"] = _library(facts, "nvshmem", facts.nvshmem)
     return rows
 
 
@@ -170,55 +155,40 @@ def _optional(facts: Facts, name: str, value: str | None) -> str:
 def _library(facts: Facts, name: str, library: Library | None) -> str:
     if library is None or not (library.version or library.paths):
         return _optional(facts, name, None)
-    loaded = ", ".join(library.paths) or "not loaded"
-    return f"{library.version or UNKNOWN}, {loaded}"
+    return f"{library.version or UNKNOWN}, {', '.join(library.paths) or 'not loaded'}"
 
 
 def _print_gpus(console: Console, facts: Facts) -> None:
-    gpus = facts.gpus
-    if not gpus:
-        told = UNKNOWN if gpus is None else "none that torch sees"
-        _line(console, f"\n[bold]GPUs[/bold] {told}")
+    if not facts.gpus:
+        told = UNKNOWN if facts.gpus is None else "none that torch sees"
+        print_line(console, f"\n[bold]GPUs[/bold] {told}")
         return
     table = plain_table("<GPU", "<Name", "Capability", "Memory", "Free", "<MIG", "<UUID")
-    for gpu in gpus:
-        mig = {True: "on", False: "off", None: "n/a"}[gpu.mig]
+    for gpu in facts.gpus:
         sizes = (_size(gpu.memory_total), _size(gpu.memory_free))
-        table.add_row(
-            str(gpu.index),
-            escape(gpu.name),
-            gpu.capability or UNKNOWN,
-            *sizes,
-            mig,
-            gpu.uuid or UNKNOWN,
-        )
+        mig = {True: "on", False: "off", None: "n/a"}[gpu.mig]
+        known = (gpu.capability or UNKNOWN, *sizes, mig, gpu.uuid or UNKNOWN)
+        table.add_row(str(gpu.index), escape(gpu.name), *known)
     print_section(console, "GPUs", table)
     if gpu_pairs(facts):
-        print_section(
-            console, "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)", _links(facts)
-        )
-
-
-def _size(count: int | None) -> str:
-    return UNKNOWN if count is None else bytes_text(count)
+        title = "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)"
+        print_section(console, title, _links(facts))
 
 
 def _links(facts: Facts) -> Table:
     gpus, bad = range(len(facts.gpus or [])), set(unreachable(facts))
     table = plain_table("<GPU", *map(str, gpus))
+
+    def cell(a: int, b: int) -> str:
+        link = escape(facts.links[a][b]) if facts.links else ""
+        if a == b:
+            return "-"
+        if (min(a, b), max(a, b)) in bad:
+            return f"[red]{link}x[/red]"
+        return link or ("reachable" if facts.peers else UNKNOWN)
+
     for a in gpus:
-        cells: list[str] = []
-        for b in gpus:
-            link = facts.links[a][b] if facts.links else ("reachable" if facts.peers else UNKNOWN)
-            cross = (min(a, b), max(a, b)) in bad
-            cells.append(
-                "-"
-                if a == b
-                else f"[red]{escape(link if facts.links else '')}x[/red]"
-                if cross
-                else escape(link)
-            )
-        table.add_row(str(a), *cells)
+        table.add_row(str(a), *(cell(a, b) for b in gpus))
     return table
 
 
@@ -233,31 +203,32 @@ def _memory(need: Need) -> Table:
     return table
 
 
-def _print_tests(console: Console, tests: list[SelfTest]) -> None:
-    if not tests:
-        _line(console, "\n[bold]Self-test[/bold] not run")
-        return
+def _tests(tests: list[SelfTest]) -> Table:
     table = plain_table("<Ranks", "<Engine", "Time", "<Bits")
     for test in tests:
-        ranks = f"{test.ranks} on {test.device}"
         took = UNKNOWN if test.seconds is None else seconds_text(test.seconds)
         verdict = "[red]failed[/red]" if test.error else "[green]all equal[/green]"
+        ranks = f"{test.ranks} on {test.device}"
         table.add_row(ranks, escape(test.why or test.engine), took, verdict)
-    print_section(console, "Self-test (dispatch and combine beside the oracle)", table)
+    return table
 
 
 def _print_verdict(console: Console, diagnosis: Diagnosis) -> None:
-    problems = [finding for finding in diagnosis.findings if finding.severity == "problem"]
-    warnings = [finding for finding in diagnosis.findings if finding.severity == "warning"]
-    counts = [f"{len(group)} {name}{'s' if len(group) > 1 else ''}" for group, name in
-              ((problems, "problem"), (warnings, "warning")) if group]  # fmt: skip
+    groups = {
+        kind: [finding for finding in diagnosis.findings if finding.severity == kind]
+        for kind in (PROBLEM, WARNING)
+    }
+    counts = [
+        f"{len(group)} {kind}{'s' if len(group) > 1 else ''}"
+        for kind, group in groups.items()
+        if group
+    ]
     behind = f": {' and '.join(counts)}" if counts else ""
     colour, word = ("green", "Healthy") if diagnosis.healthy else ("bold red", "Not healthy")
-    _line(console, f"[{colour}]{word}{behind}[/{colour}]")
-    for finding in [*warnings, *problems]:
-        colour = "bold red" if finding.severity == "problem" else "yellow"
-        _line(
-            console, f"[{colour}]{finding.severity.upper()}: {escape(finding.symptom)}[/{colour}]"
-        )
-        _line(console, f"  cause:  {escape(finding.cause)}")
-        _line(console, f"  remedy: {escape(finding.remedy)}")
+    print_line(console, f"[{colour}]{word}{behind}[/{colour}]")
+    for finding in [*groups[WARNING], *groups[PROBLEM]]:
+        colour = "bold red" if finding.severity == PROBLEM else "yellow"
+        text = f"{finding.severity.upper()}: {escape(finding.symptom)}"
+        print_line(console, f"[{colour}]{text}[/{colour}]")
+        print_line(console, f"  cause:  {escape(finding.cause)}")
+        print_line(console, f"  remedy: {escape(finding.remedy)}")

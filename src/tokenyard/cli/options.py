@@ -1,12 +1,13 @@
-"""Options that several commands have, and what is wrong with them: said before any work, as an
-error of usage.
-"""
+"""Options of commands as dataclasses, and what is wrong with them, said before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import torch
 import typer
@@ -14,6 +15,42 @@ import typer
 from tokenyard.engines.select import obstacle_of
 
 PNG = (".png",)
+T = TypeVar("T")
+
+
+def option(text: str, **known: Any) -> Any:
+    """The option of a field; ``known`` are arguments of ``typer.Option``."""
+    return typer.Option(help=text, **known)
+
+
+def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a function of one argument a command whose options are the fields of ``kind``.
+
+    ``kind`` is a dataclass; its annotations are those of a function that typer would take.
+    """
+
+    def decorate(run: Callable[[T], None]) -> Callable[..., None]:
+        def call(**given: Any) -> None:
+            run(kind(**given))
+
+        hints = get_type_hints(kind, include_extras=True)
+        known: Any = fields(kind)  # pyright: ignore[reportArgumentType]
+        made: Any = call
+        made.__signature__ = Signature(
+            [
+                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+                for each in known
+                for default, hint in [(_default(each), hints[each.name])]
+            ]
+        )
+        made.__annotations__, made.__doc__, made.__name__ = hints, run.__doc__, run.__name__
+        return call
+
+    return decorate
+
+
+def _default(field: Any) -> Any:
+    return Parameter.empty if field.default is MISSING else field.default
 
 
 def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
@@ -25,43 +62,33 @@ def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
     if path is None:
         return
     if find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "it needs matplotlib: pip install 'tokenyard[plots]'", param_hint="--plot"
-        )
+        bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
     if path.suffix.lower() not in suffixes:
-        raise typer.BadParameter(
-            f"{path.name!r} must end in {' or '.join(suffixes)}", param_hint="--plot"
-        )
+        bad("--plot", f"{path.name!r} must end in {' or '.join(suffixes)}")
     check_folder(path, "--plot")
 
 
-def check_folder(path: Path | None, option: str) -> None:
-    """There is a directory for the file that ``option`` names.
+def bad(option: str, why: str) -> NoReturn:
+    """Raises: BadParameter: always."""
+    raise typer.BadParameter(why, param_hint=option)
 
-    Raises:
-        BadParameter: there is none.
-    """
+
+def check_folder(path: Path | None, option: str) -> None:
+    """There is a directory for the file that ``option`` names."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+        bad(option, f"{path.parent} is not a directory")
 
 
 def check_device(device: str) -> None:
-    """torch has a device of the kind that ``--device`` names.
-
-    Raises:
-        BadParameter: it has none.
-    """
+    """torch has a device of the kind that ``--device`` names."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use cpu", param_hint="--device")
+        bad("--device", "torch sees no CUDA device here; use cpu")
 
 
 def check_engine(engine: str, device: str) -> None:
     """The ``--engine`` is not one whose kernels need GPUs where ranks work on the CPU. (Whether it
     fits GPUs, ranks find out.)
-
-    Raises:
-        BadParameter: it is.
     """
     if device == "cpu" and engine not in ("auto", "collective"):
         why = f"engine {engine!r} cannot work here: {obstacle_of(None)}; engine 'collective' can"
-        raise typer.BadParameter(why, param_hint="--engine")
+        bad("--engine", why)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenyard.cli.bench_plot import INK, OURS, THEIRS, legend, log_axes, style
-from tokenyard.engines.known import COLLECTIVE
-from tokenyard.planner.plan import COMBINE, DISPATCH, FLAT, Plan
+from tokenyard.cli.bench_plot import INK, OURS, THEIRS, legend, log_axes, new_figure, title
+from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
 
 PLANNED = "nvlink, then twolevel"
 COLOURS = {PLANNED: OURS[0], COLLECTIVE: THEIRS[0], FLAT: THEIRS[1]}
@@ -25,33 +24,20 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     work = plans[0].workload
-    figure: Any = Figure(figsize=(12.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(
+    text = (
         f"tokenyard plan: {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of "
-        f"{work.experts} experts, "
-        f"{work.gpus_per_node} GPUs per node (a model, not a measurement)",
-        fontsize=12,
-        color=INK,
+        f"{work.experts} experts, {work.gpus_per_node} GPUs per node (a model, not a measurement)"
     )
-    panels: Any = figure.subplots(1, 2)
-    for panel, name in zip(panels, (DISPATCH, COMBINE), strict=True):
-        panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK)
-        style(panel)
+    figure, panels = new_figure(1, text, size=(12.5, 5))
+    for panel, name in zip(panels.flat, (DISPATCH, COMBINE), strict=True):
+        title(panel, name)
         _curves(panel, plans, name)
         log_axes(panel, [plan.workload.ranks for plan in plans])
         panel.set_xlabel("GPUs", color=INK)
         panel.set_ylabel("us", color=INK)
-    legend(
-        figure,
-        panels,
-        [_label(engine, dtype) for engine in COLOURS for dtype in LINES],
-        len(COLOURS),
-    )
+    names = [_label(engine, dtype) for engine in COLOURS for dtype in LINES]
+    legend(figure, panels, names, len(COLOURS))
     figure.savefig(path, dpi=150)
 
 
@@ -62,17 +48,11 @@ def _curves(panel: Any, plans: Sequence[Plan], name: str) -> None:
         for call in plan.calls:
             if call.name == name:
                 engine = PLANNED if call.engine == plan.engine else call.engine
-                curves.setdefault((engine, call.dtype), []).append(
-                    (plan.workload.ranks, call.terms.us)
-                )
+                point = (plan.workload.ranks, call.terms.us)
+                curves.setdefault((engine, call.dtype), []).append(point)
     for (engine, dtype), points in curves.items():
-        panel.plot(
-            *zip(*points, strict=True),
-            color=COLOURS[engine],
-            markersize=5,
-            label=_label(engine, dtype),
-            **LINES[dtype],
-        )
+        look: dict[str, Any] = {"color": COLOURS[engine], "markersize": 5, **LINES[dtype]}
+        panel.plot(*zip(*points, strict=True), label=_label(engine, dtype), **look)
 
 
 def _label(engine: str, dtype: str) -> str:

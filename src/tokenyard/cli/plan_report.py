@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tokenyard import __version__
-from tokenyard.cli.report import bytes_text, plain_table, print_section
+from tokenyard.cli.report import bytes_text, plain_table, print_line, print_section
 from tokenyard.engines.twolevel_ground import limit_of
 from tokenyard.planner.plan import Call, Plan
 from tokenyard.planner.rates import Rates
@@ -18,19 +18,25 @@ from tokenyard.planner.traffic import Traffic
 
 IGNORED = (
     "Not in these times: the Python call (100-260 us in the records; CUDA graphs hide it), the "
-    "plan of a new routing, congestion, "
-    "rails that do not match, limits of NICs and their queues, GPUs that wait for slower ones. The "
-    "network was never measured."
+    "plan of a new routing, congestion, rails that do not match, limits of NICs and their queues, "
+    "GPUs that wait for slower ones. The network was never measured."
 )
+HEADS = {
+    "times": "<Call|<Engine|<Routing|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
+    "bytes": "<Call|<Engine|<Routing|NVLink|mean|NIC|mean",
+    "rows": "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
+    "saved",
+    "sizes": "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that :func:`print_plan` shows, with bytes and microseconds as plain numbers."""
+    work = asdict(plan.workload)
+    del work["dtype"]
     return {
         "tokenyard": __version__,
-        "workload": {
-            name: value for name, value in asdict(plan.workload).items() if name != "dtype"
-        },
+        "workload": work,
         "rates": _named(plan.rates),
         "engine": plan.engine,
         "engine_runs": _when(plan),
@@ -44,13 +50,14 @@ def _named(values: Rates | Traffic) -> dict[str, Any]:
     """Fields, also those of tuples with names, which ``asdict`` leaves as they are and JSON writes
     without names.
     """
+    fields: dict[str, Any] = asdict(values)
     return {
-        name: value._asdict() if hasattr(value, "_asdict") else value
-        for name, value in asdict(values).items()
+        n: value._asdict() if hasattr(value, "_asdict") else value for n, value in fields.items()
     }
 
 
 def _call(call: Call) -> dict[str, Any]:
+    terms = asdict(call.terms)
     return {
         "name": call.name,
         "engine": call.engine,
@@ -58,10 +65,8 @@ def _call(call: Call) -> dict[str, Any]:
         "skew": call.skew,
         "us": call.terms.us,
         "bound": call.terms.bound,
-        "terms_us": {
-            name: value for name, value in asdict(call.terms).items() if name != "in_turn"
-        },
-        "links_in_turn": call.terms.in_turn,
+        "links_in_turn": terms.pop("in_turn"),
+        "terms_us": terms,
         "nvlink_bytes": call.nvlink._asdict(),
         "nic_bytes": call.nic._asdict(),
     }
@@ -69,31 +74,30 @@ def _call(call: Call) -> dict[str, Any]:
 
 def print_plan(console: Console, plan: Plan) -> None:
     """Tables: times, bytes, sizes, rates."""
-    work = plan.workload
-    _line(
+    work, engine = plan.workload, plan.engine
+    machine = f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold]"
+    print_line(
         console,
-        f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold], {work.tokens} tokens per rank, "
-        f"hidden {work.hidden}, "
-        f"top-{work.topk} of {work.experts} experts. Engine [bold]{plan.engine}[/bold] "
-        f"{_when(plan)}; "
-        "the others are for comparison.",
+        f"{machine}, {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of "
+        f"{work.experts} experts. Engine [bold]{engine}[/bold] {_when(plan)}; the others are for "
+        "comparison.",
     )
-    print_section(console, "Time (us; each limit were it alone)", _times(plan))
-    print_section(
-        console,
-        "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)",
-        _bytes(plan),
-    )
-    print_section(
-        console, f"Rows of engine {plan.engine} and what once per node saves", _rows(plan)
-    )
-    print_section(console, f"Sizes of engine {plan.engine}", _sizes(plan))
-    _line(console, f"\n[bold]Rates[/bold] {escape(_rates(plan.rates))}")
-    _line(console, IGNORED)
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    sections = {
+        "times": ("Time (us; each limit were it alone)", _times(plan)),
+        "bytes": (
+            "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)",
+            _bytes(plan),
+        ),
+        "rows": (f"Rows of engine {engine} and what once per node saves", _rows(plan)),
+        "sizes": (f"Sizes of engine {engine}", _sizes(plan)),
+    }
+    for name, (title, rows) in sections.items():
+        table = plain_table(*HEADS[name].split("|"))
+        for row in rows:
+            table.add_row(*row)
+        print_section(console, title, table)
+    print_line(console, f"\n[bold]Rates[/bold] {escape(_rates(plan.rates))}")
+    print_line(console, IGNORED)
 
 
 def _when(plan: Plan) -> str:
@@ -105,26 +109,17 @@ def _when(plan: Plan) -> str:
     return 'would run if asked for, engine="twolevel" ("auto" takes collective there)'
 
 
-def _times(plan: Plan) -> Table:
-    table = plain_table(
-        "<Call",
-        "<Engine",
-        "<Routing",
-        "Time",
-        "NVLink",
-        "NIC",
-        "Programs",
-        "Latency",
-        "Fill",
-        "<Bound by",
-    )
+def _head(call: Call) -> tuple[str, str, str]:
+    return f"{call.name} {call.dtype}", call.engine, call.skew
+
+
+def _times(plan: Plan) -> Sequence[Sequence[str]]:
+    rows: list[tuple[str, ...]] = []
     for call in plan.calls:
         terms = call.terms
         parts = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
-        table.add_row(
-            f"{call.name} {call.dtype}", call.engine, call.skew, *map(us_text, parts), terms.bound
-        )
-    return table
+        rows.append((*_head(call), *map(us_text, parts), terms.bound))
+    return rows
 
 
 def us_text(us: float) -> str:
@@ -132,71 +127,40 @@ def us_text(us: float) -> str:
     return f"{us:,.1f}" if 0 < us < 99.95 else f"{us:,.0f}"
 
 
-def _bytes(plan: Plan) -> Table:
-    table = plain_table("<Call", "<Engine", "<Routing", "NVLink", "mean", "NIC", "mean")
+def _bytes(plan: Plan) -> Sequence[Sequence[str]]:
+    rows: list[tuple[str, ...]] = []
     for call in plan.calls:
         sizes = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
-        table.add_row(f"{call.name} {call.dtype}", call.engine, call.skew, *map(bytes_text, sizes))
-    return table
+        rows.append((*_head(call), *map(bytes_text, sizes)))
+    return rows
 
 
-def _rows(plan: Plan) -> Table:
-    table = plain_table(
-        "<Routing",
-        "ranks per token",
-        "nodes per token",
-        "NIC, per (token, rank)",
-        "per (token, node)",
-        "saved",
-    )
-    for skew, rows in plan.traffic.items():
-        flat, once = rows.flat_nic.mean, rows.nic.mean
+def _rows(plan: Plan) -> Sequence[Sequence[str]]:
+    rows: list[tuple[str, ...]] = []
+    for skew, told in plan.traffic.items():
+        flat, once = told.flat_nic.mean, told.nic.mean
+        reached = (f"{told.ranks_reached:.2f}", f"{told.nodes_reached:.2f}")
         saved = f"{1 - once / flat:.0%}" if flat else "-"
-        counts = (
-            f"{rows.ranks_reached:.2f}",
-            f"{rows.nodes_reached:.2f}",
-            f"{flat:,.0f}",
-            f"{once:,.0f}",
-        )
-        table.add_row(skew, *counts, saved)
-    return table
+        rows.append((skew, *reached, f"{flat:,.0f}", f"{once:,.0f}", saved))
+    return rows
 
 
-def _sizes(plan: Plan) -> Table:
-    table = plain_table(
-        "<Rows",
-        "Channels",
-        "<Rings",
-        "Number",
-        "Each",
-        "Slots",
-        "Chunk",
-        "Slots back",
-        "Chunk back",
-        "Symmetric memory",
-    )
+def _sizes(plan: Plan) -> Sequence[Sequence[str]]:
+    rows: list[tuple[str, ...]] = []
     for dtype, sizes in plan.sizes.items():
         total = bytes_text(sizes.symmetric_bytes)
         for ring in sizes.rings:
             counts = (ring.slots, ring.chunk, ring.back_slots, ring.back_chunk)
-            each = bytes_text(ring.num_bytes)
-            table.add_row(
-                dtype,
-                str(sizes.channels),
-                ring.name,
-                str(ring.count),
-                each,
-                *map(str, counts),
-                total,
-            )
-    return table
+            each = (ring.name, str(ring.count), bytes_text(ring.num_bytes))
+            rows.append((dtype, str(sizes.channels), *each, *map(str, counts), total))
+    return rows
 
 
 def _rates(rates: Rates) -> str:
+    legs = (rates.dispatch, rates.in_place, rates.combine, rates.collective, rates.collective_back)
+    there, in_place, back, collective, collective_back = (f"{leg.link_gbs:.0f}" for leg in legs)
     return (
-        f"{rates.source}. Dispatch {rates.dispatch.link_gbs:.0f} GB/s, in place "
-        f"{rates.in_place.link_gbs:.0f}, combine "
-        f"{rates.combine.link_gbs:.0f}, collective {rates.collective.link_gbs:.0f} and "
-        f"{rates.collective_back.link_gbs:.0f}; NIC "
-        f"{rates.nic_gbs:g} GB/s, {rates.latency_us:g} us, {rates.put_us:g} us per put."
+        f"{rates.source}. Dispatch {there} GB/s, in place {in_place}, combine {back}, collective "
+        f"{collective} and {collective_back}; NIC {rates.nic_gbs:g} GB/s, {rates.latency_us:g} us, "
+        f"{rates.put_us:g} us per put."
     )

@@ -54,12 +54,9 @@ def _lines(stages: Sequence[str], counter: Counter, _: Console) -> AbstractConte
 
     def tell() -> None:
         done = min(counter.value, len(stages) - 1)
-        text = (
-            f"{time.monotonic() - start:6.0f} s  {stages[done]} ({done} of {len(stages)} stages "
-            f"done)"
-        )
+        told = f"{stages[done]} ({done} of {len(stages)} stages done)"
         with suppress(OSError):  # nobody reads it any more: no reason to stop
-            print(text, file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - start:6.0f} s  {told}", file=sys.stderr, flush=True)
 
     tell()
     return _every(LINE_SECONDS, tell)

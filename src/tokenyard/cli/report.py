@@ -1,4 +1,4 @@
-"""Tables and bars on the terminal."""
+"""Tables and bars on the terminal; what the demo prints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tokenyard.cli.demo_rank import DemoResult
 BAR_COLOURS = ("cyan", "yellow")
 """Neighbouring ranks take turns; told apart by every kind of colour vision."""
 
-BAR_WIDTH = 40
-
+BAR_WIDTH, PIPED_WIDTH = 40, 150
 MOST_BARS = 32
 """Experts shown; of more, the busiest."""
 
@@ -40,11 +39,20 @@ def seconds_text(seconds: float) -> str:
 def plain_table(*columns: str) -> Table:
     """An empty table; columns whose name starts with ``<`` are set left, the others right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(
-            column.removeprefix("<"), justify="left" if column.startswith("<") else "right"
-        )
+    for name in columns:
+        table.add_column(name.removeprefix("<"), justify="left" if name[:1] == "<" else "right")
     return table
+
+
+def table_console(*, quiet: bool = False) -> Console:
+    """The terminal; elsewhere wide enough for tables."""
+    terminal = Console(quiet=quiet)
+    return terminal if terminal.is_terminal else Console(width=PIPED_WIDTH, quiet=quiet)
+
+
+def print_line(console: Console, text: str) -> None:
+    """A line of markup, as long as it is."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def print_section(console: Console, title: str, table: Table) -> None:
@@ -57,29 +65,26 @@ def print_result(console: Console, result: DemoResult, limit: float) -> bool:
     """Everything that ``tokenyard demo`` has to say about a run; returns whether every error is
     within ``limit``.
     """
+    errors = result.errors
     console.print(f"Engine {escape(result.why)}", highlight=False)
-    print_section(
-        console, "Ranks (bytes over the wire per step, forward and backward)", _ranks(result)
-    )
-    print_section(console, f"Expert load ({_imbalance(result.load)})", _load(result))
-    print_section(console, "Time (median over the steps, slowest rank)", _phases(result.seconds))
-    print_section(
-        console,
-        "Relative error against the same layer on one process",
-        _errors(result.errors, limit),
-    )
-    wrong = {name: error for name, error in result.errors.items() if not error <= limit}
+    sections = {
+        "Ranks (bytes over the wire per step, forward and backward)": _ranks(result),
+        f"Expert load ({_imbalance(result.load)})": _load(result),
+        "Time (median over the steps, slowest rank)": _phases(result.seconds),
+        "Relative error against the same layer on one process": _errors(errors, limit),
+    }
+    for title, table in sections.items():
+        print_section(console, title, table)
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
     console.print()
     for name in worst_of_each_kind(wrong):
         text = f"MISMATCH: {name}: relative error {wrong[name]:.1e}, but the limit is {limit:.0e}"
-        console.print(f"[bold red]{escape(text)}[/bold red]", highlight=False, soft_wrap=True)
+        print_line(console, f"[bold red]{escape(text)}[/bold red]")
     if not wrong:
-        largest, gradients = max(result.errors.values()), len(result.errors) - 1
         text = (
-            f"The output and all {gradients} gradients match; the largest relative error is "
-            f"{largest:.1e}"
+            f"The output and all {len(errors) - 1} gradients match; the largest relative error is"
         )
-        console.print(f"[green]{text}[/green]", highlight=False)
+        console.print(f"[green]{text} {max(errors.values()):.1e}[/green]", highlight=False)
     return not wrong
 
 
@@ -94,14 +99,11 @@ def worst_of_each_kind(errors: Mapping[str, float]) -> list[str]:
 
 
 def _ranks(result: DemoResult) -> Table:
-    table = plain_table(
-        "Rank", "Experts", "Tokens", "Rows received", "Bytes sent", "Bytes received"
-    )
-    for rank, (experts, tokens, rows) in enumerate(
-        zip(result.experts, result.tokens, result.rows, strict=True)
-    ):
-        sent, received = bytes_text(sum(result.sent[rank])), bytes_text(sum(result.received[rank]))
-        table.add_row(str(rank), str(experts), str(tokens), str(rows), sent, received)
+    heads = ("Rank", "Experts", "Tokens", "Rows received", "Bytes sent", "Bytes received")
+    table = plain_table(*heads)
+    for rank, counts in enumerate(zip(result.experts, result.tokens, result.rows, strict=True)):
+        moved = (sum(result.sent[rank]), sum(result.received[rank]))
+        table.add_row(str(rank), *map(str, counts), *map(bytes_text, moved))
     return table
 
 
@@ -114,20 +116,18 @@ def _imbalance(load: Sequence[int]) -> str:
 def _load(result: DemoResult) -> Table:
     owners = [rank for rank, held in enumerate(result.experts) for _ in range(held)]
     busiest = sorted(range(len(owners)), key=lambda expert: -result.load[expert])[:MOST_BARS]
-    table = plain_table("Expert", "Rank", "Tokens", "<")
+    table, most = plain_table("Expert", "Rank", "Tokens", "<"), max(result.load)
     for expert in sorted(busiest):
         rank, load = owners[expert], result.load[expert]
-        bar = Bar(
-            max(result.load), 0, load, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)]
-        )
+        bar = Bar(most, 0, load, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
         table.add_row(str(expert), str(rank), str(load), bar)
     return table
 
 
 def _phases(seconds: Mapping[str, float]) -> Table:
-    table = plain_table("<Phase", "Time", "<")
+    table, most = plain_table("<Phase", "Time", "<"), max(seconds.values())
     for phase, value in seconds.items():
-        bar = Bar(max(seconds.values()), 0, value, width=BAR_WIDTH, color=BAR_COLOURS[0])
+        bar = Bar(most, 0, value, width=BAR_WIDTH, color=BAR_COLOURS[0])
         table.add_row(phase, seconds_text(value), bar)
     table.add_row("sum", seconds_text(sum(seconds.values())))
     return table

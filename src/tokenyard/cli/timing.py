@@ -1,7 +1,7 @@
 """How to time collective calls, so that the figures of several systems can be compared.
 
-All cases run in one process group, interleaved: every round times each case once. The order inside
-a round is shuffled (the same way on every rank), so that no case always inherits heap and caches
+All calls run in one process group, interleaved: every round times each call once. The order inside
+a round is shuffled (the same way on every rank), so that no call always inherits heap and caches
 from the same predecessor. Ranks meet before each call, outside its time. What counts is the slowest
 rank of each round.
 """
@@ -14,8 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,7 @@ EVENT_MICROSECONDS = 1e3
 CYCLES_PER_MICROSECOND = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """Statistics of one series, in its unit."""
 
     median: float
@@ -44,13 +42,13 @@ class Stats:
     min: float
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """Microseconds of the slowest rank, one entry per round.
 
-    Attributes: wall: the Python call until its results are complete on the device. device: between
-        two events on the current stream around the call; None without a GPU. With a head start
-        (:func:`time_interleaved`) this is kernel time.
+    Attributes:
+        wall: the Python call until its results are complete on the device.
+        device: between two events on the current stream around the call; None without a GPU. With
+            a head start (:func:`time_interleaved`) this is kernel time.
     """
 
     wall: list[float]
@@ -64,15 +62,14 @@ def summarise(times: Sequence[float]) -> Stats:
     Stats(median=2.5, p99=4.0, min=1.0)
     """
     ordered = sorted(times)
-    return Stats(
-        statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[0]
-    )
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return Stats(statistics.median(ordered), p99, ordered[0])
 
 
-class _Clock:
+class Clock:
     """Times one call on one rank: wall clock everywhere, CUDA events where there is a GPU."""
 
-    def __init__(self, device: torch.device, barrier: Callable[[], object] | None) -> None:
+    def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:
         self.cuda = device.type == "cuda"
         self._meet = torch.zeros(1, device=device)
         self._barrier = barrier
@@ -86,7 +83,7 @@ class _Clock:
         """
         if not self.cuda:
             return 0.0
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = self._events()
         self.meet()
         _untyped_cuda._sleep(int(head_start_us * CYCLES_PER_MICROSECOND))
         _untyped.all_reduce(self._meet)
@@ -98,6 +95,9 @@ class _Clock:
         self.synchronize()
         del result
         return events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS
+
+    def _events(self) -> list[Any]:
+        return [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -113,18 +113,18 @@ class _Clock:
 
     def time(self, call: Call, number: int) -> tuple[float, float]:
         """(wall, device) microseconds of ``call(number)``; device is 0 without a GPU."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
+        events = self._events()
         self.meet()
         begin = time.perf_counter()
-        if self.cuda:
-            events[0].record()
+        for event in events[:1]:
+            event.record()
         result = call(number)
-        if self.cuda:
-            events[1].record()
+        for event in events[1:]:
+            event.record()
         self.synchronize()
         wall = (time.perf_counter() - begin) * MICROSECONDS
         del result
-        return wall, events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS if self.cuda else 0.0
+        return wall, events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS if events else 0.0
 
 
 def time_interleaved(
@@ -140,34 +140,34 @@ def time_interleaved(
 ) -> list[Series]:
     """Time ``calls`` side by side on every rank of the default process group. A collective call.
 
-    Args: calls: the same list on every rank. iterations: rounds that count. warmup: rounds before
-        them that do not. num_inputs: round ``i`` uses input ``i % num_inputs``. device: where the
-        calls work. seed: of the order inside the rounds; the same on every rank. head_start_us: if
-        not 0, each round makes each call a second time, for device time alone: the GPU begins with
-        it so much later than the host, so that launching takes no part in it.
+    Args:
+        calls: the same list on every rank; device: where they work.
+        iterations, warmup: rounds that count, rounds before them that do not.
+        num_inputs: round ``i`` uses input ``i % num_inputs``.
+        seed: of the order inside the rounds; the same on every rank.
+        head_start_us: if not 0, each round makes each call a second time, for device time alone:
+            the GPU begins with it so much later than the host, so that launching takes no part.
+        barrier: by which ranks meet on the GPU besides.
 
     Returns:
         One series per call, equal on every rank.
     """
-    clock, shuffled, order = _Clock(device, barrier), random.Random(seed), list(range(len(calls)))
+    clock, shuffled, order = Clock(device, barrier), random.Random(seed), list(range(len(calls)))
     times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
     for turn in range(-warmup, iterations):
         shuffled.shuffle(order)
-        for case in order:
-            wall, on_device = clock.time(calls[case], turn % num_inputs)
+        for at in order:
+            wall, on_device = clock.time(calls[at], turn % num_inputs)
             if head_start_us:
-                on_device = clock.time_queued(calls[case], turn % num_inputs, head_start_us)
+                on_device = clock.time_queued(calls[at], turn % num_inputs, head_start_us)
             if turn >= 0:
-                times[:, case, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
-    wall, on_device = (_lists(part) for part in slowest_rank(times, device))
+                times[:, at, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
+    slowest: Any = slowest_rank(times, device)
+    walls, on_devices = slowest.tolist()
     return [
-        Series(wall=wall[case], device=on_device[case] if clock.cuda else None)
-        for case in range(len(calls))
+        Series(wall, on_device if clock.cuda else None)
+        for wall, on_device in zip(walls, on_devices, strict=True)
     ]
-
-
-def _lists(matrix: Tensor) -> list[list[float]]:
-    return cast("list[list[float]]", matrix.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
@@ -199,21 +199,17 @@ def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _when(event: Any) -> int:
-    return event.start_ns()
-
-
 def _peak_on_cpu(call: Call, number: int) -> int:
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # some builds of torch log every start of the profiler to stderr
+    # Some builds of torch log every start of the profiler to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = call(number)
     del result
     recorded: Any = prof.profiler
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
     held = peak = 0
-    for event in sorted(changes, key=_when):
+    for event in changes:
         held += int(event.nbytes())
         peak = max(peak, held)
     return peak

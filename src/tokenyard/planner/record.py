@@ -1,4 +1,4 @@
-"""Times out of the JSON that ``tokenyard bench --json`` or ``--suite nvlink`` writes, each beside
+"""Times out of the JSON that ``tokenyard bench --json`` or the suite ``nvlink`` writes, each beside
 the workload it belongs to.
 """
 
@@ -20,7 +20,7 @@ SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
     "view8": ("in_place", "fp8"),
     "combine": ("combine", "bf16"),
 }
-"""Rows of ``bench --suite nvlink`` that a plan speaks of, by their kind."""
+"""Rows of the suite ``nvlink`` that a plan speaks of, by their kind."""
 
 SWEEP_LEGS = {
     ("tokenyard nvlink", "cached dispatch"): "dispatch",
@@ -56,13 +56,12 @@ def read(path: Path) -> list[Point]:
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text())
-        if any("job" not in row for row in record["rows"]):
-            raise ValueError("records of other suites, such as twolevel, have no rates of links")
-        ranks, most_sms = len(record["devices"]), _most_sms(record["rows"])
-        points = [point for row in record["rows"] if (point := _point(row, ranks, most_sms))]
+        rows = [_flat(row) for row in record["rows"]]
+        ranks, most_sms = len(record["devices"]), _most_sms(rows)
+        points = [point for row in rows if (point := _point(row, ranks, most_sms))]
     except (OSError, KeyError, TypeError, ValueError) as wrong:
         raise ValueError(
-            f"rates ({path}) must be a file of tokenyard bench --json or --suite nvlink "
+            f"rates ({path}) must be a file of tokenyard bench --json or of suite nvlink "
             f"({type(wrong).__name__}: {wrong})"
         ) from wrong
     if not points:
@@ -74,11 +73,19 @@ def read(path: Path) -> list[Point]:
     return points
 
 
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the fields of its case, which the first schema calls a job."""
+    case = row.get("case") or row.get("job")
+    if case is None or row.get("network"):
+        raise ValueError("records of other suites, such as twolevel, have no rates of links")
+    return {**row, **case}
+
+
 def _most_sms(rows: list[dict[str, Any]]) -> int:
     """Multiprocessors of the GPUs: what calls without a limit had; if no row tells, those of an
     H200, or as many as asked.
     """
-    told = [(row.get("section", "sms"), row["sms"]) for row in rows if row["sms"] is not None]
+    told = [(row.get("section") or "sms", row["sms"]) for row in rows if row["sms"] is not None]
     return max(
         (sms for section, sms in told if section != "sms"),
         default=max([H200_SMS, *(sms for _, sms in told)]),
@@ -86,18 +93,17 @@ def _most_sms(rows: list[dict[str, Any]]) -> int:
 
 
 def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
-    job: dict[str, Any] = row["job"]
-    leg, dtype = _leg(row, job)
+    leg, dtype = _leg(row)
     clock = row["device"] or row["wall"]
     if (
         leg is None
         or clock is None
-        or job["skew"] != "uniform"
-        or job["layout"] != "flat"
-        or job["dtype"] != "bf16"
+        or row["skew"] != "uniform"
+        or row["layout"] != "flat"
+        or row["dtype"] != "bf16"
     ):
         return None
-    sizes = {name: job[name] for name in ("tokens", "hidden", "experts", "topk")}
+    sizes = {name: row[name] for name in ("tokens", "hidden", "experts", "topk")}
     limits = {"sms": min(row["sms"] or most_sms, most_sms), "buffer_bytes": row.get("rings")}
     given = {name: value for name, value in limits.items() if value is not None}
     if not 0 < clock["median"] < math.inf:
@@ -106,8 +112,8 @@ def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
     return Point(leg, work, clock["median"])
 
 
-def _leg(row: dict[str, Any], job: dict[str, Any]) -> tuple[str | None, Dtype]:
-    if "kind" in row:
+def _leg(row: dict[str, Any]) -> tuple[str | None, Dtype]:
+    if row.get("kind"):
         return SUITE_LEGS.get(row["kind"], (None, "bf16"))
     leg = SWEEP_LEGS.get((row["name"], row["phase"]))
-    return (leg if job["quantize"] == "none" else None), "bf16"
+    return (leg if row["quantize"] == "none" else None), "bf16"

@@ -1,12 +1,12 @@
-"""``tokenyard bench --suite low_latency``: dispatch and combine of small batches in CUDA graphs,
-beside what NCCL has.
+"""The suite ``low_latency``: decoding. Dispatch and combine of small batches in CUDA graphs, beside
+what NCCL has.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
-from tokenyard.cli.bench_batches import Batch, Truth, make_batches
-from tokenyard.cli.bench_inputs import Job
+from benchmarks.batches import DeviceTruth, make_batches
+from tokenyard.cli.bench_baselines import reduce_scatter_for
+from tokenyard.cli.bench_cases import Batch, all_gather
+from tokenyard.cli.bench_inputs import Case
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import EVENT_MICROSECONDS, slowest_rank
+from tokenyard.cli.timing import Clock, slowest_rank
 from tokenyard.testing.compare import assert_same_bits
 
 _cuda: Any = torch.cuda
-_dist: Any = dist
 
 PAIR, DISPATCH, COMBINE = "dispatch and combine", "dispatch", "combine"
 PARTS = ("dispatch, sending", "dispatch, receiving", "combine, sending", "combine, receiving")
@@ -32,7 +33,7 @@ NCCL = "all-gather FP8, reduce-scatter BF16"
 ENGINES = ("low_latency", "nvlink")
 BAR_US, BAR_TOKENS, BAR_RANKS = 40.0, 128, 4
 """What a pair may take, for so many tokens on each of so many ranks."""
-PAUSE_CYCLES = 2_000_000
+HEAD_START_US = 1000.0
 """Longer than the host takes to launch a call."""
 
 
@@ -51,7 +52,7 @@ class Decode:
     topk: int = 8
     experts: int = 256
     calls: int = 12
-    iterations: int = 30
+    iterations: int = 20
     warmup: int = 3
     seed: int = 0
     parts_tokens: int = 128
@@ -65,27 +66,13 @@ class Decode:
             for part in ("checking and capturing", "timing")
         ]
 
-    def job(self, tokens: int) -> Job:
-        return Job(
-            tokens, self.hidden, self.topk, self.experts, "uniform", "bf16", "expert_major", "fp8"
-        )
+    def case(self, tokens: int, engine: str = "") -> Case:
+        sizes = (tokens, self.hidden, self.topk, self.experts)
+        return Case(*sizes, layout="expert_major", quantize="fp8", engine=engine)
 
 
-@dataclass(slots=True, kw_only=True)
-class Timed:
-    """One line: microseconds of the slowest rank per round, or why there are none.
-
-    Attributes:
-        who: an engine, or :data:`NCCL`; what: which calls.
-        symmetric_bytes: of the engine's object.
-    """
-
-    tokens: int
-    who: str
-    what: str
-    times: list[float] = field(default_factory=list[float])
-    error: str = ""
-    symmetric_bytes: int | None = None
+Probe = tuple[Measurement, Callable[[], float]]
+"""A line without times, and what takes the time of one call."""
 
 
 class Calls:
@@ -100,10 +87,9 @@ class Calls:
 
     def dispatch(self, number: int, **options: Any) -> ty.Received:
         batch = self._batches[number % len(self._batches)]
-        picks = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
         return self._ep.dispatch(
             batch.x,
-            *picks,
+            *batch.picks,
             layout=ty.Layout.EXPERT_MAJOR,
             exact=False,
             quantize=ty.Quantize.FP8,
@@ -123,7 +109,7 @@ class Calls:
         out: it would cost nothing.
         """
         for number, batch in enumerate(self._batches):
-            truth = Truth.of(batch)
+            truth = DeviceTruth.of(batch)
             recv = self.dispatch(number)
             rows = truth.by_expert
             data: Any = truth.quantized.data.view(torch.uint8)
@@ -137,7 +123,7 @@ class Calls:
         self._ep.check()
 
 
-def _summed(batch: Batch, truth: Truth) -> Tensor:
+def _summed(batch: Batch, truth: DeviceTruth) -> Tensor:
     """What a weighted combine of the FP8 payload gives: per rank in pick order, rounded, then by
     rank.
     """
@@ -159,7 +145,9 @@ def _summed(batch: Batch, truth: Truth) -> Tensor:
     return total.to(torch.bfloat16)
 
 
-def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Timed]:
+def run_decode(
+    device: torch.device, suite: Decode, counter: Counter | None = None
+) -> list[Measurement]:
     """Be one rank: measure everything. Collective; the lines are the same on every rank.
     ``counter``: of ``suite.stages``.
     """
@@ -167,9 +155,9 @@ def run_decode(device: torch.device, suite: Decode, counter: Counter | None = No
         raise ValueError(
             f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})"
         )
-    lines: list[Timed] = []
+    lines: list[Measurement] = []
     for tokens in suite.tokens:
-        batches = make_batches(suite.job(tokens), device, suite.seed)
+        batches = make_batches(suite.case(tokens), device, suite.seed)
         lines += _size(suite, tokens, batches, device, counter)
         torch.cuda.empty_cache()
     return lines
@@ -177,48 +165,45 @@ def run_decode(device: torch.device, suite: Decode, counter: Counter | None = No
 
 def _size(
     suite: Decode, tokens: int, batches: list[Batch], device: torch.device, counter: Counter | None
-) -> list[Timed]:
+) -> list[Measurement]:
     """One batch size: every probe checked, then all timed in turn."""
-    probes: list[tuple[Timed, Callable[[], float]]] = []
-    wrong: list[Timed] = []
+    probes: list[Probe] = []
+    wrong: list[Measurement] = []
     made: list[tuple[ty.ExpertParallel, Calls]] = []
     for engine in ENGINES:
-        ep = ty.ExpertParallel(
-            num_experts=suite.experts,
-            hidden=suite.hidden,
-            num_topk=suite.topk,
-            max_tokens_per_rank=tokens,
-            engine=engine,
-            device=device,
-        )
+        case = suite.case(tokens, engine)
+        ep = ty.ExpertParallel(**case.sizes, engine=engine, device=device)
         calls = Calls(ep, batches)
         made.append((ep, calls))
-        line = partial(Timed, tokens=tokens, who=engine, symmetric_bytes=calls.symmetric_bytes)
+        line = partial(line_for, case, symmetric_bytes=calls.symmetric_bytes)
         if error := failure(calls.check, engine, 0, device):
-            wrong.append(line(what=PAIR, error=error))
+            wrong.append(line(PAIR, error=error))
             continue
-        for what, call in (
-            (PAIR, calls.pair),
-            (DISPATCH, calls.dispatch),
-            (COMBINE, calls.combine),
-        ):
-            probes.append((line(what=what), _graph(suite, call)))
+        kinds = ((PAIR, calls.pair), (DISPATCH, calls.dispatch), (COMBINE, calls.combine))
+        probes += [(line(what), _graph(suite, call)) for what, call in kinds]
         if engine == "low_latency" and tokens == suite.parts_tokens:
-            probes += [
-                (line(what=what), partial(_part, calls, at)) for at, what in enumerate(PARTS)
-            ]
-    probes.append((Timed(tokens=tokens, who=NCCL, what=PAIR), _graph(suite, _nccl(batches))))
+            probes += [(line(what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
+    probes.append((line_for(suite.case(tokens), PAIR), _graph(suite, _nccl(batches))))
     advance(counter)
-    _time(suite, probes, device)
+    lines = _time(suite, probes, device)
     advance(counter)
-    lines = [line for line, _ in probes]
     for ep, calls in made:  # again: a rank that fell silent meanwhile would have cost nothing
         if error := failure(calls.check, f"{ep.engine}, afterwards", 0, device):
-            for line in lines:
-                if line.who == ep.engine:
-                    line.times, line.error = [], error
+            lines = [
+                replace(line, device_us=None, wall_us=[], error=error)
+                if line.case.engine == ep.engine
+                else line
+                for line in lines
+            ]
         ep.close()
     return [*lines, *wrong]
+
+
+def line_for(case: Case, what: str, **known: Any) -> Measurement:
+    """A line of an engine, or of NCCL."""
+    return Measurement(
+        case=case, name=case.engine or NCCL, phase=what, kind=what, ours=bool(case.engine), **known
+    )
 
 
 def _nccl(batches: list[Batch]) -> Callable[[int], object]:
@@ -258,17 +243,7 @@ def _elapsed(run: Callable[[], object]) -> float:
     """Microseconds of the GPU, ranks aligned there and launches queued before it gets to them.
     Collective.
     """
-    meet = torch.zeros(1, device="cuda")
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda.synchronize()
-    _dist.all_reduce(meet)
-    _cuda._sleep(PAUSE_CYCLES)
-    _dist.all_reduce(meet)
-    events[0].record()
-    run()
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS
+    return Clock(torch.device("cuda")).time_queued(lambda _: run(), 0, HEAD_START_US)
 
 
 def _part(calls: Calls, which: int) -> float:
@@ -290,10 +265,8 @@ def _part(calls: Calls, which: int) -> float:
     return spent if which == 2 else after
 
 
-def _time(
-    suite: Decode, probes: Sequence[tuple[Timed, Callable[[], float]]], device: torch.device
-) -> None:
-    """Fill in the times: every round times each probe once, in changing order."""
+def _time(suite: Decode, probes: Sequence[Probe], device: torch.device) -> list[Measurement]:
+    """The lines with times: every round times each probe once, in changing order."""
     order, shuffled = list(range(len(probes))), random.Random(suite.seed)
     times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)
     for turn in range(-suite.warmup, suite.iterations):
@@ -304,5 +277,5 @@ def _time(
             if turn >= 0:
                 times[at, turn] = spent
     slowest: Any = slowest_rank(times, device)
-    for (line, _), spent in zip(probes, slowest.tolist(), strict=True):
-        line.times = spent
+    found = zip(probes, slowest.tolist(), strict=True)
+    return [replace(line, device_us=spent) for (line, _), spent in found]

@@ -1,0 +1,93 @@
+"""Kinds of calls that suites measure, as data, and the bars of this project.
+
+Bars are goals that this project has set itself; they are no limits of the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import tokenyard as ty
+from tokenyard.cli.bench_baselines import baselines
+from tokenyard.cli.bench_cases import Batch, Call, Library
+from tokenyard.cli.bench_inputs import Case
+
+FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of call: what it changes in a case, and what it may take on :data:`BARS_RANKS`.
+
+    ``cached``: a dispatch whose routing is known. ``combine``: no dispatch.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    bar_us: float | None = None
+    cached: bool = True
+    combine: bool = False
+
+
+CAST = {"quantize": "fp8", "cast_before": True}
+KINDS = {
+    FRESH: Kind("dispatch BF16, new routing", cached=False),
+    PLAIN: Kind("dispatch BF16", bar_us=500),
+    "fp8": Kind("dispatch FP8", CAST, bar_us=270),
+    "fused": Kind("dispatch BF16, FP8 on the wire", {"quantize": "fp8"}, bar_us=280),
+    "major": Kind("dispatch FP8, expert-major", {**CAST, "layout": "expert_major"}, bar_us=330),
+    VIEW: Kind("dispatch BF16, in place", {"in_place": True}, bar_us=465),
+    "view8": Kind("dispatch FP8, in place", {**CAST, "in_place": True}, bar_us=245),
+    BACK: Kind("combine BF16", bar_us=490, combine=True),
+    BACK_IN_PLACE: Kind("combine BF16, in place", {"in_place": True}, bar_us=475, combine=True),
+}
+IN_PLACE = (VIEW, "view8", BACK_IN_PLACE)
+IN_PLACE_ENGINES = ("nvlink", "twolevel")
+BARS_RANKS = 4
+"""Bars are for the wire traffic of this many ranks; fewer move less."""
+
+SMS_BARS_US = {8: 560.0, 24: 490.0}
+"""What a dispatch in place may take with so many SMs."""
+
+NEW_ROUTING_BAR_US = 45.0
+"""What a new routing may add."""
+
+
+def library_calls(
+    ep: ty.ExpertParallel,
+    case: Case,
+    batches: Sequence[Batch],
+    kinds: Sequence[str],
+    another: Callable[[], ty.ExpertParallel] | None = None,
+    bars: Mapping[str, float | None] | None = None,
+) -> list[Call]:
+    """Of ``kinds`` those that the engine can do. Collective.
+
+    ``another``: makes an object for combines in place. ``bars``: what kinds may take, us.
+    """
+    calls: list[Call] = []
+    for name in kinds:
+        kind = KINDS[name]
+        if name in IN_PLACE and ep.engine not in IN_PLACE_ENGINES:
+            continue
+        library = Library(ep, replace(case, **kind.changes), batches, another)
+        known: dict[str, Any] = {"name": kind.name, "kind": name}
+        known["bar_us"] = (bars or {}).get(name)
+        if kind.combine:
+            calls.append(library.combine(**known))
+        else:
+            calls.append(library.dispatch(cached=kind.cached, **known))
+    return calls
+
+
+def collectives(
+    case: Case, batches: Sequence[Batch], *, fp8: bool = False, gathers: bool = True
+) -> list[Call]:
+    """What anybody could use instead, of BF16 rows; ``fp8``: there of FP8 rows as well."""
+    calls = baselines(case.rows, batches, label=" BF16", gathers=gathers)
+    if fp8:
+        cast = replace(case.rows, quantize="fp8")
+        calls += baselines(cast, batches, label=" FP8", gathers=gathers, back=False)
+    return calls

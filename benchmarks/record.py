@@ -1,0 +1,95 @@
+"""The one writer of records: Markdown for readers, JSON for programs, pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenyard.cli.bench_report import Measurement, facts_of, package_version, write_json
+from tokenyard.cli.timing import Stats
+
+MB = 1e6
+NO_TIME = "**no time**"
+
+
+class Page(NamedTuple):
+    """How a suite's lines are shown.
+
+    ``markdown(lines, suite, facts)`` is the page; ``draw(lines, path)`` its picture.
+    """
+
+    markdown: Callable[[list[Measurement], Any, dict[str, Any]], str]
+    draw: Callable[[list[Measurement], Path], None] | None = None
+
+
+def write_record(
+    out: Path,
+    name: str,
+    lines: list[Measurement],
+    suite: Any,
+    device: str,
+    page: Page,
+    ranks: int | None = None,
+) -> Path:
+    """Write ``<name>-<hardware>-<day>.md``, ``.json`` and, where it can be drawn, ``.png``.
+
+    ``ranks``: GPUs that were used, if not all. Returns the path of the page.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    facts = facts_of(suite, device)
+    facts["versions"]["nvshmem"] = package_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    facts["devices"] = facts["devices"][:ranks]
+    names: list[str] = facts["devices"]
+    hardware = f"{len(names)}x{names[0].split()[-1].lower()}" if device == "cuda" else "cpu"
+    path = out / f"{name}-{hardware}-{facts['date'][:10].replace('-', '')}.md"
+    write_json(path.with_suffix(".json"), lines, facts)
+    picture = path.with_suffix(".png")
+    drawn = page.draw is not None and _draw(page.draw, lines, picture)
+    behind = f"\n![]({picture.name})\n" if drawn else ""
+    path.write_text(page.markdown(lines, suite, facts) + behind)
+    return path
+
+
+def _draw(
+    draw: Callable[[list[Measurement], Path], None], lines: list[Measurement], path: Path
+) -> bool:
+    """False if it cannot be drawn: the figures are worth more than the picture."""
+    try:
+        draw(lines, path)
+    except Exception as error:
+        print(f"no picture: {error}")
+        return False
+    return True
+
+
+def head(title: str, facts: dict[str, Any]) -> list[str]:
+    """The first two paragraphs: ``title`` on which devices; commit, versions, date, command."""
+    devices = ", ".join(
+        f"{count}x {name}" for name, count in Counter[str](facts["devices"]).items()
+    )
+    known = ", ".join(f"{name} {found}" for name, found in facts["versions"].items() if found)
+    commit = facts["commit"] or "unknown"
+    said = f"Commit {commit}, {known}, {facts['date'][:10]}. `{facts['command']}`"
+    return [f"# {title.format(devices=devices)}", said]
+
+
+def times(stats: Stats | None, digits: int = 1, none: str = "-") -> str:
+    """**median** (min, p99)."""
+    if stats is None:
+        return none
+    median, least, most = (f"{value:,.{digits}f}" for value in (stats.median, stats.min, stats.p99))
+    return f"**{median}** ({least}, {most})"
+
+
+def find(lines: Sequence[Measurement], **wanted: Any) -> Measurement | None:
+    """The first line of which all this is true; names are those of a line or of its case."""
+
+    def value(line: Measurement, name: str) -> Any:
+        return getattr(line.case if name in ("tokens", "sms") else line, name)
+
+    return next(
+        (line for line in lines if all(value(line, name) == it for name, it in wanted.items())),
+        None,
+    )
