@@ -1,5 +1,5 @@
-"""Makes the tables and the picture of ``planner.md`` anew: predictions beside what was measured,
-machines of up to 1024 GPUs.
+"""Makes the tables and the picture of the planner's pages anew: predictions beside what was
+measured, machines of up to 1024 GPUs.
 
 Run it after a change of the planner, of what engines choose, or of a record;
 ``tests/test_plan_validation.py`` says when.
@@ -32,8 +32,10 @@ from tokenyard.planner.record import read
 from tokenyard.planner.sizes import twolevel_sizes
 from tokenyard.planner.workload import Dtype, Workload
 
-PAGE = Path(__file__).parent / "planner.md"
+PAGE = Path(__file__).parent / "how-to" / "planner.md"
 RECORDS = Path(__file__).parent / "benchmarks"
+LINES = RECORDS / "planner-validation.md"
+"""The tables; ``PAGE`` has the picture, and says in words how far off the plans are."""
 TWO, FOUR = RECORDS / "nvlink-2xh200-20261122.json", RECORDS / "nvlink-4xh200-20261122.json"
 PORTABLE = RECORDS / "collective-4xh200-20261121.json"
 AS_TWO_BY_ONE = RECORDS / "twolevel-2xh200-dev-20261122.json"
@@ -305,7 +307,7 @@ def _machine(plan: Plan) -> str:
 
 
 def tables() -> dict[str, str]:
-    """The tables of the page by the name that stands above each."""
+    """The tables of the record by the name that stands above each."""
     known = fitted()
     return {
         "unseen errors": errors_table(unseen_lines(known)),
@@ -317,10 +319,9 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(page: str) -> str:
-    """``page`` with its tables made anew."""
+    """``page`` with those of the tables anew that it has."""
     for name, table in tables().items():
         mark = f"<!-- {name} -->\n"
-        assert page.count(mark) == 1, mark
         page = re.sub(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + table + "\n": new, page)
     return page
 
@@ -328,5 +329,5 @@ def with_tables(page: str) -> str:
 if __name__ == "__main__":
     from tokenyard.cli.plan_plot import draw
 
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    LINES.write_text(with_tables(LINES.read_text()))
     draw(machines(H200), PAGE.with_suffix(".png"))

@@ -1,5 +1,6 @@
-"""Draws ``protocols.svg``: what host and GPU of two ranks do in each kind of call. Run it after
-changing a protocol.
+"""Draws ``reference/protocols.svg``: what host and GPU of two ranks do in each kind of call.
+
+Run it after changing a protocol.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def told(at: float) -> list[Arrow]:
 
 
 def rings(begin: float) -> list[Arrow]:
-    """Greeting, chunks of rows with their tails, and credits coming back."""
+    """Call barrier, chunks of rows with their tails, and credits coming back."""
     return [
-        *across(begin + 0.2, 0.4, SIGNAL, "hello"),
+        *across(begin + 0.2, 0.4, SIGNAL, "barrier"),
         *across(begin + 1.1, 0.4, DATA, "rows, tail"),
         *across(begin + 2.1, 0.4, CREDIT, "head"),
         *across(begin + 2.9, 0.4, DATA),
@@ -83,7 +84,7 @@ def rings(begin: float) -> list[Arrow]:
 
 
 PLAN = "plan: merge, count      complete"
-ROWS = "rows: send, receive, greet"
+ROWS = "rows: send, receive, call barrier"
 COUNTS = across(1.6, 0.4, SIGNAL, "counts, arrival")
 PANELS = [
     Panel(
@@ -105,18 +106,21 @@ PANELS = [
     Panel(
         "cached dispatch; combine (rows go back: senders where the experts are, reducers at the "
         "owners)",
-        [*hosts(-0.3, 0.5, "launch"), *both(0.5, 4.8, "rows: send, receive or reduce, greet")],
+        [
+            *hosts(-0.3, 0.5, "launch"),
+            *both(0.5, 4.8, "rows: send, receive or reduce, call barrier"),
+        ],
         rings(0.5),
     ),
     Panel(
         "dispatch in place: behind the plan (exact: and the counts), or alone if cached",
         [
             *hosts(-0.3, 0.5, "launch both"),
-            *both(0.5, 4.6, "direct: greet, write, done"),
+            *both(0.5, 4.6, "in place: call barrier, write, done"),
             *both(4.6, 5.6, "unpack"),
         ],
         [
-            *across(0.8, 0.4, SIGNAL, "hello"),
+            *across(0.8, 0.4, SIGNAL, "barrier"),
             *across(1.9, 0.4, DATA, "rows"),
             *across(2.6, 0.4, DATA),
             *across(3.4, 0.4, SIGNAL, "done"),
@@ -171,7 +175,7 @@ def _draw_arrow(axes: Axes, arrow: Arrow) -> None:
 
 
 def main() -> None:
-    """Write ``protocols.svg`` beside this file; the same bytes every time."""
+    """Write ``reference/protocols.svg``; the same bytes every time."""
     mpl.rcParams["svg.hashsalt"], mpl.rcParams["svg.fonttype"] = "tokenyard", "none"
     figure = Figure(figsize=(9, 8.2), layout="constrained")
     for axes, panel in zip(figure.subplots(len(PANELS), 1), PANELS, strict=True):
@@ -183,7 +187,7 @@ def main() -> None:
     ):
         figure.axes[-1].plot([], [], color=colour, label=text)
     figure.axes[-1].legend(loc="lower right", fontsize=7, frameon=False)
-    figure.savefig(Path(__file__).with_name("protocols.svg"), metadata={"Date": None})
+    figure.savefig(Path(__file__).parent / "reference" / "protocols.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

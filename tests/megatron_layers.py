@@ -215,8 +215,8 @@ def oracle(ranks: Ranks, *, in_rank_order: bool) -> Generator[Forward, None, Non
     pick no expert.
 
     Args: in_rank_order: sum over ranks in rank order in float32 and round once, as
-        ``docs/semantics.md`` says. Otherwise as the collective likes: in any order, in the dtype of
-        the rows, which in backward rounds bfloat16 after every rank.
+        ``docs/reference/semantics.md`` says. Otherwise as the collective likes: in any order, in
+        the dtype of the rows, which in backward rounds bfloat16 after every rank.
     """
 
     def forward(layer: Any, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Configurations whose models are explored: what must hold, what must fail just outside, and bugs
 that must be found.
 
-``python tests/model_cases.py`` (``--large``: with what ``make soak`` adds) prints the table of
-``docs/protocols.md``.
+``python tests/model_cases.py`` (``--large``: with what ``make soak`` adds) prints
+``docs/benchmarks/protocol-models.md``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def both(routing: Routing, chunk: int = 1, batch: int = 1, row: int = 1) -> list
     return [Call(routing, combine, chunk, batch, row) for combine in (False, True)]
 
 
-# Rings as small as they may be (docs/protocols.md, docs/twolevel.md)
+# Rings as small as they may be (docs/reference/protocols.md, docs/reference/twolevel.md)
 
 
 def least_slots(call: Call) -> int:

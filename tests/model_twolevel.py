@@ -1,5 +1,5 @@
-"""The tasks of engine twolevel as a small model (``docs/twolevel.md``, ``kernels/two_dispatch.py``,
-``two_combine.py``).
+"""The tasks of engine twolevel as a small model (``docs/reference/twolevel.md``,
+``kernels/two_dispatch.py``, ``two_combine.py``).
 
 Each task is a process here, though a program of a kernel serves many of them by turns
 (``kernels/two_turns.py``). That loses no failure. A turn does steps of its task that nothing holds

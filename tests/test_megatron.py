@@ -2,7 +2,7 @@
 forward and backward.
 
 Where the oracle may sum in another order or precision, and so cannot be equal in every bit, is said
-in ``docs/megatron.md``.
+in ``docs/how-to/megatron.md``.
 """
 
 from __future__ import annotations

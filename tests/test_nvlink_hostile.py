@@ -1,8 +1,9 @@
 """Engine nvlink, simulated, in bodies that hostile tests and others have for engine collective,
 where both must do the same.
 
-Where they differ (``docs/protocols.md``: who learns of a failure when), nvlink's own verdicts: here
-of refused calls, in ``test_nvlink_failures_simulated.py`` of ranks in different calls.
+Where they differ (``docs/reference/protocols.md``: who learns of a failure when), nvlink's own
+verdicts: here of refused calls, in ``test_nvlink_failures_simulated.py`` of ranks in different
+calls.
 """
 
 from __future__ import annotations

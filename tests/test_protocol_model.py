@@ -1,5 +1,5 @@
-"""The ring protocols, explored to the end for small sizes (``docs/protocols.md``, "Checked by
-exhaustion").
+"""The ring protocols, explored to the end for small sizes (``docs/reference/protocols.md``,
+"Checked by exhaustion").
 
 ``make soak`` explores larger sizes too. ``python tests/model_cases.py`` prints all of it as a
 table.

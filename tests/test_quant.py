@@ -47,7 +47,7 @@ def e4m3(values: Tensor) -> Tensor:
 
 
 def by_definition(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
-    """``docs/semantics.md``, Quantisation: bytes of the data, and scales."""
+    """``docs/reference/semantics.md``, Quantisation: bytes of the data, and scales."""
     if mode is Quantize.MXFP8:
         return microscaled(x)
     tokens, hidden = x.shape

@@ -1,4 +1,4 @@
-"""``docs/systems.md`` names what exists: files, functions, tests; and counts what is missing."""
+"""``tests/systems.md`` names what exists: files, functions, tests; and counts what is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import twolevel_plants
 from low_latency_plants import PLANTS as LOW_LATENCY_PLANTS
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "systems.md").read_text()
+PAGE = (ROOT / "tests" / "systems.md").read_text()
 REFERENCE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`")
 SYSTEMS = ("S1", "S2", "S3", "S4", "S5", "S6")
 

@@ -156,7 +156,9 @@ def test_a_silent_rank_has_a_name(ranks: Ranks, tmp_path: Path) -> None:
 @distributed_test(world_size=4)
 def test_the_documented_example(ranks: Ranks, tmp_path: Path) -> None:
     (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "how-to" / "transformers.md").read_text(),
+        re.DOTALL,
     )
     assert len(block.splitlines()) <= 14
     pair = tiny.load(ranks, tmp_path, "Qwen3Moe")

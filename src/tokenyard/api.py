@@ -32,7 +32,8 @@ from tokenyard.validation import Validation
 _log = logging.getLogger("tokenyard")
 
 BESIDE_COLLECTIVES = 32
-"""A ``spare_sms`` for calls that overlap with NCCL's collectives (``docs/protocols.md``, Limits).
+"""A ``spare_sms`` for calls that overlap with NCCL's collectives
+(``docs/reference/protocols.md``, Limits).
 """
 
 
@@ -50,18 +51,18 @@ class ExpertParallel:
         mod R`` hold one more. hidden: H, channels of a token. num_topk: K, picks per token, at most
         4096. max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of
         tokens. engine: "auto", "collective", "nvlink" (GPUs that map each other's memory),
-        "twolevel" (GPUs of several nodes that form a grid, ``docs/twolevel.md``) or "low_latency"
-        (as nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
-        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
-        128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel need.
-        num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
-        Default: all. spare_sms: multiprocessors (all but collective) that others' kernels, if they
-        wait for peers too, may hold when a call begins: NCCL's on another stream, say, for which
-        ``BESIDE_COLLECTIVES`` is enough. Default: none. timeout: seconds that a silent peer is
-        waited for (over NCCL the group's watchdog decides). device: where tensors live. Default:
+        "twolevel" (GPUs of several nodes that form a grid, ``docs/reference/twolevel.md``) or
+        "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink where it
+        can work. buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch.
+        Default: 128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel
+        need. num_sms: multiprocessors that kernels may fill (all but collective), the same on all
+        ranks. Default: all. spare_sms: multiprocessors (all but collective) that others' kernels,
+        if they wait for peers too, may hold when a call begins: NCCL's on another stream, say, for
+        which ``BESIDE_COLLECTIVES`` is enough. Default: none. timeout: seconds that a silent peer
+        is waited for (over NCCL the group's watchdog decides). device: where tensors live. Default:
         the accelerator if the group has a backend for it; over gloo any. topology: ``(num_nodes,
-        ranks_per_node)``, nodes of consecutive ranks. Default: by host (``docs/semantics.md``,
-        Nodes).
+        ranks_per_node)``, nodes of consecutive ranks. Default: by host
+        (``docs/reference/semantics.md``, Nodes).
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
@@ -163,8 +164,8 @@ class ExpertParallel:
         return_hook: bool = False,
         options: CallOptions | None = None,
     ) -> Received:
-        """Send every token once to each rank that holds one of its experts (``docs/semantics.md``,
-        Dispatch).
+        """Send every token once to each rank that holds one of its experts
+        (``docs/reference/semantics.md``, Dispatch).
 
         Args: x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``. topk_idx: ``[T, K]``
             int64 or int32 global expert ids, -1 = none. topk_weights: ``[T, K]`` float, rides along
@@ -250,7 +251,7 @@ class ExpertParallel:
         return_hook: bool = False,
         options: CallOptions | None = None,
     ) -> Tensor | Combined:
-        """Sum the rows of each token, back at its owner (``docs/semantics.md``, Combine).
+        """Sum the rows of each token, back at its owner (``docs/reference/semantics.md``, Combine).
 
         Args: x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype
             on the wire. handle: of the dispatch that made the rows. weighted: expert layouts only:
@@ -359,7 +360,7 @@ class ExpertParallel:
 
     def unmask(self, rank: int) -> None:
         """Let a rank in again, whose object has made as many calls as this one: see
-        ``docs/low_latency.md``.
+        ``docs/reference/low_latency.md``.
         """
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank, active=True)
 

@@ -1,8 +1,8 @@
 """Formats of quantised rows: elements, blocks of channels that share a scale, scales, casts.
 
 A :class:`WireFormat` owns all of it, one for each ``Quantize``; everything else asks it
-(``docs/semantics.md``, Quantisation). To add a format: a name in ``Quantize``, an instance in
-:data:`FORMATS`, and, if its scales follow from magnitudes in a new way, a branch in
+(``docs/reference/semantics.md``, Quantisation). To add a format: a name in ``Quantize``, an
+instance in :data:`FORMATS`, and, if its scales follow from magnitudes in a new way, a branch in
 :meth:`WireFormat.cast` and one in ``kernels/payload.py``.
 """
 

@@ -1,8 +1,8 @@
 """How large things may be that arguments alone decide: checked before anything is exchanged or
 allocated.
 
-``docs/semantics.md``, Limits, has the list. What tokens bring themselves is not bounded here: it
-costs no more than the data.
+``docs/reference/semantics.md``, Limits, has the list. What tokens bring themselves is not bounded
+here: it costs no more than the data.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The oracle: everything ``docs/semantics.md`` states, in plain torch, in one process that holds
-every rank's data.
+"""The oracle: everything ``docs/reference/semantics.md`` states, in plain torch, in one process
+that holds every rank's data.
 
 Slow and obvious on purpose, and independent of the engines. Tensors are on the CPU. Lists of
 tensors have one entry per rank. Letters: T tokens on a rank, K picks, R ranks, L experts on a rank,
@@ -313,7 +313,7 @@ def combine(
     absent: Sequence[Collection[int]] | None = None,
     owners: Iterable[int] | None = None,
 ) -> list[ReferenceCombined]:
-    """Sum the rows of each token at its owner, along the tree of ``docs/semantics.md``.
+    """Sum the rows of each token at its owner, along the tree of ``docs/reference/semantics.md``.
 
     Args: rows: the experts' output, shaped as ``received[rank].x``; any float dtype. received: what
     :func:`dispatch` returned. weighted: multiply each row by its weight first (expert layouts).

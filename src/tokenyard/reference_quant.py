@@ -1,5 +1,5 @@
 """The oracle's quantisation: FP8 E4M3 with one scale per group of 128 channels
-(``docs/semantics.md``).
+(``docs/reference/semantics.md``).
 """
 
 from __future__ import annotations

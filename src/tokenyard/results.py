@@ -84,7 +84,7 @@ class Later:
 
 
 class Received(Later):
-    """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/semantics.md``.
+    """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/reference/semantics.md``.
 
     Attributes: x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with
         ``in_place=True`` symmetric memory). scales: ``[N, S]`` (``[L, R * M, S]``) float32, int32

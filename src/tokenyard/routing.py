@@ -1,9 +1,9 @@
 """The plan: who sends which row where. Pure integer functions on any device; no communication, no
 payload.
 
-``docs/semantics.md`` defines the terms. Functions marked *static* never ask the host for a value,
-so that a CUDA graph can hold them; the others may (``nonzero``). All index tensors are int64 unless
-said otherwise, and "no row" is -1.
+``docs/reference/semantics.md`` defines the terms. Functions marked *static* never ask the host for
+a value, so that a CUDA graph can hold them; the others may (``nonzero``). All index tensors are
+int64 unless said otherwise, and "no row" is -1.
 """
 
 from __future__ import annotations

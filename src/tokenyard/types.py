@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Layout(enum.Enum):
-    """Order and shape of received rows (``docs/semantics.md``)."""
+    """Order and shape of received rows (``docs/reference/semantics.md``)."""
 
     FLAT = 0
     EXPERT_MAJOR = 1

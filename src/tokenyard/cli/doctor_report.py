@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The document of ``--json``; see ``docs/doctor.md``."""
+    """The document of ``--json``; see ``docs/how-to/doctor.md``."""
     facts, need = asdict(diagnosis.facts), diagnosis.need
     del facts["untold"]
     return {

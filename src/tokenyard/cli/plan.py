@@ -86,7 +86,7 @@ def plan(options: Options) -> None:
     any size. Needs no GPU.
 
     Bytes are expected values under uniform and zipf routing. Times come from a small model;
-    docs/planner.md says how far it is off.
+    docs/how-to/planner.md says how far it is off.
     """
     check_plot(options.plot)
     dtypes, given = options.dtypes, asdict(options)

@@ -1,5 +1,5 @@
 """The API of DeepEP (V1) on ``tokenyard``: ``import tokenyard.deep_ep as deep_ep``. See
-``docs/deep_ep.md``.
+``docs/how-to/deep_ep.md``.
 
 ``ElasticBuffer`` and ``HybridEPBuffer`` are missing on purpose: frameworks ask for those names to
 see what they can use.

@@ -28,8 +28,8 @@ class Buffer(Masks):
     alike.
 
     Making one talks to nobody and takes no memory. The first call of each kind makes a native
-    object, which is collective, as the call is. ``docs/deep_ep.md`` says name by name what is the
-    same as in DeepEP, what is better and what is missing.
+    object, which is collective, as the call is. ``docs/how-to/deep_ep.md`` says name by name what
+    is the same as in DeepEP, what is better and what is missing.
 
     Args: group: any ``torch.distributed`` group; gloo groups take CUDA tensors too. num_nvl_bytes:
         if given, an upper bound for the rings of each native object, down to 32 MiB; more than 128

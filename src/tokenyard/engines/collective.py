@@ -191,7 +191,7 @@ class CollectiveEngine(Agreement):
         raw: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner
-        (``docs/semantics.md``, Combine).
+        (``docs/reference/semantics.md``, Combine).
 
         Args:
             weights: ``[rows]`` float32, multiplied first.

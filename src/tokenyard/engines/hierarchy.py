@@ -3,7 +3,7 @@
 Dispatch: a token crosses the network once per destination node, to the rank there of the same local
 index, which forwards it to the ranks that hold its experts. Combine: that rank adds what they
 return, in rank order, and sends one row back. So a token's rows cross the network once per node
-instead of once per rank, and the sums form the two-level tree of ``docs/semantics.md``.
+instead of once per rank, and the sums form the two-level tree of ``docs/reference/semantics.md``.
 
 What is forwarded follows from the ids that ride along, so only rows relayed are announced; a row is
 copied, never taken apart.

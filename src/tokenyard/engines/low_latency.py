@@ -3,7 +3,7 @@ one launch per call, or two.
 
 A dispatch casts, sends, and places rows; a combine sums where the experts are, sends one row per
 (token, rank), and adds by rank. Nothing waits on the host, and calls are counted on the device, so
-CUDA graphs hold them. A silent rank is left out. See ``docs/low_latency.md``.
+CUDA graphs hold them. A silent rank is left out. See ``docs/reference/low_latency.md``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class CallOptions:
             keeps its strides. Ranks need not agree on it.
         lost_weights: ``[T]`` float32 (combine). It is filled with the weights of the picks that
             each token's sum lacks, 0 if none; in an unweighted combine, with their number
-            (``docs/low_latency.md``).
+            (``docs/reference/low_latency.md``).
     """
 
     timeout: float | None = None

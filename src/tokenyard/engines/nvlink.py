@@ -3,7 +3,7 @@ bounded size.
 
 Life of a fresh dispatch: plan (one launch: merge, place, exchange counts), the host learns the
 counts (exact shapes only), rows (one launch: send, receive, place). A cached dispatch is the second
-launch alone; combine is one launch. See ``docs/protocols.md``.
+launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class NvlinkEngine(PeerEngine):
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner
-        (``docs/semantics.md``, Combine).
+        (``docs/reference/semantics.md``, Combine).
         """
         with span("tokenyard.combine"), self._memory.tensors():
             payload, width = (

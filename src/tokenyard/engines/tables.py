@@ -63,7 +63,7 @@ class Blank(NamedTuple):
 
     Their sizes never change, so a call copies the block and looks at it in parts: one launch.
     To fill them one by one took six, a third of the host time of the call
-    (``docs/performance.md``, Static shapes).
+    (``docs/benchmarks/experiments-nvlink.md``, Host time).
 
     Attributes:
         words: of all tables, int64.

@@ -1,5 +1,5 @@
 """Engine ``twolevel``: ranks form nodes. Rows cross the network once per node, and are handed on
-inside (``docs/twolevel.md``).
+inside (``docs/reference/twolevel.md``).
 
 All that concerns a rank alone, and ranks of one node, is engine nvlink's; kernels, memory and names
 of waits are this engine's.

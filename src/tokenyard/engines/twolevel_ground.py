@@ -125,7 +125,7 @@ class NetRing:
     @property
     def most_rows(self) -> int:
         """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2``
-        (``docs/twolevel.md``).
+        (``docs/reference/twolevel.md``).
         """
         return max(1, self.slots - 2 * self.chunk + 2)
 

@@ -15,8 +15,8 @@ _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.
 
 
 class TwoWatch(StatusMonitor):
-    """Rings inside are named after the source or owner of their rows (``docs/twolevel.md``),
-    network rings after the node.
+    """Rings inside are named after the source or owner of their rows
+    (``docs/reference/twolevel.md``), network rings after the node.
     """
 
     _ground: TwoGround

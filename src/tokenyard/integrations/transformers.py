@@ -6,7 +6,7 @@ there as ``"tokenyard"``.
         distributed_config=DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="tokenyard")
     )
 
-See ``docs/transformers.md``.
+See ``docs/how-to/transformers.md``.
 """
 
 from __future__ import annotations

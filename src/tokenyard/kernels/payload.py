@@ -117,8 +117,8 @@ def _scales_below(most, how: tl.constexpr):
 @triton.jit
 def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
     """Cast groups ``g [n]`` of rows of H floats, ``[n, how.block]``, to E4M3
-    (``docs/semantics.md``, Quantisation), as ``WireFormat.cast`` does. Returns them, and ``[n]``
-    what their scales are stored as.
+    (``docs/reference/semantics.md``, Quantisation), as ``WireFormat.cast`` does. Returns them, and
+    ``[n]`` what their scales are stored as.
 
     ``how``: a ``Cast``. Example: 128 channels of 1.0 give the scale 1 / 448 and 128 times 448.
     """

@@ -9,7 +9,7 @@ greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to 
 row to rank 0, whose reducer adds node 0's sum and this row.
 
 The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype;
-then nodes in order (``docs/semantics.md``).
+then nodes in order (``docs/reference/semantics.md``).
 
 Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``.
 A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:

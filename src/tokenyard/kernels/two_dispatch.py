@@ -8,7 +8,7 @@ stay, a sender per other local rank, a receiver per source with another local in
 (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends
 it once, to rank 2, whose forwarder places it, and stores it to ring (0, c) of rank 3.
 
-Who publishes what, who may read when (``docs/twolevel.md``; inside a node as in
+Who publishes what, who may read when (``docs/reference/twolevel.md``; inside a node as in
 ``kernels/dispatch.py``):
 
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto

@@ -13,8 +13,8 @@ behind all that its tasks have stored and read. Who may read when: whoever has a
 Reuse is safe as if each turn had released itself, later: a task has no other turn in between.
 
 Nobody waits in a circle: a turn never waits, so a round ends and is published, so each task goes on
-as if it had a program of its own, and for those ``docs/twolevel.md`` has the argument. All workers
-are resident.
+as if it had a program of its own, and for those ``docs/reference/twolevel.md`` has the argument.
+All workers are resident.
 
 A worker of whose tasks none could go on for the timeout gives up: on the first task that lacks
 something and that nobody else hands rows on to; else on the first that lacks something,

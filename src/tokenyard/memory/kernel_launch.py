@@ -193,7 +193,7 @@ class Loaded(NamedTuple):
 CLUSTER = 4
 """Programs that are placed together where few run, as NCCL places its own. Else an H200 puts the
 first eight into one GPC; each GPC gets as much of NVLink as any other, so those eight are late
-(docs/performance.md, Few multiprocessors)."""
+(docs/benchmarks/experiments-nvlink.md, Few multiprocessors)."""
 
 
 class Kernels:

@@ -1,3 +1,3 @@
 """What a dispatch and a combine would take on a machine that may not be at hand. See
-``docs/planner.md``.
+``docs/how-to/planner.md``.
 """

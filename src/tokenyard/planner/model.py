@@ -2,7 +2,7 @@
 
 ``us = latency + sqrt(NVLink^2 + NIC^2 + programs^2) + fill``. The three limits hold at once, and
 one that is nearly reached slows the one that is: squares fit the measured curves over SMs
-(docs/planner.md), a maximum is too low near the knee.
+(docs/how-to/planner.md), a maximum is too low near the knee.
 """
 
 from __future__ import annotations

@@ -103,5 +103,6 @@ H200 = Rates(
 """Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is
 half of what a local copy was seen to read and write, in no record. ``turns_*``: chosen to suit two
 figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that changed since
-(docs/performance.md, "Engine twolevel"); four GPUs as 2x2 test them (docs/planner.md). The network
-was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""
+(docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
+(docs/how-to/planner.md). The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for
+the rest."""
