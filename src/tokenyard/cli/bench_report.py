@@ -275,7 +275,7 @@ def facts_of(suite: Any, device: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([_program(), *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
@@ -283,8 +283,9 @@ def facts_of(suite: Any, device: str) -> dict[str, Any]:
     }
 
 
-def _program() -> str:
-    return "python -m benchmarks" if "benchmarks" in Path(sys.argv[0]).parts else "tokenyard"
+def _program() -> list[str]:
+    suites = "benchmarks" in Path(sys.argv[0]).parts
+    return ["python", "-m", "benchmarks"] if suites else ["tokenyard"]
 
 
 def commit() -> str | None:
