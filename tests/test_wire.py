@@ -230,7 +230,7 @@ def test_every_argument_is_told() -> None:
     for name, (value, changes) in TOLD.items():
         assert plain[name] != value, name
         assert told(**changes) == {**plain, name: value}, name
-    assert [told(mode=mode)["quantize"] for mode in ty.Quantize] == [1, 2, 3]
+    assert [told(mode=mode)["quantize"] for mode in ty.Quantize] == [1, 2, 3, 4]
 
 
 def test_digests_tell_routings_apart() -> None:
