@@ -130,20 +130,23 @@ def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
         assert torch.equal(eager, graph)
 
 
+@pytest.mark.parametrize(
+    ("mode", "hidden"), [(ty.Quantize.FP8_UE8M0, 256), (ty.Quantize.MXFP8, 300)], ids=str
+)
 @distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
-def test_cached_dispatches_keep_their_cast(ranks: Ranks) -> None:
+def test_cached_dispatches_keep_their_cast(ranks: Ranks, mode: ty.Quantize, hidden: int) -> None:
     """Compiled in one graph and eager alike, and the gradient goes straight through."""
-    case = Case(ranks.world_size, hidden=256)
+    case = Case(ranks.world_size, hidden=hidden)
     outcomes = []
     torch._dynamo.reset()
     with case.make(ranks) as ep:
         handle = dispatch(ranks, ep, case).handle
 
         def again(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            recv = ep.dispatch(x, handle=handle, quantize=ty.Quantize.FP8_UE8M0)
+            recv = ep.dispatch(x, handle=handle, quantize=mode)
             return recv.x, recv.scales, recv.dequantize()
 
-        cast = Case(ranks.world_size, hidden=256, quantize=ty.Quantize.FP8_UE8M0)
+        cast = Case(ranks.world_size, hidden=hidden, quantize=mode)
         for function in (again, torch.compile(again, backend="aot_eager", fullgraph=True)):
             leaf = case.x[ranks.rank].clone().to(ranks.device).requires_grad_()
             data, scales, rows = function(leaf)
