@@ -138,7 +138,7 @@ def by_column(ranks: Ranks, case: Case, num_sms: int | None) -> None:
             assert scales.stride() == (columns * rows, 1, rows) or columns == 1
             if rows and recv.x.dtype is torch.float8_e4m3fn and scales.dtype is torch.float32:
                 valid = recv.source >= 0
-                by_row = ty.quant.dequantize(
+                by_row = ty.formats.dequantize(
                     recv.x[valid], scales[valid].contiguous(), torch.float32
                 )
                 assert torch.equal(recv.dequantize(torch.float32)[valid], by_row)
