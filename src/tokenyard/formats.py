@@ -2,8 +2,8 @@
 
 A :class:`WireFormat` owns all of it, one for each ``Quantize``; everything else asks it
 (``docs/reference/semantics.md``, Quantisation). To add a format: a name in ``Quantize``, an
-instance in :data:`FORMATS`, and, if its scales follow from magnitudes in a new way, a branch in
-:meth:`WireFormat.cast` and one in ``kernels/payload.py``.
+instance in :data:`FORMATS`, and, if its scales follow from magnitudes in a new way, a rule: a
+branch in ``WireFormat._scales`` and one in ``cast`` of ``kernels/payload.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WireFormat:
         rule: how a cast finds the scale of a block: :data:`QUOTIENT` or another.
         block: channels that share a scale. A row's last block may be shorter.
         data: dtype of elements.
-        smallest: largest magnitude that a cast takes a block of smaller ones to have.
+        smallest: a cast takes no block's largest magnitude for less.
     """
 
     scale: torch.dtype
