@@ -41,10 +41,10 @@ _STATE = tl.constexpr(STATE_WORDS)
 
 
 @triton.constexpr_function
-def words_before(part: str, table: dict[str, int]) -> int:
-    """Words of a table's parts before ``part``; "": of all."""
+def before(part: str, table: dict[str, int]) -> int:
+    """Words of a table's parts before ``part``."""
     names = list(table)
-    return sum([table[name] for name in (names[: names.index(part)] if part else names)])
+    return sum([table[name] for name in names[: names.index(part)]])
 
 
 @triton.constexpr_function
@@ -69,19 +69,24 @@ def plan_table(ranks: int, channels: int) -> dict[str, int]:
 @triton.constexpr_function
 def signal_at(part: str, ranks: int, channels: int) -> int:
     """Word of the symmetric region where ``part`` begins."""
-    return words_before(part, signal_table(ranks, channels, 0))
+    return before(part, signal_table(ranks, channels, 0))
 
 
 @triton.constexpr_function
 def plan_at(part: str, ranks: int, channels: int) -> int:
-    """Word of a plan where ``part`` begins; "": its tables of tokens, a multiple of 32."""
-    before = words_before(part, plan_table(ranks, channels))
-    return before if part else -(-before // 32) * 32
+    """Word of a plan where ``part`` begins."""
+    return before(part, plan_table(ranks, channels))
+
+
+@triton.constexpr_function
+def _head(ranks: int, channels: int) -> int:
+    """int32 words before a plan's tables of tokens, a multiple of 32."""
+    return -(-sum(plan_table(ranks, channels).values()) // 32) * 32
 
 
 def signal_words(ranks: int, channels: int, header_words: int) -> int:
     """Words before the rings, a multiple of 32."""
-    return -(-words_before("", signal_table(ranks, channels, header_words)) // 32) * 32
+    return -(-sum(signal_table(ranks, channels, header_words).values()) // 32) * 32
 
 
 def state_words(ranks: int, channels: int) -> int:
@@ -92,7 +97,7 @@ def state_words(ranks: int, channels: int) -> int:
 
 def plan_words(ranks: int, channels: int, tokens: int, local_experts: int) -> int:
     """int32 words of a plan's tables."""
-    return plan_at("", ranks, channels) + 2 * ranks * tokens + local_experts * (ranks + 2)
+    return _head(ranks, channels) + 2 * ranks * tokens + local_experts * (ranks + 2)
 
 
 @triton.constexpr_function
@@ -240,12 +245,6 @@ def go_of(plan, R: tl.constexpr, C: tl.constexpr):
 def first_back(plan, rank, R: tl.constexpr, C: tl.constexpr):
     """The row of ``rank``'s landing where rows from me begin. ``[R]``."""
     return plan.to(tl.pointer_type(tl.int32)) + plan_at("first_back", R, C) + rank
-
-
-@triton.jit
-def _head(R: tl.constexpr, C: tl.constexpr):
-    """int32 words before a plan's tables of tokens."""
-    return plan_at("", R, C)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.place import num_experts_of
-from tokenyard.kernels.region import _head, first_out
+from tokenyard.kernels.region import _head, before, first_out, plan_at
 from tokenyard.kernels.sync import STATE_WORDS, words
 
 _STATE = tl.constexpr(STATE_WORDS)
@@ -77,7 +77,7 @@ def landing_words(ranks: int, nodes: int, channels: int) -> int:
 
 def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
     """int32 word of a plan at which :func:`table_rows` stands."""
-    return 2 * (ranks + nodes) * (channels + 1) + (ranks + nodes) + ranks
+    return plan_at("first_out", ranks + nodes, channels) + ranks
 
 
 # Tables
@@ -104,13 +104,6 @@ def state_table(ranks: int, nodes: int, channels: int) -> dict[str, int]:
         "moved": 2 * (ranks + nodes) * channels,
         "owed": 2 * tasks * owed_words(ranks // nodes) * channels,  # a counter and how much each
     }
-
-
-@triton.constexpr_function
-def before(part: str, table: dict[str, int]) -> int:
-    """Words of a table's parts before ``part``."""
-    names = list(table)
-    return sum([table[name] for name in names[: names.index(part)]])
 
 
 @triton.constexpr_function
