@@ -203,11 +203,8 @@ def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
 @triton.jit
 def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: tl.constexpr):
     """Store the sums of tokens ``t [B]``, of ``places [B, bins]`` among my rows to each rank.
-
-    Args:
-        lows: ``[bins]``, the places whose rows stand in slot 0.
-        mine, first: my region, and my first own arrival row.
-    """
+    ``lows [bins]``: places whose rows stand in slot 0. ``mine``, ``first``: my region, and my first
+    own arrival row."""
     r = tl.arange(0, k.rank_bins)
     dtype: tl.constexpr = k.dtype
     hidden: tl.constexpr = k.row.hidden
