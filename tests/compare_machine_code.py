@@ -167,7 +167,7 @@ def prepared(launch: Any) -> tuple[Any, Any, dict[str, Any], bool]:
     """Source, target and options with which the project compiles a launch, and whether it calls
     NVSHMEM's library.
     """
-    from tokenyard.memory import nvshmem
+    from tokenyard.memory import kernel_launch
     from tokenyard.memory.kernel_launch import compile_for, gpu_target
 
     def caught(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def prepared(launch: Any) -> tuple[Any, Any, dict[str, Any], bool]:
 
     with (
         mock.patch("triton.compiler.compile", caught),
-        mock.patch.object(nvshmem, "device_library", return_value=""),
+        mock.patch.object(kernel_launch, "device_library", return_value=""),
     ):
         source, target, options = compile_for(
             launch["kernel"],
