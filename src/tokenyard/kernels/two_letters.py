@@ -91,8 +91,8 @@ def post_letters(
             for beside in range(0, tl.where(rail, P, 0)):
                 q = beside + 0
                 rows = tl.load(hist + c * HIST + to // P * P + q, mask=c < C, other=0)
-                to_rank = words(mine + here) + SHORT + q * C + c
-                tl.store(to_rank, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
+                beside_at = words(mine + here) + SHORT + q * C + c
+                tl.store(beside_at, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
             num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
             there = letter_at(0, half, me, R, P, C, W, FAR)
             counter = arrival_of(mine, me, R, C).to(tl.int64) - mine
