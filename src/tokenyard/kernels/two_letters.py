@@ -113,8 +113,9 @@ def open_letters(
         s = rank + 0
         if s // P != me // P:
             letter = words(mine + letter_at(0, half, s, R, P, C, W, FAR))
+            said = w < W
             header = header_of(mine, half, s, R, C, W) + w
-            tl.store(header, tl.load(letter + w, mask=w < W, other=0), mask=w < W)
+            tl.store(header, tl.load(letter + w, mask=said, other=0), mask=said)
             row = tl.load(letter + W + r, mask=r < R + 2, other=0)
             tl.store(matrix_of(mine, half, s, R, C) + r, row, mask=r < R + 2)
             bounds = tl.load(letter + W + R + 2 + c, mask=c < C, other=0)
