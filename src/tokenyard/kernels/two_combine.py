@@ -37,7 +37,7 @@ from tokenyard.kernels.combine import (
     Chunk, Partials, Sums, Tiles, send_sums_chunk, tiles_of, types_of
 )
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.place import floats
+from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
@@ -56,8 +56,9 @@ from tokenyard.kernels.two_region import (
     net_taken_from, other, rest_at, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
-    NodeRows, Tokens, add_node_weights, add_nodes, in_network_ring, node_sum, node_weights
-)
+    NodeRows, Tokens, add_node_weights, add_nodes, elements_before, in_network_ring, node_sum,
+    node_weights,
+)  # fmt: skip
 from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
 )
@@ -120,7 +121,7 @@ def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
     for k0 in tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages):
         w = k0 + tl.arange(0, k.tiles.block_summed)
         v = node_sum(parts, rows, w, k)
-        to = in_network_ring(ring, slot, k)
+        to = in_network_ring(ring, k) + elements_before(slot, k)
         tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
     if k.picks:
         pick = tl.arange(0, triton.next_power_of_2(k.picks))
@@ -188,7 +189,8 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
     a0 = tl.load(first_in(plan, link.owner, k.plan_ranks, k.channels))
     a0 = a0 + tl.load(in_bound(plan, link.owner, c, k.plan_ranks, k.channels))
     cap = tl.load(table_rows(plan, k))
-    table = table_of(routing, cap, node, link.home, k)
+    experts = num_experts_of(routing, k.ranks)
+    table = table_of(routing, experts, cap, other(node, link.home), k)
     here = staging_at(other(node, link.home), c, k)
     there = ring_at(0, other(link.home, node), c, k)
     ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else mine + here

@@ -134,7 +134,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
             cap = tl.load(table_rows(plan, k))
             local = num_experts_of(routing, k.ranks)
             number = other(node, home)
-            table = table_of(routing, cap, node, home, k)
+            table = table_of(routing, local, cap, number, k)
             landings = landing_of(
                 plan, routing.num_tokens, local, number, q, c, k.plan_ranks, P, k.channels
             )

@@ -194,8 +194,8 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
     cap = tl.load(table_rows(plan, k))
     experts = experts_of(routing, k.ranks)
-    table = table_of(routing, cap, hop.node, hop.home, k)
-    number = other(hop.node, hop.home)
+    local, number = experts.end - experts.first, other(hop.node, hop.home)
+    table = table_of(routing, local, cap, number, k)
     from_source = tl.load(in_bound(plan, hop.source, c, k.plan_ranks, k.channels))
     a0 = tl.load(first_in(plan, hop.source, k.plan_ranks, k.channels)) + from_source
     most = tl.load(in_bound(plan, hop.source, c + 1, k.plan_ranks, k.channels)) - from_source

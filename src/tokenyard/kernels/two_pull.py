@@ -46,7 +46,7 @@ from tokenyard.kernels.two_region import (
     ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail,
     net_taken_from, other, owed_of, owed_words, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import Tokens, add_nodes, in_network_ring, view_sum
+from tokenyard.kernels.two_sums import Tokens, add_nodes, elements_before, in_network_ring, view_sum
 from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
 )
@@ -55,18 +55,19 @@ from tokenyard.routing import power_of_two_at_least
 
 
 @triton.jit
-def _sum_chunk(peers, routing, starts, link, n, channel, k: tl.constexpr):
+def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     """Store sums of my node's rows ``link.done`` .. into slots of the owner's network ring, or of
-    its staging: bytes of both are returned. ``starts [local_bins]``: of views."""
+    its staging: bytes of both are returned. ``starts [local_bins]``: of views; ``b``: numbers of
+    rows in flight."""
     P: tl.constexpr = k.grid.ranks_per_node
     B: tl.constexpr = k.tiles.rows_summed
     BLOCK: tl.constexpr = k.tiles.block_summed
     hidden: tl.constexpr = k.row.hidden
     ROW: tl.constexpr = hidden * k.dtype.primitive_bitwidth // 8
-    b, q = tl.arange(0, B), tl.arange(0, k.grid.local_bins)
+    q = tl.arange(0, k.grid.local_bins)
     cap = tl.load(table_rows(routing.plan, k))
     local, number = num_experts_of(routing, k.ranks), other(link.node, link.home)
-    table = table_of(routing, cap, link.node, link.home, k)
+    table = table_of(routing, local, cap, number, k)
     landings = landing_of(
         routing.plan, routing.num_tokens, local, number, q, channel, k.plan_ranks, P, k.channels
     )
@@ -84,7 +85,7 @@ def _sum_chunk(peers, routing, starts, link, n, channel, k: tl.constexpr):
         for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
             w = k0 + tl.arange(0, BLOCK)
             v = view_sum(rows_at, at, w, k)
-            to = in_network_ring(ring, first + j + b, k)
+            to = in_network_ring(ring, k) + elements_before(first + j + b, k)
             tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
     return there, here
 
@@ -102,6 +103,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i0
     if left > 0:
+        b = tl.arange(0, k.tiles.rows_summed)
         mine, home, owner = peer_base(peers.regions, me), me // P, node * P + me % P
         link = Link(
             node=node, home=home, owner=owner, mine=mine, base=base, begin=lo, end=hi, done=i0
@@ -114,7 +116,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
         if reports(turn.step, room < want, False):
             give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
         elif (room >= want) & ready & (turn.step == ON_TIME):
-            there, here = _sum_chunk(peers, routing, starts, link, n, c, k)
+            there, here = _sum_chunk(peers, routing, starts, link, b, n, c, k)
             at, num = (i0 % net.slots).to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
             num_bytes = num * k.row.slot_bytes
             account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)

@@ -33,7 +33,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import _head, before, first_out, plan_at
 from tokenyard.kernels.sync import STATE_WORDS, words
 
@@ -254,12 +253,12 @@ def table_rows(plan, k: tl.constexpr):
 
 
 @triton.jit
-def table_of(routing, cap, node, home, k: tl.constexpr):
-    """The forwarders' table of ``node``, another than ``home``: ``[cap, P]``."""
+def table_of(routing, local, cap, number, k: tl.constexpr):
+    """The forwarders' table of the other node of this ``number``, ``[cap, P]``. ``local``: experts
+    of this rank."""
     P: tl.constexpr = k.grid.ranks_per_node
     LANDINGS: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
     D: tl.constexpr = k.plan_ranks
-    local, number = num_experts_of(routing, k.ranks), other(node, home)
     start = _head(D, k.channels) + 2 * D * routing.num_tokens.to(tl.int64) + local * (D + 2)
     plan = routing.plan.to(tl.pointer_type(tl.int32))
     return plan + (start + LANDINGS) + number * cap.to(tl.int64) * P

@@ -43,11 +43,15 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def in_network_ring(ring, slot, k: tl.constexpr):
-    """Pointers ``[B, 1]`` to rows in slots of a network ring."""
-    slot_elements: tl.constexpr = k.row.slot_bytes * 8 // k.dtype.primitive_bitwidth
-    rows = tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
-    return rows + slot.to(tl.int64)[:, None] * slot_elements
+def in_network_ring(ring, k: tl.constexpr):
+    """Pointer to the row in the first slot of a network ring."""
+    return tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
+
+
+@triton.jit
+def elements_before(slot, k: tl.constexpr):
+    """How many ``[B, 1]`` before slots ``[B]``."""
+    return slot.to(tl.int64)[:, None] * (k.row.slot_bytes * 8 // k.dtype.primitive_bitwidth)
 
 
 @triton.jit
@@ -140,7 +144,7 @@ def add_nodes(v_home, tokens, sums, mine, home, channel, w, k: tl.constexpr):
         place = tl.sum(tl.where((r == R + g)[None, :], tokens.places, 0), axis=1)
         slot = (place - tl.sum(tl.where(r == R + g, tokens.lows, 0))) % net.slots
         ring = ring_at(mine, (home * 0) + o, channel, k)
-        rows = in_network_ring(ring, slot, k)
+        rows = in_network_ring(ring, k) + elements_before(slot, k)
         mask = (place >= 0)[:, None] & (w < k.row.hidden)[None, :]
         v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         # no sum that begins with 0.0 is -0.0
