@@ -5,6 +5,8 @@ the call is refused.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -323,9 +325,10 @@ def test_tangents_are_not_lost_in_given_memory(ranks: Ranks) -> None:
         rows = fwd.make_dual(recv.x.detach(), torch.ones_like(recv.x))
         with pytest.raises(ValueError, match="out= cannot be differentiated"):
             ep.combine(rows, recv.handle, out=torch.empty_like(case.x[ranks.rank]))
+        engine: Any = SimpleNamespace(name="nvlink", in_place=True)
         with pytest.raises(ValueError, match="in_place=True cannot be differentiated"):
             checks.check_in_place(
-                "nvlink",
+                engine,
                 Spec(layout=ty.Layout.FLAT, exact=True),
                 Payload(rows[:1], None),
                 None,

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from tokenyard.api import ExpertParallel
-from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.errors import Mismatch
 from tokenyard.header import DISAGREE, DISPATCH
 
@@ -31,10 +30,7 @@ def refuse_others(
     """
     for theirs, ep in objects:
         calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
-        wire: Any = getattr(calls.engine, "_wire", None)
-        if calls.gone or not isinstance(wire, GlooTransport):
-            continue
-        peer = wire.awaited(calls.engine._calls)
+        peer = None if calls.gone else calls.engine.awaited()
         differ = [each for each in zip(NAMES, theirs, sizes, strict=True) if each[1] != each[2]]
         if peer is not None and differ:
             name, his, mine = differ[0]

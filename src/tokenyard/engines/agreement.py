@@ -53,6 +53,10 @@ class Agreement:
         self._transport.swap(header, f"{head.OPS[op]} #{fingerprint.call}")()
         return True
 
+    def awaited(self) -> int | None:
+        """A rank that waits for this one in the call that it makes next."""
+        return self._transport.awaited(self._calls)
+
     def check(self) -> None:
         """Raise if a static dispatch was given ids out of range; the host waits for the device."""
         if self._bad_index is None:

@@ -131,6 +131,10 @@ class Engine(Protocol):
         """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
         ...
 
+    def awaited(self) -> int | None:
+        """A rank that waits for this one in the call that it makes next, as far as it is known."""
+        ...
+
     def check(self) -> None:
         """Raise what went wrong on the device since the last check."""
         ...

@@ -62,6 +62,9 @@ class GroupTransport:
         except BaseException as error:
             raise ended_from_outside(error)  # noqa: B904 (the same one)
 
+    def awaited(self, call: int) -> None:
+        """The backend does not say who waits."""
+
     def interrupt(self, text: str) -> None:
         """As :meth:`Transport.interrupt`; what is on the device already stays there."""
         if self._failures is not None:

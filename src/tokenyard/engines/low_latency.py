@@ -363,6 +363,9 @@ class LowLatencyEngine:
             self._dispatches += op != COMBINE
         return True
 
+    def awaited(self) -> None:
+        """Ranks that wait on the device do not say so."""
+
     def check(self) -> None:
         """Wait for the device; raise if ids were out of range, or a rank was in another call, since
         the last check.

@@ -124,6 +124,9 @@ class PeerEngine:
             del held
         return True
 
+    def awaited(self) -> None:
+        """Ranks that wait on the device do not say so."""
+
     def check(self) -> None:
         """Wait for the device; raise if a call failed there, or a static dispatch was given ids out
         of range.

@@ -82,6 +82,12 @@ class Transport(Protocol):
         """
         ...
 
+    def awaited(self, call: int) -> int | None:
+        """A rank that waits for this one in a ``call`` of this number, which this one has still to
+        make.
+        """
+        ...
+
     def interrupt(self, text: str) -> None:
         """This rank's call was ended from outside: tell the others why, and end what they wait for
         in vain.
