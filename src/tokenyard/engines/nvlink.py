@@ -251,7 +251,7 @@ class NvlinkEngine(PeerEngine):
         counted = self._tables.counted(kind, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
-            rows = self._static_rows(spec)[1]
+            rows = kind.static_rows[1]
         if not spec.exact or spec.layout is Layout.EXPERT_PADDED:
             most = config.max_tokens_per_rank
         if spec.exact:
@@ -283,9 +283,7 @@ class NvlinkEngine(PeerEngine):
         known.
         """
         if not kind.spec.exact:
-            return self._finish(
-                *self._move(payload, counted, kind, self._static_rows(kind.spec)), None, kind
-            )
+            return self._finish(*self._move(payload, counted, kind, kind.static_rows), None, kind)
         moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()
         if room and not self._memory.shared_gpu:
             self._tables.make_ahead(kind, counted.first_pick.shape[0], counted.route.shape[0], room)

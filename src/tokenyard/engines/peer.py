@@ -13,7 +13,6 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import Cuts, Ground
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
@@ -197,11 +196,6 @@ class PeerEngine:
         return region.plan_words(
             self.config.world_size, self._ground.shape.channels, num_tokens, self._local
         )
-
-    def _static_rows(self, spec: Spec) -> tuple[int, int]:
-        """Arrival rows and result rows of static shapes."""
-        padded = self.config.padded_rows
-        return padded, num_result_rows(spec, self.config, None, padded)
 
     def _learn(self, kind: Signature) -> Counts:
         """Wait on the host for everybody's counts, and check them."""

@@ -13,6 +13,7 @@ import torch
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import Form, form_of, meta_words
 from tokenyard.engines.status import pack
 from tokenyard.formats import row_of
@@ -46,8 +47,9 @@ class Signature:
         ``tag`` lacks the routing. form: of a row on the wire. sent: of a row of the result.
         experts: whether the layout has expert blocks. padding: whether blocks end in rows
         of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
-        ``Plan.slots``. launches: see :meth:`bound`. room: tokens of the last call, and rows that
-        the result of a like one is given before its counts are known. ahead: tables made for such a
+        ``Plan.slots``. static_rows: arrival rows and result rows of static shapes. launches: see
+        :meth:`bound`. room: tokens of the last call, and rows that the result of a like one is
+        given before its counts are known. ahead: tables made for such a
         call (``tables.Ahead``). blank: tables of a static call as they begin, once they were needed
         (``tables.Blank``).
     """
@@ -65,6 +67,7 @@ class Signature:
     padding: bool
     holes: bool
     width: int
+    static_rows: tuple[int, int]
     room: tuple[int, int] = (-1, 0)
     launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])
     ahead: Any = None
@@ -111,6 +114,7 @@ def signature_of(
     """
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
+    most = config.padded_rows
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
     return Signature(
         spec=spec,
@@ -130,4 +134,5 @@ def signature_of(
         padding=padding,
         holes=not spec.exact or spec.layout is Layout.EXPERT_PADDED or padding,
         width=min(config.num_topk, config.num_local_experts) if experts else 1,
+        static_rows=(0, 0) if spec.exact else (most, num_result_rows(spec, config, None, most)),
     )
