@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from operations import counted
 from tokenyard import deep_ep
-from tokenyard.calls import Calls
+from tokenyard.calls import Calls, DispatchRequest
 from tokenyard.config import Config
 from tokenyard.deep_ep import decode
 from tokenyard.engines.low_latency import LowLatencyEngine
@@ -31,6 +31,7 @@ from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
+from tokenyard.validation import Validation
 
 RANKS, TOKENS, TOP, EXPERTS, HIDDEN = 2, 4, 2, 6, 256
 LOCAL, ROWS = EXPERTS // RANKS, EXPERTS // RANKS * RANKS * TOKENS
@@ -88,10 +89,10 @@ def no_second_half_behind_close() -> None:
     engine = engine_on(memory)
     calls = Calls(engine.config, engine, memory.device)
     x, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOP).long()
-    when = calls.when(False, True, None, None, False)
-    recv = calls.dispatch(
-        Payload(x, None), idx, None, Spec(layout=Layout.EXPERT_PADDED, exact=False), None, when
-    )
+    when = Validation(calls, memory.device, 1 << 40).when(False, None, True, None, False)
+    spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
+    asked = DispatchRequest(Payload(x, None), idx, None, spec, None, None, False, when)
+    recv = calls.dispatch(asked)
     calls.close()
     bound = memory.bound
     with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
