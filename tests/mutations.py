@@ -1,5 +1,5 @@
 """Bugs planted in copies of the kernels: each is a few edits of a kernel's syntax tree, which
-``syntax.py`` makes.
+``edits.py`` makes.
 
 What an edit looks for is what the code does, not how it is spelled. One that no longer fits, or
 fits more often than it should, fails by itself. The changed file and copies of the others become a
@@ -12,20 +12,21 @@ from __future__ import annotations
 import ast
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from syntax import KERNELS, Edit, Source
+from edits import Edit
+from syntax import KERNELS, Source
 
 PACKAGE = "tokenyard.kernels"
 
 
 class Mutation(NamedTuple):
-    """One bug: ``edits`` of one kernel file."""
+    """One bug: ``edits`` of one kernel file, whose name begins with ``file`` (``a|b``: or so)."""
 
     kind: str
     file: str
@@ -52,34 +53,41 @@ def mutation(
 
 
 @cache
-def changed(mutation: Mutation) -> str:
-    """The file's text with the bug in it.
+def changed(
+    mutation: Mutation, prepared: Callable[[ast.Module], ast.Module] = lambda tree: tree
+) -> tuple[str, str]:
+    """The file that the bug fits, and its text with the bug in it. Files are ``prepared`` before.
 
     Raises:
-        AssertionError: the nodes to rewrite are not there.
+        AssertionError: it fits none, or several.
     """
-    text = (KERNELS / f"{mutation.file}.py").read_text()
-    source = Source(mutation.file, ast.parse(text))
-    for edit in mutation.edits:
-        edit(source)
-    found = ast.unparse(ast.fix_missing_locations(source.tree))
-    assert found != ast.unparse(ast.parse(text)), "nothing is changed"
-    return found
+    found, complaints = list[tuple[str, str]](), list[str]()
+    for path in sorted(KERNELS.glob("*.py")):
+        if not path.stem.startswith(tuple(mutation.file.split("|"))):
+            continue
+        source = Source(path.stem, prepared(ast.parse(path.read_text())))
+        try:
+            for edit in mutation.edits:
+                edit(source)
+        except AssertionError as error:
+            complaints.append(str(error))
+            continue
+        found.append((path.stem, ast.unparse(ast.fix_missing_locations(source.tree))))
+    assert len(found) == 1, f"fits {[file for file, _ in found]}; " + "; ".join(complaints)
+    assert found[0][1] != ast.unparse(ast.parse((KERNELS / f"{found[0][0]}.py").read_text()))
+    return found[0]
 
 
 @contextmanager
 def planted_in(mutation: Mutation | None) -> Iterator[None]:
     """Inside, engines launch kernels with a bug; None: copies without one."""
     package = f"planted_{abs(hash(mutation))}"
+    file, changed_text = changed(mutation) if mutation is not None else ("", "")
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory, package)
         home.mkdir()
         for path in KERNELS.glob("*.py"):
-            text = (
-                changed(mutation)
-                if mutation is not None and path.stem == mutation.file
-                else path.read_text()
-            )
+            text = changed_text if path.stem == file else path.read_text()
             (home / path.name).write_text(text.replace(PACKAGE, package))
         sys.path.insert(0, directory)
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from edits import change, drop, drop_barrier, first_of, insert, move, move_into, rewrite, shorten
 from mutations import mutation, planted_in
-from syntax import change, drop, drop_barrier, insert, move, move_into, rewrite, shorten
 
 RELAXED, WHOLE_GPU = "'relaxed'", "'gpu'"
 
@@ -87,9 +87,6 @@ DISPATCH = {
     ),
 }
 
-_SUMMED = "add_rows(...)"
-"""What reads the rows that a reducer has waited for, and adds them."""
-
 COMBINE = {
     "combine: flag before data": mutation(
         "flag before data", "combine", move("add_release(...)", "send_sums_chunk(...)", "send_sums")
@@ -97,17 +94,14 @@ COMBINE = {
     "combine: credit before read": mutation(
         "credit before read",
         "combine",
+        drop("add_release(...)", "reduce"),
         insert(
-            "add_release(heads_, upto_ - taken_, remote_ & (upto_ > taken_))",
-            _SUMMED,
+            "add_release(heads, upto_ - taken_, remote & (upto_ > taken_))",
+            "taken_ = upto_",
             "reduce",
-            where=(
-                "add_release(heads_, taken_ - _, remote_ & _)",
-                "taken_ = upto_",
-                "upto_ = tl.where(...)",
-            ),
+            where=("upto_ = tl.where(...)",),
+            first=True,
         ),
-        drop("add_release(...)", "reduce", nth=-1),
     ),
     "combine: one slot too many": mutation(
         "credit before read",
@@ -169,7 +163,10 @@ PLAN = {
     "plan: no barrier before a ticket": mutation(
         "barrier",
         "plan",
-        drop_barrier("count", before="return _"),
+        first_of(
+            drop_barrier("plan_kernel", before="tl.atomic_add(..., sem='release')"),
+            drop_barrier("count", nth=-1),
+        ),
         hint=1,
     ),
     "plan: ticket without order": mutation(
@@ -181,18 +178,18 @@ PLAN = {
     "plan: tickets of the last call": mutation(
         "wrong epoch",
         "plan",
-        change("wait_at_least(_, want_, ...) >= want_", want_="want_ - 2 * k.channels"),
+        change("wait_at_least(_, want_, ...) >= want_", "plan_kernel", want_="want_ - C"),
         hint=2,
     ),
     "plan: arrivals of the last call": mutation(
         "wrong epoch",
         "plan",
-        rewrite("want_ + (rank_ * 0)", "want_ - k.channels + (rank_ * 0)", "plan_kernel"),
+        rewrite("want_ + (rank_ * 0)", "want_ - C + (rank_ * 0)", "plan_kernel"),
     ),
     "plan: arrival before the header": mutation(
         "flag before data",
-        "exchange",
-        move("add_release(...)", "send_headers(...)", "exchange"),
+        "plan|exchange",
+        move("add_release(...)", "send_headers(...)", "plan_kernel|exchange"),
     ),
     "verdict: nonce before the headers": mutation(
         "flag before data",
@@ -288,7 +285,7 @@ PUSH = {
     ),
     "push: rows behind one's own": mutation(
         "wrong row",
-        "exchange",
+        "plan|exchange",
         rewrite("to_[None, :] != source_[:, None]", "(source_ >= 0)[:, None]", "complete"),
         part="pushes",
     ),
@@ -313,7 +310,7 @@ PLANTS = {**SYNC, **DISPATCH, **COMBINE, **GREETING, **PLAN, **DIRECT, **PUSH}
 LIES = {
     "a row too many": mutation(
         "lie",
-        "exchange",
+        "plan|exchange",
         change(
             "tl.where(_, total_[:, None], _[None, :])",
             "send_headers",

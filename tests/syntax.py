@@ -1,4 +1,4 @@
-"""Finds nodes in the syntax tree of a kernel file by what they do, and rewrites them.
+"""Finds nodes in the syntax tree of a kernel file by what they do. ``edits.py`` rewrites them.
 
 Patterns are Python. A name that ends in ``_`` stands for any expression, the same one wherever it
 stands again (``_``: any); ``...`` among arguments for any further ones, as a body for any
@@ -12,7 +12,7 @@ stand for.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -33,28 +33,50 @@ class Source(NamedTuple):
     name: str
     tree: ast.Module
 
-    def function(self, name: str) -> ast.FunctionDef:
-        """The kernel's function of this name.
+    def function(self, names: str) -> ast.FunctionDef:
+        """The kernel function of this name; ``a|b``: the first of these that there is.
 
         Raises:
             AssertionError: there is none.
         """
-        kernels = [
-            node
-            for node in self.tree.body
-            if isinstance(node, ast.FunctionDef) and node.decorator_list  # by Triton
-        ]
-        found = [node for node in kernels if _bare(node.name) == _bare(name)]
-        assert len(found) == 1, f"{self.name}.py has {len(found)} functions {name}"
+        known = self._functions()
+        found = [known[_bare(name)] for name in names.split("|") if _bare(name) in known]
+        assert found, f"{self.name}.py has no function {names}"
         return found[0]
 
+    def _functions(self) -> dict[str, ast.FunctionDef]:
+        """Kernels and device functions by name."""
+        return {
+            _bare(node.name): node
+            for node in self.tree.body
+            if isinstance(node, ast.FunctionDef) and "jit" in map(named, node.decorator_list)
+        }
+
+    def _called(self, function: ast.FunctionDef) -> list[ast.AST]:
+        """``function``, and those of this file that it calls."""
+        known, found = self._functions(), list[ast.AST]([function])
+        for each in found:
+            for node in ast.walk(each):
+                callee = known.get(_bare(named(node))) if isinstance(node, ast.Call) else None
+                if callee is not None and callee not in found:
+                    found.append(callee)
+        return found
+
     def places(
-        self, pattern: str, inside: str, where: Patterns = (), scope: ast.AST | None = None
+        self, pattern: str, inside: str, where: Patterns = ()
     ) -> list[tuple[ast.AST, Caught]]:
         """Nodes that fit ``pattern`` in function ``inside`` ("": anywhere), in the order of the
-        text.
+        text; if there are none, in one that it calls.
         """
-        scope = scope or (self.function(inside) if inside else self.tree)
+        scopes = self._called(self.function(inside)) if inside else [self.tree]
+        for scope in scopes:
+            if found := self._fitting(pattern, where, scope):
+                return found
+        return []
+
+    def _fitting(
+        self, pattern: str, where: Patterns, scope: ast.AST
+    ) -> list[tuple[ast.AST, Caught]]:
         found: dict[int, tuple[ast.AST, Caught]] = {}
         for known in self._bound(scope, where, {}):
             for node in _in_order(scope):
@@ -145,10 +167,12 @@ def parsed(pattern: str) -> ast.AST:
 
 def filled(pattern: str, caught: Caught) -> ast.AST:
     """``pattern`` with what its names stand for."""
-    return _Filling(caught).visit(deepcopy(parsed(pattern)))
+    return Filling(caught).visit(deepcopy(parsed(pattern)))
 
 
-class _Filling(ast.NodeTransformer):
+class Filling(ast.NodeTransformer):
+    """Puts what names stand for in their places."""
+
     def __init__(self, caught: Caught) -> None:
         self._caught = caught
 
@@ -194,6 +218,12 @@ def _bare(value: Any) -> Any:
     return value.lstrip("_") if isinstance(value, str) else value
 
 
+def named(node: Any) -> str:
+    """What a call, or a decorator, is of."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def _is_dots(body: Any) -> bool:
     return (
         isinstance(body, list)
@@ -229,8 +259,7 @@ def _arguments_fit(pattern: ast.Call, node: ast.Call, caught: Caught, file: str)
 
 
 def _by_position(node: ast.Call, parameter: str, file: str) -> ast.AST | None:
-    function = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-    known = _signatures().get(_bare(function), {})
+    known = _signatures().get(_bare(named(node)), {})
     names = known.get(file) or next(iter(known.values()), [])
     at = names.index(parameter) if parameter in names else len(node.args)
     return node.args[at] if at < len(node.args) else None
@@ -246,200 +275,3 @@ def _signatures() -> dict[str, dict[str, list[str]]]:
                 names = [argument.arg for argument in node.args.args]
                 found.setdefault(_bare(node.name), {})[path.stem] = names
     return found
-
-
-# Edits
-
-Edit = Callable[[Source], None]
-
-
-def change(
-    pattern: str, inside: str = "", *, where: Patterns = (), times: int = 1, nth: int | None = None,
-    **caught: str,
-) -> Edit:  # fmt: skip
-    """Where ``pattern`` fits, put other expressions in the place of what its names stand for."""
-
-    def edit(source: Source) -> None:
-        for node, found in source.only(pattern, inside, where, times, nth):
-            _change(source, node, found, caught)
-
-    return edit
-
-
-def _change(source: Source, node: ast.AST, found: Caught, caught: dict[str, str]) -> None:
-    """Wherever they stand in ``node``."""
-    for name, text in caught.items():
-        old = ast.unparse(found[name])
-        for part in list(ast.walk(node)):
-            if isinstance(part, ast.expr) and ast.unparse(part) == old:
-                source.exchange(part, filled(text, found))
-
-
-def rewrite(
-    pattern: str, by: str, inside: str = "", *, where: Patterns = (), times: int = 1,
-    nth: int | None = None,
-) -> Edit:  # fmt: skip
-    """Put ``by`` in the place of what fits ``pattern``."""
-
-    def edit(source: Source) -> None:
-        for node, found in source.only(pattern, inside, where, times, nth):
-            source.exchange(node, filled(by, found))
-
-    return edit
-
-
-def drop(pattern: str, inside: str = "", *, where: Patterns = (), nth: int | None = None) -> Edit:
-    """Leave out the statement that holds what fits ``pattern``."""
-
-    def edit(source: Source) -> None:
-        ((node, _),) = source.only(pattern, inside, where, 1, nth)
-        source.take_out(node)
-
-    return edit
-
-
-def drop_barrier(
-    inside: str, *, before: str = "", behind: str = "", nth: int | None = None
-) -> Edit:
-    """Leave out the barrier ``inside``: the only one, the ``nth``, or the nearest one in the same
-    block before, or behind, the statement that holds what fits.
-    """
-    pattern = "tl.debug_barrier()"
-    if not before and not behind:
-        return drop(pattern, inside, nth=nth)
-
-    def edit(source: Source) -> None:
-        ((node, _),) = source.only(before or behind, inside)
-        body, at = source.way_to(node)[0]
-        barriers = [
-            each for each, statement in enumerate(body)
-            if isinstance(statement, ast.Expr) and fits(parsed(pattern), statement.value, {}, "")
-        ]  # fmt: skip
-        near = [each for each in barriers if (each < at if before else each > at)]
-        assert near, f"{source.name}.py, {inside} has no barrier there: {before or behind}"
-        del body[near[-1] if before else near[0]]
-
-    return edit
-
-
-def shorten(around: str, inside: str) -> Edit:
-    """Let the loop around what fits ``around`` end one earlier."""
-
-    def edit(source: Source) -> None:
-        ((node, _),) = source.only(around, inside)
-        ways = [block[at] for block, at in source.way_to(node)]
-        loop = next(each for each in ways if isinstance(each, ast.For))
-        assert isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 3
-        loop.iter.args[1] = filled("end_ - 1", {"end_": loop.iter.args[1]})
-
-    return edit
-
-
-def guard(pattern: str, condition: str, inside: str, *, where: Patterns = ()) -> Edit:
-    """Let the statement that holds what fits ``pattern`` run if ``condition`` only."""
-
-    def edit(source: Source) -> None:
-        ((node, found),) = source.only(pattern, inside, where)
-        body, at = source.way_to(node)[0]
-        test = filled(condition, found)
-        assert isinstance(test, ast.expr)
-        body[at] = ast.If(test, [body[at]], [])
-
-    return edit
-
-
-def insert(statement: str, before: str, inside: str, *, where: Patterns = ()) -> Edit:
-    """Put ``statement`` before the one that holds what fits ``before``."""
-
-    def edit(source: Source) -> None:
-        anchor, found = source.only(before, inside, where)[0]
-        body, at = source.way_to(anchor)[0]
-        new = filled(statement, found)
-        body.insert(at, ast.Expr(new) if isinstance(new, ast.expr) else new)
-
-    return edit
-
-
-def move(
-    pattern: str, before: str, inside: str, *, along: bool = False, keep: bool = False
-) -> Edit:
-    """Let the statement that holds what fits ``pattern`` stand before the one that holds what fits
-    ``before``: in its own block, if that is there too.
-
-    ``along``: with what it needs that is made in between. ``keep``: it is repeated, not moved.
-    """
-
-    def edit(source: Source) -> None:
-        ((node, _),) = source.only(pattern, inside)
-        ((anchor, _),) = source.only(before, inside)
-        own = source.way_to(node)
-        ways = source.way_to(anchor)
-        shared = [way for way in ways if way[0] is own[0][0]]
-        body, at = shared[0] if shared else ways[0]
-        goal = body[at]
-        needed = _needed(node, body, at, own) if along else []
-        statement = deepcopy(own[0][0][own[0][1]]) if keep else source.take_out(node)
-        for each in needed:
-            body.remove(each)
-        at = body.index(goal)
-        body[at:at] = [*needed, statement]
-
-    return edit
-
-
-def _needed(
-    node: ast.AST, body: list[ast.stmt], start: int, own: list[tuple[list[ast.stmt], int]]
-) -> list[ast.stmt]:
-    """Assignments in ``body`` from ``start`` to what holds ``node`` whose results it needs."""
-    end = next(at for block, at in own if block is body)
-    names, found = _names(node, ast.Load), list[ast.stmt]()
-    for each in reversed(body[start:end]):
-        if isinstance(each, ast.Assign) and _names(each, ast.Store) & names:
-            names |= _names(each, ast.Load)
-            found.insert(0, each)
-    return found
-
-
-def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-    return {each.id for each in names if isinstance(each.ctx, context)}
-
-
-def move_into(pattern: str, inside: str, to: str, before: str) -> Edit:
-    """Let the statement that holds what fits ``pattern`` stand in function ``to``, which ``inside``
-    calls, before the outermost one that holds what fits ``before``. What it lacks there is passed.
-    """
-
-    def edit(source: Source) -> None:
-        ((node, _),) = source.only(pattern, inside)
-        ((anchor, _),) = source.only(before, to)
-        callee = source.function(to)
-        (call,) = (
-            each
-            for each in ast.walk(source.tree)
-            if isinstance(each, ast.Call) and ast.unparse(each.func) == callee.name
-        )
-        names = [argument.arg for argument in callee.args.args]
-        known = {ast.unparse(given): name for given, name in zip(call.args, names, strict=False)}
-        statement, caller = source.take_out(node), source.function(inside)
-        local = _names(caller, ast.Store) | {each.arg for each in caller.args.args}
-        for name in sorted(_names(statement, ast.Load) & local - known.keys()):
-            known[name] = name
-            callee.args.args.insert(0, ast.arg(name))
-            call.args.insert(0, ast.Name(name, ast.Load()))
-        renamed = {old: ast.Name(new, ast.Load()) for old, new in known.items()}
-        body, at = source.way_to(anchor)[-2]
-        body.insert(at, _Filling(renamed).visit(statement))
-
-    return edit
-
-
-def importing(name: str, module: str) -> Edit:
-    """Have ``name`` of another kernel file."""
-
-    def edit(source: Source) -> None:
-        (line,) = ast.parse(f"from tokenyard.kernels.{module} import {name}").body
-        at = next(i for i, each in enumerate(source.tree.body) if isinstance(each, ast.Import))
-        source.tree.body.insert(at, line)
-
-    return edit

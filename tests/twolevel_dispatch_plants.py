@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from edits import change, drop, drop_barrier, guard, importing, insert, rewrite
 from mutations import mutation
-from syntax import change, drop, drop_barrier, guard, importing, insert, rewrite
 
 _ROOM, _LESS_ROOM = "tl.maximum(rows_ - ring_.slots, 0)", "tl.maximum(rows_ - ring_.slots - 1, 0)"
 _DRAINED, _NOT_DRAINED = f"base_ + {_ROOM}", "base_ + rows_ - ring_.slots"
@@ -77,13 +77,7 @@ NETWORK_SENDER = {
 _EARLY = """return_credits(
     peers, hop.mine, hop.home, hop.source, hop.node, turn, hop.done, hop.done + n, left == n, k
 )"""
-_EARLY_ADD = """add_release(
-    words(
-        peer_base(peers.regions, hop.source)
-        + net_head(hop.home, c, grid.nodes, k.channels, grid.first_byte)
-    ),
-    n.to(tl.int64), None,
-)"""
+_ADD = "add_release(words(at_), count_, None)"
 
 FORWARDER = {
     "forwarder: credit before read": mutation(
@@ -95,8 +89,9 @@ FORWARDER = {
     "forwarder: credit before read, mapped": mutation(
         "credit before read",
         "two_forward",
-        drop("owe(...)", "return_credits"),
-        insert(_EARLY_ADD, _LOOP, "forward"),
+        rewrite("owe(..., counter=at_, count=count_)", _ADD, "return_credits"),
+        drop("return_credits(...)", "end_turn"),
+        insert(_EARLY, _LOOP, "forward"),
         importing("add_release", "sync"),
         part="peers",
     ),

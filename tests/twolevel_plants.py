@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from edits import change, drop, drop_barrier, first_of, insert, move, rewrite
 from mutations import mutation, planted_in
 from nvlink_plants import RELAXED, SYNC
-from syntax import change, drop, drop_barrier, insert, move, rewrite
 from twolevel_dispatch_plants import DISPATCH_PLANTS
 from twolevel_view_plants import VIEW_PLANTS
 
@@ -44,11 +44,9 @@ WORKERS = {
     ),
 }
 
-_SUMMED = "for _ in tl.range(...): ..."
-"""What reads the rows that a turn has found there, and adds them."""
-_TAKEN = ("taken_ = upto_", "upto_ = tl.where(...)")
+_REDUCE = "reduce_turn|reduce"
+_TAKEN, _UPTO = "taken_ = upto_", "upto_ = tl.where(...)"
 """Rows taken up to now, and with those of the tokens that are summed."""
-_EARLY_CREDIT = "add_release(heads_, upto_ - taken_, near_ & (upto_ > taken_))"
 
 COMBINER = {
     "combine: a round's end forgets what is owed": mutation(
@@ -69,11 +67,19 @@ COMBINER = {
     "combiner: last chunk dropped": mutation(
         "last chunk",
         "two_combine",
-        rewrite(
-            "i_ == end_",
-            "(i_ == end_) & (end_ < rows_)",
-            "combine_turn",
-            where=("end_ = tl.minimum(_, rows_)",),
+        first_of(
+            rewrite(
+                "i_ == end_",
+                "(i_ == end_) & (end_ < rows_)",
+                "combine_turn",
+                where=("end_ = tl.minimum(_, rows_)",),
+            ),
+            rewrite(
+                "i_ == end_",
+                "(i_ == end_) & (end_ < link.end - link.begin)",
+                "end_combine",
+                where=("(end_ - _).to(_)",),
+            ),
         ),
     ),
     "combiner: a chunk is put before its end": mutation(
@@ -103,13 +109,14 @@ COMBINER = {
     "combiner: credit before read": mutation(
         "credit before read",
         "two_combine",
-        insert(
-            _EARLY_CREDIT,
-            _SUMMED,
-            "combine_turn",
-            where=("owe(..., counter=heads_.to(_), mask=near_ & (taken_ > _))", *_TAKEN),
-        ),
         drop("owe(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
+        insert(
+            "add_release(heads, upto_ - taken_, others & (upto_ > taken_))",
+            _TAKEN,
+            "combine_turn",
+            where=(_UPTO,),
+            first=True,
+        ),
     ),
     "combiner: ring not drained": mutation(
         "reused too early",
@@ -125,7 +132,15 @@ COMBINER = {
     "combiner: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_combine",
-        change("tl.store(_, taken_, mask=_)", "combine_turn", where=_TAKEN, taken_="taken_ * 0"),
+        first_of(
+            change(
+                "tl.store(_, taken_, mask=_)",
+                "combine_turn",
+                where=(_TAKEN, _UPTO),
+                taken_="taken_ * 0",
+            ),
+            change("tl.store(moved_of(...), taken_, mask=_)", "end_combine", taken_="taken_ * 0"),
+        ),
     ),
 }
 
@@ -133,37 +148,36 @@ _FAR = "tl.where(far_, taken_ - before_, 0)"
 
 REDUCER = {
     "reducer: no barrier behind its look": mutation(
-        "barrier", "two_combine", drop_barrier("reduce_turn", behind="look_at_all(...)")
+        "barrier", "two_combine", drop_barrier(_REDUCE, behind="look_at_all(...)")
     ),
     "reducer: last row not awaited": mutation(
         "last chunk",
         "two_combine",
-        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce_turn"),
+        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", _REDUCE),
     ),
     "reducer: credit before read": mutation(
         "credit before read",
         "two_combine",
+        drop("add_release(...)", _REDUCE),
         insert(
-            _EARLY_CREDIT,
-            _SUMMED,
-            "reduce_turn",
-            where=("add_release(heads_, _, near_ & (taken_ > _))", *_TAKEN),
+            "add_release(heads, upto_ - taken_, near & (upto_ > taken_))",
+            _TAKEN,
+            _REDUCE,
+            where=(_UPTO,),
+            first=True,
         ),
-        drop("add_release(...)", "reduce_turn", nth=-1),
     ),
     "reducer: a network credit too many": mutation(
         "credit before read",
         "two_combine",
-        rewrite(
-            _FAR, "tl.where(far_ & (taken_ > before_), taken_ - before_ + 1, 0)", "reduce_turn"
-        ),
+        rewrite(_FAR, "tl.where(far_ & (taken_ > before_), taken_ - before_ + 1, 0)", _REDUCE),
     ),
     "reducer: credits of an earlier turn forgotten": mutation(
         "last chunk",
         "two_combine",
         change(
             "tl.store(_, owed_, mask=_)",
-            "reduce_turn",
+            _REDUCE,
             where=("owed_ = return_network_credits(...)",),
             owed_="owed_ * 0",
         ),
@@ -173,9 +187,7 @@ REDUCER = {
     "reducer: network rows taken not counted": mutation(
         "wrong epoch",
         "two_combine",
-        change(
-            "tl.store(_, _ + taken_, mask=far_)", "reduce_turn", where=(_FAR,), taken_="taken_ * 0"
-        ),
+        change("tl.store(_, _ + taken_, mask=far_)", _REDUCE, where=(_FAR,), taken_="taken_ * 0"),
     ),
 }
 

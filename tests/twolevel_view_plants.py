@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from edits import Edit, both, change, drop, drop_barrier, first_of, insert, move, rewrite
 from mutations import mutation
 from nvlink_plants import RELAXED
-from syntax import change, drop, drop_barrier, insert, move, rewrite
 
 _COUNTED, _NOT_COUNTED = "tl.store(at_, base_ + _ - _)", "tl.store(at_, base_)"
 _HERE, _NOT_LAST = "row_ + lane_ < n_", "row_ + lane_ < n_ - (n_ == left_).to(tl.int32)"
@@ -212,7 +212,13 @@ PULLER = {
     "puller: put before its rows": mutation(
         "flag before data",
         "two_pull",
-        move("put(...)", _ROWS, "combine_turn", along=True),
+        first_of(
+            both(
+                move("sum_chunk(...)", "left_ -= n_", "combine_turn", keep=True),
+                change("sum_chunk(..., n=n_)", "combine_turn", nth=0, n_="n_ * 0"),
+            ),
+            move("put(...)", _ROWS, "combine_turn", along=True),
+        ),
         part="pulls",
     ),
     "puller: tail without its row, mapped": mutation(
@@ -229,7 +235,14 @@ PULLER = {
     "puller: last row dropped": mutation(
         "last chunk",
         "two_pull",
-        rewrite(_HERE, _NOT_LAST, "combine_turn", where=("n_ = tl.minimum(left_, _)",)),
+        first_of(
+            rewrite(_HERE, _NOT_LAST, "combine_turn", where=("n_ = tl.minimum(left_, _)",)),
+            rewrite(
+                _HERE,
+                "row_ + lane_ < n_ - (link.done + n_ == link.end - link.begin).to(tl.int32)",
+                "sum_chunk",
+            ),
+        ),
         part="pulls",
     ),
     "puller: rows sent not counted": mutation(
@@ -247,72 +260,88 @@ PULLER = {
     ),
 }
 
-_SUMMED = "for _ in tl.range(...): ..."
-_FAR = "owed_ += tl.where(far_, taken_ - before_, 0)"
-_TAKEN = ("taken_ = upto_", "upto_ = tl.where(...)")
-_EARLY = "tl.where(far_, upto_ - taken_, 0)"
+_REDUCE = "reduce_turn|reduce"
+_TAKEN, _UPTO = "taken_ = upto_", "upto_ = tl.where(far_, ...)"
 _EARLY_ADD = """add_release(
     words(
         tl.load(words(peers) + node * P + local, mask=far_, other=0) + net_head(home, c, G, C, FAR)
     ),
     upto_ - taken_, far_ & (upto_ > taken_),
 )"""
+_EARLY_ADD_TO_PEERS = """add_release(
+    words(
+        tl.load(
+            words(peers.regions) + node * P + peers.rank % P, mask=far_, other=0
+        ) + net_head(home, c, k)
+    ),
+    upto_ - taken_, far_ & (upto_ > taken_),
+)"""
+
+
+def _added_early(text: str) -> Edit:
+    return insert(text, _TAKEN, _REDUCE, where=(_UPTO,), first=True)
+
 
 REDUCER = {
     "pulling reducer: rows of ranks that are not there": mutation(
         "flag before data",
         "two_pull",
-        rewrite("(left_ > 0) & ready_", "left_ > 0", "reduce_turn"),
+        rewrite("(left_ > 0) & ready_", "left_ > 0", "reduce_turn|turn"),
         part="pulls",
     ),
     "pulling reducer: no barrier behind its look": mutation(
-        "barrier", "two_pull", drop_barrier("reduce_turn"), part="pulls"
+        "barrier", "two_pull", drop_barrier(_REDUCE), part="pulls"
     ),
     "pulling reducer: rows behind one's own": mutation(
         "wrong row",
         "two_pull",
-        rewrite("starts_ + _.to(tl.int64) * _", "starts_", "reduce_turn"),
+        rewrite("starts_ + _.to(tl.int64) * _", "starts_", _REDUCE),
         part="pulls",
     ),
     "pulling reducer: network rows not waited for": mutation(
         "flag before data",
         "two_pull",
-        rewrite("(lacking(...) == 0) & on_time_", "on_time_", "reduce_turn"),
+        rewrite("(lacking(...) == 0) & on_time_", "on_time_", _REDUCE),
         part="pulls",
     ),
     "pulling reducer: last row not awaited": mutation(
         "last chunk",
         "two_pull",
-        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce_turn"),
+        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", _REDUCE),
         part="pulls",
     ),
     "pulling reducer: last token dropped": mutation(
         "last chunk",
         "two_pull",
-        rewrite("here_ = t_ < end_", "here_ = t_ < end_ - 1", "reduce_turn"),
+        rewrite("here_ = t_ < end_", "here_ = t_ < end_ - 1", _REDUCE),
         part="pulls",
     ),
     "pulling reducer: credit before read": mutation(
         "credit before read",
         "two_pull",
-        move("return_network_credits(...)", _SUMMED, "reduce_turn", keep=True),
+        move("return_network_credits(...)", _TAKEN, _REDUCE, where=(_UPTO,), keep=True, first=True),
         change(
             "return_network_credits(..., owed=owed_, last=last_)",
-            "reduce_turn",
-            where=(_FAR, *_TAKEN),
+            _REDUCE,
+            where=(_TAKEN, _UPTO),
             nth=0,
-            owed_=f"owed_ + {_EARLY}",
-            last_="left > 0",
+            owed_="owed_ + tl.where(far_, upto_ - taken_, 0)",
+            last_="i >= 0",
         ),
-        drop(_FAR, "reduce_turn"),
+        rewrite("tl.where(_, taken_ - _, none_)", "none_", _REDUCE, nth=-1),
         part="pulls",
         within=20,
     ),
     "pulling reducer: credit before read, mapped": mutation(
         "credit before read",
         "two_pull",
-        insert(_EARLY_ADD, _SUMMED, "reduce_turn", where=(_FAR, *_TAKEN)),
-        drop("tl.store(_, taken_ - _, mask=_)", "reduce_turn"),
+        first_of(
+            both(drop("tl.store(_, taken_ - _, mask=_)", _REDUCE), _added_early(_EARLY_ADD)),
+            both(
+                rewrite("added_ if mapped_ else _", "added_ * 0 if mapped_ else owed", _REDUCE),
+                _added_early(_EARLY_ADD_TO_PEERS),
+            ),
+        ),
         part="pulls peers",
         within=20,
     ),
@@ -321,7 +350,7 @@ REDUCER = {
         "two_pull",
         change(
             "tl.store(_, owed_, mask=_)",
-            "reduce_turn",
+            _REDUCE,
             where=("owed_ = return_network_credits(...)",),
             owed_="owed_ * 0",
         ),
@@ -331,13 +360,13 @@ REDUCER = {
     "pulling reducer: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_pull",
-        change("tl.store(_, taken_, mask=_)", "reduce_turn", where=_TAKEN, taken_="taken_ * 0"),
+        change("tl.store(_, taken_, mask=_)", _REDUCE, where=(_TAKEN, _UPTO), taken_="taken_ * 0"),
         part="pulls",
     ),
     "pulling reducer: rows taken not counted": mutation(
         "wrong epoch",
         "two_pull",
-        change("tl.store(_, _ + taken_, mask=_)", "reduce_turn", taken_="taken_ * 0"),
+        change("tl.store(_, _ + taken_, mask=_)", _REDUCE, taken_="taken_ * 0"),
         part="pulls",
     ),
 }
