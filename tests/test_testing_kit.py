@@ -21,9 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tokenyard.testing import RankFailure, Ranks, distributed_test
+from tokenyard.testing import RankFailure, Ranks, decorators, distributed_test
 from tokenyard.testing.failure import judge
+from tokenyard.testing.fork_server import fork_server
 from tokenyard.testing.job import Ending, Outcome
+from tokenyard.testing.pool import Pools
 
 
 @distributed_test(world_size=(1, 2), engine=("collective", "other"))
@@ -133,7 +135,7 @@ def test_a_timeout_names_the_stuck_rank_and_where_it_is() -> None:
     assert message.endswith("--- rank 0\npassed")
 
 
-@distributed_test(world_size=2, timeout=30.0)
+@distributed_test(world_size=2)
 def leave_the_other_waiting(ranks: Ranks) -> None:
     if ranks.rank == 0:
         raise KeyError("gone")
@@ -245,6 +247,36 @@ def test_what_pytest_collects_and_reports(pytester: pytest.Pytester) -> None:
     chosen.assert_outcomes(passed=1, deselected=5)
 
 
+@distributed_test(world_size=1)
+def tell_where(path: str) -> None:
+    about = [os.environ.get("TOKENYARD_TEST_WORD"), os.getcwd(), str(os.getsid(0) == os.getpid())]
+    Path(path).write_text(" ".join(map(str, about)))
+
+
+def test_workers_have_the_surroundings_of_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they are forks of a server that is older; and each has a session of its own."""
+    report = tmp_path / "report"
+    for word in ("one", "two"):
+        monkeypatch.setenv("TOKENYARD_TEST_WORD", word)
+        (tmp_path / word).mkdir()
+        monkeypatch.chdir(tmp_path / word)
+        new = Pools()
+        monkeypatch.setattr(decorators, "pools", lambda new=new: new)
+        tell_where(str(report))
+        assert report.read_text() == f"{word} {tmp_path / word} True"
+        new.close()
+
+
+def test_the_server_is_whole_when_it_forks() -> None:
+    """It has one thread: a fork has no other."""
+    server = fork_server()
+    tell_where("/dev/null")
+    tasks = Path(f"/proc/{server._process.pid}/task")
+    assert not tasks.exists() or len(list(tasks.iterdir())) == 1
+
+
 SCRIPT = """
 import fcntl, os, signal, sys, time
 from tokenyard.testing import Ranks, distributed_test
@@ -273,7 +305,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, script, lock], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, script, lock], env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (-9, "held\n"), done.stderr
     with lock.open() as handle:

@@ -34,7 +34,7 @@ def distributed_test(
     *,
     world_size: int | tuple[int, ...] = 4,
     engine: str | tuple[str, ...] = COLLECTIVE,
-    timeout: float = 120.0,
+    timeout: float = 1200.0,
     may_die: tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated function on ``world_size`` ranks, each a process, when pytest (or anyone)

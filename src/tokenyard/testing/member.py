@@ -7,15 +7,16 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 
+from tokenyard.testing import fork_server as forks
 from tokenyard.testing import worker
+from tokenyard.testing.fork_server import fork_server
 from tokenyard.testing.job import Ending, Job, Outcome
 
-DUMP_TIME = 5.0
+DUMP_TIME = 60.0
 """Seconds that a stuck worker gets to print its stacks."""
 
 
@@ -30,18 +31,8 @@ class Member:
         self.pipe, theirs = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._seen = 0
-        arguments = (rank, world_size, device, port, name, theirs.fileno())
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {worker.__name__} import serve; "
-            f"serve{arguments!r}"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        self._process = fork_server().start(
+            (rank, world_size, device, port, name), theirs.fileno(), self._output.fileno()
         )
         theirs.close()
 
@@ -98,9 +89,7 @@ class Member:
 
     def kill(self) -> None:
         """End the worker and everything it started, now."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill_session()
         self.pipe.close()
         self._output.close()
 
@@ -115,6 +104,6 @@ def _tidy(dump: str) -> str:
     lines = (
         line
         for line in threads.splitlines()
-        if worker.__file__ not in line and '"<string>"' not in line
+        if not any(file in line for file in (worker.__file__, forks.__file__, '"<string>"'))
     )
     return re.sub(r"[Tt]hread 0x[0-9a-f]+", "thread", "\n".join(lines)) + "\n"

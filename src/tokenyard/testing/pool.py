@@ -15,8 +15,8 @@ from tokenyard.testing.failure import is_fine, judge
 from tokenyard.testing.job import Ending, Job, Outcome
 from tokenyard.testing.member import Member
 
-START_TIMEOUT = 300.0
-"""Seconds for a worker to import torch and to join its group."""
+START_TIMEOUT = 1200.0
+"""Seconds for a worker to start and to join its group."""
 
 GRACE = 3.0
 """Seconds that the other ranks get to end after one has failed: they may fail too, or be waiting
