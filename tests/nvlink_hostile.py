@@ -6,10 +6,13 @@ Kernels are interpreted here, so tests reach this module through ``nvlink_pool.p
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import tokenyard as ty
 from hostile import Inputs, assert_works, check, complaint, error_of, make_patient
 from test_bad_input import CACHED, COMBINE, Bad
+from test_limits import GIB, ROWS
+from tokenyard import limits
 from tokenyard.testing import Ranks
 from tokenyard.testing.decorators import run_in_simulator
 
@@ -53,6 +56,36 @@ def _refused(ranks: Ranks, name: str) -> None:
             check(error_of(call), ty.PeerError, says)
     with make_patient(ranks) as ep:
         assert_works(ranks, ep)
+
+
+def too_large(at: int, alone: bool, seed: int) -> None:
+    """A result that is refused for its size, ``ROWS[at]``, by rank 1 ``alone`` or by both."""
+    with mock.patch.object(limits, "memory_of", return_value=16 * GIB):
+        run_in_simulator(_too_large, "nvlink", {"at": at, "alone": alone}, 2, seed)
+
+
+def _too_large(ranks: Ranks, at: int, alone: bool) -> None:
+    """Of an exact call, which waits for all, peers learn why, and the object goes on. A static one
+    returns before anybody has heard of the refusal, so they learn who refused it, and the object is
+    finished.
+    """
+    inputs, bad = Inputs.of(ranks), ROWS[at]
+    wrong, exact = not alone or ranks.rank == CULPRIT, bad.change(inputs).get("exact", True)
+    good = {"x": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
+    with make_patient(ranks) as ep:
+        error = error_of(lambda: ep.dispatch(**good | (bad.change(inputs) if wrong else {})))
+        if wrong:
+            check(error, bad.kind, *bad.words)
+        elif exact:
+            check(error, ty.PeerError, f"rank {CULPRIT} refused its side of this call", *bad.words)
+        else:
+            says = f"rank {CULPRIT} refused its side of dispatch #0"
+            check(error, ty.PeerError, says, "its own error says why")
+        if exact or not alone:
+            assert_works(ranks, ep)
+        else:
+            says = "this rank refused dispatch #0" if wrong else f"rank {CULPRIT} refused its side"
+            check(error_of(ep.check), ty.PeerError, says)
 
 
 def rings_too_small(exact: bool, seed: int) -> None:

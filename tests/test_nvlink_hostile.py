@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import tokenyard as ty
 from nvlink_pool import SOAK, run_all, without_devices
+from test_limits import ROWS
 
-pytestmark = [without_devices, pytest.mark.timeout(600 * SOAK)]
+pytestmark = without_devices
 
 FLAT, MAJOR, PADDED = ty.Layout
 BODIES: list[tuple[str, str, dict[str, Any], int]] = [
@@ -77,6 +76,12 @@ def test_refused_calls_that_return_at_once() -> None:
     object is finished.
     """
     run_all("nvlink_hostile.refused", [(name, seed) for name in REFUSED for seed in range(SOAK)])
+
+
+def test_results_that_one_call_makes_too_large() -> None:
+    """As ``test_limits.py`` has it; but of a static call peers learn only who refused it."""
+    jobs = [(at, alone) for at in range(len(ROWS)) for alone in (False, True)]
+    run_all("nvlink_hostile.too_large", [(*job, seed) for job in jobs for seed in range(SOAK)])
 
 
 def test_rings_too_small_for_a_row() -> None:
