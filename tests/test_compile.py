@@ -30,7 +30,7 @@ def per_row(recv: ty.Received) -> Tensor:
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 @pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
-@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=2, engine=ENGINES)
 def test_compiled_layer_has_the_same_bits(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
     cases = [
         Case(ranks.world_size, num_tokens=n, dtype=torch.float32, layout=layout, exact=exact)
@@ -55,7 +55,7 @@ def test_compiled_layer_has_the_same_bits(ranks: Ranks, layout: ty.Layout, exact
                 assert torch.equal(eager, graph)
 
 
-@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=2, engine=ENGINES)
 def test_breaks_between_the_calls_are_fine(ranks: Ranks) -> None:
     """Real experts loop over counts that only the host knows."""
     case = Case(ranks.world_size, dtype=torch.float32, layout=ty.Layout.EXPERT_MAJOR)
@@ -113,7 +113,7 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
 
 
 @pytest.mark.portable
-@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=2, engine=ENGINES)
 def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
     case = Case(ranks.world_size, dtype=torch.float32)
     leaves = Layer(case, ranks)
@@ -133,7 +133,7 @@ def test_sums_go_where_they_are_asked_to(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mode", "hidden"), [(ty.Quantize.FP8_UE8M0, 256), (ty.Quantize.MXFP8, 300)], ids=str
 )
-@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=2, engine=ENGINES)
 def test_cached_dispatches_keep_their_cast(ranks: Ranks, mode: ty.Quantize, hidden: int) -> None:
     """Compiled in one graph and eager alike, and the gradient goes straight through."""
     case = Case(ranks.world_size, hidden=hidden)
@@ -167,7 +167,7 @@ def test_cached_dispatches_keep_their_cast(ranks: Ranks, mode: ty.Quantize, hidd
             )
 
 
-@distributed_test(world_size=2, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=2, engine=ENGINES)
 def test_selective_checkpointing_sees_operators(ranks: Ranks) -> None:
     """A policy that keeps what dispatch returns saves the second one."""
     case = Case(ranks.world_size, dtype=torch.float32)
@@ -186,7 +186,7 @@ def test_selective_checkpointing_sees_operators(ranks: Ranks) -> None:
         assert ep.stats().calls["dispatch"] == 1
 
 
-@distributed_test(world_size=2, timeout=300.0)
+@distributed_test(world_size=2)
 def test_compiled_calls_do_not_drop_tangents(ranks: Ranks) -> None:
     case = Case(ranks.world_size, dtype=torch.float32)
     torch._dynamo.reset()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -55,10 +54,8 @@ def test_without_masks_the_call_after_a_death_raises(ranks: Ranks) -> None:
     torch.cuda.synchronize()
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     buffer.low_latency_dispatch(x, idx, MOST, world.num_experts, use_fp8=False)
     torch.cuda.synchronize()
-    assert time.monotonic() - start < 10 * TIMEOUT
     for hooked in (False, True):
         with pytest.raises(
             ty.PeerTimeout, match=r"rank 1 was silent for 2.0 s .*enable_shrink=True"

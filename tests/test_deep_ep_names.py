@@ -29,7 +29,6 @@ def found() -> dict[str, Any]:
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
         env=environment,
     )

@@ -311,7 +311,7 @@ RANDOM_SIZE = {
 
 
 @pytest.mark.parametrize("part", range(8))
-@distributed_test(world_size=RANDOM_SIZE, engine=ENGINES, timeout=300.0)
+@distributed_test(world_size=RANDOM_SIZE, engine=ENGINES)
 def test_random_configurations(ranks: Ranks, part: int) -> None:
     """Configurations drawn from a seed, the same on every rank; an eighth of them."""
     random = torch.Generator().manual_seed(2026 + part)

@@ -22,9 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,7 +46,7 @@ def test_grouped_matmul(launcher: list[str]) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="runs here: test_decode_loop_in_a_graph")
 def test_decode_loop_says_what_it_needs() -> None:
     command = [sys.executable, str(ROOT / "examples" / "decode_loop.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs 2 GPUs" in done.stderr
 

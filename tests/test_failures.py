@@ -142,14 +142,14 @@ def check_over(ep: ty.ExpertParallel | None) -> None:
 
 
 @pytest.mark.parametrize("point", ["construction", "dispatch", "combine"])
-@distributed_test(world_size=2, may_die=(CULPRIT,), timeout=30.0)
+@distributed_test(world_size=2, may_die=(CULPRIT,))
 def test_a_rank_that_dies(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: os._exit(9))
     check_survivor(error_of(plot.play), point)
     check_over(plot.ep)
 
 
-@distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
+@distributed_test(world_size=3, may_die=(CULPRIT,))
 def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     point = "middle of the rows"
     plot = Plot(ranks, point, lambda: os._exit(9))
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     check_over(plot.ep)
 
 
-@distributed_test(world_size=3, may_die=(CULPRIT,), timeout=30.0)
+@distributed_test(world_size=3, may_die=(CULPRIT,))
 def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
     """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still blames
     rank 1.
@@ -185,7 +185,7 @@ def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "point", [point for point in PHASES if point != "middle of the rows"]
 )  # those are under way
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: meet(ranks))
     error = error_of(plot.play)
@@ -202,7 +202,7 @@ def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
         assert_works(ranks, ep)
 
 
-@distributed_test(world_size=4, timeout=30.0)
+@distributed_test(world_size=4)
 def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
     """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still blame rank 1, not
     rank 0.
@@ -221,7 +221,7 @@ def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
     assert f"rank {CULPRIT}" in str(error)
 
 
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_two_ranks_are_silent(ranks: Ranks) -> None:
     """At construction and in a call the survivor hears of one of them at least, and at construction
     of both.
@@ -242,7 +242,7 @@ class UserError(Exception):
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closing", "leaving"])
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: bool) -> None:
     """With a ``with`` the others know at once, without one after the timeout. The user's error
     comes through unchanged.
@@ -305,7 +305,7 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
         check(error_of(enter), RuntimeError, "ExpertParallel is closed", "make a new one")
 
 
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
     """Say, out of memory after the counts went out: its own error on this rank, the timeout's on
     the others.
@@ -331,7 +331,7 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
             check_over(ep)
 
 
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None:
     """Each time it is asked; and calls behind it fail with the same culprit, without a timeout of
     their own.
@@ -352,7 +352,7 @@ def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None
     meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=30.0)
+@distributed_test(world_size=2)
 def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
     """The result was dropped: the object knows all the same."""
     inputs = Inputs.of(ranks)
@@ -367,7 +367,7 @@ def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
     meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=30.0)
+@distributed_test(world_size=2)
 def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
     """The rank's own error comes first, and the object knows afterwards that the peer did not
     answer.
@@ -386,7 +386,7 @@ def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
     meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=30.0)
+@distributed_test(world_size=2)
 def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     """``close`` waits for what was started, for the timeout at most; the result still tells how it
     ended.
@@ -405,7 +405,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError, "make a new one")
 
 
-@distributed_test(world_size=3, timeout=30.0)
+@distributed_test(world_size=3)
 def test_other_objects_go_on(ranks: Ranks) -> None:
     """One object times out; another on the same group, and the group itself, do not notice."""
     inputs = Inputs.of(ranks)

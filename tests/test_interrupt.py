@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,16 +25,8 @@ from tokenyard.engines.gloo_transport import _gist
 from tokenyard.launch import local_store
 from tokenyard.testing import Ranks, distributed_test
 
-PATIENT = 60.0
-SOON = PATIENT / 2
-"""A busy machine needs some seconds; only the timeout of an object takes longer."""
-
-
-@contextmanager
-def soon() -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    assert time.monotonic() - begin < SOON
+PATIENT = 1e6
+"""An object's timeout: what ends only by it never ends."""
 
 
 def waits(ident: int | None) -> bool:
@@ -70,20 +61,20 @@ def ctrl_c(times: int = 1, ident: int | None = None) -> threading.Thread:
 
 
 def interrupted(call: Callable[[], Any]) -> None:
-    """``call`` waits, and Ctrl-C ends it soon."""
-    at: list[float] = []
+    """``call`` waits, and Ctrl-C ends it."""
+    strikes: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 
-    def handler(*_: Any) -> None:
-        at.append(time.monotonic())
+    def handler(signum: int, _: Any) -> None:
+        strikes.append(signum)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, handler)
     try:
         ctrl_c()
-        with soon(), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             call()
-        assert len(at) == 1
+        assert strikes == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -99,17 +90,16 @@ def check_over(ep: ty.ExpertParallel, where: str) -> None:
         ep.check,
         ep.warmup,
     )
-    with soon():
-        for call in calls:
-            check(
-                error_of(call),
-                RuntimeError,
-                f"was interrupted in {where} (KeyboardInterrupt)",
-                "make a new one",
-            )
-        assert ep.stats().rank == ep.rank
-        ep.close()
-        ep.close()
+    for call in calls:
+        check(
+            error_of(call),
+            RuntimeError,
+            f"was interrupted in {where} (KeyboardInterrupt)",
+            "make a new one",
+        )
+    assert ep.stats().rank == ep.rank
+    ep.close()
+    ep.close()
 
 
 def check_told(error: Exception | None, *words: str, rank: int = 0) -> None:
@@ -141,7 +131,7 @@ CALLS: dict[str, tuple[str, Callable[[ty.ExpertParallel, Inputs], Any]]] = {
 
 
 @pytest.mark.parametrize("how", CALLS)
-@distributed_test(world_size=3, timeout=90.0)
+@distributed_test(world_size=3)
 def test_a_call_that_waits(ranks: Ranks, how: str) -> None:
     """Rank 1 stays away; rank 2 waits for it too, not for rank 0. A new object of all
     ranks works.
@@ -155,19 +145,17 @@ def test_a_call_that_waits(ranks: Ranks, how: str) -> None:
         interrupted(lambda: call(ep, inputs))
         check_over(ep, where)
     elif ranks.rank == 2:
-        with soon():
-            check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), where)
+        check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), where)
     meet(ranks)
     if ranks.rank == 1:  # comes too late, and hears the same
-        with soon():
-            check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), where)
-            ep.close()
+        check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), where)
+        ep.close()
     with make(ranks, timeout=PATIENT) as new:
         assert_works(ranks, new)
     meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_a_backward(ranks: Ranks) -> None:
     inputs = Inputs.of(ranks)
     x = inputs.x.float().requires_grad_()
@@ -178,12 +166,11 @@ def test_a_backward(ranks: Ranks) -> None:
         check_over(ep, "combine #1")
     meet(ranks)
     if ranks.rank == 1:
-        with soon():
-            check_told(error_of(loss.backward), "combine #1")
-            ep.close()
+        check_told(error_of(loss.backward), "combine #1")
+        ep.close()
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_closing(ranks: Ranks) -> None:
     """``close`` waits for calls under way: it ends, the call ends with it, and says why."""
     inputs = Inputs.of(ranks)
@@ -191,23 +178,21 @@ def test_closing(ranks: Ranks) -> None:
     if ranks.rank == 0:
         recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
         interrupted(ep.close)
-        with soon():
-            for _ in range(2):
-                check(
-                    error_of(recv.wait),
-                    RuntimeError,
-                    "was interrupted in dispatch #0",
-                    "make a new one",
-                )
-            check_over(ep, "dispatch #0")
+        for _ in range(2):
+            check(
+                error_of(recv.wait),
+                RuntimeError,
+                "was interrupted in dispatch #0",
+                "make a new one",
+            )
+        check_over(ep, "dispatch #0")
     meet(ranks)
     if ranks.rank == 1:
-        with soon():
-            check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0")
-            ep.close()
+        check_told(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0")
+        ep.close()
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_results_of_calls_under_way(ranks: Ranks) -> None:
     """Those that are there can be read; the one that was waited for, and those behind it, say what
     has become of them.
@@ -220,45 +205,43 @@ def test_results_of_calls_under_way(ranks: Ranks) -> None:
         work.wait()
         later = [ep.dispatch(inputs.x, inputs.topk_idx, async_op=True) for _ in range(3)]
         interrupted(later[1].wait)
-        with soon():
-            assert first.x.shape[1] == CASE.hidden
-            for recv in (later[1], *later, *later):
-                check(
-                    error_of(recv.wait),
-                    RuntimeError,
-                    "was interrupted in dispatch #1",
-                    "make a new one",
-                )
-            check_over(ep, "dispatch #1")
+        assert first.x.shape[1] == CASE.hidden
+        for recv in (later[1], *later, *later):
+            check(
+                error_of(recv.wait),
+                RuntimeError,
+                "was interrupted in dispatch #1",
+                "make a new one",
+            )
+        check_over(ep, "dispatch #1")
     else:
         first.wait()
     meet(ranks)
     ep.close()
 
 
-@distributed_test(world_size=3, timeout=90.0)
+@distributed_test(world_size=3)
 def test_making_an_object(ranks: Ranks) -> None:
     """Rank 1 has come to the construction, but not to the connections; rank 2 waits there too."""
     if ranks.rank == 1:
         honest = ty.api.choose
         ty.api.choose = lambda *arguments: (meet(ranks), honest(*arguments))[1]
-    with soon():
-        if ranks.rank == 0:
-            interrupted(lambda: make(ranks, timeout=PATIENT))
-        elif ranks.rank == 2:
-            check_told(error_of(lambda: make(ranks, timeout=PATIENT)), "ExpertParallel(...)")
-        if ranks.rank != 1:
-            meet(ranks)
-        else:
-            check_told(error_of(lambda: make(ranks, timeout=PATIENT)), "ExpertParallel(...)")
-            ty.api.choose = honest
+    if ranks.rank == 0:
+        interrupted(lambda: make(ranks, timeout=PATIENT))
+    elif ranks.rank == 2:
+        check_told(error_of(lambda: make(ranks, timeout=PATIENT)), "ExpertParallel(...)")
+    if ranks.rank != 1:
+        meet(ranks)
+    else:
+        check_told(error_of(lambda: make(ranks, timeout=PATIENT)), "ExpertParallel(...)")
+        ty.api.choose = honest
     meet(ranks)
     with make(ranks, timeout=PATIENT) as new:
         assert_works(ranks, new)
     meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_a_second_ctrl_c_while_the_others_are_told(ranks: Ranks) -> None:
     inputs = Inputs.of(ranks)
     ep = make(ranks, timeout=PATIENT)
@@ -273,22 +256,21 @@ def test_a_second_ctrl_c_while_the_others_are_told(ranks: Ranks) -> None:
 
         wire._failures.report = impatient
         ctrl_c()
-        with soon():
-            with pytest.raises(KeyboardInterrupt):
-                ep.dispatch(inputs.x, inputs.topk_idx)
-            assert len(asked) == 1
-            check_over(ep, "dispatch #0")
+        with pytest.raises(KeyboardInterrupt):
+            ep.dispatch(inputs.x, inputs.topk_idx)
+        assert len(asked) == 1
+        check_over(ep, "dispatch #0")
     else:
-        with soon():  # not why, but that it is lost
-            error = error_of(lambda: meet(ranks) or ep.dispatch(inputs.x, inputs.topk_idx))
-            assert isinstance(error, ty.PeerLost) and error.rank == 0, repr(error)
-            ep.close()
+        # not why, but that it is lost
+        error = error_of(lambda: meet(ranks) or ep.dispatch(inputs.x, inputs.topk_idx))
+        assert isinstance(error, ty.PeerLost) and error.rank == 0, repr(error)
+        ep.close()
     if ranks.rank == 0:
         meet(ranks)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_a_handler_that_does_not_raise(ranks: Ranks, later: bool) -> None:
     """It runs while the call waits, and the call goes on."""
     inputs, handled = Inputs.of(ranks), []
@@ -315,7 +297,7 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
     """As ``signal.alarm`` is used: the same as Ctrl-C, also if the error is one of Python's usual
     ones.
@@ -329,7 +311,7 @@ def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
 
         before = signal.signal(signal.SIGINT, handler)
         ctrl_c()
-        with soon(), pytest.raises(Enough):
+        with pytest.raises(Enough):
             ep.dispatch(inputs.x, inputs.topk_idx, async_op=later).wait()
         signal.signal(signal.SIGINT, before)
         check(
@@ -344,7 +326,7 @@ def test_a_handler_that_raises_an_error(ranks: Ranks, later: bool) -> None:
     ep.close()
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_just_before_and_just_behind_a_wait(ranks: Ranks) -> None:
     """Wherever in a call it comes: an object that has left a call says so, and the others hear of
     it.
@@ -362,20 +344,18 @@ def test_just_before_and_just_behind_a_wait(ranks: Ranks) -> None:
                 return result
 
             setattr(wire, where, struck)
-            with soon():
-                with pytest.raises(KeyboardInterrupt):
-                    ep.dispatch(inputs.x, inputs.topk_idx)
-                check_over(ep, "dispatch #0")
+            with pytest.raises(KeyboardInterrupt):
+                ep.dispatch(inputs.x, inputs.topk_idx)
+            check_over(ep, "dispatch #0")
         else:
-            with soon():
-                check_told(
-                    error_of(lambda ep=ep: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0"
-                )
-                ep.close()
+            check_told(
+                error_of(lambda ep=ep: ep.dispatch(inputs.x, inputs.topk_idx)), "dispatch #0"
+            )
+            ep.close()
         meet(ranks)
 
 
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_calls_of_another_thread(ranks: Ranks) -> None:
     """No signals there: the call goes on. Ctrl-C of the main thread, which waits for something
     else, is none of its business.
@@ -449,9 +429,9 @@ def test_a_program_that_catches_nothing_ends(how: str) -> None:
             assert program.stdout is not None and program.stdout.readline().strip() == said
         time.sleep(1.0)
         programs[0].send_signal(signal.SIGINT)
-        _, complaint = programs[0].communicate(timeout=PATIENT)
+        _, complaint = programs[0].communicate()
         assert programs[0].returncode == -signal.SIGINT and "KeyboardInterrupt" in complaint
-        _, complaint = programs[1].communicate("go on\n", timeout=PATIENT)
+        _, complaint = programs[1].communicate("go on\n")
         assert programs[1].returncode == 1
         assert (
             "PeerLost" in complaint
@@ -463,7 +443,7 @@ def test_a_program_that_catches_nothing_ends(how: str) -> None:
 
 
 @pytest.mark.parametrize("timeout", [2.5])
-@distributed_test(world_size=2, timeout=90.0)
+@distributed_test(world_size=2)
 def test_objects_in_different_order(ranks: Ranks, timeout: float) -> None:
     """Each rank waits in the object that the other uses later: who gives up says so."""
     inputs = Inputs.of(ranks)

@@ -17,7 +17,6 @@ DEATHS = {2: 6, 3: 5, 4: 2}
 """Seeds by world size."""
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
     """Each of their results is checked as it comes: rows and sums of the living are all there, of

@@ -125,7 +125,6 @@ def _run(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.timeout(3600)  # half a minute on an idle machine
 def test_a_changed_kernel_is_reported_and_no_other(tmp_path: Path) -> None:
     """And what is known is not compiled again."""
     pytest.importorskip("triton")

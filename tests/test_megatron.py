@@ -261,7 +261,6 @@ def test_example() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH, OPS
 
 pytestmark = without_devices
 
-DEATHS = {2: 6, 3: 14, 4: 6}
+DEATHS = {2: 4, 3: 8, 4: 3}
 """Seeds by world size."""
 SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for "
@@ -69,7 +69,6 @@ def relayed(world_size: int, seeds: range) -> int:
     return reports
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_a_rank_that_dies_is_named(world_size: int) -> None:
     """By all others: who waits for one that gave up itself learns from its report whom that one
@@ -78,7 +77,6 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
     relayed(world_size, range(DEATHS[world_size] * SOAK))
 
 
-@pytest.mark.timeout(600)
 def test_reports_are_relayed() -> None:
     """What the test above relies on. It takes a death between the rows to two others, one of 50 or
     so; seed 133 had one.
@@ -87,7 +85,6 @@ def test_reports_are_relayed() -> None:
     assert any(relayed(3, seeds) for seeds in batches)
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_a_call_that_returns_has_a_complete_plan() -> None:
     """Even if its deadline passes about when the last counts come: one program tells the host,
     another completes the plan.

@@ -289,7 +289,7 @@ def check_counted(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("hop", ["first", "second"])
-@distributed_test(world_size=4, timeout=30.0)
+@distributed_test(world_size=4)
 def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
     """Rank 1 of nodes (0, 1) and (2, 3): whoever waits for it, or for a rank that does,
     names it.

@@ -195,7 +195,6 @@ def test_training_example() -> None:
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
         },
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -70,7 +70,6 @@ def roles_that_noticed(nodes: int, per_node: int, parts: list[tuple[int, int]]) 
     return roles
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), DEATHS)
 def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
     """By all others, whichever role notices; who is one hop further learns it from the report of
@@ -81,7 +80,6 @@ def test_a_rank_that_dies_is_named(nodes: int, per_node: int) -> None:
     assert len(seeds) < 20 or roles >= {"receiver", "forwarder", "combiner", "reducer"}, roles
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), DEATHS_IN_PLACE)
 def test_a_rank_that_dies_in_a_call_in_place_is_named(nodes: int, per_node: int) -> None:
     seeds = range(DEATHS_IN_PLACE[nodes, per_node] * SOAK)
@@ -89,7 +87,6 @@ def test_a_rank_that_dies_in_a_call_in_place_is_named(nodes: int, per_node: int)
     assert len(seeds) < 40 or roles >= {"", "forwarder", "reducer"}, roles
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reason() -> None:
     """A worker that has told the others to stop says whom it waited for, also if that has just
     come; never itself or nobody.
@@ -111,7 +108,6 @@ def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reaso
     assert at_last > 0
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize("op", [CACHED, COMBINE], ids=["dispatch", "combine"])
 def test_a_rank_that_stays_away_from_a_call_in_place_is_named(op: int) -> None:
     """Not those that lack room or rows because all wait for its greeting."""

@@ -98,7 +98,6 @@ sizes = distributed_test(
         sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})
     ),
     engine="twolevel",
-    timeout=240.0,
 )
 
 

@@ -41,13 +41,12 @@ LONG: list[tuple[str, str, dict[str, Any]]] = [
 """For ``make soak``, under several schedules: what they do with the engine, scenarios and the
 object beside nvlink do too.
 """
-SEEDS = {(2, 2): 8, (3, 2): 4, (2, 4): 4, (2, 8): 2, (4, 4): 2, (3, 1): 4, (1, 3): 4}
+SEEDS = {(2, 2): 5, (3, 2): 2, (2, 4): 2, (2, 8): 1, (4, 4): 1, (3, 1): 3, (1, 3): 3}
 """Seeds by nodes and ranks per node."""
-IN_PLACE = {(2, 2): 5, (3, 2): 2, (2, 4): 2, (1, 3): 2, (3, 1): 2, (2, 8): 1, (4, 4): 1}
+IN_PLACE = {(2, 2): 3, (3, 2): 1, (2, 4): 1, (1, 3): 1, (3, 1): 2, (2, 8): 1, (4, 4): 1}
 """The same, of rounds whose rows are left, and summed, in place."""
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), SEEDS)
 def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
     run_all(
@@ -56,7 +55,6 @@ def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) 
     )
 
 
-@pytest.mark.timeout(600 * SOAK)
 @pytest.mark.parametrize(("nodes", "per_node"), IN_PLACE)
 def test_rows_in_place_have_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
     """Dispatches into views, fresh and cached, and combines out of them, among others through
@@ -73,7 +71,6 @@ def test_slots_of_whole_lines() -> None:
     )
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_any_number_of_workers_gives_the_bits_of_the_oracle() -> None:
     """One for each task, and at the first seed one that does all, where scenarios have one to
     three; ``make soak`` has one, two and as many as tasks at all seeds.
@@ -83,7 +80,6 @@ def test_any_number_of_workers_gives_the_bits_of_the_oracle() -> None:
     run_all("twolevel_ranks.check_workers", jobs if SOAK > 1 else [jobs[1], *jobs[::3]])
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_a_batch_of_32_times_the_rings() -> None:
     """Memory does not grow with the batch."""
     grids = [(1, 0), *((2, seed) for seed in range(SOAK - 1))]
@@ -104,7 +100,6 @@ def test_a_token_crosses_the_network_once_per_node(reach: dict[str, bool]) -> No
         assert counted == planned
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_the_whole_object_beside_engine_nvlink() -> None:
     """Layouts, shapes, casts, gradients, asynchronous calls."""
     run_all("twolevel_api.check", [(2, 2, seed) for seed in range(SOAK)])
@@ -122,7 +117,6 @@ def test_a_rank_that_cannot_make_rows_in_place() -> None:
     run_all("twolevel_api.refused_rows", [(what, dtype, 0) for what, dtype in dtypes.items()])
 
 
-@pytest.mark.timeout(600 * SOAK)
 def test_bodies_of_other_tests() -> None:
     """Together, so that they share the processors."""
     bodies = BODIES if SOAK == 1 else BODIES + LONG
