@@ -50,7 +50,7 @@ def anyone(ranks: Ranks, here: bool) -> bool:
     """Whether something is so on any rank."""
     if isinstance(ranks.group, MemoryGroup):
         store = dist.PrefixStore("outside", ranks.group.open_store())
-        return "1" in agree(store, ranks.rank, ranks.world_size, {}, "", 60.0, str(int(here)))[1]
+        return "1" in agree(store, ranks.rank, ranks.world_size, {}, "", 600.0, str(int(here)))[1]
     flag = torch.tensor([int(here)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=gloo(ranks))
     return bool(flag)
@@ -67,7 +67,7 @@ def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
 
 def make_patient(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
     """The same for tests in which nobody is silent: a busy machine must not look like it."""
-    return make(ranks, **{"timeout": 20.0, **changes})
+    return make(ranks, **{"timeout": 600.0, **changes})
 
 
 @cache

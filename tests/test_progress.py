@@ -26,7 +26,7 @@ from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_run import Plan, run_rank
 
 LINE = re.compile(r" *\d+ s  (.*) \((\d+) of (\d+) stages done\)")
-SOON = 60.0
+SOON = 600.0
 
 
 class Written(io.StringIO):

@@ -26,7 +26,7 @@ from tokenyard.memory.threads import run_threads
 from tokenyard.rendezvous import agree
 from tokenyard.testing import Ranks, distributed_test
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 def together(world_size: int, body: Callable[[int], Any]) -> list[Any]:

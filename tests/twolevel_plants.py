@@ -10,6 +10,7 @@ from edits import change, drop, drop_barrier, first_of, insert, move, rewrite
 from mutations import mutation, planted_in
 from nvlink_plants import RELAXED, SYNC
 from twolevel_dispatch_plants import DISPATCH_PLANTS
+from twolevel_pull_plants import PULL_PLANTS
 from twolevel_view_plants import VIEW_PLANTS
 
 _UNORDERED = f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')"
@@ -223,6 +224,7 @@ PLANTS = {
     **WORKERS,
     **DISPATCH_PLANTS,
     **VIEW_PLANTS,
+    **PULL_PLANTS,
     **COMBINER,
     **REDUCER,
     **LETTERS,
