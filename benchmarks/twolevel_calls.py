@@ -35,13 +35,16 @@ BOTH_WAYS = (PLAIN, BACK)
 class TwoLevel:
     """What to measure. Defaults are the sizes of the record.
 
-    Attributes: topology: nodes, ranks per node. engine: what is judged; reference: what is measured
-        beside it, in processes of its own, as torch takes symmetric memory from one library only.
-        tokens: per rank, over all of ``sms``; curve: tokens per rank with :data:`BAR_SMS`. sms:
-        multiprocessors, None for all; each takes half a minute of compiling with NVSHMEM's library.
+    Attributes:
+        topology: nodes, ranks per node.
+        engine: what is judged; reference: what is measured beside it, in processes of its own, as
+            torch takes symmetric memory from one library only.
+        tokens: per rank, over all of ``sms``; curve: tokens per rank with :data:`BAR_SMS`.
+        sms: multiprocessors, None for all; each takes half a minute of compiling with NVSHMEM's
+            library.
         overfull: how many times more bytes a rank puts to other nodes than all its rings hold, in
-        the test of bounded memory. calls: behind each other in a timed round, whose time is divided
-        by them.
+            the test of bounded memory.
+        calls: behind each other in a timed round, whose time is divided by them.
     """
 
     topology: tuple[int, int] = (2, 2)
@@ -133,8 +136,10 @@ class GridTruth(DeviceTruth):
 class Counted:
     """A call with what it must put to other nodes. Those of a collective count nothing.
 
-    Attributes: tree: ranks per node in its sums. row_bytes: payload and scales of a row. rows,
-    put_bytes: that this rank has put to other nodes, per input, as the engine has counted.
+    Attributes:
+        tree: ranks per node in its sums. row_bytes: payload and scales of a row.
+        rows, put_bytes: that this rank has put to other nodes, per input, as the engine has
+            counted.
     """
 
     def __init__(self, call: Call, batches: Sequence[Batch], grid: Topology) -> None:

@@ -202,9 +202,8 @@ def statistics(buffer: Any, world: World) -> None:
         world.weights[rank],
         [peer for peer in range(world.size) if peer != rank],
     )
-    asked = (
-        [(False, False)] * 2 + [(False, True), (True, True)] + [(True, False)] * 2
-    )  # objects take turns
+    # Objects take turns.
+    asked = [(False, False)] * 2 + [(False, True), (True, True)] + [(True, False)] * 2
     for loads, timed in asked:
         there, back = (
             torch.zeros(world.size, dtype=torch.int64) if timed else None for _ in range(2)

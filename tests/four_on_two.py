@@ -93,9 +93,8 @@ class SplitWorld(VirtualWorld):
         most = max(devices.count(device) for device in devices)
         self.num_sms = max(1, min(multiprocessors(device) for device in devices) // most)
         self.loaded = {device: Kernels(device, self.num_sms) for device in set(devices)}
-        compiling = (
-            Lock()
-        )  # one compiles at a time: ranks of the other GPU then find machine code on disk
+        # One compiles at a time: ranks of the other GPU then find machine code on disk.
+        compiling = Lock()
         for each in self.loaded.values():
             each._lock = compiling  # pyright: ignore[reportPrivateUsage]
 

@@ -49,9 +49,8 @@ class Scenario:
     @property
     def kernels(self) -> KernelConfig:
         """Rows take several steps, and programs several rows."""
-        most = (
-            1 << min(self.shares, self.programs).bit_length() - 1
-        )  # no program has two shares of a token
+        # No program has two shares of a token.
+        most = 1 << min(self.shares, self.programs).bit_length() - 1
         return KernelConfig(
             programs=self.programs,
             words=self.words,

@@ -163,8 +163,10 @@ def model_parallel(
     """Megatron's groups for a while, without ``torch.compile`` (Megatron wraps small functions in
     it).
 
-    Args: expert_ranks: ranks that share out the experts of a layer (default: all); other groups of
-    ranks do the same beside them. expert_tensor: ranks that share out each expert.
+    Args:
+        expert_ranks: ranks that share out the experts of a layer (default: all); other groups of
+            ranks do the same beside them.
+        expert_tensor: ranks that share out each expert.
     """
     torch.compiler.set_stance("force_eager")
     # Without this, scatter_add on a GPU sums the rows of a token in any order.
@@ -214,9 +216,10 @@ def oracle(ranks: Ranks, *, in_rank_order: bool) -> Generator[Forward, None, Non
     That dispatcher wants as many tokens on every rank: short ranks are filled up with tokens that
     pick no expert.
 
-    Args: in_rank_order: sum over ranks in rank order in float32 and round once, as
-        ``docs/reference/semantics.md`` says. Otherwise as the collective likes: in any order, in
-        the dtype of the rows, which in backward rounds bfloat16 after every rank.
+    Args:
+        in_rank_order: sum over ranks in rank order in float32 and round once, as
+            ``docs/reference/semantics.md`` says. Otherwise as the collective likes: in any order,
+            in the dtype of the rows, which in backward rounds bfloat16 after every rank.
     """
 
     def forward(layer: Any, x: Tensor) -> Tensor:

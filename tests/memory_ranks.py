@@ -211,9 +211,8 @@ def a_program_is_killed_beside_others(memory: SharedMemory) -> object:
 
     started = running()
     try:
-        launch(
-            memory, fail, 2, 8, -1, num_warps=4
-        )  # on a busy machine the first may have failed by now
+        # On a busy machine the first may have failed by now.
+        launch(memory, fail, 2, 8, -1, num_warps=4)
         started = running()
         memory.settle()
     except RuntimeError as error:

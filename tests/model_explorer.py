@@ -65,8 +65,10 @@ class Outcome:
 def explore(machine: Machine, *, mortal: Iterable[int] = (), reduced: bool = True) -> Outcome:
     """Everything that ``machine`` can do, breadth first, up to the first failure.
 
-    Args: mortal: ranks whose processes may halt. reduced: False: every order of steps that do not
-    touch each other, so that no trace is shorter.
+    Args:
+        mortal: ranks whose processes may halt.
+        reduced: False: every order of steps that do not touch each other, so that no trace is
+            shorter.
 
     Raises:
         AssertionError: more than :data:`MOST_STATES` states.

@@ -41,9 +41,8 @@ class Expression:
         self._code = compile(ast.Expression(node), self.text, "eval")
 
     def __call__(self, **values: int) -> int:
-        return int(
-            eval(self._code, {"__builtins__": {}, "tl": _TL}, values)
-        )  # text of our own kernels
+        # Text of our own kernels.
+        return int(eval(self._code, {"__builtins__": {}, "tl": _TL}, values))
 
 
 def _where(condition: bool, one: int, other: int) -> int:

@@ -44,8 +44,10 @@ class Found(NamedTuple):
 class Workers:
     """Explores a machine whose processes are dealt to workers; a wire has one of its own.
 
-    Args: per_rank: workers of each rank. Each begins its rounds at another task, but publishes
-    behind its last one. bug: what is wrong with them; "": nothing.
+    Args:
+        per_rank: workers of each rank. Each begins its rounds at another task, but publishes behind
+            its last one.
+        bug: what is wrong with them; "": nothing.
     """
 
     def __init__(self, machine: Machine, per_rank: int, bug: str = "") -> None:

@@ -41,9 +41,11 @@ from model_source import (
 class Far(NamedTuple):
     """What goes through a network ring in a call.
 
-    Attributes: flow: at the reader. staging: at the writer: the source of puts. Its counters are
-    those of ``flow``; it is ``flow`` if the ring is mapped. posted: puts, in total; ``before`` of
-    them in earlier calls.
+    Attributes:
+        flow: at the reader.
+        staging: at the writer: the source of puts. Its counters are those of ``flow``; it is
+            ``flow`` if the ring is mapped.
+        posted: puts, in total; ``before`` of them in earlier calls.
     """
 
     flow: Flow

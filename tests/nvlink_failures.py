@@ -177,9 +177,8 @@ def queued(
         )
         rows = torch.zeros_like(recv.x)
         mine.own.adopt(payload, rows, case.picks[mine.rank])
-        memory.settle = mine.own.sweep = lambda: (
-            None
-        )  # the allocator of a GPU's stream keeps what calls let go
+        # The allocator of a GPU's stream keeps what calls let go.
+        memory.settle = mine.own.sweep = lambda: None
         with mine.own:
             for number, op in enumerate(QUEUE, 2):
                 if mine.rank == CULPRIT and number == absent_from:

@@ -84,9 +84,8 @@ def test_fp8_pairs(ranks: Ranks) -> None:
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
     world = World.of(ranks, hidden=512, whole=False)
     pairs = [to_fp8(x) for x in world.x]
-    assert all(
-        len(torch.unique(scales, dim=0)) == len(scales) for _, scales in pairs
-    )  # whole numbers would have one
+    # Whole numbers would have one.
+    assert all(len(torch.unique(scales, dim=0)) == len(scales) for _, scales in pairs)
     data = world.take(rank, [pair[0].view(torch.uint8) for pair in pairs]).view(torch.float8_e4m3fn)
     for dtype in (torch.float32, torch.int32):
         all_scales = [pair[1].view(dtype) for pair in pairs]

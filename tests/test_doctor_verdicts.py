@@ -447,9 +447,8 @@ def test_rows_of_even_routing(layout: Any):
     work = Workload(tokens=2000, hidden=8, experts=10, topk=3, ranks=4, layout=layout)
     rows = 0
     for rank in range(4):
-        here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(
-            1
-        )  # rank 0 holds experts 0 to 2
+        # Rank 0 holds experts 0 to 2.
+        here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(1)
         rows += int((here > 0).sum() if layout == "flat" else here.sum())
     told = need(work, "collective", CPU_FACTS)
     assert told.even.rows == pytest.approx(rows, rel=0.03)

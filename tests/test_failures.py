@@ -58,9 +58,8 @@ class Plot:
         """Ends in the error of the call that ``point`` names, on every rank that lives."""
         hidden = LARGE if "rows" in self.point else CASE.hidden
         x = torch.ones(256 if hidden == LARGE else 5, hidden, device=self.ranks.device)
-        x.requires_grad_(
-            self.point == "backward"
-        )  # only then: the first use of autograd costs a second per process
+        # Only then: the first use of autograd costs a second per process.
+        x.requires_grad_(self.point == "backward")
         idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of every rank
         idx = idx.expand(x.shape[0], -1)
         gloo(self.ranks)  # making the group needs everybody
@@ -70,9 +69,8 @@ class Plot:
         self.at("dispatch")
         wire = ep._calls.engine._transport
         self._inside(wire, "exchange", before="rows of a dispatch")
-        self._inside(
-            wire, "_post", after="middle of the rows", times=4
-        )  # receives and sends of counts, then of rows
+        # Receives and sends of counts, then of rows.
+        self._inside(wire, "_post", after="middle of the rows", times=4)
         recv = ep.dispatch(x, idx)
         self.at("combine")
         y = ep.combine(recv.x, recv.handle)

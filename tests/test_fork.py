@@ -126,9 +126,8 @@ def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
     held: list[Any] = [make_patient(ranks)]
     ep = held[0]
     recv = ep.dispatch(inputs.x.float().requires_grad_(), inputs.topk_idx)
-    pending = (
-        None if ranks.rank else ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
-    )  # rank 1 comes later
+    # Rank 1 comes later.
+    pending = None if ranks.rank else ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
     held += [recv, pending]
 
     def let_go() -> object:

@@ -87,9 +87,8 @@ def test_narrow_floats_are_rounded_as_torch_does(
     )
     x = x[~x.isnan()]
     assert same_bits(kernel_cast(x, tl.float32, to, dtype), saturated(x, largest).to(dtype))
-    nan = (
-        torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF]).int().view(torch.float32)
-    )  # two of them negative
+    # Two of them negative.
+    nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF]).int().view(torch.float32)
     cast = kernel_cast(nan, tl.float32, to, dtype)
     assert nan.isnan().all() and cast.float().isnan().all()
     assert largest == float("inf") or cast.view(torch.uint8).tolist() == [0x7F] * 4

@@ -163,9 +163,8 @@ def test_sums_have_torchs_bits(ranks: Ranks) -> None:
         launch(memory, multiply_add, 1, *(t.data_ptr() for t in (out, a, b, c)), num_warps=4, W=256)
         product = a * b
         assert torch.equal(out, product + c)
-        assert not torch.equal(
-            out, torch.addcmul(c.double(), a.double(), b.double()).float()
-        )  # fused would be this
+        # Fused would be this.
+        assert not torch.equal(out, torch.addcmul(c.double(), a.double(), b.double()).float())
 
 
 @distributed_test(world_size=1)

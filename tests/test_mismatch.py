@@ -230,9 +230,8 @@ def test_ranks_may_differ_in_what_is_their_own(ranks: Ranks) -> None:
         want = ep.combine(recv.x, recv.handle)
         out = inputs.x.clone() if mine else None
         got = ep.combine(recv.x, recv.handle, out=out, bias=None if mine else inputs.x)
-        assert torch.equal(
-            got, want if mine else (want.float() + inputs.x.float()).bfloat16()
-        )  # want is exact: 0, x or 2x
+        # Want is exact: 0, x or 2x.
+        assert torch.equal(got, want if mine else (want.float() + inputs.x.float()).bfloat16())
         assert not mine or got is out
         again = ep.combine(recv.x, recv.handle, async_op=not mine)
         assert torch.equal(again if mine else again.x, want)

@@ -216,9 +216,8 @@ def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
     """
     rank, device = ranks.rank, ranks.device
     for seed, mode in enumerate((None, ty.Quantize.FP8)):
-        hidden = (
-            2056 if device.type == "cuda" else 264
-        )  # several rounds of a row, as long rows have
+        # Several rounds of a row, as long rows have.
+        hidden = 2056 if device.type == "cuda" else 264
         case = Case(
             ranks.world_size, num_tokens=50, hidden=hidden, quantize=mode, exact=exact, seed=seed
         )

@@ -213,12 +213,10 @@ def test_sizes_are_the_engines_own() -> None:
             <= DEFAULT_BUFFER_BYTES
         )
         there = forms(layer(gpus=gpus, sms=sms))[0]
-        assert (
-            there.row_bytes == 14336 + 80
-        )  # with token, 8 ids and 8 weights, padded to 16 bytes: what crosses
-        assert ring.slots == ring.num_bytes // (
-            14336 + 128
-        )  # whole lines of memory: what it takes in a ring
+        # With token, 8 ids and 8 weights, padded to 16 bytes: what crosses.
+        assert there.row_bytes == 14336 + 80
+        # Whole lines of memory: what it takes in a ring.
+        assert ring.slots == ring.num_bytes // (14336 + 128)
         assert (ring.chunk, ring.back_chunk) == (
             min(shape.dispatch.chunk, ring.slots // 2),
             shape.send.chunk,

@@ -87,9 +87,8 @@ def test_two_by_two_is_foretold_from_two_by_one() -> None:
     four, two = ([line for line in lines if line.work.ranks == ranks] for ranks in (4, 2))
     assert (len(four), len(two)) == (20, 4)
     small = [line for line in four if line.work.buffer_bytes < 1e8]
-    assert len(small) == 2 and all(
-        -0.65 < line.error < -0.5 for line in small
-    )  # the model knows nothing of credits
+    # The model knows nothing of credits.
+    assert len(small) == 2 and all(-0.65 < line.error < -0.5 for line in small)
     for line in [*two, *four]:
         usual = line.work.dtype == "bf16" and line.work.tokens == 4096
         assert line in small or abs(line.error) < (0.14 if usual else 0.24), line

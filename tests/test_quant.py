@@ -140,9 +140,8 @@ def test_edges_of_scales(cast: Callable[[Tensor, Quantize], Quantized], mode: Qu
     largest = edges()
     halfway = (MAGNITUDES[1:] + MAGNITUDES[:-1]).float() / 896  # 126 of them
     group = torch.cat([torch.tensor([1.0, -1.0]), halfway])
-    x = largest.unsqueeze(1) * torch.cat(
-        [group, -group.flip(0)[:3]]
-    )  # a group, and three channels of another
+    # A group, and three channels of another.
+    x = largest.unsqueeze(1) * torch.cat([group, -group.flip(0)[:3]])
     check_cast(cast, x[x.isfinite().all(1)], mode)
 
 

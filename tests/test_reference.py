@@ -139,9 +139,8 @@ def test_capacity_drops_later_rows() -> None:
     assert equal(first.tokens_per_expert, [2, 2])
     assert (first.overflow, second.overflow) == (1, 0)
     sums = [each.x for each in combine([each.x for each in received], received)]
-    assert equal(
-        torch.cat(sums), [[20], [22], [20], [21]]
-    )  # the row of token (1, 1) on rank 0 was dropped
+    # The row of token (1, 1) on rank 0 was dropped.
+    assert equal(torch.cat(sums), [[20], [22], [20], [21]])
 
 
 def test_capacity_does_not_count_padding_as_overflow() -> None:
@@ -265,9 +264,8 @@ def test_weighted_uses_weights_that_rode_along_or_the_owners() -> None:
         rows = [each.x for each in received]
         sums = combine(rows, received, weighted=True)
         assert equal(sums[0].x, [[7.5], [12.375]])  # (0.5 + 0.25) * 10, (0.125 + 1) * 11
-        assert equal(
-            sums[1].x, [[40], [147]]
-        )  # 2 * 20, (3 + 4) * 21: 63 on rank 1 and 84 on rank 0
+        # 2 * 20, (3 + 4) * 21: 63 on rank 1 and 84 on rank 0.
+        assert equal(sums[1].x, [[40], [147]])
         owners = [torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1, NAN], [0, 2]])]
         sums = combine(rows, received, weighted=True, topk_weights=owners)
         assert equal(sums[0].x, [[30], [77]])
@@ -286,9 +284,8 @@ def test_products_are_rounded_before_they_are_added() -> None:
     received = one_token(0, 1, num_experts=2, num_ranks=1, layout=Layout.EXPERT_MAJOR)
     rows = [column(-(1 + 2**-11), 1 + 2**-12, dtype=torch.float32)]
     weights = [torch.tensor([[1, 1 + 2**-12]])]
-    assert equal(
-        combine(rows, received, weighted=True, topk_weights=weights)[0].x, [[0]]
-    )  # fused: 2 ** -24
+    # Fused: 2 ** -24.
+    assert equal(combine(rows, received, weighted=True, topk_weights=weights)[0].x, [[0]])
 
 
 def test_bias_is_added_last_one_after_the_other() -> None:

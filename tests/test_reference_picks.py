@@ -48,9 +48,8 @@ def test_merge_picks() -> None:
     assert equal(given, [[3, 1, 3, 3, -1, 1]]) and equal(weights[:, [0, 1, 5]], [[2.0**24, 5, 7]])
     assert equal(idx, [[3, 1, -1, -1, -1, -1]])
     assert idx.dtype == torch.int32
-    assert equal(
-        merged, [[2.0**24, 12, 0, 0, 0, 0]]
-    )  # in pick order each 1 is rounded away; 1 + 1 first would not be
+    # In pick order each 1 is rounded away; 1 + 1 first would not be.
+    assert equal(merged, [[2.0**24, 12, 0, 0, 0, 0]])
     assert equal(first_pick, [[0, 1, 0, 0, 4, 1]])
     assert merge_picks(torch.tensor([[-1, -1]]))[1] is None
 

@@ -220,9 +220,8 @@ def test_memory_that_two_tensors_share(other: torch.dtype) -> None:
     last byte of the other.
     """
     memory = torch.zeros(256, dtype=torch.uint8)
-    one = of(
-        memory, torch.bfloat16, 98, (3, 4), (6, 1)
-    )  # bytes 98 to 129: it begins and ends in the middle of a float32
+    # Bytes 98 to 129: it begins and ends in the middle of a float32.
+    one = of(memory, torch.bfloat16, 98, (3, 4), (6, 1))
     assert 98 + 2 * (2 * 6 + 3) + 2 == 130
     span = (2 * 7 + 1) * other.itemsize  # 2 rows, the second 14 elements later
     for begin in range(0, 256 - span + 1, other.itemsize):

@@ -71,9 +71,8 @@ def test_experts_alone(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None
     lets happen.
     """
     pair = tiny.load(ranks, tmp_path, "Qwen3Moe", dtype)
-    pair.many(
-        tiny.even(4)[0].to(ranks.device), use_cache=False
-    )  # FSDP wants to see the whole model first
+    # FSDP wants to see the whole model first.
+    pair.many(tiny.even(4)[0].to(ranks.device), use_cache=False)
     many, one = tiny.experts(pair.many), tiny.experts(pair.one)
     relative = tiny.RELATIVE if dtype == torch.float32 else 1e-2
     for name in ("uniform", "zipf", "duplicates", "one_rank", "local", "empty_ranks"):

@@ -79,10 +79,11 @@ def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
         assert each["stores 128"] >= (2 if pulls else 3), (name, each)
         if "MAJOR" not in name and "cast" not in name:
             assert each["cached loads"] == 0, (name, each)
+            # Results.
             assert each["kept stores"] == 0 or name.startswith(("two_combine", "two_pull")), (
                 name,
                 each,
-            )  # results
+            )
 
 
 def test_waits_acquire_and_releases_are_fenced(facts: Facts) -> None:
@@ -97,10 +98,11 @@ def test_waits_acquire_and_releases_are_fenced(facts: Facts) -> None:
 def test_registers_suffice_and_sums_are_not_fused(facts: Facts) -> None:
     for name, each in facts.items():
         assert each["spills"] <= SPILLS.get(name, 0), (name, each)
+        # A cast divides, which takes fused steps.
         assert each["fused"] == 0 or "cast" in name, (
             name,
             each,
-        )  # a cast divides, which takes fused steps
+        )
 
 
 def test_every_put_through_the_network_is_fenced(everything: Facts) -> None:

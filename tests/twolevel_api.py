@@ -171,9 +171,8 @@ def bias_in_the_view(given: str, seed: int) -> None:
             topology=(2, 2),
         )
         x, _, _ = inputs(ep.rank, ep.world_size, seed)
-        mine = torch.tensor([2 * ep.rank, 2 * ((ep.rank + 1) % 4)]).expand(
-            len(x), 2
-        )  # so at least as many rows come
+        # So at least as many rows come.
+        mine = torch.tensor([2 * ep.rank, 2 * ((ep.rank + 1) % 4)]).expand(len(x), 2)
         recv = ep.dispatch(x, mine.contiguous(), in_place=True)
         rows = 3 * recv.x.clone()
         places = {"at its end": recv.x[-len(x) :], "over its rows": recv.x[: len(x)]}

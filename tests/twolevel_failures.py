@@ -146,9 +146,8 @@ def refusal(op: int, exact: bool, in_place: bool, seed: int) -> list[Ending | No
     scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
-        recv = (
-            None if op == DISPATCH else mine.dispatch(case, in_place=in_place and seed % 2 == 0)
-        )  # else there is no view yet
+        # Else there is no view yet.
+        recv = None if op == DISPATCH else mine.dispatch(case, in_place=in_place and seed % 2 == 0)
         if mine.rank == CULPRIT:
             assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
         elif recv is None:

@@ -46,31 +46,40 @@ class ExpertParallel:
     ``tokenyard.call_queue.MAX_OUTSTANDING`` (8) asynchronous calls may be outstanding; while a hook
     of engine low_latency is, no other call begins.
 
-    Args: group: a ``torch.distributed`` group (default: the default group; without one this process
-        is alone). num_experts: E, at most 65536, split contiguously over the ranks; the first ``E
-        mod R`` hold one more. hidden: H, channels of a token. num_topk: K, picks per token, at most
-        4096. max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of
-        tokens. engine: "auto", "collective", "nvlink" (GPUs that map each other's memory),
-        "twolevel" (GPUs of several nodes that form a grid, ``docs/reference/twolevel.md``) or
-        "low_latency" (as nvlink, static expert layouts for decoding). "auto" takes nvlink where it
-        can work. buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch.
-        Default: 128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel
-        need. num_sms: multiprocessors that kernels may fill (all but collective), the same on all
-        ranks. Default: all. spare_sms: multiprocessors (all but collective) that others' kernels,
-        if they wait for peers too, may hold when a call begins: NCCL's on another stream, say, for
-        which ``BESIDE_COLLECTIVES`` is enough. Default: none. timeout: seconds that a silent peer
-        is waited for (over NCCL the group's watchdog decides). device: where tensors live. Default:
-        the accelerator if the group has a backend for it; over gloo any. topology: ``(num_nodes,
-        ranks_per_node)``, nodes of consecutive ranks. Default: by host
-        (``docs/reference/semantics.md``, Nodes).
+    Args:
+        group: a ``torch.distributed`` group (default: the default group; without one this process
+            is alone).
+        num_experts: E, at most 65536, split contiguously over the ranks; the first ``E mod R`` hold
+            one more.
+        hidden: H, channels of a token.
+        num_topk: K, picks per token, at most 4096.
+        max_tokens_per_rank: M, bound for static shapes; exact shapes take any number of tokens.
+        engine: "auto", "collective", "nvlink" (GPUs that map each other's memory), "twolevel" (GPUs
+            of several nodes that form a grid, ``docs/reference/twolevel.md``) or "low_latency" (as
+            nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
+        buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
+            128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel need.
+        num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
+            Default: all.
+        spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers
+            too, may hold when a call begins: NCCL's on another stream, say, for which
+            ``BESIDE_COLLECTIVES`` is enough. Default: none.
+        timeout: seconds that a silent peer is waited for (over NCCL the group's watchdog decides).
+        device: where tensors live. Default: the accelerator if the group has a backend for it; over
+            gloo any.
+        topology: ``(num_nodes, ranks_per_node)``, nodes of consecutive ranks. Default: by host
+            (``docs/reference/semantics.md``, Nodes).
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
         topology: the :class:`Topology` given or detected; None if hosts are uneven.
 
-    Raises: ValueError: an argument is out of range. Mismatch: ranks disagree on one. PeerError:
-    another rank refused. PeerTimeout: a rank did not come. NotSupported: the engine asked for
-    cannot work here; says why.
+    Raises:
+        ValueError: an argument is out of range.
+        Mismatch: ranks disagree on one.
+        PeerError: another rank refused.
+        PeerTimeout: a rank did not come.
+        NotSupported: the engine asked for cannot work here; says why.
     """
 
     def __init__(
@@ -167,24 +176,31 @@ class ExpertParallel:
         """Send every token once to each rank that holds one of its experts
         (``docs/reference/semantics.md``, Dispatch).
 
-        Args: x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``. topk_idx: ``[T, K]``
-            int64 or int32 global expert ids, -1 = none. topk_weights: ``[T, K]`` float, rides along
-            as float32. handle: repeat the routing (and layout) of an earlier dispatch; then leave
-            out everything that describes routing. layout: ``Layout.FLAT`` by default. exact:
-            exactly the rows that came (the host learns the counts), or static shapes bounded by M.
+        Args:
+            x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``.
+            topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 = none.
+            topk_weights: ``[T, K]`` float, rides along as float32.
+            handle: repeat the routing (and layout) of an earlier dispatch; then leave out
+                everything that describes routing.
+            layout: ``Layout.FLAT`` by default.
+            exact: exactly the rows that came (the host learns the counts), or static shapes.
             expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
-            capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``. quantize: cast
-            plain rows in the send. async_op, return_hook: return at once; ``recv.wait()`` or
-            ``recv.hook()`` finishes. Engine low_latency makes one launch that sends now and one
-            that receives in the hook, both in the current stream. options: of engine low_latency.
+            capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
+            quantize: cast plain rows in the send.
+            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
+                Engine low_latency makes one launch that sends now and one that receives in the
+                hook, both in the current stream.
+            options: of engine low_latency.
             in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, twolevel;
-            ``FLAT``, T <= M): no copy. They are good until this object's next dispatch with
-            ``in_place=True``; using them later raises. after: what the call waits for instead of
-            the current stream: an event or anything with ``wait()``.
+                ``FLAT``, T <= M): no copy. They are good until this object's next dispatch with
+                ``in_place=True``; using them later raises.
+            after: an event, or anything with ``wait()``, to wait for instead of the current stream.
 
-        Raises: ValueError: bad arguments on this rank (the others get ``PeerError`` within the
-        call). Mismatch: ranks disagree on dtype, layout or another option. PeerTimeout: a rank
-        stayed silent. NotSupported: this engine cannot do it.
+        Raises:
+            ValueError: bad arguments on this rank (the others get ``PeerError`` within the call).
+            Mismatch: ranks disagree on dtype, layout or another option.
+            PeerTimeout: a rank stayed silent.
+            NotSupported: this engine cannot do it.
         """
         calls, check = self._calls, self._validation
         calls.check_open()
@@ -253,19 +269,24 @@ class ExpertParallel:
     ) -> Tensor | Combined:
         """Sum the rows of each token, back at its owner (``docs/reference/semantics.md``, Combine).
 
-        Args: x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype
-            on the wire. handle: of the dispatch that made the rows. weighted: expert layouts only:
-            multiply each row by its routing weight first. topk_weights: ``[T, K]`` at the owner,
-            instead of the weights that rode along. reduce_weights: ``[N, K]`` float32 (``FLAT``),
-            summed to ``[T, K]`` alongside. bias: ``[T, H]``, or two of them, added last. out: ``[T,
-            H]`` to write into; not differentiable. in_place: rows go to their sums without rings
-            (nvlink and twolevel, ``FLAT``, T <= M). Takes symmetric memory: for the rows that come
-            back, or (twolevel) for ``x``: no copy then, if it is the ``recv.x`` of the last
-            dispatch in place or from ``empty_for_combine``; else ``x`` is first copied over it. Not
-            differentiable. options: of engine low_latency.
+        Args:
+            x: the experts' output in the shape of ``recv.x``; bf16, fp16 or fp32, also the dtype on
+                the wire.
+            handle: of the dispatch that made the rows.
+            weighted: expert layouts only: multiply each row by its routing weight first.
+            topk_weights: ``[T, K]`` at the owner, instead of the weights that rode along.
+            reduce_weights: ``[N, K]`` float32 (``FLAT``), summed to ``[T, K]`` alongside.
+            bias: ``[T, H]``, or two of them, added last.
+            out: ``[T, H]`` to write into; not differentiable.
+            in_place: rows go to their sums without rings (nvlink and twolevel, ``FLAT``, T <= M).
+                Takes symmetric memory: for the rows that come back, or (twolevel) for ``x``: no
+                copy then, if it is the ``recv.x`` of the last dispatch in place or from
+                ``empty_for_combine``; else ``x`` is first copied over it. Not differentiable.
+            options: of engine low_latency.
 
-        Returns: ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or
-        ``return_hook`` was given.
+        Returns:
+            ``[T, H]``; a :class:`Combined` if ``reduce_weights``, ``async_op`` or ``return_hook``
+                was given.
         """
         calls, check = self._calls, self._validation
         calls.check_open()
@@ -329,9 +350,10 @@ class ExpertParallel:
     def check(self) -> None:
         """Wait for the device; raise what went wrong there since the last check.
 
-        Raises: ValueError: a static dispatch without host wait was given ids out of range; names
-        the first such pick. PeerTimeout, PeerError, Mismatch: a call that the host has not waited
-        for came to this.
+        Raises:
+            ValueError: a static dispatch without host wait was given ids out of range; names the
+                first such pick.
+            PeerTimeout, PeerError, Mismatch: a call that the host has not waited for came to this.
         """
         self._calls.check()
 

@@ -82,9 +82,8 @@ def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     """
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
     ctx.save_for_backward(*(_lasting(tensor) for tensor in (*call.plan, *more)))
-    ctx.call = (
-        call if transforms.forward_level() >= 0 else None
-    )  # else the graph would hold all of it
+    # Else the graph would hold all of it.
+    ctx.call = call if transforms.forward_level() >= 0 else None
     ctx.set_materialize_grads(True)
 
 

@@ -207,11 +207,12 @@ class CallQueue:
             here.device_index, torch.cuda.Stream(device)
         )
         ready, done = here.record_event() if after is None else after, torch.cuda.Event()
+        # The call holds its inputs, which the stream still reads.
         self._issued[ticket] = (
             done,
             here,
             call,
-        )  # the call holds its inputs, which the stream still reads
+        )
 
         def body() -> Any:
             with torch.cuda.stream(stream):

@@ -32,9 +32,8 @@ class Config:
 
     @property
     def num_local_experts(self) -> int:
-        share, extra = divmod(
-            self.num_experts, self.world_size
-        )  # as in bounds, which calls need not make
+        # As in bounds, which calls need not make.
+        share, extra = divmod(self.num_experts, self.world_size)
         return share + (self.rank < extra)
 
     @property

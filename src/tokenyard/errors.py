@@ -48,9 +48,8 @@ def afresh(error: _Error) -> _Error:
     """
     kind = type(error)
     try:
-        new = kind.__new__(
-            kind, *error.args
-        )  # not made again: that may take other arguments than it shows
+        # Not made again: that may take other arguments than it shows.
+        new = kind.__new__(kind, *error.args)
         new.__dict__.update(error.__dict__)
     except Exception:
         return error

@@ -141,11 +141,12 @@ def dispatch_op(
     )
     scales = _or_empty(scales, x) if scales is None else scales.flatten(0, -2)
     arrived = arrived._replace(source=arrived.source.flatten())
+    # No view: it may be changed in place.
     return (
         rows.flatten(0, -2).data,
         scales,
         *_apart((*plan, *arrived)),
-    )  # no view: it may be changed in place
+    )
 
 
 @register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -217,18 +218,16 @@ def _rows_like(x: Tensor, sent: RowFormat, rows: Any) -> tuple[Tensor, Tensor]:
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
     ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
-    ctx.save_for_backward(
-        *output[2 : 2 + _PLAN + 1]
-    )  # not the weights: they may be changed in place
+    # Not the weights: they may be changed in place.
+    ctx.save_for_backward(*output[2 : 2 + _PLAN + 1])
     weights_at = 2 + _PLAN + 1
     fixed = [t for at, t in enumerate(output) if at != weights_at and (at or not ctx.plain)]
     ctx.mark_non_differentiable(*fixed)  # a second call would take the first one back
 
 
 def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *plan, topk_idx = (
-        ctx.saved_tensors
-    )  # once only: non-reentrant checkpointing allows no second look
+    # Once only: non-reentrant checkpointing allows no second look.
+    *plan, topk_idx = ctx.saved_tensors
     rows = grads[0] if ctx.needs_input_grad[0] and ctx.plain else None
     weights = grads[2 + _PLAN + 1] if ctx.needs_input_grad[3] and ctx.weighted else None
     moves = Moves(Plan(*plan), ctx.owner, ctx.spec)

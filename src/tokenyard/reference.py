@@ -54,12 +54,10 @@ class ReferenceRows:
     aligned_tokens_per_expert: (
         Tensor  # [L] int32, each rounded up to a multiple of expert_alignment
     )
-    expert_offsets: (
-        Tensor | None
-    )  # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity
-    source_ranges: (
-        Tensor | None
-    )  # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block
+    # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity.
+    expert_offsets: Tensor | None
+    # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block.
+    source_ranges: Tensor | None
     source: Tensor  # [N] int64, source rank << 32 | source token; -1 on padding rows
     overflow: int  # rows dropped because their place was >= capacity
     row_of_pick: tuple[Tensor, ...]  # for combine: per source rank [T, K] int64, see _row_of_pick
@@ -73,9 +71,8 @@ class ReferenceCombined:
 
     x: Tensor  # [T, H], dtype of the rows
     topk_weights: Tensor | None  # [T, K] float32, the summed reduce_weights
-    lost_weights: (
-        Tensor | None
-    )  # expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks
+    # Expert layouts: [T] float32, what the picks weigh (unweighted: 1) that the sum lacks.
+    lost_weights: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +120,9 @@ def dispatch(
         capacity: rows that a rank can hold (``EXPERT_MAJOR``); later ones are dropped.
         quantize: how to cast ``x`` first.
 
-    Raises: ValueError: ``EXPERT_PADDED`` without M or with more than M tokens, or ``capacity`` with
-    another layout.
+    Raises:
+        ValueError: ``EXPERT_PADDED`` without M or with more than M tokens, or ``capacity`` with
+            another layout.
     """
     _check_dispatch(topk_idx, layout, max_tokens_per_rank, capacity)
     sent = _send(x, topk_idx, topk_weights, quantize)
@@ -315,17 +313,22 @@ def combine(
 ) -> list[ReferenceCombined]:
     """Sum the rows of each token at its owner, along the tree of ``docs/reference/semantics.md``.
 
-    Args: rows: the experts' output, shaped as ``received[rank].x``; any float dtype. received: what
-    :func:`dispatch` returned. weighted: multiply each row by its weight first (expert layouts).
-    topk_weights: ``[T, K]`` at the owners, unmerged; used if ``weighted``, instead of those that
-    rode along. reduce_weights: ``[N, K]`` (``FLAT``), summed back to the owners in float32. bias:
-    ``[T, H]``, or two of them, added last. ranks_per_node: consecutive ranks that form a node; None
-    is one node. wire_dtype: what partial sums are rounded to; None is the dtype of the rows.
-    absent: per owner, ranks whose sums do not come to it (engine low_latency). owners: ranks whose
-    sums are returned, in this order; None is all.
+    Args:
+        rows: the experts' output, shaped as ``received[rank].x``; any float dtype.
+        received: what :func:`dispatch` returned.
+        weighted: multiply each row by its weight first (expert layouts).
+        topk_weights: ``[T, K]`` at the owners, unmerged; used if ``weighted``, instead of those
+            that rode along.
+        reduce_weights: ``[N, K]`` (``FLAT``), summed back to the owners in float32.
+        bias: ``[T, H]``, or two of them, added last.
+        ranks_per_node: consecutive ranks that form a node; None is one node.
+        wire_dtype: what partial sums are rounded to; None is the dtype of the rows.
+        absent: per owner, ranks whose sums do not come to it (engine low_latency).
+        owners: ranks whose sums are returned, in this order; None is all.
 
-    Raises: ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with
-    another layout.
+    Raises:
+        ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with
+            another layout.
     """
     _check_combine(received[0], weighted, topk_weights is not None, reduce_weights is not None)
     row_weights = _combine_weights(received, topk_weights) if weighted else [None] * len(received)
@@ -333,11 +336,10 @@ def combine(
     combined: list[ReferenceCombined] = []
     for owner in range(len(received)) if owners is None else owners:
         gone = () if absent is None else absent[owner]
+        tables = [each.row_of_pick[owner] for each in received]
         tables = [
-            torch.full_like(each.row_of_pick[owner], -1)
-            if rank in gone
-            else each.row_of_pick[owner]
-            for rank, each in enumerate(received)
+            torch.full_like(table, -1) if rank in gone else table
+            for rank, table in enumerate(tables)
         ]
         total = sum_ranks(
             map(sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype
@@ -351,14 +353,11 @@ def combine(
         )
         own = received[owner]
         given = own.owned_topk_weights if topk_weights is None else topk_weights[owner]
-        lost = (
-            lost_weights(own.owned_topk_idx, given if weighted else None, tables)
-            if own.topk_idx is None
-            else None
-        )
-        combined.append(
-            ReferenceCombined(x=total.to(dtype), topk_weights=reduced, lost_weights=lost)
-        )
+        lost = None
+        if own.topk_idx is None:
+            lost = lost_weights(own.owned_topk_idx, given if weighted else None, tables)
+        sums = total.to(dtype)
+        combined.append(ReferenceCombined(x=sums, topk_weights=reduced, lost_weights=lost))
     return combined
 
 

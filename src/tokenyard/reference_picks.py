@@ -18,9 +18,10 @@ def merge_picks(
         topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 for none.
         topk_weights: ``[T, K]`` float32, or None.
 
-    Returns: ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick
-    order, 0 where ``idx`` is -1) or None, and ``first_pick [T, K]`` int64: the position that now
-    holds this pick (its own, if unmerged).
+    Returns:
+        ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick order,
+            0 where ``idx`` is -1) or None, and ``first_pick [T, K]`` int64: the position that now
+            holds this pick (its own, if unmerged).
     """
     idx = topk_idx.clone()
     weights = None if topk_weights is None else topk_weights.to(torch.float32, copy=True)

@@ -24,9 +24,10 @@ _NOT_FINITE = 255
 def quantize(x: Tensor, mode: Quantize) -> Quantized:
     """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3.
 
-    Returns: ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, for
-    ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the exponent byte
-    255 or a non-finite scale. ``MXFP8``: see :func:`_to_mx`.
+    Returns:
+        ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, for
+            ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the
+            exponent byte 255 or a non-finite scale. ``MXFP8``: see :func:`_to_mx`.
     """
     if mode is Quantize.MXFP8:
         return _to_mx(x)
@@ -49,9 +50,11 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``data * scale`` in float32, rounded once to ``dtype``.
 
-    Args: data: ``[..., H]`` float8 or int8. scales: ``[..., ceil(H / 128)]`` float32, or ``[...,
-    ceil(H / 512)]`` int32 (four exponent bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
-    dtype: of the result ``[..., H]``.
+    Args:
+        data: ``[..., H]`` float8 or int8.
+        scales: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent
+            bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
+        dtype: of the result ``[..., H]``.
     """
     hidden = data.shape[-1]
     if scales.dtype == torch.float8_e8m0fnu:
@@ -93,9 +96,8 @@ def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
     H]``. Every NaN is 0x7F.
     """
     scaled = groups * factors[..., None]
-    scaled = torch.where(
-        scaled.isnan(), float("nan"), scaled
-    )  # the sign of a NaN is the processor's choice
+    # The sign of a NaN is the processor's choice.
+    scaled = torch.where(scaled.isnan(), float("nan"), scaled)
     return scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
 
 

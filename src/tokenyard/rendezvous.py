@@ -131,9 +131,10 @@ def agree(
         store: of the group, the same for every construction on it.
         timeout: seconds; whatever was given, if it is what this rank refuses.
 
-    Raises: PeerTimeout: a rank did not come within ``timeout`` seconds, or one gave up before all
-    had come. PeerError: another rank refused its arguments. Mismatch: ranks disagree; names the
-    argument, two ranks and their values.
+    Raises:
+        PeerTimeout: a rank did not come in time, or one gave up before all had come.
+        PeerError: another rank refused its arguments.
+        Mismatch: ranks disagree; names the argument, two ranks and their values.
     """
     if refusal:
         given = timeout if isinstance(timeout, (int, float)) and timeout > 0 else REFUSAL_WAIT
@@ -156,11 +157,9 @@ def agree(
         if theirs["refusal"]:
             raise PeerError(f"rank {peer} could not make its ExpertParallel: {theirs['refusal']}")
     if lost is not None:
-        hint = (
-            f"; every rank of the group makes every object, in the same "
-            f"order{_earlier(store, rank, world_size, number)}"
-        )
-        raise PeerTimeout(f"{lost}{hint}", lost.rank) from None
+        hint = "; every rank of the group makes every object, in the same order"
+        earlier = _earlier(store, rank, world_size, number)
+        raise PeerTimeout(f"{lost}{hint}{earlier}", lost.rank) from None
     if rank == 0:
         _forget(store, world_size, number)
     first = everybody[0]

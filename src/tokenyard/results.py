@@ -86,20 +86,26 @@ class Later:
 class Received(Later):
     """Rows for this rank's experts. N rows; T, K, L, R, H as in ``docs/reference/semantics.md``.
 
-    Attributes: x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with
-        ``in_place=True`` symmetric memory). scales: ``[N, S]`` (``[L, R * M, S]``) float32, int32
-        or float8_e8m0fnu if the payload is quantised, else None. Row by row, unless
-        ``CallOptions.scales_by_column`` asks otherwise. topk_idx: ``FLAT``: ``[N, K]`` local expert
-        ids, -1 elsewhere, in the dtype of the argument; else None. topk_weights: ``FLAT``: ``[N,
-        K]`` float32, 0 where the id is -1; else, and without weights, None. Differentiable.
+    Attributes:
+        x: ``[N, H]`` (``EXPERT_PADDED``: ``[L, R * M, H]``) payload, ordinary memory (with
+            ``in_place=True`` symmetric memory).
+        scales: ``[N, S]`` (``[L, R * M, S]``) float32, int32 or float8_e8m0fnu if the payload is
+            quantised, else None. Row by row, unless ``CallOptions.scales_by_column`` asks
+            otherwise.
+        topk_idx: ``FLAT``: ``[N, K]`` local expert ids, -1 elsewhere, in the dtype of the argument;
+            else None.
+        topk_weights: ``FLAT``: ``[N, K]`` float32, 0 where the id is -1; else, and without weights,
+            None. Differentiable.
         row_weights: expert layouts: ``[N]`` (``[L, R * M]``) float32, 0 on padding; else, and
-        without weights, None. Differentiable. tokens_per_expert: ``[L]`` int32 on the device,
-        unaligned. expert_offsets: ``EXPERT_MAJOR``: ``[L + 1]`` int32, cumulative aligned; else
-        None. source_ranges: ``EXPERT_PADDED``: ``[L, R, 2]`` int32 (begin, count); else None.
-        source: int64 per row, ``source_rank << 32 | source_token``, -1 on padding. overflow:
-        ``[1]`` int32, rows dropped for want of ``capacity``; None without ``capacity``. handle: for
-        combine, backward and cached dispatches. ahead: with ``return_hook=True`` on engine
-        low_latency: all of these at once, tensors that :meth:`hook` is still to fill.
+            without weights, None. Differentiable.
+        tokens_per_expert: ``[L]`` int32 on the device, unaligned.
+        expert_offsets: ``EXPERT_MAJOR``: ``[L + 1]`` int32, cumulative aligned; else None.
+        source_ranges: ``EXPERT_PADDED``: ``[L, R, 2]`` int32 (begin, count); else None.
+        source: int64 per row, ``source_rank << 32 | source_token``, -1 on padding.
+        overflow: ``[1]`` int32, rows dropped for want of ``capacity``; None without ``capacity``.
+        handle: for combine, backward and cached dispatches.
+        ahead: with ``return_hook=True`` on engine low_latency: all of these at once, tensors that
+            :meth:`hook` is still to fill.
     """
 
     ahead: Received

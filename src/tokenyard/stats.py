@@ -21,12 +21,15 @@ class Traffic(NamedTuple):
 class Stats:
     """Totals since construction; one entry per rank in each list.
 
-    Attributes: nodes: the node of each rank. calls: exchanges of rows by name ("dispatch", "cached
-        dispatch", "combine"; the second hop of a relayed one has ", inside the node" behind).
+    Attributes:
+        nodes: the node of each rank.
+        calls: exchanges of rows by name ("dispatch", "cached dispatch", "combine"; the second hop
+            of a relayed one has ", inside the node" behind).
         rows_sent, rows_received: rows to and from each rank, this one included; a relayed row
-        counts on each hop. bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this
-        rank. last_wait: seconds from the start of the last exchange until each rank's rows had come
-        (nan if the backend hides it).
+            counts on each hop.
+        bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this rank.
+        last_wait: seconds from the start of the last exchange until each rank's rows had come (nan
+            if the backend hides it).
     """
 
     rank: int

@@ -121,8 +121,9 @@ def detect(hosts: Sequence[str]) -> Topology:
     >>> detect(["a", "a", "b", "b"])
     Topology(num_nodes=2, ranks_per_node=2)
 
-    Raises: ValueError: ranks of a host are not consecutive, or hosts have different numbers of
-    ranks. Says which host has which.
+    Raises:
+        ValueError: ranks of a host are not consecutive, or hosts have different numbers of ranks.
+            Says which host has which.
     """
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -160,7 +160,8 @@ def nvml() -> Any:
     """NVML, started; None where there is no driver.
 
     Raises:
-        RuntimeError: nvidia-ml-py is not installed. NVMLError: the driver refuses.
+        RuntimeError: nvidia-ml-py is not installed.
+        NVMLError: the driver refuses.
     """
     try:
         library: Any = importlib.import_module("pynvml")

@@ -122,8 +122,9 @@ def ask_child(
     """Run ``program RESULTS *arguments``, which writes one JSON line per answer to the file
     ``RESULTS``.
 
-    Returns: Answers by name, and for each of ``names`` without an answer the reason. What was
-    answered before a crash or a hang counts.
+    Returns:
+        Answers by name, and for each of ``names`` without an answer the reason. What was answered
+            before a crash or a hang counts.
     """
     with TemporaryDirectory() as folder:
         results = Path(folder) / "results"

@@ -31,18 +31,22 @@ class Buffer(Masks):
     object, which is collective, as the call is. ``docs/how-to/deep_ep.md`` says name by name what
     is the same as in DeepEP, what is better and what is missing.
 
-    Args: group: any ``torch.distributed`` group; gloo groups take CUDA tensors too. num_nvl_bytes:
-        if given, an upper bound for the rings of each native object, down to 32 MiB; more than 128
-        MiB are not used. Echoed, as the other arguments are: ``num_rdma_bytes``,
-        ``num_qps_per_rank`` and what is allowed or used of NVLink, MNNVL and fabric change nothing.
-        low_latency_mode: either mode works on any buffer. explicitly_destroy: echoed.
-        :meth:`destroy` lets go of connections and memory at once; otherwise they go when neither
-        the buffer nor a handle of it is left. enable_shrink: allow masks. comm: (mpi4py) not
-        supported.
+    Args:
+        group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
+        num_nvl_bytes: if given, an upper bound for the rings of each native object, down to 32 MiB;
+            more than 128 MiB are not used. Echoed, as the other arguments are: ``num_rdma_bytes``,
+            ``num_qps_per_rank`` and what is allowed or used of NVLink, MNNVL and fabric change
+            nothing.
+        low_latency_mode: either mode works on any buffer.
+        explicitly_destroy: echoed. :meth:`destroy` lets go of connections and memory at once;
+            otherwise they go when neither the buffer nor a handle of it is left.
+        enable_shrink: allow masks.
+        comm: (mpi4py) not supported.
 
-    Raises: ValueError: neither group nor comm, or a bad argument. Calls raise it before anything
-        moves, and then other ranks that are in the call raise ``PeerError``. NotSupported: ``comm``
-        alone.
+    Raises:
+        ValueError: neither group nor comm, or a bad argument. Calls raise it before anything moves,
+            and then other ranks that are in the call raise ``PeerError``.
+        NotSupported: ``comm`` alone.
     """
 
     num_sms: int = 20
@@ -154,8 +158,9 @@ class Buffer(Masks):
         Ids out of range count nowhere, like -1: nobody waits for the device here. ``dispatch``
         refuses them.
 
-        Returns: Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per
-        expert (int32 ``[E]``); which ranks each token goes to (bool ``[T, R]``); the event.
+        Returns:
+            Tokens per rank (int32 ``[R]``), per node of 8 (int32, None for one node), per expert
+                (int32 ``[E]``); which ranks each token goes to (bool ``[T, R]``); the event.
         """
         self._natives.check_open()
         with DisableTorchFunction():
@@ -189,20 +194,22 @@ class Buffer(Masks):
     ]:
         """Send each token once to every rank that holds one of its experts. Collective.
 
-        Args: x: ``[T, H]`` bf16, fp16 or fp32, or a pair of FP8 data ``[T, H]`` and float32 or
-        int32 scales ``[T, S]``. handle: of an earlier dispatch, to repeat its routing; then only
-        ``x`` counts. num_tokens_per_expert: ``[E]``; its length says how many experts there are.
-        is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``; else the layout is worked
-        out again. topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none), and float
-        weights that ride along. expert_alignment: round the counts in the list up to a multiple.
-        num_worst_tokens: static shapes: so many rows come back, and no list. At least R times the
-        tokens of any rank. config, allocate_on_comm_stream: change nothing. previous_event: what
-        the call waits for. async_finish: run on the communication stream.
+        Args:
+            x: ``[T, H]`` float, or a pair: FP8 ``[T, H]``, float32 or int32 scales ``[T, S]``.
+            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts.
+            num_tokens_per_expert: ``[E]``; its length says how many experts there are.
+            is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``, else worked out again.
+            topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
+            expert_alignment: round the counts in the list up to a multiple.
+            num_worst_tokens: static shapes: so many rows, and no list. At least ``R * max(T)``.
+            config, allocate_on_comm_stream: change nothing.
+            previous_event: what the call waits for.
+            async_finish: run on the communication stream.
 
-        Returns: Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere) in the
-        dtype of ``topk_idx``; weights ``[N, K]`` float32; rows of each local expert; the handle;
-        the event (``event.event`` is None unless ``async_finish``). The middle four are None with
-        ``handle``.
+        Returns:
+            Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere), as
+            ``topk_idx``; weights ``[N, K]`` float32; rows of each local expert; the handle; the
+            event (None in it unless ``async_finish``). The middle four are None with ``handle``.
         """
         natives, run = self._natives.check_open(), self._streams.run
         given = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
@@ -304,19 +311,23 @@ class Buffer(Masks):
         """Send each token to its experts, into static blocks; no word to the host, so a CUDA graph
         can hold it. Collective.
 
-        Args: x: ``[T, H]`` bf16 (or fp16, fp32; GPUs have room for 2 bytes per channel, so fp32
-            with ``use_fp8`` only), T at most ``num_max_dispatch_tokens_per_rank`` (M), which all
-            ranks agree on. topk_idx: ``[T, K]`` global expert ids, -1 = none.
+        Args:
+            x: ``[T, H]`` bf16 (or fp16, fp32; GPUs have room for 2 bytes per channel, so fp32 with
+                ``use_fp8`` only), T at most ``num_max_dispatch_tokens_per_rank`` (M), which all
+                ranks agree on.
+            topk_idx: ``[T, K]`` global expert ids, -1 = none.
             cumulative_local_expert_recv_stats: int32 ``[L]``, counts are added. (A bool is
-            ``use_fp8``, as in old versions.) dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R,
-            R]`` (this rank's row), waits are added in nanoseconds. use_fp8: cast to FP8 E4M3 with a
-            float32 scale per 128 channels; ``round_scale``: powers of two; ``use_ue8m0``: those as
-            bytes, four to an int32.
+                ``use_fp8``, as in old versions.)
+            dispatch_wait_recv_cost_stats: int64 ``[R]`` or ``[R, R]`` (this rank's row), waits are
+                added in nanoseconds.
+            use_fp8: cast to FP8 E4M3 with a float32 scale per 128 channels; ``round_scale``: powers
+                of two; ``use_ue8m0``: those as bytes, four to an int32.
 
-        Returns: ``[L, R * M, H]`` or that with scales ``[L, R * M, ceil(H / 128)]`` (int32:
-        ``ceil(H / 512)``), column-major; rows by source rank, then token, unspecified past the
-        count. Counts int32 ``[L]``. The handle. The event (None inside unless ``async_finish``). A
-        hook that makes the rows good, if ``return_recv_hook``.
+        Returns:
+            ``[L, R * M, H]`` or that with scales ``[L, R * M, ceil(H / 128)]`` (int32: ``ceil(H /
+                512)``), column-major; rows by source rank, then token, unspecified past the count.
+                Counts int32 ``[L]``. The handle. The event (None inside unless ``async_finish``). A
+                hook that makes the rows good, if ``return_recv_hook``.
         """
         natives, stats = self._natives.check_open(), cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
@@ -353,11 +364,15 @@ class Buffer(Masks):
     ) -> tuple[Tensor, EventOverlap, decode.Hook | None]:
         """Sum each token's rows times their weights, back at its owner. Collective.
 
-        Args: x: ``[L, R * M, H]`` in the order of the dispatch. topk_idx: those of the dispatch,
-        which the handle knows. topk_weights: ``[T, K]`` float. use_logfmt: changes nothing: rows
-        travel in their own dtype, which is more exact. zero_copy: read what
-        :meth:`get_next_low_latency_combine_buffer` gave out instead of ``x``. out: ``[T, H]`` to
-        write into. combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
+        Args:
+            x: ``[L, R * M, H]`` in the order of the dispatch.
+            topk_idx: those of the dispatch, which the handle knows.
+            topk_weights: ``[T, K]`` float.
+            use_logfmt: changes nothing: rows travel in their own dtype, which is more exact.
+            zero_copy: read what :meth:`get_next_low_latency_combine_buffer` gave out instead of
+                ``x``.
+            out: ``[T, H]`` to write into.
+            combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
 
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.

@@ -22,8 +22,9 @@ MOST_SMS = 1024
 class Config:
     """Chunk sizes of DeepEP's kernels, in tokens, and the multiprocessors they may use.
 
-    Raises: ValueError: one is no whole number, or a chunk sent is not smaller than the buffer it
-    goes to (RDMA: at most half of it).
+    Raises:
+        ValueError: one is no whole number, or a chunk sent is not smaller than the buffer it goes
+            to (RDMA: at most half of it).
     """
 
     num_sms: int = 20

@@ -343,7 +343,8 @@ def update_mask(objects: list[ExpertParallel], rank: int, mask: bool) -> None:
     """Leave ``rank`` out of every object, or take it back.
 
     Raises:
-        NotSupported: an engine cannot leave it out. ValueError: there is no object yet that could.
+        NotSupported: an engine cannot leave it out.
+        ValueError: there is no object yet that could.
     """
     if mask and not objects:
         raise ValueError(

@@ -37,8 +37,10 @@ LOW_LATENCY_COMBINE = {
 def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
     """Look at the arguments of ``call`` that DeepEP itself does not have.
 
-    Raises: TypeError: nobody has such an argument. NotSupported: it switches on something that is
-        missing here. ValueError: it is no True or False.
+    Raises:
+        TypeError: nobody has such an argument.
+        NotSupported: it switches on something that is missing here.
+        ValueError: it is no True or False.
     """
     for name, value in given.items():
         if name not in known:

@@ -131,9 +131,8 @@ class NormalHandle(LazyTuple):
         if self._in_ranks is None:
             assert self._topk_idx is not None
             num_experts = self.ep.config.num_experts
-            known = known_picks(
-                self._topk_idx, num_experts
-            )  # static shapes on GPUs have not refused others yet
+            # Static shapes on GPUs have not refused others yet.
+            known = known_picks(self._topk_idx, num_experts)
             self._in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
         return self._in_ranks
 

@@ -22,8 +22,10 @@ class Masks:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a dead rank out (``mask=True``), or take it back.
 
-        Raises: NotSupported: the engine cannot. ValueError: not made with ``enable_shrink=True``,
-        no other rank, or there was no call of this mode yet.
+        Raises:
+            NotSupported: the engine cannot.
+            ValueError: not made with ``enable_shrink=True``, no other rank, or there was no call of
+                this mode yet.
         """
         rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if rank == self.rank:

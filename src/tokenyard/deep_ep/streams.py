@@ -54,10 +54,12 @@ class Streams:
         DeepEP's own programs call, sets one, under which even ``tensor.shape`` costs ten times as
         much.
 
-        Args: call: returns a tensor, or a tuple of tensors, a handle and other things. arguments:
-        all tensors that the call reads are among them, also in tuples, and so is the handle. later:
-        on the communication stream, else on the current one. handle: that the call uses, if any;
-        made on a stream of its own time.
+        Args:
+            call: returns a tensor, or a tuple of tensors, a handle and other things.
+            arguments: all tensors that the call reads are among them, also in tuples, and so is the
+                handle.
+            later: on the communication stream, else on the current one.
+            handle: that the call uses, if any; made on a stream of its own time.
         """
         tracks = torch.is_grad_enabled()
         if tracks:

@@ -137,9 +137,10 @@ class Agreement:
             departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
         ]
         if self._relays:
+            # To each node.
             parts.append(
                 departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1)
-            )  # to each node
+            )
         header[:, head.COUNTS :] = torch.cat(parts, dim=1)
         return self._swap(header, fingerprint)
 

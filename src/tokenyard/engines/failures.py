@@ -73,9 +73,8 @@ class FailureReports:
         self._base: Any = store  # what all objects share
         while isinstance(self._base, dist.PrefixStore):
             self._base = self._base.underlying_store
-        self._aside = (
-            None if isinstance(self._base, CooperativeStore) else Aside()
-        )  # there only one thread may run
+        # There only one thread may run.
+        self._aside = None if isinstance(self._base, CooperativeStore) else Aside()
         self._number = next(_OBJECTS)
         self._look: Begun | None = None
         self._looked, self._tells, self._store_is_gone = 0.0, False, False

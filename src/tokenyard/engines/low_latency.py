@@ -132,8 +132,9 @@ class LowLatencyEngine:
     ) -> None:
         """Raise if a dispatch cannot be made.
 
-        Raises: NotSupported: names the engine that can. ValueError: rows do not fit into slots,
-        options are wrong.
+        Raises:
+            NotSupported: names the engine that can.
+            ValueError: rows do not fit into slots, options are wrong.
         """
         by_column = options is not None and options.scales_by_column
         lack = "cached dispatch (handle=)" if cached else "in_place=True" if in_place else ""

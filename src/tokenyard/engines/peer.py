@@ -69,9 +69,8 @@ class PeerEngine:
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
-        self._rows: Any = self._host[3 + size * width :].reshape(
-            size, size
-        )  # from each rank to each
+        # From each rank to each.
+        self._rows: Any = self._host[3 + size * width :].reshape(size, size)
         self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
 
     @property
@@ -115,9 +114,8 @@ class PeerEngine:
             held = self._count(nobody, None, kind)
             if exact:
                 nonce, host = self._calls, self._host
-                self._monitor.wait(
-                    lambda: host[0] == nonce
-                )  # until then the kernel reads the header
+                # Until then the kernel reads the header.
+                self._monitor.wait(lambda: host[0] == nonce)
             self._memory.settle()
             self._monitor.stop_short()
             del held

@@ -42,10 +42,13 @@ def _at_once(rows: int, most: int) -> int:
 class Cut:
     """How a role of a kernel works.
 
-    Attributes: rows, block: rows, and words (channels in combine) of each, that a program has in
-    flight. chunk: rows per release. num_warps: per program; all roles of a kernel have the same.
-    max_registers: per thread; None: as many as the compiler likes. stages: of those who sum: rounds
-    of loads under way at once, as far as shared memory has room for them (:meth:`stages_for`).
+    Attributes:
+        rows, block: rows, and words (channels in combine) of each, that a program has in flight.
+        chunk: rows per release.
+        num_warps: per program; all roles of a kernel have the same.
+        max_registers: per thread; None: as many as the compiler likes.
+        stages: of those who sum: rounds of loads under way at once, as far as shared memory has
+            room for them (:meth:`stages_for`).
     """
 
     rows: int
@@ -120,10 +123,13 @@ class Cuts:
 class Shape(Cuts):
     """How work of engine nvlink is cut into programs.
 
-    Attributes: push: of those who push rows of a combine in place: ``rows`` x ``block`` words at
-    once, wherever rows begin. gather: of those who sum them. With ``stages`` whole rows are a piece
-    of work, else ``block`` channels. writers: programs of a direct dispatch, one on each
-    multiprocessor that calls may use. pushers, gatherers: programs of a combine in place.
+    Attributes:
+        push: of those who push rows of a combine in place: ``rows`` x ``block`` words at once,
+            wherever rows begin.
+        gather: of those who sum them. With ``stages`` whole rows are a piece of work, else
+            ``block`` channels.
+        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
+        pushers, gatherers: programs of a combine in place.
     """
 
     push: Cut
@@ -225,8 +231,9 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 class Ground:
     """What an object keeps on the device between calls. Making one is collective.
 
-    Attributes: buffer_bytes: what all rings together were given; ``num_bytes``, of the whole
-    region, differs.
+    Attributes:
+        buffer_bytes: what all rings together were given; ``num_bytes``, of the whole region,
+            differs.
     """
 
     def __init__(

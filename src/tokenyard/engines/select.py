@@ -66,9 +66,11 @@ def choose(
 ) -> Choice:
     """Pick an engine for ``group`` (None: this process is alone). Collective.
 
-    Raises: ValueError: the group has no backend for the device. NotSupported: the engine asked for
-    cannot work here. Mismatch: ranks work on different kinds of device. PeerTimeout: a rank did not
-    come.
+    Raises:
+        ValueError: the group has no backend for the device.
+        NotSupported: the engine asked for cannot work here.
+        Mismatch: ranks work on different kinds of device.
+        PeerTimeout: a rank did not come.
     """
     if asked.engine == TWOLEVEL:
         _grid(config, asked)

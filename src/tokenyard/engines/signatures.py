@@ -42,16 +42,22 @@ class Binders(NamedTuple):
 class Signature:
     """One kind of dispatch or combine.
 
-    Attributes: weighted: whether weights ride along (fresh dispatch). fingerprint, words, tag: what
-        it tells the others: ``fingerprint.call`` is set anew each time, ``words`` begin its header,
-        ``tag`` lacks the routing. form: of a row on the wire. sent: of a row of the result.
-        experts: whether the layout has expert blocks. padding: whether blocks end in rows
-        of zeros. holes: whether some result rows have no source (fresh dispatch). width: of
-        ``Plan.slots``. static_rows: arrival rows and result rows of static shapes. launches: see
-        :meth:`bound`. room: tokens of the last call, and rows that the result of a like one is
-        given before its counts are known. ahead: tables made for such a
-        call (``tables.Ahead``). blank: tables of a static call as they begin, once they were needed
-        (``tables.Blank``).
+    Attributes:
+        weighted: whether weights ride along (fresh dispatch).
+        fingerprint, words, tag: what it tells the others. ``fingerprint.call`` is set anew each
+            time, ``words`` begin its header, ``tag`` lacks the routing.
+        form: of a row on the wire.
+        sent: of a row of the result.
+        experts: whether the layout has expert blocks.
+        padding: whether blocks end in rows of zeros.
+        holes: whether some result rows have no source (fresh dispatch).
+        width: of ``Plan.slots``.
+        static_rows: arrival rows and result rows of static shapes.
+        launches: see :meth:`bound`.
+        room: tokens of the last call, and rows that the result of a like one is given before its
+            counts are known.
+        ahead: tables made for such a call (``tables.Ahead``).
+        blank: tables of a static call as they begin, once they were needed (``tables.Blank``).
     """
 
     spec: Spec

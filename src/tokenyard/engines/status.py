@@ -283,8 +283,10 @@ class StatusMonitor:
     def raise_if_failed(self) -> None:
         """Raise what a kernel of this rank has given up on, if any.
 
-        Raises: PeerTimeout: a rank was silent. Mismatch: ranks are in different calls. PeerError: a
-        rank announced too much.
+        Raises:
+            PeerTimeout: a rank was silent.
+            Mismatch: ranks are in different calls.
+            PeerError: a rank announced too much.
         """
         if not self._status[sync.CODE]:
             return

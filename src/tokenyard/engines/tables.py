@@ -48,8 +48,10 @@ class Ahead(NamedTuple):
     """What the next fresh dispatch like this one needs, made while the host waits anyway:
     allocations delay a launch.
 
-    Attributes: where: tokens, words of the plan, stream, and whether tensors are inference tensors:
-    the call must agree. room: rows that ``arrived`` has.
+    Attributes:
+        where: tokens, words of the plan, stream, and whether tensors are inference tensors: the
+            call must agree.
+        room: rows that ``arrived`` has.
     """
 
     where: tuple[int, ...]

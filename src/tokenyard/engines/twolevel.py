@@ -125,9 +125,8 @@ class TwolevelEngine(NvlinkEngine):
         self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
     ) -> Counted:
         self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
-        known = (
-            kind.spec.exact and not kind.fingerprint.in_place
-        )  # in place no rank has more than the most
+        # In place no rank has more than the most.
+        known = kind.spec.exact and not kind.fingerprint.in_place
         self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, kind, room)
 

@@ -37,13 +37,16 @@ def limit_of(grid: Topology) -> str:
 class Tuning(Cuts):
     """How work of engine twolevel is cut into programs. Equal on all ranks.
 
-    Attributes: pull: of a combine in place. workers: programs of a channel, which share its tasks
-        (``kernels/two_turns.py``): one per role and peer, and the greeting. With as many workers as
-        tasks each has a program of its own; with one, each program does everything for its channel.
+    Attributes:
+        pull: of a combine in place.
+        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``): one per
+            role and peer, and the greeting. With as many workers as tasks each has a program of its
+            own; with one, each program does everything for its channel.
         forward: of forwarders; ``chunk`` is not used, as rings inside have one
-        (``dispatch.chunk``). net_chunk: rows per put and per network credit, at most. turn: tokens
-        that a reducer sums in one turn. net_share: part of all rings' memory that is for network
-        rings and the staging beside them.
+            (``dispatch.chunk``).
+        net_chunk: rows per put and per network credit, at most.
+        turn: tokens that a reducer sums in one turn.
+        net_share: part of all rings' memory that is for network rings and the staging beside them.
     """
 
     pull: Cut

@@ -67,9 +67,8 @@ class Growing:
 
     def grow(self, num_bytes: int) -> None:
         """Collective."""
-        self._regions.append(
-            self._memory.allocate(num_bytes)
-        )  # a CUDA graph may still write to a smaller one
+        # A CUDA graph may still write to a smaller one.
+        self._regions.append(self._memory.allocate(num_bytes))
 
     def forget(self) -> None:
         self._regions = []

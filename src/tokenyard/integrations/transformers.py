@@ -59,9 +59,11 @@ class TokenyardEP(EPImplementation):
         """Collective: the weighted sum of each token's experts, wherever they are. Any number of
         tokens, also none.
 
-        Args: hidden_states: ``[T, H]`` bf16, fp16 or fp32, the tokens of this rank; those of a TP
-        group hold the same ones. top_k_index: ``[T, K]`` int64 or int32 global expert ids.
-        top_k_weights: ``[T, K]`` float.
+        Args:
+            hidden_states: ``[T, H]`` bf16, fp16 or fp32, the tokens of this rank; those of a TP
+                group hold the same ones.
+            top_k_index: ``[T, K]`` int64 or int32 global expert ids.
+            top_k_weights: ``[T, K]`` float.
 
         Returns:
             ``[T, H]``, differentiable in tokens, weights and the experts' parameters.

@@ -39,24 +39,25 @@ from tokenyard.kernels.combine import (
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
-    first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
+    first_in, head_of, in_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
     Grid, NetworkRing, Peers, RingLayout, Routing, RowLayout, Turn, grid_of, network_ring_of,
     row_layout,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    ON_ROOM, RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
+    ON_ROOM, RANK, TIMED_OUT, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
 )  # fmt: skip
+from tokenyard.kernels.two_combine_reduce import reduce, share_of
 from tokenyard.kernels.two_letters import greet_turn
-from tokenyard.kernels.two_net import credit, put
+from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail,
-    net_taken_from, other, rest_at, ring_at, staging_at, table_of, table_rows,
+    ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail,
+    other, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
-    NodeRows, Tokens, add_node_weights, add_nodes, elements_before, in_network_ring, node_sum,
+    NodeRows, elements_before, in_network_ring, node_sum,
     node_weights,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import (
@@ -101,16 +102,6 @@ class Link(NamedTuple):
     begin: Any  # this channel's rows among those for the node: the first
     end: Any  # and the end
     done: Any  # rows summed in earlier turns
-
-
-class Share(NamedTuple):
-    """A reducer's turn: tokens of its channel, and how many there are, and were summed in earlier
-    turns."""
-
-    first: Any
-    end: Any
-    tokens: Any
-    done: Any
 
 
 @triton.jit
@@ -290,143 +281,6 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
 
 
 @triton.jit
-def return_network_credits(peers, mine, local, channel, owed, last, k: tl.constexpr):
-    """Network credits ``owed [rank_bins]`` (node g at ranks + g) that are due. Returns what is
-    still owed. ``mine``: this rank's region; ``local``: its index in its node."""
-    P: tl.constexpr = k.grid.ranks_per_node
-    r, home = tl.arange(0, k.rank_bins), peers.rank // P
-    for node in tl.static_range(k.grid.nodes):
-        amount = tl.sum(tl.where(r == k.ranks + node, owed, 0))
-        if (amount >= k.network_ring.credit) | (last & (amount > 0)):
-            to = home * 0 + node * P + local
-            account = net_bytes(peers.state, node, k.ranks, k.grid.nodes, k.channels)
-            credit(account, mine, to, rest_at(k), net_head(home, channel, k), amount)
-            owed = tl.where(r == k.ranks + node, 0, owed)
-    return owed
-
-
-@triton.jit
-def _heads(peers, mine, near, far, channel, k: tl.constexpr):
-    """Where those who put rows read how many a reducer has taken, ``[rank_bins]``: near ranks, and
-    other nodes where their memory is mapped."""
-    P: tl.constexpr = k.grid.ranks_per_node
-    r, me = tl.arange(0, k.rank_bins), peers.rank
-    regions = tl.load(words(peers.regions) + r, mask=near, other=0)
-    heads = head_of(regions, me, channel, k.ranks, k.channels)
-    if k.grid.mapped:
-        node = tl.maximum(r - k.ranks, 0)
-        theirs = tl.load(words(peers.regions) + node * P + me % P, mask=far, other=0)
-        head = net_head(me // P, channel, k)
-        heads = words(tl.where(far, theirs + head, heads.to(tl.int64)))
-    return heads
-
-
-@triton.jit
-def _sum_tokens(parts, sums, rows, tokens, k: tl.constexpr):
-    """Store the sums of ``tokens``, of which ``rows`` are those of my node."""
-    for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
-        w = k0 + tl.arange(0, k.tiles.block_summed)
-        v_home = node_sum(parts, rows, w, k)
-        add_nodes(v_home, tokens, sums, rows.mine, rows.node, rows.channel, w, k)
-    if k.picks:
-        w_home = node_weights(parts, rows, k)
-        add_node_weights(w_home, tokens, sums, rows.mine, rows.node, rows.channel, k)
-
-
-@triton.jit
-def _end_reduce(
-    peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k: tl.constexpr
-):
-    """Return credits for what a reducer's turn up to token ``i`` has taken, and note its progress.
-    Returns the tokens that are left."""
-    state, c, r = peers.state, turn.channel, tl.arange(0, k.rank_bins)
-    left = share.tokens - i
-    credited = (near | far) if k.grid.mapped else near
-    add_release(heads, taken - before, credited & (taken > before))
-    if not k.grid.mapped:
-        owed += tl.where(far, taken - before, 0)
-        local = peers.rank % k.grid.ranks_per_node
-        owed = return_network_credits(peers, mine, local, c, owed, left == 0, k)
-        tl.store(moved_of(state, 1, r, c, k), owed, mask=far)
-    tl.store(turn.done, i.to(tl.int64))
-    tl.store(moved_of(state, 0, r, c, k), taken, mask=near | far)
-    if left == 0:
-        near_at = taken_from(state, r, c, k.ranks, k.channels)
-        far_at = net_taken_from(state, tl.maximum(r - k.ranks, 0), c, k)
-        tl.store(near_at, bases + taken, mask=near)
-        tl.store(far_at, bases + taken, mask=far)
-    return left
-
-
-@triton.jit
-def _reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
-    """Sum the rows of ``k.turn`` tokens, ``rows_summed`` tokens at a time, as far as they are here.
-    Returns the tokens that are left."""
-    R: tl.constexpr = k.ranks
-    P: tl.constexpr = k.grid.ranks_per_node
-    D: tl.constexpr = k.plan_ranks
-    C: tl.constexpr = k.channels
-    plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
-    r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tiles.rows_summed)
-    q, home, local = tl.arange(0, k.grid.local_bins), me // P, me % P
-    near = (r < R) & (r // P == home) & (r != me)
-    far = (r >= R) & (r < D) & (r != R + home)
-    awaited = near | far
-    mine, node = peer_base(peers.regions, me), tl.maximum(r - R, 0)
-    near_at, far_at = taken_from(state, r, c, R, C), net_taken_from(state, node, c, k)
-    taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
-    bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
-    before = tl.load(taken_at, mask=awaited & (share.done > 0), other=0)
-    taken = before
-    owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
-    lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
-    heads = _heads(peers, mine, near, far, c, k)
-    a0, my_low = tl.load(first_in(plan, me, D, C)), tl.sum(tl.where(r == me, lows, 0))
-    low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
-    tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, R, C).to(tl.int64))
-    found = look_at_all(words(tails), awaited)
-    tl.debug_barrier()
-    i, ok = share.done, True
-    end = tl.minimum(share.done + k.turn, share.tokens)
-    while (i < end) & ok:
-        t = share.first + i + b
-        here = t < share.end
-        table = place_of(plan, t, routing.num_tokens, D, C)[:, None]
-        places_at, known = table + r[None, :], here[:, None] & (r < D)[None, :]
-        places = tl.load(places_at, mask=known, other=-1)
-        upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
-        upto = tl.where(awaited, upto, 0)
-        ok = (lacking(found, bases + upto, awaited) == 0) & (turn.step == ON_TIME)
-        if reports(turn.step, lacking(found, bases + upto, awaited) > 0, True):
-            give_up_on_one(state, ON_BOTH, c + (r * 0), bases + upto, found, awaited)
-        if ok:
-            beside = table + home * P + q[None, :]
-            at = tl.load(beside, mask=here[:, None] & (q < P)[None, :], other=-1)
-            at = tl.where(at >= 0, at - low_near[None, :], -1)
-            own = a0 + my_low + tl.sum(tl.where((q == local)[None, :], at, 0), axis=1)
-            rows = NodeRows(mine=mine, node=home, local=local, channel=c, at=at, own=own)
-            _sum_tokens(parts, sums, rows, Tokens(index=t, here=here, places=places, lows=lows), k)
-            taken = upto
-            i = tl.minimum(i + k.tiles.rows_summed, share.tokens)
-    left = share.tokens - share.done
-    if i > share.done:
-        left = _end_reduce(
-            peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k
-        )
-    return left
-
-
-@triton.jit
-def share_of(routing, turn, k: tl.constexpr):
-    """A channel's tokens, and how far its task is with them."""
-    share = (routing.num_tokens + k.channels - 1) // k.channels
-    first = turn.channel * share
-    end = tl.minimum(first + share, routing.num_tokens)
-    tokens, done = tl.maximum(end - first, 0), tl.load(turn.done).to(tl.int32)
-    return Share(first=first, end=end, tokens=tokens, done=done)
-
-
-@triton.jit
 def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
     """A turn of any task: rows (tokens) left to do. ``home``, ``local``: where this rank is."""
     G: tl.constexpr = k.grid.nodes
@@ -438,7 +292,7 @@ def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
         share = share_of(routing, turn, k)
         rows = share.tokens - share.done
         if rows > 0:
-            rows = _reduce(peers, routing, parts, sums, share, turn, k)
+            rows = reduce(peers, routing, parts, sums, share, turn, k)
     elif task < G:
         rows = _combine_turn(peers, routing, parts, (home + task) % G, turn, k)
     elif task < k.ranks:

@@ -37,9 +37,8 @@ from tokenyard.kernels.sync import (
     RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.two_combine import (
-    Link, bind_sums, return_network_credits, share_of, token_bytes
-)
+from tokenyard.kernels.two_combine import Link, bind_sums, token_bytes
+from tokenyard.kernels.two_combine_reduce import return_network_credits, share_of
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (

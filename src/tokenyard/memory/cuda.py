@@ -29,12 +29,14 @@ class CudaMemory(DeviceMemory):
 
     Regions live until :meth:`close`. Launches go to the current stream of ``device``.
 
-    Args: group: the ranks; every one with a CUDA device of its own on one host
-        (``memory/preflight.py`` tells beforehand). May be None if this process is alone. rank,
-        world_size: this rank's place in ``group``. device: a CUDA device with its index. timeout:
-        seconds that ranks wait for each other in :meth:`allocate`. num_sms: multiprocessors that
-        kernels may fill (default: all of the device). store: part of a store for this object alone;
-        may be None if this process is alone.
+    Args:
+        group: the ranks; every one with a CUDA device of its own on one host
+            (``memory/preflight.py`` tells beforehand). May be None if this process is alone.
+        rank, world_size: this rank's place in ``group``.
+        device: a CUDA device with its index.
+        timeout: seconds that ranks wait for each other in :meth:`allocate`.
+        num_sms: multiprocessors that kernels may fill (default: all of the device).
+        store: part of a store for this object alone; may be None if this process is alone.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class CudaMemory(DeviceMemory):
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
 
-        Raises: PeerTimeout: a rank did not come. ValueError: sizes differ. RuntimeError: a GPU
-            cannot map a peer's memory, or memory is short on a rank, which is named on the others;
-            the message is the driver's.
+        Raises:
+            PeerTimeout: a rank did not come.
+            ValueError: sizes differ.
+            RuntimeError: a GPU cannot map a peer's memory, or memory is short on a rank, which is
+                named on the others; the message is the driver's.
         """
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):

@@ -123,8 +123,9 @@ def compile_for(
 
     Multiply-adds are not fused, so that sums have the same bits as torch's.
 
-    Raises: ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in
-    this process.
+    Raises:
+        ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in
+            this process.
     """
     names, constants = parameters(kernel), with_defaults(kernel, constants)
     if set(constants) != set(names.constants):
@@ -163,15 +164,13 @@ def resident_programs(
     """How many programs fit on one multiprocessor together. ``registers`` are those of one
     thread.
     """
-    per_warp = (
-        -(-max(registers, 1) // 8) * 8 * 32
-    )  # handed out by 8 per thread, from four equal files
+    # Handed out by 8 per thread, from four equal files.
+    per_warp = -(-max(registers, 1) // 8) * 8 * 32
     warps = min(4 * (processor.registers // 4 // per_warp), processor.threads // 32)
     fit = min(warps // num_warps, processor.programs)
     if shared_bytes:
-        fit = min(
-            fit, processor.shared_bytes // (shared_bytes + 1024)
-        )  # 1 KiB of each is the driver's
+        # 1 KiB of each is the driver's.
+        fit = min(fit, processor.shared_bytes // (shared_bytes + 1024))
     return fit
 
 
@@ -200,10 +199,12 @@ class Kernels:
     """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share
     it.
 
-    Args: device: a CUDA device with its index. num_sms: multiprocessors that one launch may fill.
+    Args:
+        device: a CUDA device with its index.
+        num_sms: multiprocessors that one launch may fill.
         clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
-        They must all find room at once, beside what they wait for: 0, none, where launches of
-        several ranks share the GPU.
+            They must all find room at once, beside what they wait for: 0, none, where launches of
+            several ranks share the GPU.
 
     Raises:
         RuntimeError: another Triton than 3.6.
@@ -236,8 +237,9 @@ class Kernels:
         """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it
         launches on the current stream.
 
-        Raises: ValueError: not all programs would run together: those that do could wait for ever
-        for those that do not.
+        Raises:
+            ValueError: not all programs would run together: those that do could wait for ever for
+                those that do not.
         """
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if grid > loaded.most:
@@ -264,9 +266,8 @@ class Kernels:
         """``packed``: warps, programs of a cluster and shared bytes, as the launcher reads them. It
         counts clusters.
         """
-        early = (
-            loaded.early and self._captures()
-        )  # else profilers would count the wait as time of the kernel
+        # Else profilers would count the wait as time of the kernel.
+        early = loaded.early and self._captures()
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if enter.calls or leave.calls:  # a profiler listens
             details = loaded.kept[1].launch_metadata(
@@ -296,12 +297,13 @@ class Kernels:
         self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]
     ) -> Loaded:
         """Compile and load, once. May wait for everything that runs on the device."""
+        # 1, True and 1.0 are equal, also in structs.
         key = (
             id(kernel),
             num_warps,
             max_registers,
             repr(constants),
-        )  # 1, True and 1.0 are equal, also in structs
+        )
         with self._lock:
             if key not in self._loaded:
                 self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)

@@ -123,9 +123,10 @@ class Meeting:
     def exchange(self, what: str, text: str = "") -> list[str]:
         """Everybody's ``text`` by rank. ``what`` says in errors what the ranks meet for.
 
-        Raises: PeerTimeout: a rank did not come within the timeout, or another rank gave up before
-        this one came. KeyboardInterrupt: this rank was interrupted; the others learn that it has
-        given up.
+        Raises:
+            PeerTimeout: a rank did not come within the timeout, or another rank gave up before this
+                one came.
+            KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
         """
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)
@@ -135,8 +136,10 @@ class Meeting:
         """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are
         for errors.
 
-        Raises: RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it
-        did itself, that RuntimeError. PeerTimeout: a rank did not come; says what failed here, too.
+        Raises:
+            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it did
+                itself, that RuntimeError.
+            PeerTimeout: a rank did not come; says what failed here, too.
         """
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
@@ -168,7 +171,8 @@ class Meeting:
         everybody's ``word``.
 
         Raises:
-            ValueError: they do not. PeerTimeout: a rank did not come.
+            ValueError: they do not.
+            PeerTimeout: a rank did not come.
         """
         everybody = [
             text.split(" ", 1)

@@ -35,8 +35,9 @@ class NvshmemMemory(CudaMemory):
 
     The n-th rank of the group must be NVSHMEM's n-th, so the group must be the whole world.
 
-    Raises: NotSupported: it is not; or this process has made symmetric memory of another kind,
-    which torch does not mix.
+    Raises:
+        NotSupported: it is not; or this process has made symmetric memory of another kind, which
+            torch does not mix.
     """
 
     def __init__(self, *args: Any, ranks_per_node: int, **options: Any) -> None:

@@ -162,7 +162,8 @@ class VirtualMemory(DeviceMemory):
         """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
 
         Raises:
-            PeerTimeout: a rank did not come. ValueError: sizes differ, or are no multiple of 16.
+            PeerTimeout: a rank did not come.
+            ValueError: sizes differ, or are no multiple of 16.
         """
         # Past this meeting all ranks have launched what they had to launch, so the allocator may
         # wait for the GPU.
@@ -183,7 +184,8 @@ class VirtualMemory(DeviceMemory):
         """Wait until every rank has come here.
 
         Raises:
-            PeerTimeout: a rank did not come. PeerLost: a rank has ended.
+            PeerTimeout: a rank did not come.
+            PeerLost: a rank has ended.
         """
         self._meet("the gate before launches that wait for each other")
 
@@ -214,9 +216,11 @@ def run_virtual_ranks(
     Backward passes run on the rank's own thread (torch's one thread per GPU would let only one rank
     through).
 
-    Raises: ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds (their stacks are
-        in the message; a stuck thread is left behind, so end the process soon). RuntimeError,
-        ValueError: see :func:`virtual_environment`; more than :data:`MOST_RANKS` ranks.
+    Raises:
+        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds (their stacks are in
+            the message; a stuck thread is left behind, so end the process soon).
+        RuntimeError, ValueError: see :func:`virtual_environment`; more than :data:`MOST_RANKS`
+            ranks.
     """
     if not 0 < world_size <= MOST_RANKS:
         raise ValueError(

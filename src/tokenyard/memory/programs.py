@@ -61,8 +61,9 @@ class Programs:
     ) -> None:
         """Start ``grid`` programs; they run when all earlier launches have ended.
 
-        Raises: ValueError: kernels are not interpreted in this process. RuntimeError: an earlier
-        program failed.
+        Raises:
+            ValueError: kernels are not interpreted in this process.
+            RuntimeError: an earlier program failed.
         """
         self._reap()
         bound = bind(kernel, args, constants)
@@ -140,8 +141,9 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
     """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
     constants, which may be left out where the kernel has defaults.
 
-    Raises: ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted
-    in this process.
+    Raises:
+        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in
+            this process.
     """
     names = parameters(kernel)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -210,9 +212,8 @@ def _rewrite(kernel: Any, kind: type) -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forking with threads: the child takes none of their locks
+        # Of forking with threads: the child takes none of their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 

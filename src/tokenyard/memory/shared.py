@@ -41,10 +41,13 @@ _REMEDY = (
 class SharedMemory:
     """Symmetric memory of CPU processes on one host. Making one is not collective.
 
-    Args: store: part of a store for this object alone, on all ranks. rank, world_size: this rank's
-    place. timeout: seconds that ranks wait for each other in :meth:`allocate`. language:
-    ``tokenyard.testing.interpreter.patched_language`` (whose import mends the interpreter).
-    num_sms: programs that a launch should have at most; each is a process.
+    Args:
+        store: part of a store for this object alone, on all ranks.
+        rank, world_size: this rank's place.
+        timeout: seconds that ranks wait for each other in :meth:`allocate`.
+        language: ``tokenyard.testing.interpreter.patched_language`` (whose import mends the
+            interpreter).
+        num_sms: programs that a launch should have at most; each is a process.
     """
 
     ranks_per_node = 0
@@ -70,7 +73,8 @@ class SharedMemory:
         """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
 
         Raises:
-            PeerTimeout: a rank did not come. ValueError: sizes differ, or are no multiple of 16.
+            PeerTimeout: a rank did not come.
+            ValueError: sizes differ, or are no multiple of 16.
             RuntimeError: memory is short, or the ranks do not share a file system in memory.
         """
         path = self._meeting.same_size(num_bytes, self._new_path() if self.rank == 0 else "")[0]
@@ -174,9 +178,8 @@ def _leave(path: str, num_bytes: int) -> None:
 def _make(path: str, num_bytes: int) -> None:
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        os.posix_fallocate(
-            file, 0, num_bytes
-        )  # zeroed; fails now rather than by SIGBUS at the first touch
+        # Zeroed; fails now rather than by SIGBUS at the first touch.
+        os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
 

@@ -40,9 +40,8 @@ class SharedTensors(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         """Run ``func``, then move its new tensors."""
-        lifted = (
-            func is torch.ops.aten.lift_fresh.default
-        )  # how torch.tensor(...) hands over what it has made
+        # How torch.tensor(...) hands over what it has made.
+        lifted = func is torch.ops.aten.lift_fresh.default
         known = (
             set[int]()
             if lifted

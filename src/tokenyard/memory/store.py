@@ -125,6 +125,5 @@ class CooperativeStore(dist.Store):
 
 
 def _as_bytes(value: str | bytes) -> bytes:
-    return (
-        value.encode() if isinstance(value, str) else bytes(value)
-    )  # a PrefixStore hands on bytes
+    # A PrefixStore hands on bytes.
+    return value.encode() if isinstance(value, str) else bytes(value)

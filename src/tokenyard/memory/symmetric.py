@@ -54,7 +54,8 @@ class SymmetricMemory(Protocol):
         every rank.
 
         Raises:
-            PeerTimeout: a rank did not come. ValueError: ranks asked for different sizes.
+            PeerTimeout: a rank did not come.
+            ValueError: ranks asked for different sizes.
         """
         ...
 

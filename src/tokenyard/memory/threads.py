@@ -36,8 +36,10 @@ class Gate:
     def meet(self, rank: int, what: str, timeout: float, value: Any = None) -> list[Any]:
         """Everybody's value by rank, once all have come. If one rank gives up, all do.
 
-        Raises: PeerTimeout: a rank did not come within ``timeout`` seconds, or another rank has
-        given up here. PeerLost: a rank has ended.
+        Raises:
+            PeerTimeout: a rank did not come within ``timeout`` seconds, or another rank has given
+                up here.
+            PeerLost: a rank has ended.
         """
         with self._changed:
             self._arrived[rank] += 1
@@ -99,8 +101,9 @@ def run_threads(
     """``run(rank)`` on a thread for each rank; results by rank. ``lose(rank, why)`` is called when
     one has ended.
 
-    Raises: ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck thread
-    is left behind.
+    Raises:
+        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck thread is
+            left behind.
     """
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}

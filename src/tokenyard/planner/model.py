@@ -25,10 +25,13 @@ US = 1e3
 class Terms:
     """Microseconds of each limit of a call, were it alone.
 
-    Attributes: nvlink, nic: bytes of the busiest GPU over the rate; puts included. programs: bytes
-    over what the programs that move rows can do. latency: launch, greetings, last signal, over the
-    network and back. fill: chunks that move when the stage before or behind them has nothing to do:
-    the last of every ring. in_turn: whether NVLink waits for the NIC, so that their times add up.
+    Attributes:
+        nvlink, nic: bytes of the busiest GPU over the rate; puts included.
+        programs: bytes over what the programs that move rows can do.
+        latency: launch, greetings, last signal, over the network and back.
+        fill: chunks that move when the stage before or behind them has nothing to do: the last of
+            every ring.
+        in_turn: whether NVLink waits for the NIC, so that their times add up.
     """
 
     nvlink: float = 0.0

@@ -32,9 +32,12 @@ MOST_GPUS = 1024
 class Call:
     """One kind of call under one routing, its routing known to all (cached).
 
-    Attributes: name: of :data:`CALLS`. dtype, skew: what it runs with. engine: or :data:`FLAT`, a
-    single exchange once per (token, rank), at the rates of engine collective. terms: its limits;
-    ``terms.us`` is what it takes. nvlink, nic: bytes per GPU.
+    Attributes:
+        name: of :data:`CALLS`. dtype, skew: what it runs with.
+        engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine
+            collective.
+        terms: its limits; ``terms.us`` is what it takes.
+        nvlink, nic: bytes per GPU.
     """
 
     name: str
@@ -50,9 +53,11 @@ class Call:
 class Plan:
     """What :func:`plan` found.
 
-    Attributes: engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
-    ``twolevel`` must be asked for. sizes: its sizes, by dtype. traffic: rows, by routing. calls: of
-    that engine, of collective, and flat ones.
+    Attributes:
+        engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
+            ``twolevel`` must be asked for.
+        sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective,
+            and flat ones.
     """
 
     workload: Workload
@@ -104,8 +109,9 @@ def scaling(
 
     All have the same number of experts: at least one per GPU of the largest.
 
-    Returns: The plans, at least one; and, by number of GPUs, why other machines have none (see
-    :func:`plan`).
+    Returns:
+        The plans, at least one; and, by number of GPUs, why other machines have none (see
+            :func:`plan`).
 
     Raises:
         ValueError: none of them has one.

@@ -17,10 +17,11 @@ LEAST, MOST = 1e-6, 1e9
 class Leg(NamedTuple):
     """One kind of call inside a node.
 
-    Attributes: fixed_us: what an empty call takes: launch, greetings, last signal. link_gbs: bytes
-    (1e9 a second) that leave a GPU for others, one way, with programs to spare. program_gbs: what
-    one program that moves rows does, in a combine what one reducer stores of results; None: no
-    limit known.
+    Attributes:
+        fixed_us: what an empty call takes: launch, greetings, last signal.
+        link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
+        program_gbs: what one program that moves rows does, in a combine what one reducer stores of
+            results; None: no limit known.
     """
 
     fixed_us: float
@@ -32,13 +33,15 @@ class Leg(NamedTuple):
 class Rates:
     """Rates of a machine. GB are 1e9 bytes.
 
-    Attributes: dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch
-        into views. collective, collective_back: engine ``collective``, cached dispatch and combine.
-        copy_gbs: rows copied inside a GPU (each byte read and written). turns_gbs, turns_back_gbs:
-        what one program of engine twolevel copies, all its tasks together, in dispatch and combine,
-        were memory endless. nic_gbs: a GPU's share of the network, one way; latency_us: one way,
-        put and signal; put_us: what each put costs besides its bytes. source: where these come
-        from.
+    Attributes:
+        dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch into views.
+        collective, collective_back: engine ``collective``, cached dispatch and combine.
+        copy_gbs: rows copied inside a GPU (each byte read and written).
+        turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks
+            together, in dispatch and combine, were memory endless.
+        nic_gbs: a GPU's share of the network, one way; latency_us: one way, put and signal; put_us:
+            what each put costs besides its bytes.
+        source: where these come from.
     """
 
     dispatch: Leg

@@ -34,12 +34,15 @@ class Ring:
 class Sizes:
     """What an engine makes of ``sms`` multiprocessors and its buffer.
 
-    Attributes: channels: contiguous shares of a rank's tokens. senders: programs that send rows in
-        a dispatch. reducers, writers: of a combine, of a dispatch in place. Of twolevel, senders
-        and reducers are all its workers: each does whatever there is to do. rings: network first;
-        beside each network ring its writer has as much staging. symmetric_bytes: what the engine
-        allocates when it is made, per GPU: rings, and counters, headers and letters, which grow
-        with the square of ranks. What calls in place need comes on top.
+    Attributes:
+        channels: contiguous shares of a rank's tokens.
+        senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a
+            dispatch in place. Of twolevel, senders and reducers are all its workers: each does
+            whatever there is to do.
+        rings: network first; beside each network ring its writer has as much staging.
+        symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
+            headers and letters, which grow with the square of ranks. What calls in place need comes
+            on top.
     """
 
     channels: int

@@ -26,10 +26,13 @@ class Traffic:
     """Expected rows on their way to the experts; combine moves the same the other way. Rows to
     oneself cross nothing.
 
-    Attributes: skew: name of the routing. ranks_reached, nodes_reached: by a token, its own
-        included. nic: once per (token, node), to the GPU of the same index there. nvlink: what
-        forwarding these and a token's own node then take, once per (token, rank). flat_nic,
-        flat_nvlink: once per (token, rank), straight to it. own: rows to the rank itself.
+    Attributes:
+        skew: name of the routing.
+        ranks_reached, nodes_reached: by a token, its own included.
+        nic: once per (token, node), to the GPU of the same index there. nvlink: what forwarding
+            these and a token's own node then take, once per (token, rank).
+        flat_nic, flat_nvlink: once per (token, rank), straight to it.
+        own: rows to the rank itself.
     """
 
     skew: str

@@ -21,13 +21,18 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp8")
 class Workload:
     """One dispatch and one combine on every GPU.
 
-    Attributes: nodes, gpus_per_node: the machine; one rank per GPU. tokens: per rank. hidden,
-    experts, topk: of the layer; experts over all ranks. dtype: of rows on their way to the experts;
-    ``fp8`` has a float32 scale per 128 channels. They return as bf16. sms: multiprocessors that a
-    call may use; ``most_sms`` are all that a GPU has. buffer_bytes: of all rings of a GPU.
+    Attributes:
+        nodes, gpus_per_node: the machine; one rank per GPU.
+        tokens: per rank.
+        hidden, experts, topk: of the layer; experts over all ranks.
+        dtype: of rows on their way to the experts; ``fp8`` has a float32 scale per 128 channels.
+            They return as bf16.
+        sms: multiprocessors that a call may use; ``most_sms`` are all that a GPU has.
+        buffer_bytes: of all rings of a GPU.
 
-    Raises: ValueError: a size is not a whole number of at least 1, or more picks than experts, or
-    more SMs than there are.
+    Raises:
+        ValueError: a size is not a whole number of at least 1, or more picks than experts, or more
+            SMs than there are.
     """
 
     nodes: int

@@ -26,9 +26,12 @@ def assert_same_bits(
     A row is what the last dimension spans; in a vector every element is a row. The message shows
     the first wrong row and the expected row whose bits it has, if there is one.
 
-    Args: what: name of the tensor, for the message. source: int64, where each expected row comes
-    from: ``source_rank << 32 | source_token``, -1 for padding. experts: the expert of each expected
-    row, or its K experts. rank: that checks, for the message.
+    Args:
+        what: name of the tensor, for the message.
+        source: int64, where each expected row comes from: ``source_rank << 32 | source_token``, -1
+            for padding.
+        experts: the expert of each expected row, or its K experts.
+        rank: that checks, for the message.
     """
     __tracebackhide__ = True
     where = what if rank is None else f"rank {rank}: {what}"
@@ -69,9 +72,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str
             )
     if not got.numel():
         return
-    unit = (
-        max(float(got.abs().max()), float(wanted.abs().max())) or 1.0
-    )  # squares neither overflow nor vanish
+    # Squares neither overflow nor vanish.
+    unit = max(float(got.abs().max()), float(wanted.abs().max())) or 1.0
     gap = (got / unit - wanted / unit).abs()
     error, bound = (
         float(gap.square().sum().sqrt()),

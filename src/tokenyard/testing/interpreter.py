@@ -83,9 +83,8 @@ def patched_language() -> Iterator[None]:
         return
     scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     options = upstream.interpreter_builder.options
-    upstream.interpreter_builder.options = upstream.InterpreterOptions(
-        sanitize_overflow=False
-    )  # its checks go nowhere
+    # Its checks go nowhere.
+    upstream.interpreter_builder.options = upstream.InterpreterOptions(sanitize_overflow=False)
     _state.patched = True
     try:
         yield

@@ -177,9 +177,8 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def _with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
-    wrapped = (
-        getattr(member, "__code__", None) is _BUILTIN_CODE
-    )  # it would only check that there is a semantic
+    # It would only check that there is a semantic.
+    wrapped = getattr(member, "__code__", None) is _BUILTIN_CODE
     inner = member.__wrapped__ if wrapped else member
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,13 @@ import torch
 class Ranks:
     """Where a test body runs; the body's ``ranks`` parameter.
 
-    Attributes: rank: of this process, in ``[0, world_size)``. world_size: number of ranks. device:
-    to put tensors on. engine: name of the engine under test. group: of all ranks: a process group
-    kept from test to test, or one of :class:`tokenyard.memory.symmetric.MemoryGroup`.
+    Attributes:
+        rank: of this process, in ``[0, world_size)``.
+        world_size: number of ranks.
+        device: to put tensors on.
+        engine: name of the engine under test.
+        group: of all ranks: a process group kept from test to test, or one of
+            :class:`tokenyard.memory.symmetric.MemoryGroup`.
     """
 
     rank: int

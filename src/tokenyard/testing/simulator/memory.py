@@ -25,9 +25,10 @@ class SimulatedMemory:
         timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
         num_sms: programs that a kernel of this rank may have.
 
-    Attributes: ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach
-    it by NVSHMEM's calls. maps_all: they map that of all ranks besides, as NVSHMEM does inside a
-    host.
+    Attributes:
+        ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by
+            NVSHMEM's calls.
+        maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
     """
 
     def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
@@ -43,8 +44,9 @@ class SimulatedMemory:
         """Collective: a zeroed region on every rank, with zones around it that no program may
         touch.
 
-        Raises: PeerTimeout: a rank did not come. ValueError: sizes differ, or are no positive
-        multiple of 16.
+        Raises:
+            PeerTimeout: a rank did not come.
+            ValueError: sizes differ, or are no positive multiple of 16.
         """
         self._allocated += 1
         sizes = self._here.world.gathered((self._number, self._allocated))

@@ -72,9 +72,10 @@ class Operations:
         """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements
         take part.
 
-        Raises: Race: the program has read one of them since its last barrier. Several threads load
-            the same lane of a small tensor; of one with at least as many lanes as the program has
-            threads, each may store to exactly what it has loaded.
+        Raises:
+            Race: the program has read one of them since its last barrier. Several threads load the
+                same lane of a small tensor; of one with at least as many lanes as the program has
+                threads, each may store to exactly what it has loaded.
         """
         p = self._step(addresses, values.itemsize)
         p.advances()
@@ -149,8 +150,9 @@ class Operations:
     def check_late_reads(self, p: Program) -> None:
         """At a barrier or the end of a program.
 
-        Raises: Race: something that it read before an earlier release, without a barrier in
-        between, was overwritten after it.
+        Raises:
+            Race: something that it read before an earlier release, without a barrier in between,
+                was overwritten after it.
         """
         found = self._sim.memory.overwritten(p) if p.exposed else None
         if found is not None:

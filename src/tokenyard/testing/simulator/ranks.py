@@ -137,8 +137,9 @@ def simulate(
     ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None of a rank
     that was killed.
 
-    Raises: RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock,
-    Livelock, AddressError: of kernels.
+    Raises:
+        RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock,
+            Livelock, AddressError: of kernels.
     """
     sim = Simulator(world_size, seed=seed, **options)
     world = World(sim)

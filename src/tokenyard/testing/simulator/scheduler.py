@@ -33,16 +33,21 @@ class Simulator:
     """Runs programs and host code of all ranks, one step of one of them at a time, in an order that
     the seed decides.
 
-    Args: world_size: number of ranks. seed: one seed is one schedule, and one kind of hardware.
-    timeouts: when all wait, let the clock jump to the next deadline, so that waits time out;
-    otherwise report a deadlock. resident: programs of a rank that may run at once; None: any
-    number. strict: programs may touch registered memory only. kill: rank -> step at which it stops
-    for ever. tick_ns: how far the clock goes per operation of a program. max_steps: operations of
-    programs after which the simulation is given up. hardware: fields of :class:`Hardware` that are
-    not to be drawn.
+    Args:
+        world_size: number of ranks.
+        seed: one seed is one schedule, and one kind of hardware.
+        timeouts: when all wait, let the clock jump to the next deadline, so that waits time out;
+            otherwise report a deadlock.
+        resident: programs of a rank that may run at once; None: any number.
+        strict: programs may touch registered memory only.
+        kill: rank -> step at which it stops for ever.
+        tick_ns: how far the clock goes per operation of a program.
+        max_steps: operations of programs after which the simulation is given up.
+        hardware: fields of :class:`Hardware` that are not to be drawn.
 
-    Raises: ValueError: fewer than 1 rank or resident program, a rank to kill that is none, an
-    unknown option.
+    Raises:
+        ValueError: fewer than 1 rank or resident program, a rank to kill that is none, an unknown
+            option.
 
     A program is taken to wait when it comes round to a read again, and nothing that it has read
     since its last store, or atomic that changed something, is different: it sleeps until one of
@@ -153,8 +158,9 @@ class Simulator:
         threads of a ``@triton.jit`` function behind the rank's earlier launches. Constants with
         defaults may be left out.
 
-        Raises: ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or
-        arguments do not fit the kernel.
+        Raises:
+            ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments
+                do not fit the kernel.
         """
         limits.check_rank(rank, self.world_size, "launch()")
         limits.check_num_warps(num_warps)
@@ -224,8 +230,9 @@ class Simulator:
         """Until all programs and all host code have ended (those of dead ranks aside); then all
         stores are in real memory.
 
-        Raises: ProgramError: a program raised. RanksFailed: host code did. Deadlock, Livelock,
-        Race, AddressError: as they say.
+        Raises:
+            ProgramError: a program raised.
+            RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
         """
         self._hub = greenlet.getcurrent()
         with hooks.installed(self.operations), connected(self.network):

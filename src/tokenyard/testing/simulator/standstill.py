@@ -29,7 +29,8 @@ class Standstill:
     def resolve(self) -> None:
         """Wake somebody.
 
-        Raises: Deadlock: there is no way, or a timeout would be the only one and is not to be.
+        Raises:
+            Deadlock: there is no way, or a timeout would be the only one and is not to be.
             RanksFailed: the same, after host code of other ranks has raised.
         """
         self._tries = self._tries + 1 if self._version == self._sim.version else 0
