@@ -26,7 +26,7 @@ from tokenyard.planner.model import (
     twolevel_combine,
     twolevel_dispatch,
 )
-from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
+from tokenyard.planner.prediction import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
 from tokenyard.planner.rates import H200, Rates
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import twolevel_sizes

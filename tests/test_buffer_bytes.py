@@ -19,7 +19,7 @@ from tokenyard.config import Config
 from tokenyard.engines.rings import Form, Ground, shape_for
 from tokenyard.engines.twolevel_ground import TwoGround, most_channels, tuning_for
 from tokenyard.memory.symmetric import Region
-from tokenyard.planner.plan import sizes_of
+from tokenyard.planner.prediction import sizes_of
 from tokenyard.planner.workload import DTYPES, Workload
 
 

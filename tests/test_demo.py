@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
+from tokenyard.cli.consoles import bytes_text, print_result, seconds_text, worst_of_each_kind
 from tokenyard.cli.demo_model import (
     LayerShape,
     MoeLayer,
@@ -32,7 +33,6 @@ from tokenyard.cli.demo_model import (
 )
 from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
 from tokenyard.cli.progress import progress
-from tokenyard.cli.report import bytes_text, print_result, seconds_text, worst_of_each_kind
 
 SHAPE = LayerShape(hidden=8, ffn=12, num_experts=5, num_topk=2, dtype=torch.float32)
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.cli import demo_rank
+from tokenyard.cli.consoles import print_result
 from tokenyard.cli.demo_model import LayerShape
 from tokenyard.cli.demo_rank import PHASES, DemoConfig, DemoResult, PhaseClock, run_rank
 from tokenyard.cli.plots import heat_map
-from tokenyard.cli.report import print_result
 from tokenyard.testing import Ranks, distributed_test
 
 SHAPE = LayerShape(hidden=16, ffn=8, num_experts=5, num_topk=2, dtype=torch.float32)

@@ -34,6 +34,7 @@ from tokenyard import launch, reference
 from tokenyard.cli import app, doctor
 from tokenyard.cli.bench_cases import Batch, Call, Oracle, share
 from tokenyard.cli.bench_inputs import all_sent
+from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_engine import need
 from tokenyard.cli.doctor_facts import (
     Facts,
@@ -44,7 +45,6 @@ from tokenyard.cli.doctor_findings import RULES, of_self_test
 from tokenyard.cli.doctor_guard import Asker, ask_child
 from tokenyard.cli.doctor_report import Diagnosis, print_diagnosis
 from tokenyard.cli.doctor_selftest import TOKENS, attempt, case_for, check_rank
-from tokenyard.cli.report import bytes_text
 
 # The self-test
 

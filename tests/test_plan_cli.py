@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tokenyard.cli import app
-from tokenyard.planner.plan import plan
+from tokenyard.planner.prediction import plan
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import Workload
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenyard.cli import app
+from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.plan_report import us_text
-from tokenyard.cli.report import bytes_text
 from tokenyard.planner.model import (
     collective_call,
     flat_call,
@@ -21,7 +21,7 @@ from tokenyard.planner.model import (
     twolevel_combine,
     twolevel_dispatch,
 )
-from tokenyard.planner.plan import plan
+from tokenyard.planner.prediction import plan
 from tokenyard.planner.rates import H200
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import nvlink_sizes, twolevel_sizes

@@ -32,7 +32,7 @@ from tokenyard.planner.model import (
     twolevel_combine,
     twolevel_dispatch,
 )
-from tokenyard.planner.plan import COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
+from tokenyard.planner.prediction import COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
 from tokenyard.planner.rates import H200, LEAST, MOST, Leg
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes
@@ -484,7 +484,7 @@ def test_one_size_is_too_few(tmp_path: Path) -> None:
 def test_neither_triton_nor_a_gpu_is_needed() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from tokenyard.planner.plan import plan; from tokenyard.planner.rates import H200\n"
+        "from tokenyard.planner.prediction import plan; from tokenyard.planner.rates import H200\n"
         "from tokenyard.planner.workload import Workload\n"
         "for nodes in (1, 2): plan(Workload(nodes=nodes, gpus_per_node=4, tokens=8, hidden=64, "
         "experts=8, topk=2), H200)\n"

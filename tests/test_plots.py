@@ -20,7 +20,7 @@ from benchmarks import nvlink_plot
 from tokenyard.cli import bench_plot, plan_plot
 from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.planner.plan import scaling
+from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import DTYPES, Workload
 

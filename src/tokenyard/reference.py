@@ -332,7 +332,7 @@ def combine(
     """
     _check_combine(received[0], weighted, topk_weights is not None, reduce_weights is not None)
     row_weights = _combine_weights(received, topk_weights) if weighted else [None] * len(received)
-    dtype = rows[0].dtype
+    dtype, wire = rows[0].dtype, wire_dtype or rows[0].dtype
     combined: list[ReferenceCombined] = []
     for owner in range(len(received)) if owners is None else owners:
         gone = () if absent is None else absent[owner]
@@ -341,9 +341,7 @@ def combine(
             torch.full_like(table, -1) if rank in gone else table
             for rank, table in enumerate(tables)
         ]
-        total = sum_ranks(
-            map(sum_rows, rows, tables, row_weights), ranks_per_node, wire_dtype or dtype
-        )
+        total = sum_ranks(map(sum_rows, rows, tables, row_weights), ranks_per_node, wire)
         own_bias = () if bias is None else bias[owner]
         for addend in own_bias if isinstance(own_bias, tuple) else (own_bias,):
             total = total + addend.float()

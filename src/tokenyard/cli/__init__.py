@@ -15,13 +15,13 @@ except ModuleNotFoundError as missing:
     ) from None
 
 from tokenyard import __version__
-from tokenyard.cli import bench, demo, doctor, plan
+from tokenyard.cli import bench, demo, doctor, plan_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
-app.command()(plan.plan)
+app.command()(plan_command.plan)
 
 
 def _print_version(asked: bool) -> None:

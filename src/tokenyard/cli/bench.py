@@ -16,10 +16,10 @@ from tokenyard.arguments import LARGEST
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Case, sweep
 from tokenyard.cli.bench_report import Measurement, facts_of, print_report, write_json
 from tokenyard.cli.bench_run import Plan, run_rank
+from tokenyard.cli.consoles import table_console
 from tokenyard.cli.options import check_device, check_folder, check_plot, command, option
 from tokenyard.cli.progress import progress
-from tokenyard.cli.report import table_console
-from tokenyard.engines.known import ENGINES
+from tokenyard.engines.known import AUTO, ENGINES
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
@@ -33,7 +33,7 @@ WORDS = {
 NUMBERS = ("tokens", "hidden", "topk", "experts")
 
 Engines = Annotated[
-    list[str] | None, option("Comma list; may be given several times.", show_default="auto")
+    list[str] | None, option("Comma list; may be given several times.", show_default=AUTO)
 ]
 Rate = Annotated[
     float | None,
@@ -77,7 +77,7 @@ class Options:
         texts = {name: words(given[name], f"--{name}", WORDS[name]) for name in WORDS}
         cases = [_checked(case) for case in sweep(**lists, **texts)]
         asked = [
-            name for each in self.engine or ["auto"] for name in words(each, "--engine", ENGINES)
+            name for each in self.engine or [AUTO] for name in words(each, "--engine", ENGINES)
         ]
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
         return Plan(cases, asked, self.iterations, self.warmup, rate, self.seed)

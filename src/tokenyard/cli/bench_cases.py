@@ -26,6 +26,7 @@ from tokenyard.cli.bench_inputs import (
     all_sent,
     once_per_rank,
 )
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.formats import quantize
 from tokenyard.routing import expert_bounds
 from tokenyard.testing.compare import assert_same_bits
@@ -233,7 +234,7 @@ class Call:
     @property
     def symmetric_bytes(self) -> int:
         """Of the object by now; 0 where there is none, or no symmetric memory in it."""
-        plain = self.ep is None or self.ep.engine == "collective"
+        plain = self.ep is None or self.ep.engine == COLLECTIVE
         return 0 if plain or self.ep is None else self.ep.buffer_bytes
 
 

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tokenyard.cli.consoles import print_line, print_result
 from tokenyard.cli.demo_model import LayerShape
 from tokenyard.cli.demo_rank import DemoConfig, DemoResult, bytes_of_rank_zero, run_rank
 from tokenyard.cli.options import bad, check_device, check_engine, check_plot, command, option
 from tokenyard.cli.progress import progress
-from tokenyard.cli.report import print_line, print_result
-from tokenyard.engines.known import ENGINES
+from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.errors import NotSupported
 from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
 from tokenyard.types import Layout
@@ -61,7 +61,7 @@ class Options:
     dtype: Dtype = "float32"
     layout: Layouts = "flat"
     device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
-    engine: Annotated[str, option("What moves the rows.")] = "auto"
+    engine: Annotated[str, option("What moves the rows.")] = AUTO
     steps: Annotated[int, option("Timed steps, after one to warm up.", min=1)] = 5
     plot: Plot = None
     seed: Annotated[int, option("Of the weights and the output's gradient.")] = 0

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from tokenyard.cli.consoles import table_console
 from tokenyard.cli.doctor_engine import Engine, Workload, likely_engine, need
 from tokenyard.cli.doctor_facts import Facts, SelfTest
 from tokenyard.cli.doctor_findings import RULES, of_memory, of_self_test
@@ -21,7 +22,7 @@ from tokenyard.cli.doctor_guard import Asker
 from tokenyard.cli.doctor_probes import gather
 from tokenyard.cli.doctor_report import Diagnosis, as_json, print_diagnosis
 from tokenyard.cli.options import bad, command, option
-from tokenyard.cli.report import table_console
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.launch import under_torchrun
 
 Say = Callable[[str], object]
@@ -113,7 +114,7 @@ def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
     """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely
     here.
     """
-    plans = [("cpu", CPU_RANKS, "collective")]
+    plans = [("cpu", CPU_RANKS, COLLECTIVE)]
     if facts.gpus:
         plans.append(("cuda", len(facts.gpus), likely_engine(facts).name))
     tests: list[SelfTest] = []
@@ -132,7 +133,7 @@ def diagnose(
     facts: Facts, workload: Workload, tests: list[SelfTest], asked: bool, asker: Asker
 ) -> Diagnosis:
     """What the facts mean. A rule that raises becomes something that could not be told, too."""
-    unknown = Engine("collective", "could not tell why")
+    unknown = Engine(COLLECTIVE, "could not tell why")
     engine = asker.ask("engine", lambda: likely_engine(facts, workload.ranks)) or unknown
     needs = need(workload, engine.name, facts)
     findings = [

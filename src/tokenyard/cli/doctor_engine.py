@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tokenyard.cli.doctor_facts import Facts, gpu_pairs, old_gpus, pairs_text, unreachable
+from tokenyard.engines.known import COLLECTIVE, NVLINK
 from tokenyard.engines.select import CAPABILITY, TRITON, triton_fits
 from tokenyard.rows import RowFormat
 
@@ -76,19 +77,19 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
     gpus = facts.gpus or []
     if not gpus:
         seen = "could not tell which GPUs torch sees" if facts.gpus is None else "torch sees no GPU"
-        return Engine("collective", f"{seen}: ranks over gloo, through host memory")
+        return Engine(COLLECTIVE, f"{seen}: ranks over gloo, through host memory")
     ranks = ranks or len(gpus)
     missing = missing_for_nvlink(facts, ranks)
     triton = f"Triton {facts.triton}"
     if not missing and ranks == 1:
-        return Engine("nvlink", f"one rank, on a GPU, {triton}")
+        return Engine(NVLINK, f"one rank, on a GPU, {triton}")
     if not missing:
         why = f"{ranks} GPUs that all reach each other, {triton}, symmetric memory"
-        return Engine("nvlink", why)
+        return Engine(NVLINK, why)
     wire = "gloo, through host memory, since torch has no NCCL"
     if facts.torch is not None and "nccl" in facts.torch.backends:
         wire = "NCCL, one GPU per rank"
-    return Engine("collective", f"over {wire}; not nvlink: {'; '.join(missing)}")
+    return Engine(COLLECTIVE, f"over {wire}; not nvlink: {'; '.join(missing)}")
 
 
 def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
@@ -96,7 +97,7 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
     ``engines/select.py`` would see it.
     """
     missing = list[str]()
-    if "nvlink" not in facts.engines:
+    if NVLINK not in facts.engines:
         missing.append("this version does not have it")
     if facts.torch is not None and facts.torch.hip:
         missing.append("torch is built for ROCm")
@@ -156,7 +157,7 @@ def need(workload: Workload, engine: str, facts: Facts) -> Need:
     sent = (arrivals[0], w.tokens * min(w.topk, w.ranks))
     both: list[Bytes] = []
     for count, out, back in zip(rows, sent, arrivals, strict=True):
-        staged = symmetric_bytes(w) if engine == "nvlink" else staging_bytes(w, out + back)
+        staged = symmetric_bytes(w) if engine == NVLINK else staging_bytes(w, out + back)
         both.append(Bytes(count, result_bytes(w, count), staged))
     free, where = _free(workload, facts)
     return Need(even=both[0], most=both[1], free=free, where=where)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_engine import Need
 from tokenyard.cli.doctor_facts import (
     UNLIMITED,
@@ -20,7 +21,7 @@ from tokenyard.cli.doctor_facts import (
     unreachable,
 )
 from tokenyard.cli.doctor_guard import NO_ANSWER, NOT_ASKED
-from tokenyard.cli.report import bytes_text
+from tokenyard.engines.known import NVLINK
 from tokenyard.engines.select import TRITON, triton_fits
 
 MIB = 1 << 20
@@ -163,7 +164,7 @@ def nccl_versions(facts: Facts) -> Iterator[Finding]:
 
 def triton_version(facts: Facts) -> Iterator[Finding]:
     """Only what keeps GPUs that could run engine ``nvlink`` from it."""
-    if "nvlink" not in facts.engines or not facts.gpus or facts.peers is None:
+    if NVLINK not in facts.engines or not facts.gpus or facts.peers is None:
         return
     if unreachable(facts) or old_gpus(facts):
         return

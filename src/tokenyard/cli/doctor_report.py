@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tokenyard.cli.doctor_engine import Bytes, Engine, Need, Workload
-from tokenyard.cli.doctor_facts import UNLIMITED, Facts, Library, SelfTest, gpu_pairs, unreachable
-from tokenyard.cli.doctor_findings import PROBLEM, WARNING, Finding
-from tokenyard.cli.report import (
+from tokenyard.cli.consoles import (
     bytes_text,
     plain_table,
     print_line,
     print_section,
     seconds_text,
 )
+from tokenyard.cli.doctor_engine import Bytes, Engine, Need, Workload
+from tokenyard.cli.doctor_facts import UNLIMITED, Facts, Library, SelfTest, gpu_pairs, unreachable
+from tokenyard.cli.doctor_findings import PROBLEM, WARNING, Finding
 from tokenyard.version import __version__
 
 SCHEMA = 1

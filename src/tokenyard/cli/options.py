@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import torch
 import typer
 
+from tokenyard.engines.known import AUTO, COLLECTIVE
 from tokenyard.engines.select import obstacle_of
 
 PNG = (".png",)
@@ -89,6 +90,6 @@ def check_engine(engine: str, device: str) -> None:
     """The ``--engine`` is not one whose kernels need GPUs where ranks work on the CPU. (Whether it
     fits GPUs, ranks find out.)
     """
-    if device == "cpu" and engine not in ("auto", "collective"):
+    if device == "cpu" and engine not in (AUTO, COLLECTIVE):
         why = f"engine {engine!r} cannot work here: {obstacle_of(None)}; engine 'collective' can"
         bad("--engine", why)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.cli.bench_plot import INK, OURS, THEIRS, legend, log_axes, new_figure, title
-from tokenyard.planner.plan import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
+from tokenyard.planner.prediction import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan
 
 PLANNED = "nvlink, then twolevel"
 COLOURS = {PLANNED: OURS[0], COLLECTIVE: THEIRS[0], FLAT: THEIRS[1]}

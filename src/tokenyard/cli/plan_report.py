@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.report import bytes_text, plain_table, print_line, print_section
+from tokenyard.cli.consoles import bytes_text, plain_table, print_line, print_section
+from tokenyard.engines.known import NVLINK
 from tokenyard.engines.twolevel_ground import limit_of
-from tokenyard.planner.plan import Call, Plan
+from tokenyard.planner.prediction import Call, Plan
 from tokenyard.planner.rates import Rates
 from tokenyard.planner.traffic import Traffic
 
@@ -102,7 +103,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _when(plan: Plan) -> str:
     """When the engine that is planned runs."""
-    if plan.engine == "nvlink":
+    if plan.engine == NVLINK:
         return "would run"
     if limit := limit_of(plan.workload.grid):
         return f"is on paper only (it takes at most {limit}; collective would run)"

@@ -27,19 +27,16 @@ class Buffer(Masks):
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
     alike.
 
-    Making one talks to nobody and takes no memory. The first call of each kind makes a native
-    object, which is collective, as the call is. ``docs/how-to/deep_ep.md`` says name by name what
-    is the same as in DeepEP, what is better and what is missing.
+    Making one talks to nobody and takes no memory; the first call of each kind does, collectively.
+    ``docs/how-to/deep_ep.md`` says what is as in DeepEP, what is better and what is missing.
 
     Args:
         group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
         num_nvl_bytes: if given, an upper bound for the rings of each native object, down to 32 MiB;
-            more than 128 MiB are not used. Echoed, as the other arguments are: ``num_rdma_bytes``,
-            ``num_qps_per_rank`` and what is allowed or used of NVLink, MNNVL and fabric change
-            nothing.
+            more than 128 MiB are not used. Echoed, as all others are. ``num_rdma_bytes``,
+            ``num_qps_per_rank`` and what is said of NVLink, MNNVL and fabric change nothing.
         low_latency_mode: either mode works on any buffer.
-        explicitly_destroy: echoed. :meth:`destroy` lets go of connections and memory at once;
-            otherwise they go when neither the buffer nor a handle of it is left.
+        explicitly_destroy: echoed. :meth:`destroy` frees at once what goes with the last handle.
         enable_shrink: allow masks.
         comm: (mpi4py) not supported.
 
@@ -105,9 +102,7 @@ class Buffer(Masks):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take the multiprocessors
-        they need.
-        """
+        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take what they need."""
         Buffer.num_sms = even_sms(new_num_sms)
 
     @staticmethod

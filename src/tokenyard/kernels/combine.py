@@ -37,7 +37,7 @@ from tokenyard.kernels.structs import Peers, RingLayout, RowLayout, row_layout
 from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
 )  # fmt: skip
-from tokenyard.kernels.types import kernel_type
+from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

@@ -50,7 +50,13 @@ from tokenyard.kernels.structs import (
     strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    ON_ROOM, ON_ROWS, RANK, add_release, given_up, wait_at_least, words
+    ON_ROOM,
+    ON_ROWS,
+    RANK,
+    add_release,
+    given_up,
+    wait_at_least,
+    words,
 )
 from tokenyard.routing import power_of_two_at_least
 
@@ -349,7 +355,9 @@ def bind_dispatch(
         padding: blocks of experts end in rows of zeros.
     """
     cut, ranks, channels = (
-        workspace.shape.dispatch, workspace.memory.world_size, workspace.shape.channels
+        workspace.shape.dispatch,
+        workspace.memory.world_size,
+        workspace.shape.channels,
     )
     row, slots = row_layout(form), workspace.slots(form)
     block, chunk = min(power_of_two_at_least(form.words), cut.block), cut.chunk_of(slots)
@@ -382,8 +390,7 @@ def dispatch_rows(
     launch: Callable[..., None], workspace: Any, *, plan: int, payload: Payload, result: Result,
     tag: int, num_tokens: int, num_experts: int, num_rows: int, forced: bool = False,
 ) -> None:  # fmt: skip
-    """Launch what :func:`bind_dispatch`, or that of engine twolevel, made. Structs hold addresses.
-    """
+    """Launch what :func:`bind_dispatch` made, or engine twolevel's. Structs hold addresses."""
     launch(
         workspace.peers, workspace.state_at, plan, payload, result, tag, num_tokens, num_experts,
         num_rows, int(forced),

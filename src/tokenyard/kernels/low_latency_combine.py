@@ -45,7 +45,7 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
-from tokenyard.kernels.types import kernel_type
+from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

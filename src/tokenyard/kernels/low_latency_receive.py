@@ -8,10 +8,23 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import (
-    READY, block_of, count_of, flag_of, ints, pairs_of, present_of, slot_of, start_of, value_in
+    READY,
+    block_of,
+    count_of,
+    flag_of,
+    ints,
+    pairs_of,
+    present_of,
+    slot_of,
+    start_of,
+    value_in,
 )
 from tokenyard.kernels.low_latency_waits import (
-    are_active, in_same_call, leave_out, wait_counts, wait_flag
+    are_active,
+    in_same_call,
+    leave_out,
+    wait_counts,
+    wait_flag,
 )
 from tokenyard.kernels.payload import as_words, zero_row
 from tokenyard.kernels.place import floats

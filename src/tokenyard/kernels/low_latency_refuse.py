@@ -15,10 +15,22 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import (
-    PIECES, RANK, Sizes, count_of, epoch_of, flag_of, weight_of, with_call
+    PIECES,
+    RANK,
+    Sizes,
+    count_of,
+    epoch_of,
+    flag_of,
+    weight_of,
+    with_call,
 )
 from tokenyard.kernels.low_latency_waits import (
-    Call, are_active, is_active, leave_out, tell, wait_counts
+    Call,
+    are_active,
+    is_active,
+    leave_out,
+    tell,
+    wait_counts,
 )
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import peer_base

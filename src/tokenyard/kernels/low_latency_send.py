@@ -8,10 +8,22 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import (
-    BAD_AT, BAD_VALUE, STATUS, count_of, flag_of, ints, slot_of, with_call
+    BAD_AT,
+    BAD_VALUE,
+    STATUS,
+    count_of,
+    flag_of,
+    ints,
+    slot_of,
+    with_call,
 )
 from tokenyard.kernels.low_latency_picks import (
-    columns_of, merged, merged_weights, picks_at, tokens_per_expert, tokens_with
+    columns_of,
+    merged,
+    merged_weights,
+    picks_at,
+    tokens_per_expert,
+    tokens_with,
 )
 from tokenyard.kernels.low_latency_waits import are_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
@@ -173,9 +185,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     else:
         _store_words(v, first, w, goes, slots, call.rank, k)
     if piece == 0:
-        _send_metadata(
-            tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call.state, k
-        )
+        _send_metadata(tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call.state, k)
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tokenyard.formats import FORMATS, POWER_ABOVE, POWER_BELOW, WORD
 from tokenyard.kernels.structs import Cast
-from tokenyard.kernels.types import kernel_type
+from tokenyard.kernels.triton_types import kernel_type
 
 _POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
 _WORD = tl.constexpr(WORD)

@@ -50,7 +50,7 @@ from tokenyard.kernels.structs import Peers, RowLayout, row_layout
 from tokenyard.kernels.sync import (
     ON_LANDING, RANK, given_up, lacking, raise_release, wait_for_all, words
 )  # fmt: skip
-from tokenyard.kernels.types import kernel_type
+from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

@@ -34,7 +34,13 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import (
-    Chunk, Partials, Sums, Tiles, send_sums_chunk, tiles_of, types_of
+    Chunk,
+    Partials,
+    Sums,
+    Tiles,
+    send_sums_chunk,
+    tiles_of,
+    types_of,
 )
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
@@ -61,9 +67,9 @@ from tokenyard.kernels.two_sums import (
     node_weights,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
-)
-from tokenyard.kernels.types import kernel_type
+    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports,
+)  # fmt: skip
+from tokenyard.kernels.triton_types import kernel_type
 
 
 class TwoCombineConfig(NamedTuple):
@@ -219,9 +225,7 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
             i = tl.minimum(i + k.tiles.rows_summed, end)
     left = hi - lo - i0
     if i > i0:
-        left = _end_combine(
-            peers, link, turn, heads, bases, before, taken, i, end, here, there, k
-        )
+        left = _end_combine(peers, link, turn, heads, bases, before, taken, i, end, here, there, k)
     return left
 
 

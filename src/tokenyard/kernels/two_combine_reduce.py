@@ -25,9 +25,7 @@ from tokenyard.kernels.two_sums import (
     NodeRows, Tokens, add_node_weights, add_nodes, node_sum,
     node_weights,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import (
-    ON_TIME, reports
-)
+from tokenyard.kernels.two_turns import ON_TIME, reports
 
 
 class Share(NamedTuple):
@@ -38,6 +36,7 @@ class Share(NamedTuple):
     end: Any
     tokens: Any
     done: Any
+
 
 @triton.jit
 def return_network_credits(peers, mine, local, channel, owed, last, k: tl.constexpr):

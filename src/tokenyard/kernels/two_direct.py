@@ -49,7 +49,14 @@ from tokenyard.kernels.two_region import (
     table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, publish, reports
+    ON_TIME,
+    OVER,
+    begin_tasks,
+    dealt,
+    next_step,
+    place_in_round,
+    publish,
+    reports,
 )
 from tokenyard.kernels.two_views import end_in_views
 from tokenyard.routing import power_of_two_at_least
@@ -246,7 +253,9 @@ def bind_two_direct(
     """Compile and load the kernel of a dispatch in place for one kind of call: see
     ``bind_dispatch``."""
     cut, grid, network = (
-        workspace.tuning.direct, grid_of(workspace), network_ring_of(workspace, form)
+        workspace.tuning.direct,
+        grid_of(workspace),
+        network_ring_of(workspace, form),
     )
     row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
     most = max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node))

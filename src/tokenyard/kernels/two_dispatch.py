@@ -41,21 +41,46 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of, rows_sent
 from tokenyard.kernels.place import Placing, num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of, taken_from
+    first_in,
+    go_of,
+    head_of,
+    in_bound,
+    order_of,
+    out_bound,
+    peer_base,
+    sent_to,
+    tail_of,
+    taken_from,
 )
 from tokenyard.kernels.structs import (
     Cast, Grid, NetworkRing, Payload, Peers, Result, RingLayout, Routing, RowLayout, Strides, Turn,
     grid_of, network_ring_of, row_layout, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
+    ON_ROOM,
+    ON_ROWS,
+    RANK,
+    TIMED_OUT,
+    give_up,
+    given_up,
+    load_acquire,
+    now_ns,
+    words,
 )
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import forward_turn
 from tokenyard.kernels.two_letters import greet_turn
 from tokenyard.kernels.two_region import done_in, num_tasks
 from tokenyard.kernels.two_turns import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports
+    ON_TIME,
+    OVER,
+    begin_tasks,
+    dealt,
+    next_step,
+    owe,
+    place_in_round,
+    publish,
+    reports,
 )
 from tokenyard.routing import power_of_two_at_least
 
@@ -91,8 +116,7 @@ class TwoDispatchConfig(NamedTuple):
 
 @triton.jit
 def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
-    """Rows of this channel for this rank itself. Returns the rows that are left, as all turns do.
-    """
+    """Rows of this channel for this rank itself. Returns the rows left, as all turns do."""
     place = (peers.rank * k.channels + turn.channel).to(tl.int64)
     ring = peer_base(peers.regions, peers.rank) + k.ring.first_byte + place * k.ring.num_bytes
     lo = tl.load(out_bound(routing.plan, peers.rank, turn.channel, k.plan_ranks, k.channels))

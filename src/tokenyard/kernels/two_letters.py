@@ -38,7 +38,13 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    landing_of, letter_at, letter_words, net_bytes, other, short_letter_words, tag_at
+    landing_of,
+    letter_at,
+    letter_words,
+    net_bytes,
+    other,
+    short_letter_words,
+    tag_at,
 )
 from tokenyard.kernels.two_turns import ON_TIME, reports
 

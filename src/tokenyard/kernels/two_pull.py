@@ -47,7 +47,14 @@ from tokenyard.kernels.two_region import (
 )  # fmt: skip
 from tokenyard.kernels.two_sums import Tokens, add_nodes, elements_before, in_network_ring, view_sum
 from tokenyard.kernels.two_turns import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, reports
+    ON_TIME,
+    OVER,
+    begin_tasks,
+    dealt,
+    next_step,
+    owe,
+    place_in_round,
+    reports,
 )
 from tokenyard.kernels.two_views import end_in_views
 from tokenyard.routing import power_of_two_at_least
@@ -135,8 +142,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
 
 @triton.jit
 def _sum_tokens(starts, sums, tokens, at, mine, home, channel, k: tl.constexpr):
-    """Store the sums of ``tokens``. ``at [B, local_bins]``: of my node's rows, behind ``starts``.
-    """
+    """Store the sums of ``tokens``. ``at [B, local_bins]``: my node's rows, behind ``starts``."""
     for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
         w = k0 + tl.arange(0, k.tiles.block_summed)
         v_home = view_sum(starts, at, w, k)
@@ -311,9 +317,7 @@ def bind_two_pull(
     row_bytes = block * token_bytes(workspace, dtype, bias)
     rows, stages = cut.staged(most, row_bytes, workspace.shared_bytes)
     tiles = Tiles(rows, block, rows, block)
-    return bind_sums(
-        two_pull_kernel, cut, workspace, form, dtype, bias, tiles=tiles, stages=stages
-    )
+    return bind_sums(two_pull_kernel, cut, workspace, form, dtype, bias, tiles=tiles, stages=stages)
 
 
 def combine_in_views(

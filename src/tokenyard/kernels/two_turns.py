@@ -29,7 +29,13 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.sync import (
-    RELAYED_NS, TIMEOUT_NS, add_release, is_late, now_ns, still_time, words
+    RELAYED_NS,
+    TIMEOUT_NS,
+    add_release,
+    is_late,
+    now_ns,
+    still_time,
+    words,
 )
 from tokenyard.kernels.two_region import done_in, owed_of, owed_words
 

@@ -34,7 +34,11 @@ see it at once, and wake late from a wait for it).
 
 from __future__ import annotations
 
-from tokenyard.testing.simulator.errors import (
+from tokenyard.testing.simulator.hardware import Hardware
+from tokenyard.testing.simulator.memory import SimulatedMemory
+from tokenyard.testing.simulator.ranks import SimulatedRank, simulate
+from tokenyard.testing.simulator.scheduler import Simulator
+from tokenyard.testing.simulator.simulation_errors import (
     AddressError,
     Deadlock,
     Livelock,
@@ -43,10 +47,6 @@ from tokenyard.testing.simulator.errors import (
     RanksFailed,
     SimulationError,
 )
-from tokenyard.testing.simulator.hardware import Hardware
-from tokenyard.testing.simulator.memory import SimulatedMemory
-from tokenyard.testing.simulator.ranks import SimulatedRank, simulate
-from tokenyard.testing.simulator.scheduler import Simulator
 
 __all__ = [
     "AddressError",

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenyard.testing.simulator.errors import AddressError
 from tokenyard.testing.simulator.pages import Addresses, Bytes
+from tokenyard.testing.simulator.simulation_errors import AddressError
 
 GUARD = 4096
 """Bytes before and after a region that nobody may touch."""

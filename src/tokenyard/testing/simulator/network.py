@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenyard.testing.simulator.errors import AddressError
 from tokenyard.testing.simulator.pages import ByteMap, raw, spans
+from tokenyard.testing.simulator.simulation_errors import AddressError
 from tokenyard.testing.simulator.weak import Pending
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from tokenyard.testing.simulator.errors import AddressError, Livelock, Race
 from tokenyard.testing.simulator.pages import Addresses, Index, spans
 from tokenyard.testing.simulator.program import Program
+from tokenyard.testing.simulator.simulation_errors import AddressError, Livelock, Race
 from tokenyard.testing.simulator.weak import Lanes, Values
 
 if TYPE_CHECKING:

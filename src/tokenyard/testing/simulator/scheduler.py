@@ -10,16 +10,16 @@ import greenlet
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenyard.testing.simulator import hooks, limits, report
+from tokenyard.testing.simulator import failure_report, hooks, program_limits
 from tokenyard.testing.simulator.addresses import GUARD, AddressBook
 from tokenyard.testing.simulator.alarms import Alarms
-from tokenyard.testing.simulator.errors import ProgramError, RanksFailed, SimulationError
 from tokenyard.testing.simulator.hardware import Hardware
 from tokenyard.testing.simulator.host import Host
 from tokenyard.testing.simulator.network import Network
 from tokenyard.testing.simulator.network import installed as connected
 from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.program import Launch, Program, Stream
+from tokenyard.testing.simulator.simulation_errors import ProgramError, RanksFailed, SimulationError
 from tokenyard.testing.simulator.standstill import Standstill
 from tokenyard.testing.simulator.weak import WeakMemory
 
@@ -74,9 +74,9 @@ class Simulator:
         max_steps: int = 20_000_000,
         **hardware: Any,
     ) -> None:
-        limits.check_options(world_size, resident, hardware)
+        program_limits.check_options(world_size, resident, hardware)
         for rank in kill or ():
-            limits.check_rank(rank, world_size, "kill")
+            program_limits.check_rank(rank, world_size, "kill")
         self.world_size, self.seed, self.timeouts, self.resident = (
             world_size,
             seed,
@@ -116,7 +116,7 @@ class Simulator:
         Raises:
             ValueError: ``size`` is less than 1.
         """
-        limits.check_size(size)
+        program_limits.check_size(size)
         whole = np.zeros(size + 3 * GUARD, np.uint8)
         start = -(-(whole.ctypes.data + GUARD) // GUARD) * GUARD - whole.ctypes.data
         self._kept.append(whole)
@@ -134,8 +134,8 @@ class Simulator:
             ValueError: there is no such rank.
         """
         if rank is not None:
-            limits.check_rank(rank, self.world_size, "register()")
-        first, low, size = limits.extent(buffer)
+            program_limits.check_rank(rank, self.world_size, "register()")
+        first, low, size = program_limits.extent(buffer)
         self._kept.append(buffer)
         if size:
             self.addresses.add(low, size, rank, name, shared=shared or rank is None)
@@ -149,7 +149,7 @@ class Simulator:
         self,
         rank: int,
         kernel: Any,
-        grid: limits.Grid,
+        grid: program_limits.Grid,
         *args: int,
         num_warps: int = 4,
         **constants: Any,
@@ -162,10 +162,10 @@ class Simulator:
             ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments
                 do not fit the kernel.
         """
-        limits.check_rank(rank, self.world_size, "launch()")
-        limits.check_num_warps(num_warps)
+        program_limits.check_rank(rank, self.world_size, "launch()")
+        program_limits.check_num_warps(num_warps)
         launch = hooks.launch_of(
-            rank, kernel, limits.grid_of(grid), 32 * num_warps, args, constants
+            rank, kernel, program_limits.grid_of(grid), 32 * num_warps, args, constants
         )
         if not launch.size:
             return
@@ -180,7 +180,7 @@ class Simulator:
         Raises:
             ValueError: there is no such rank.
         """
-        limits.check_rank(rank, self.world_size, "kill()")
+        program_limits.check_rank(rank, self.world_size, "kill()")
         self._kill = sorted([*self._kill, (at_step, rank)])
 
     # What happened
@@ -260,7 +260,7 @@ class Simulator:
         if self._errors:
             first = next(iter(self._errors.values()))
             raise RanksFailed(
-                report.failures(self._errors, self.seed) + more, dict(self._errors)
+                failure_report.failures(self._errors, self.seed) + more, dict(self._errors)
             ) from first
 
     def _run_one(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tokenyard.testing.simulator import report
-from tokenyard.testing.simulator.errors import Deadlock
+from tokenyard.testing.simulator import failure_report
+from tokenyard.testing.simulator.simulation_errors import Deadlock
 
 if TYPE_CHECKING:
     from tokenyard.testing.simulator.program import Program
@@ -90,8 +90,8 @@ class Standstill:
         ]
         if not deadlines or not sim.timeouts:
             programs = list(sim.live.values())
-            sim.raise_errors(report.waiters(sim, programs))
-            raise Deadlock(report.deadlock(sim, programs, bool(deadlines)))
+            sim.raise_errors(failure_report.waiters(sim, programs))
+            raise Deadlock(failure_report.deadlock(sim, programs, bool(deadlines)))
         sim.now_ns = max(sim.now_ns, min(deadlines)) + 1
         self._wake_all(0)
 

@@ -11,19 +11,18 @@ from typing import Annotated
 
 import typer
 
+from tokenyard.cli.consoles import table_console
 from tokenyard.cli.options import bad, check_plot, command, option
 from tokenyard.cli.plan_report import as_json, print_plan
-from tokenyard.cli.report import table_console
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.planner.fit import rates_from
 from tokenyard.planner.picks import SKEWS
-from tokenyard.planner.plan import plan as make_plan
-from tokenyard.planner.plan import scaling
+from tokenyard.planner.prediction import plan as make_plan
+from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200, Rates
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
 
 WORK = ("nodes", "gpus_per_node", "tokens", "hidden", "experts", "topk", "sms", "buffer_bytes")
-LINKS = ("nvlink", "nic", "latency")
 
 Dtypes = Annotated[
     list[str] | None,
@@ -77,7 +76,7 @@ class Options:
     @property
     def known_rates(self) -> Rates:
         measured = H200 if self.rates is None else rates_from(self.rates, H200)
-        return measured.with_links(**{name: getattr(self, name) for name in LINKS})
+        return measured.with_links(nvlink=self.nvlink, nic=self.nic, latency=self.latency)
 
 
 @command(Options)
