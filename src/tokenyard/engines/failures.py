@@ -35,9 +35,14 @@ ADVICE = (
 )
 """What to do about a silent rank."""
 
-_PROCESS, _OBJECTS = f"{os.getpid()}-{secrets.token_hex(6)}", count()
+_TOKEN, _OBJECTS = secrets.token_hex(6), count()
 
 _T = TypeVar("_T")
+
+
+def _process() -> str:
+    """A name of this process, other than those of its forks and of processes on other hosts."""
+    return f"{os.getpid()}-{_TOKEN}"
 
 
 class Report(NamedTuple):
@@ -79,7 +84,7 @@ class FailureReports:
         self._look: Begun | None = None
         self._looked, self._tells, self._store_is_gone = 0.0, False, False
         if self._aside is not None:
-            store.set(f"process/{rank}", f"{_PROCESS} {self._number}")
+            store.set(f"process/{rank}", f"{_process()} {self._number}")
 
     def report(self, text: str, culprit: int) -> None:
         """Tell the others that this rank has given up on ``culprit``; before it lets go of anything
@@ -121,7 +126,9 @@ class FailureReports:
             self._tells = bool(what)
             self._aside.start(
                 self._or_else(
-                    lambda: self._base.set(f"tokenyard/waits/{_PROCESS}", f"{self._number} {what}"),
+                    lambda: self._base.set(
+                        f"tokenyard/waits/{_process()}", f"{self._number} {what}"
+                    ),
                     None,
                 )
             )
