@@ -117,11 +117,24 @@ def _exchange(module: Any, package: str, stack: ExitStack) -> int:
     """How many names of ``module`` are exchanged until ``stack`` is closed."""
     real = {name: value for name, value in vars(module).items() if _home(value).startswith(PACKAGE)}
     for name, value in real.items():
-        function = getattr(value, "fn", value)
-        copy = import_module(_home(value).replace(PACKAGE, package))
-        setattr(module, name, getattr(copy, function.__name__))
+        setattr(module, name, _copy(value, package))
         stack.callback(setattr, module, name, value)
+    engines = [
+        each for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == module.__name__
+        and "binders" in vars(each)
+    ]  # fmt: skip
+    for engine in engines:
+        binders: Any = vars(engine)["binders"]
+        engine.binders = type(binders)(*(_copy(each, package) for each in binders))  # type: ignore[attr-defined]
+        stack.callback(setattr, engine, "binders", binders)
     return len(real)
+
+
+def _copy(value: Any, package: str) -> Any:
+    """What is called so in ``package``."""
+    copy = import_module(_home(value).replace(PACKAGE, package))
+    return getattr(copy, getattr(value, "fn", value).__name__)
 
 
 def _home(value: Any) -> str:

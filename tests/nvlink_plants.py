@@ -149,7 +149,7 @@ GREETING = {
     "greeting: before its tag": mutation(
         "flag before data",
         "greet",
-        move("add_release(...)", "tl.store(tag_of(...), ...)", "say_hello"),
+        move("add_release(...)", "tl.store(tag_of(...), ...)", "say_hello", along=True),
     ),
 }
 
