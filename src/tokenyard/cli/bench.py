@@ -41,7 +41,7 @@ Rate = Annotated[
         "GB/s of a rank's link, one way.", min=0.001, show_default="cuda: 370, NVLink; cpu: unknown"
     ),
 ]
-Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0: the cast in dispatch.")]
+Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0, mxfp8: the cast in dispatch.")]
 Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
 
 
