@@ -36,6 +36,7 @@ VERBS = (
     "_combine_rows",
     "_end_combine",
     "_reduce",
+    "reduce",
     "_sum_tokens",
     "_sum_chunk",
     "_end_reduce",

@@ -137,7 +137,7 @@ if left > 0
       if left == 0
         tl.store(sent_to(peers.state, s, c, k.ranks, k.channels))
 """,  # model_twolevel.send_near
-    ("two_combine", "_reduce"): """
+    ("two_combine_reduce", "reduce"): """
 look_at_all(words(tails))
 while (i < end) & ok
   if ok
@@ -145,13 +145,13 @@ while (i < end) & ok
 if i > share.done
   _end_reduce(peers)
 """,  # model_twolevel.reduce_both
-    ("two_combine", "_sum_tokens"): """
+    ("two_combine_reduce", "_sum_tokens"): """
 for tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages)
   add_nodes(v_home)
 if k.picks
   add_node_weights(w_home)
 """,  # model_twolevel.reduce_both
-    ("two_combine", "_end_reduce"): """
+    ("two_combine_reduce", "_end_reduce"): """
 add_release(heads)
 if not k.grid.mapped
   return_network_credits(peers)
@@ -162,7 +162,7 @@ if left == 0
   tl.store(near_at)
   tl.store(far_at)
 """,  # model_twolevel.reduce_both
-    ("two_combine", "return_network_credits"): """
+    ("two_combine_reduce", "return_network_credits"): """
 for tl.static_range(k.grid.nodes)
   if (amount >= k.network_ring.credit) | last & (amount > 0)
     credit(account)
@@ -234,7 +234,7 @@ if pid >= 0
     ("two_combine", "_turn"): """
 if task < 1
   if rows > 0
-    _reduce(peers)
+    reduce(peers)
 else
   if task < G
     _combine_turn(peers)
