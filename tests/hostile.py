@@ -19,7 +19,11 @@ from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.rendezvous import agree
 from tokenyard.testing import Ranks
 
-TIMEOUT = 1.5
+PATIENCE = 600.0
+"""Seconds that an object waits in tests in which nobody is silent: a busy machine must not look
+like a silent rank."""
+TIMEOUT = 3.0
+"""Seconds after which a rank gives up in tests in which one is silent."""
 CASE = Case(1)
 SIZES = {
     "num_experts": CASE.num_experts,
@@ -57,17 +61,22 @@ def anyone(ranks: Ranks, here: bool) -> bool:
 
 
 def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
-    """A small object on ``group`` (default: all ranks) that waits ``TIMEOUT`` seconds."""
-    same = {**SIZES, "engine": ranks.engine, "timeout": TIMEOUT, "device": ranks.device}
+    """A small object on ``group`` (default: all ranks) that waits ``PATIENCE`` seconds."""
+    same = {**SIZES, "engine": ranks.engine, "timeout": PATIENCE, "device": ranks.device}
     if ranks.engine == "nvlink":
         same["buffer_bytes"] = SMALL_RINGS
     options = {**same, "topology": Case.topology if group is None else None, **changes}
     return ty.ExpertParallel(gloo(ranks) if group is None else group, **options)
 
 
-def make_patient(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
-    """The same for tests in which nobody is silent: a busy machine must not look like it."""
-    return make(ranks, **{"timeout": 600.0, **changes})
+def make_hasty(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
+    """The same, whose calls give up after ``TIMEOUT`` seconds. Making it is no call: however long
+    it takes, nobody is silent in it.
+    """
+    ep = make(ranks, **changes)
+    ep._calls.engine._transport.timeout = TIMEOUT  # pyright: ignore
+    meet(ranks)
+    return ep
 
 
 @cache

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import tokenyard as ty
-from hostile import Inputs, assert_works, check, complaint, error_of, make_patient
+from hostile import Inputs, assert_works, check, complaint, error_of, make
 from test_bad_input import CACHED, COMBINE, Bad
 from test_limits import GIB, ROWS
 from tokenyard import limits
@@ -36,7 +36,7 @@ def refused(name: str, seed: int) -> None:
 def _refused(ranks: Ranks, name: str) -> None:
     op, bad = REFUSED[name]
     inputs, wrong = Inputs.of(ranks), ranks.rank == CULPRIT
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         recv = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
         good = {"x": recv.x if op == "combine" else inputs.x, "handle": recv.handle}
         changed = bad.change(SimpleNamespace(x=inputs.x, flat=recv, inputs=inputs)) if wrong else {}
@@ -54,7 +54,7 @@ def _refused(ranks: Ranks, name: str) -> None:
             lambda: ep.dispatch(inputs.x, inputs.topk_idx),
         ):  # the object is finished
             check(error_of(call), ty.PeerError, says)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         assert_works(ranks, ep)
 
 
@@ -72,7 +72,7 @@ def _too_large(ranks: Ranks, at: int, alone: bool) -> None:
     inputs, bad = Inputs.of(ranks), ROWS[at]
     wrong, exact = not alone or ranks.rank == CULPRIT, bad.change(inputs).get("exact", True)
     good = {"x": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         error = error_of(lambda: ep.dispatch(**good | (bad.change(inputs) if wrong else {})))
         if wrong:
             check(error, bad.kind, *bad.words)
@@ -97,7 +97,7 @@ def rings_too_small(exact: bool, seed: int) -> None:
 
 def _rings_too_small(ranks: Ranks, exact: bool) -> None:
     inputs = Inputs.of(ranks)
-    with make_patient(ranks, buffer_bytes=1) as ep:
+    with make(ranks, buffer_bytes=1) as ep:
         for _ in range(2):
             error = error_of(
                 lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, exact=exact)

@@ -25,9 +25,8 @@ from hostile import (
     assert_works,
     check,
     error_of,
-    gloo,
     make,
-    make_patient,
+    make_hasty,
     meet,
 )
 from tokenyard import api
@@ -44,10 +43,8 @@ class Plot:
     own call.
     """
 
-    def __init__(
-        self, ranks: Ranks, point: str, deed: Callable[[], Any], timeout: float = TIMEOUT
-    ) -> None:
-        self.ranks, self.point, self.deed, self.timeout = ranks, point, deed, timeout
+    def __init__(self, ranks: Ranks, point: str, deed: Callable[[], Any]) -> None:
+        self.ranks, self.point, self.deed = ranks, point, deed
         self.ep: ty.ExpertParallel | None = None
 
     def at(self, point: str) -> None:
@@ -62,10 +59,13 @@ class Plot:
         x.requires_grad_(self.point == "backward")
         idx = torch.arange(CASE.num_topk, device=self.ranks.device) * 3  # an expert of every rank
         idx = idx.expand(x.shape[0], -1)
-        gloo(self.ranks)  # making the group needs everybody
+        meet(self.ranks)
         self.at("construction")
         self._inside(api, "choose", before="connection")
-        ep = self.ep = make(self.ranks, hidden=hidden, timeout=self.timeout)
+        if self.point in ("construction", "connection"):
+            ep = self.ep = make(self.ranks, hidden=hidden, timeout=TIMEOUT)
+        else:
+            ep = self.ep = make_hasty(self.ranks, hidden=hidden)
         self.at("dispatch")
         wire = ep._calls.engine._transport
         self._inside(wire, "exchange", before="rows of a dispatch")
@@ -206,7 +206,7 @@ def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
     rank 0.
     """
     inputs = Inputs.of(ranks)
-    ep = make(ranks)
+    ep = make_hasty(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
@@ -225,12 +225,12 @@ def test_two_ranks_are_silent(ranks: Ranks) -> None:
     of both.
     """
     if ranks.rank == 0:
-        error = error_of(lambda: make(ranks))
+        error = error_of(lambda: make(ranks, timeout=TIMEOUT))
         check(error, ty.PeerTimeout, f"{TIMEOUT} s", "rank(s) 1, 2", "ExpertParallel(")
         assert error.rank == 1
     meet(ranks)
     if ranks.rank > 0:
-        error = error_of(lambda: make(ranks))
+        error = error_of(lambda: make(ranks, timeout=TIMEOUT))
         assert isinstance(error, ty.PeerTimeout), repr(error)
     meet(ranks)
 
@@ -259,7 +259,7 @@ def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: boo
         with held:
             layer(held)
 
-    held = make(ranks)
+    held = make(ranks) if closes else make_hasty(ranks)
     error = error_of(run)
     meet(ranks)
     if ranks.rank == CULPRIT:
@@ -278,7 +278,7 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
     """By itself, inside its own ``with`` too; and who closes after a failure still reports that."""
     inputs = Inputs.of(ranks)
     for way in ("close", "with"):
-        ep = make_patient(ranks)
+        ep = make(ranks)
         recv = ep.dispatch(inputs.x, inputs.topk_idx)
         if ranks.rank == CULPRIT:
             if way == "with":
@@ -309,7 +309,7 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
     the others.
     """
     inputs = Inputs.of(ranks)
-    with make(ranks) as ep:
+    with make_hasty(ranks) as ep:
         if ranks.rank == CULPRIT:
 
             def no_room(*_: object) -> None:
@@ -335,7 +335,7 @@ def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None
     their own.
     """
     inputs = Inputs.of(ranks)
-    ep = make(ranks)
+    ep = make_hasty(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
@@ -354,7 +354,7 @@ def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None
 def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
     """The result was dropped: the object knows all the same."""
     inputs = Inputs.of(ranks)
-    ep = make(ranks)
+    ep = make_hasty(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
@@ -371,7 +371,7 @@ def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
     answer.
     """
     inputs = Inputs.of(ranks)
-    ep = make(ranks)
+    ep = make_hasty(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
@@ -390,7 +390,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     ended.
     """
     inputs = Inputs.of(ranks)
-    ep = make(ranks)
+    ep = make_hasty(ranks)
     if ranks.rank == CULPRIT:
         meet(ranks)
         return
@@ -407,7 +407,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
 def test_other_objects_go_on(ranks: Ranks) -> None:
     """One object times out; another on the same group, and the group itself, do not notice."""
     inputs = Inputs.of(ranks)
-    with make(ranks) as other, make(ranks) as ep:
+    with make(ranks) as other, make_hasty(ranks) as ep:
         assert_works(ranks, other)
         if ranks.rank != CULPRIT:
             assert isinstance(
@@ -424,7 +424,7 @@ def test_a_slow_rank_is_not_a_silent_one(ranks: Ranks) -> None:
     """Half a timeout late in a call, and more than the timeout between two calls, when nobody
     waits.
     """
-    with make(ranks) as ep:
+    with make_hasty(ranks) as ep:
         time.sleep(0.5 * TIMEOUT * ranks.rank)
         assert_works(ranks, ep)
         time.sleep(1.1 * TIMEOUT)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import tokenyard as ty
 from deep_ep_calls import fresh
 from deep_ep_world import World
-from hostile import SIZES, Inputs, assert_works, error_of, make_patient, meet
+from hostile import SIZES, Inputs, assert_works, error_of, make, meet
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test
 
@@ -69,7 +69,7 @@ def refusals(calls: dict[str, Callable[[], Any]]) -> list[str]:
 def test_every_use_raises_at_once(ranks: Ranks) -> None:
     inputs = Inputs.of(ranks)
     x, idx, weights = inputs.x.float().requires_grad_(), inputs.topk_idx, inputs.topk_weights
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         plain, recv = ep.dispatch(inputs.x, idx), ep.dispatch(x, idx, weights)
         y = ep.combine(recv.x, recv.handle)
         pending = ep.dispatch(inputs.x, idx, async_op=True)
@@ -97,7 +97,7 @@ def test_every_use_raises_at_once(ranks: Ranks) -> None:
             "pending, differentiable": tracked.wait,
             "pending combine": behind.wait,
             "work": lambda: pending.work().wait(),
-            "construction": lambda: make_patient(ranks),
+            "construction": lambda: make(ranks),
         }
 
         def use() -> object:
@@ -123,7 +123,7 @@ def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
     child does not hang.
     """
     inputs = Inputs.of(ranks)
-    held: list[Any] = [make_patient(ranks)]
+    held: list[Any] = [make(ranks)]
     ep = held[0]
     recv = ep.dispatch(inputs.x.float().requires_grad_(), inputs.topk_idx)
     # Rank 1 comes later.
@@ -148,7 +148,7 @@ def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
     assert_works(ranks, ep)
     meet(ranks)
     ep.close()
-    with make_patient(ranks) as new:
+    with make(ranks) as new:
         assert_works(ranks, new)
 
 
@@ -213,7 +213,7 @@ class Numbers(Dataset[torch.Tensor]):
 def test_training_beside_a_loader_that_forks(ranks: Ranks) -> None:
     """Workers come and go in two epochs, while calls and backwards are made."""
     inputs = Inputs.of(ranks, 2)
-    with make_patient(ranks, timeout=100.0) as ep:
+    with make(ranks, timeout=100.0) as ep:
         scale = torch.ones((), requires_grad=True)
         for _ in range(2):
             loader = DataLoader(

@@ -20,15 +20,14 @@ import tokenyard as ty
 from cases import Case, check_received, dispatch
 from hostile import (
     CASE,
+    PATIENCE,
     SIZES,
-    TIMEOUT,
     Inputs,
     assert_works,
     check,
     error_of,
     gloo,
     make,
-    make_patient,
     meet,
 )
 from tokenyard.call_queue import MAX_OUTSTANDING
@@ -153,7 +152,7 @@ class Gate:
         self._event = threading.Event()
 
     def wait(self) -> None:
-        assert self._event.wait(10 * TIMEOUT)
+        assert self._event.wait(PATIENCE)
 
     def open_soon(self) -> None:
         threading.Timer(0.2, self._event.set).start()
@@ -202,11 +201,11 @@ def test_a_waiting_call_from_another_thread(ranks: Ranks) -> None:
 
         def exchange(*args: Any) -> Any:
             inside.set()
-            assert release.wait(2 * TIMEOUT)
+            assert release.wait(PATIENCE)
             return honest(*args)
 
         def intrude() -> None:
-            assert inside.wait(10 * TIMEOUT)
+            assert inside.wait(PATIENCE)
             calls = [
                 lambda: ep.dispatch(inputs.x, inputs.topk_idx),
                 lambda: ep.dispatch(inputs.x, inputs.topk_idx, async_op=True),
@@ -272,12 +271,9 @@ def test_fifty_objects_leave_nothing_behind(ranks: Ranks, end: str) -> None:
     inputs = Inputs.of(ranks)
 
     def live() -> None:
-        if (
-            end == "refuse"
-            and error_of(lambda: make_patient(ranks, hidden=40 + ranks.rank)) is None
-        ):
+        if end == "refuse" and error_of(lambda: make(ranks, hidden=40 + ranks.rank)) is None:
             raise AssertionError("accepted")
-        ep = make_patient(ranks)
+        ep = make(ranks)
         recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
         ep.combine(recv.x, recv.handle)
         if end != "del":

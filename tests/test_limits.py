@@ -21,7 +21,7 @@ from hostile import (
     check,
     complaint,
     error_of,
-    make_patient,
+    make,
     meet,
 )
 from test_bad_input import bad, run
@@ -90,7 +90,7 @@ def test_a_result_that_the_object_makes_too_large(ranks: Ranks) -> None:
     i = Inputs.of(ranks)
     with mock.patch.object(limits, "memory_of", return_value=16 * GIB):
         for bound, asked, words in BOUNDS:
-            with make_patient(ranks, max_tokens_per_rank=bound) as ep:
+            with make(ranks, max_tokens_per_rank=bound) as ep:
                 error = error_of(lambda ep=ep, asked=asked: ep.dispatch(i.x, i.topk_idx, **asked))
                 check(error, ValueError, f"max_tokens_per_rank ({bound})", words, "smaller")
                 rows = ep.dispatch(i.x, i.topk_idx).x.shape[0]
@@ -128,7 +128,7 @@ def test_what_just_fits(ranks: Ranks) -> None:
     for asked, need, blamed in needs(ranks.world_size):
         for most in (need, need - 1):
             with mock.patch("tokenyard.api.most_result_bytes", return_value=most):
-                ep = make_patient(ranks)
+                ep = make(ranks)
             error = error_of(
                 lambda ep=ep, asked=asked: ep.dispatch(i.x, i.topk_idx, i.topk_weights, **asked)
             )
@@ -142,11 +142,11 @@ def test_what_just_fits(ranks: Ranks) -> None:
 @distributed_test(world_size=(1, 2, 3))
 def test_ranks_of_a_host_share_its_memory(ranks: Ranks) -> None:
     with mock.patch.object(limits, "memory_of", return_value=16 * GIB):
-        with make_patient(ranks) as ep:
+        with make(ranks) as ep:
             assert ep._validation._most_bytes == 8 * GIB // ranks.world_size
         with (
             mock.patch.dict("os.environ", {"TOKENYARD_HOST": f"host {ranks.rank}"}),
-            make_patient(ranks) as ep,
+            make(ranks) as ep,
         ):
             assert ep._validation._most_bytes == 8 * GIB
 
@@ -206,7 +206,7 @@ def test_kernels_have_tables_for_all_tokens_of_all_ranks() -> None:
 def test_hidden_and_picks_of_any_size_cost_what_comes(ranks: Ranks) -> None:
     """Nothing is allocated by ``hidden``, ``num_topk`` or ``timeout`` themselves."""
     most = {"hidden": 2**31 - 1, "num_topk": 4096, "num_experts": 65536, "timeout": 1e9}
-    with make_patient(ranks, **most) as ep:
+    with make(ranks, **most) as ep:
         x = torch.empty(0, 2**31 - 1, dtype=torch.bfloat16, device=ranks.device)
         recv = ep.dispatch(x, torch.empty(0, 4096, dtype=torch.int64, device=ranks.device))
         assert ep.combine(recv.x, recv.handle).shape == x.shape
@@ -215,7 +215,7 @@ def test_hidden_and_picks_of_any_size_cost_what_comes(ranks: Ranks) -> None:
 @distributed_test(world_size=2)
 def test_as_many_experts_as_there_may_be(ranks: Ranks) -> None:
     i = Inputs.of(ranks)
-    with make_patient(ranks, num_experts=65536) as ep:
+    with make(ranks, num_experts=65536) as ep:
         recv = ep.dispatch(i.x, i.topk_idx + 65528, layout=MAJOR)
         assert recv.x.shape[0] == (0 if ranks.rank == 0 else 2 * CASE.num_topk * len(i.x))
         check(error_of(lambda: ep.dispatch(i.x, i.topk_idx, layout=PADDED)), None)
@@ -227,15 +227,15 @@ def test_symmetric_memory_that_no_rank_has(ranks: Ranks) -> None:
     if ranks.engine != "nvlink":
         return
     for num_bytes in (2**47, 2**46):
-        error = error_of(lambda num_bytes=num_bytes: make_patient(ranks, buffer_bytes=num_bytes))
+        error = error_of(lambda num_bytes=num_bytes: make(ranks, buffer_bytes=num_bytes))
         assert not complaint(
             error, ValueError, (f"buffer_bytes ({num_bytes})", "symmetric memory", "smaller")
         )
         meet(ranks)
     i = Inputs.of(ranks)
-    with make_patient(ranks, max_tokens_per_rank=2**30) as ep:
+    with make(ranks, max_tokens_per_rank=2**30) as ep:
         error = error_of(lambda: ep.dispatch(i.x, i.topk_idx, in_place=True))
         check(error, ValueError, "max_tokens_per_rank (1073741824)", "in_place", "smaller")
         assert not anyone(ranks, False)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         assert_works(ranks, ep)

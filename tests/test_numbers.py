@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import SIZES, Inputs, assert_works, check, error_of, make_patient
+from hostile import SIZES, Inputs, assert_works, check, error_of, make
 from tokenyard.arguments import check_whole, real, whole
 from tokenyard.config import Config
 from tokenyard.handle import Spec
@@ -82,7 +82,7 @@ def test_arguments_of_an_object(ranks: Ranks, kind: Any) -> None:
         "timeout": np.float32(20),
         "topology": (mine(1), mine(size)),
     }
-    with make_patient(ranks, **given, **more) as ep:
+    with make(ranks, **given, **more) as ep:
         config = asdict(ep.config)
         assert {name: config[name] for name in SIZES} == SIZES
         assert {type(config[name]) for name in SIZES} == {int}
@@ -95,7 +95,7 @@ def test_arguments_of_an_object(ranks: Ranks, kind: Any) -> None:
 def test_arguments_of_a_call(ranks: Ranks) -> None:
     i, mine = Inputs.of(ranks), np.int64 if ranks.rank == 0 else int
     major = ty.Layout.EXPERT_MAJOR
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         recv = ep.dispatch(
             i.x, i.topk_idx, layout=major, exact=False, expert_alignment=mine(4), capacity=mine(50)
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import Case, check_combined, dispatch, rows_to_combine
-from hostile import CASE, Inputs, assert_works, make_patient
+from hostile import CASE, Inputs, assert_works, make
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test, poisoned
 
 WORLD_SIZES = (1, 2, 4)
@@ -74,7 +74,7 @@ def test_dispatch_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor
     i = Inputs.of(ranks)
     odd = [stride(t) for t in (i.x, i.topk_idx, i.topk_weights)]
     even = [t.contiguous() for t in odd]
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for layout, exact in product(ty.Layout, (True, False)):
             got, want = (
                 ep.dispatch(*tensors, layout=layout, exact=exact) for tensors in (odd, even)
@@ -94,7 +94,7 @@ def test_dispatch_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor
 def test_combine_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor]) -> None:
     """Rows, bias, ``out`` and weights; NaN around ``out`` stay."""
     i = Inputs.of(ranks)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for layout, exact in product(ty.Layout, (True, False)):
             recv = ep.dispatch(i.x, i.topk_idx, i.topk_weights, layout=layout, exact=exact)
             rows = torch.randn(recv.x.shape, device=ranks.device).bfloat16()
@@ -124,7 +124,7 @@ def test_expanded(ranks: Ranks) -> None:
         i.topk_idx[:1].expand(5, -1),
         i.topk_weights[:1, :1].expand(5, 3),
     )
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         odd = ep.dispatch(x, idx, weights)
         even = ep.dispatch(x.contiguous(), idx.contiguous(), weights.contiguous())
         for name in ("x", "topk_idx", "topk_weights", "source"):
@@ -147,7 +147,7 @@ def test_expanded(ranks: Ranks) -> None:
 def test_quantized_of_any_strides(ranks: Ranks, stride: Callable[[Tensor], Tensor]) -> None:
     i = Inputs.of(ranks)
     data, scales = i.x.to(torch.int8), torch.rand(5, 3, device=ranks.device)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for layout in (ty.Layout.FLAT, MAJOR):
             odd = ep.dispatch(ty.Quantized(stride(data), stride(scales)), i.topk_idx, layout=layout)
             even = ep.dispatch(ty.Quantized(data, scales), i.topk_idx, layout=layout)
@@ -166,7 +166,7 @@ def test_views_of_leaves_get_their_gradient(ranks: Ranks, layout: ty.Layout) -> 
         return wide.requires_grad_(), torch.ones(1, 3, device=ranks.device).requires_grad_()
 
     grads = []
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for contiguous in (False, True):
             wide, weight = leaves()
             x, weights = wide.t()[1:6, ::2], weight.expand(5, -1)
@@ -191,7 +191,7 @@ def test_rows_that_nobody_uses_have_no_gradient(ranks: Ranks, layout: ty.Layout)
     garbage may be NaN.
     """
     i = Inputs.of(ranks)
-    with make_patient(ranks) as ep, poisoned():
+    with make(ranks) as ep, poisoned():
         recv = ep.dispatch(i.x, i.topk_idx, i.topk_weights, layout=layout, exact=False)
         for weighted in (False, True)[: 1 + (layout is not ty.Layout.FLAT)]:
             rows = torch.ones(recv.x.shape, device=ranks.device, requires_grad=True)
@@ -210,7 +210,7 @@ def test_no_tokens_anywhere(ranks: Ranks, layout: ty.Layout, exact: bool) -> Non
     x = torch.empty(0, CASE.hidden, device=ranks.device, requires_grad=True)
     idx = torch.empty(0, CASE.num_topk, dtype=torch.int64, device=ranks.device)
     weights = torch.empty(0, CASE.num_topk, device=ranks.device, requires_grad=True)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for options in ({}, {"quantize": ty.Quantize.FP8}, {"async_op": True}):
             recv = ep.dispatch(x, idx, weights, layout=layout, exact=exact, **options)
             assert not recv.tokens_per_expert.any()
@@ -252,7 +252,7 @@ def test_no_rows_and_any_strides(ranks: Ranks) -> None:
     idx = torch.full((1, 1), CASE.num_experts - 1, device=ranks.device).expand(
         num_tokens, CASE.num_topk
     )
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         recv = ep.dispatch(x, idx)
         assert recv.x.shape == (num_tokens, CASE.hidden)
         assert ep.dispatch(x, handle=recv.handle).x.shape == recv.x.shape
@@ -266,7 +266,7 @@ def test_extremes_of_options(ranks: Ranks) -> None:
     make sense.
     """
     i = Inputs.of(ranks)
-    with make_patient(ranks, timeout=86400 * 365) as ep:
+    with make(ranks, timeout=86400 * 365) as ep:
         none = ep.dispatch(i.x, i.topk_idx, layout=MAJOR, exact=False, capacity=0)
         assert none.x.shape == (0, CASE.hidden)
         assert int(none.overflow) == int(none.tokens_per_expert.sum()) > 0
@@ -283,7 +283,7 @@ def test_infinities_and_nan_travel_as_they_are(ranks: Ranks) -> None:
     i = Inputs.of(ranks)
     x = i.x.clone()
     x[0], x[1], x[2] = float("nan"), float("inf"), -0.0
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         recv = ep.dispatch(x, i.topk_idx)
         mine = (recv.source >> 32) == ranks.rank
         assert_same_bits(recv.x[mine], x[recv.source[mine] & 0xFFFFFFFF], what="x", rank=ranks.rank)
@@ -343,7 +343,7 @@ def test_sums_over_the_rows_that_are_summed(ranks: Ranks) -> None:
     them by then.
     """
     i = Inputs.of(ranks)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         for layout in (ty.Layout.FLAT, MAJOR):
             recv = ep.dispatch(i.x, i.topk_idx, layout=layout)
             want = ep.combine(recv.x, recv.handle)

@@ -22,7 +22,7 @@ import test_gradients as gradients
 import test_mismatch as mismatch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case, check_received, dispatch, on_grid, rows_to_combine
-from hostile import Inputs, assert_works, check, error_of, make, make_patient, meet
+from hostile import Inputs, assert_works, check, error_of, make, make_hasty, meet
 from test_failures import CULPRIT, Plot, check_over
 from tokenyard.config import Config
 from tokenyard.engines.group_transport import GroupTransport
@@ -311,7 +311,7 @@ def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
     def play() -> None:
         inputs = Inputs.of(ranks)
         with on_grid(2, 2):
-            ep = plot.ep = make(ranks)
+            ep = plot.ep = make_hasty(ranks)
         everywhere = torch.tensor([0, 3, 6], device=ranks.device).expand(5, -1)
         everywhere = torch.where(
             torch.arange(5, device=ranks.device).unsqueeze(1) % 2 == 0, everywhere, everywhere + 1
@@ -339,7 +339,7 @@ def test_ids_out_of_range_on_one_rank(ranks: Ranks) -> None:
     idx = inputs.topk_idx.clone()
     if ranks.rank == 2:
         idx[3, 1] = 8
-    with on_grid(2, 2), make_patient(ranks) as ep:
+    with on_grid(2, 2), make(ranks) as ep:
         for exact in (True, False):
             error = error_of(lambda exact=exact: ep.dispatch(inputs.x, idx, exact=exact))
             meet(ranks)
@@ -357,7 +357,7 @@ def test_ids_out_of_range_on_one_rank(ranks: Ranks) -> None:
 def test_a_lie_about_rows_to_relay(ranks: Ranks, exact: bool) -> None:
     """More rows than tokens, or than a static block holds: named before room is made for them."""
     inputs = Inputs.of(ranks)
-    with on_grid(2, 2), make_patient(ranks) as ep:
+    with on_grid(2, 2), make(ranks) as ep:
         wire = ep._calls.engine._transport
         honest = wire.swap
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hostile import assert_works, check, error_of, make, make_patient, meet
+from hostile import assert_works, check, error_of, make, meet
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
 from tokenyard.memory.meeting import Round, wait_for
 from tokenyard.memory.store import CooperativeStore
@@ -406,12 +406,12 @@ def test_a_group_recovers_from_ranks_that_tried_alone(ranks: Ranks, ways: list[s
             "rank(s) 0",
         )
     meet(ranks)
-    with make_patient(ranks) as one, make_patient(ranks) as two:
+    with make(ranks) as one, make(ranks) as two:
         assert_works(ranks, two)
         assert_works(ranks, one)
     if ranks.rank != 1:
         with make(ranks, pair, timeout=20.0) as few:
             assert_works(ranks, few)
-    check(error_of(lambda: make_patient(ranks, hidden=8 * (1 + ranks.rank))), Mismatch, "hidden")
-    with make_patient(ranks) as last:
+    check(error_of(lambda: make(ranks, hidden=8 * (1 + ranks.rank))), Mismatch, "hidden")
+    with make(ranks) as last:
         assert_works(ranks, last)

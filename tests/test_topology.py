@@ -17,7 +17,7 @@ import torch
 
 import tokenyard as ty
 from cases import Case, check_received, dispatch
-from hostile import assert_works, check, error_of, make_patient, meet
+from hostile import assert_works, check, error_of, make, meet
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import (
     HOST_VARIABLE,
@@ -156,26 +156,26 @@ def test_objects(ranks: Ranks) -> None:
     """Given, detected, none, and refused on one rank or disagreed on: everybody learns it in
     construction.
     """
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         assert ep.topology == Topology(1, 4) and "per node" not in ep.why
         assert ep.stats().nodes == [0, 0, 0, 0]
-    with as_host("ab"[ranks.rank // 2]), make_patient(ranks) as ep:
+    with as_host("ab"[ranks.rank // 2]), make(ranks) as ep:
         assert ep.topology == Topology(2, 2) and "once per node" in ep.why
         assert ep.stats().nodes == [0, 0, 1, 1]
-    with as_host("ab"[ranks.rank // 2]), make_patient(ranks, topology=(1, 4)) as ep:
+    with as_host("ab"[ranks.rank // 2]), make(ranks, topology=(1, 4)) as ep:
         assert ep.topology == Topology(1, 4) and "per node" not in ep.why
         assert_works(ranks, ep)
-    with as_host("ab"[ranks.rank // 3]), make_patient(ranks) as ep:
+    with as_host("ab"[ranks.rank // 3]), make(ranks) as ep:
         assert ep.topology is None and "not per node: hosts must have equally many ranks" in ep.why
         assert ep.stats().nodes == [0, 0, 0, 1]
         assert_works(ranks, ep)
     for grid in ((4, 1), (1, 4)):
-        with make_patient(ranks, topology=grid) as ep:
+        with make(ranks, topology=grid) as ep:
             assert_works(ranks, ep)
-    error = error_of(lambda: make_patient(ranks, topology=(2, 2) if ranks.rank == 3 else None))
+    error = error_of(lambda: make(ranks, topology=(2, 2) if ranks.rank == 3 else None))
     check(error, ty.Mismatch, "ranks disagree on topology: rank 0 says None, rank 3 says 2x2")
     meet(ranks)
-    error = error_of(lambda: make_patient(ranks, topology=(2, 3) if ranks.rank == 1 else None))
+    error = error_of(lambda: make(ranks, topology=(2, 3) if ranks.rank == 1 else None))
     words = ("topology (2x3) has 6 ranks, but the group has 4",)
     check(
         error,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
-from hostile import make_patient
+from hostile import make
 from tokenyard import header
 from tokenyard.config import Config
 from tokenyard.engines.send_plan import counts_by_rank
@@ -159,7 +159,7 @@ def test_rows_counts_and_matrix(ranks: Ranks, layout: Layout) -> None:
     case = Case(size, num_experts=EXPERTS, layout=layout)
     owners = [pick_owners(idx, EXPERTS, size) for idx, _ in case.picks]
     want = [[int((owner == there).any(1).sum()) for there in range(size)] for owner in owners]
-    with make_patient(ranks, num_experts=EXPERTS) as ep:
+    with make(ranks, num_experts=EXPERTS) as ep:
         for exact in (True, False):
             same = replace(case, exact=exact)
             recv = dispatch(ranks, ep, same)
@@ -176,7 +176,7 @@ def test_counters_of_a_combine_are_those_of_its_dispatch_turned_round(ranks: Ran
     case = Case(3, num_experts=EXPERTS, num_topk=2)
     idx = torch.tensor([[0, 1 + 3 * ranks.rank]] * (ranks.rank + 1), device=ranks.device)
     x = torch.ones(len(idx), case.hidden, device=ranks.device).bfloat16()
-    with make_patient(ranks, num_experts=EXPERTS, num_topk=2) as ep:
+    with make(ranks, num_experts=EXPERTS, num_topk=2) as ep:
         recv = ep.dispatch(x, idx)
         there = ep.stats()
         ep.combine(recv.x, recv.handle)

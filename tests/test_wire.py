@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard as ty
-from hostile import CASE, Inputs, assert_works, check, error_of, make, make_patient, meet
+from hostile import CASE, Inputs, assert_works, check, error_of, make, make_hasty, meet
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.collective import DISPATCH
@@ -457,7 +457,7 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
     """
     options, corrupt = OBJECT_LIES[lie]
     inputs = Inputs.of(ranks)
-    with make_patient(ranks) as ep:
+    with make(ranks) as ep:
         wire = ep._calls.engine._transport
         honest_swap, asked = wire.swap, []
         if ranks.rank == 1:
@@ -480,7 +480,7 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
 def test_counts_for_experts_that_a_rank_does_not_have(ranks: Ranks) -> None:
     """4 experts on 3 ranks: rank 0 has two, the others one; the header has room for two."""
     inputs = Inputs.of(ranks)
-    with make(ranks, num_experts=4, timeout=20.0) as ep:
+    with make_hasty(ranks, num_experts=4) as ep:
         wire = ep._calls.engine._transport
         honest_swap = wire.swap
         if ranks.rank == 0:
