@@ -34,7 +34,8 @@ test-gpu:
 
 # Many ranks on one GPU: threads of one process, engines with kernels. Not test_compile.py: torch compiles for one thread at a time, and a
 # process in which several did may end in a segmentation fault.
-VIRTUAL := $(addprefix tests/test_,dispatch_combine.py gradients.py async.py nvlink.py low_latency_gpu.py twolevel_gpu.py)
+VIRTUAL := $(addprefix tests/ranks/test_,dispatch_combine.py gradients.py async.py) \
+	$(addprefix tests/gpu/test_,nvlink.py low_latency_gpu.py twolevel_gpu.py)
 test-virtual:
 	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
 		$(VIRTUAL) $(ARGS)
@@ -43,7 +44,7 @@ test-virtual:
 # schedules of the simulator: the tests whose files name SOAK (tests/nvlink_pool.py).
 SEEDS ?= 10
 soak: $(VENV)/.ready
-	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --timeout=0 $$(grep -lw SOAK tests/test_*.py) $(ARGS)
+	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --timeout=0 $$(grep -lw SOAK tests/*/test_*.py) $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

@@ -1,7 +1,7 @@
 """Checks the Markdown pages: relative links lead to files, anchors to headings; counts words.
 
 ``python docs/check_links.py`` prints what is broken, and exits with 1 if anything is.
-``tests/test_house.py`` runs it.
+``tests/unit/test_house.py`` runs it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 measured, machines of up to 1024 GPUs.
 
 Run it after a change of the planner, of what engines choose, or of a record;
-``tests/test_plan_validation.py`` says when.
+``tests/cli/test_plan_validation.py`` says when.
 """
 
 from __future__ import annotations

@@ -1,0 +1,172 @@
+"""Kernels of engine nvlink as sm_90 machine code: wide accesses, fences, no fused sums, programs
+that fit together.
+
+Compiled ahead of time, without a GPU, with the constants that the engine uses for rows of 7168
+channels on 4 ranks. ``make soak`` (``TOKENYARD_SOAK_SEEDS``) compiles every variant.
+
+A few variants keep a few words of a thread in local memory (:data:`SPILLS`): a program has 1024
+threads of 64 registers or 512 of 128, and what casts a row, or has eight rows on their way at once,
+holds more. That is accepted: those words stay in the first-level cache beside rows that come over a
+link, and where engine twolevel's tilings with and without were both timed, those without were no
+faster (``docs/explanation/performance.md``). What is called most spills nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from compiling import compiled
+from nvlink_pool import SOAK, without_devices
+
+pytestmark = without_devices
+
+Facts = dict[str, dict[str, Any]]
+
+SPILLS = {
+    "direct_kernel FLAT exact fresh in place bf16 @8": 4,
+    "direct_kernel FLAT exact fresh in place fp8 @8": 2,
+    "direct_kernel FLAT exact cached in place fp8 @8": 2,
+    "FP8": 40,  # a row that is cast is held in registers
+    "combine_kernel EXPERT_MAJOR exact back @24": 13,  # eight rows on their way at once, 16 warps
+    "combine_kernel EXPERT_MAJOR exact back float32 @132": 9,
+    "combine_kernel EXPERT_MAJOR exact back with two biases @132": 2,
+}
+"""Most local loads and stores where there may be some, by words of the name. All others have none.
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return compiled("nvlink_compile", *(["all"] if SOAK > 1 else []))
+
+
+@pytest.fixture
+def real(facts: Facts) -> Facts:
+    """Without the planted one."""
+    return {name: each for name, each in facts.items() if name != "planted"}
+
+
+def wrong(
+    facts: Facts, is_fine: Callable[[str, dict[str, Any]], bool]
+) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, each) for name, each in facts.items() if not is_fine(name, each)]
+
+
+def test_all_programs_of_a_launch_fit_on_the_device(real: Facts) -> None:
+    """They wait for each other, so all must be resident."""
+    assert not wrong(real, lambda _, each: 0 < each["grid"] <= each["most"])
+
+
+def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
+    moving = {
+        name: each
+        for name, each in real.items()
+        if name.startswith(
+            ("dispatch_kernel", "direct_kernel", "push_kernel", "combine_kernel FLAT")
+        )
+    }
+    assert len(moving) > 10
+    assert not wrong(
+        moving,
+        lambda _, each: each["loads 128"] + each["copies 128"] >= 3 and each["stores 128"] >= 4,
+    )
+    copied = {
+        name: each for name, each in moving.items() if "FLAT" in name and "FP8" not in name
+    }  # no padding, not cast
+    assert len(copied) > 10 and not wrong(
+        copied, lambda _, each: each["cached loads"] == each["kept stores"] == 0
+    )
+
+
+def test_pushers_and_those_who_sum_both_do_so(real: Facts) -> None:
+    """Four and more accesses of a row at once, two of each rank's in sums; with few programs these
+    go through shared memory.
+    """
+    pushing = {name: each for name, each in real.items() if name.startswith("push_kernel")}
+    assert len(pushing) >= 3
+    assert not wrong(
+        pushing,
+        lambda _, each: each["loads 128"] >= 4 and each["loads 128"] + each["copies 128"] >= 12,
+    )
+    few = {name: each for name, each in pushing.items() if not name.endswith("@132")}
+    assert not wrong(few, lambda _, each: each["copies 128"] >= 8)
+
+
+def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
+    """Through shared memory, 16 bytes at a time; not of results by expert, where a row is the sum
+    of several.
+    """
+    copying = {
+        name: each
+        for name, each in real.items()
+        if name.startswith("combine_kernel FLAT exact back")
+    }
+    assert len(copying) >= 3
+    assert not wrong(copying, lambda _, each: each["copies 128"] >= 4)
+
+
+def test_shared_memory_suffices(real: Facts) -> None:
+    """227 KiB of a multiprocessor, for all its programs if they spread over as many as the engine
+    may use.
+    """
+
+    def fits(name: str, each: dict[str, Any]) -> bool:
+        programs = -(-each["grid"] // int(name.split("@")[1]))
+        return programs * (each["shared"] + 1024) <= 227 << 10 and programs <= each["fit"]
+
+    assert not wrong(real, fits)
+
+
+def test_every_wait_acquires(real: Facts) -> None:
+    """A load (or, for several counters, an atomic) with system scope, after which no old line of
+    the cache is believed.
+    """
+    waiting = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
+    assert len(waiting) == len(real) - sum(name.startswith("unpack_kernel") for name in real)
+    assert not wrong(
+        waiting, lambda _, each: each["acquires"] > 0 and each["invalidations"] >= each["acquires"]
+    )
+    rings = {
+        name: each
+        for name, each in real.items()
+        if name.startswith(("dispatch_kernel", "combine_kernel"))
+    }
+    assert not wrong(rings, lambda _, each: each["strong loads"] > 0)
+
+
+def test_every_release_has_its_barrier_and_its_fence(real: Facts) -> None:
+    releasing = {name: each for name, each in real.items() if not name.startswith("unpack_kernel")}
+    assert not wrong(
+        releasing, lambda _, each: each["releases"] > 0 and each["releases without barrier"] == 0
+    )
+    assert not wrong(releasing, lambda _, each: each["fences"] >= each["releases"])
+
+
+def test_a_missing_barrier_would_show(facts: Facts) -> None:
+    assert facts["planted"]["releases without barrier"] > 0
+
+
+def test_products_are_rounded_before_sums(real: Facts) -> None:
+    """Sums have the same bits as torch's. (A cast divides, which takes fused steps.)"""
+    sums = {name: each for name, each in real.items() if "FP8" not in name}
+    assert any("weighted" in name for name in sums)
+    assert not wrong(sums, lambda _, each: each["fused"] == 0)
+
+
+def test_registers_suffice(real: Facts) -> None:
+    """Nothing is spilled to local memory, but for what :data:`SPILLS` lists."""
+
+    def allowed(name: str) -> int:
+        return next((most for words, most in SPILLS.items() if words in name), 0)
+
+    assert not wrong(real, lambda name, each: each["spills"] <= allowed(name))
+    main = (
+        "dispatch_kernel FLAT exact fresh bf16",
+        "dispatch_kernel FLAT exact cached fp8",
+        "combine_kernel FLAT exact back @",
+        "push_kernel FLAT exact back in place @",
+    )
+    assert all(any(name.startswith(words) and not allowed(name) for name in real) for words in main)

@@ -1,0 +1,72 @@
+"""Engine low_latency on simulated ranks: random scenarios under random schedules and weak memory,
+bit for bit against the oracle.
+
+``TOKENYARD_SOAK_SEEDS=N`` runs N times as many. ``python tests/run.py low_latency_ranks WORLD_SIZE
+SEED`` runs one seed alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from low_latency_plants import PLANTS
+from mutations import changed
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
+
+SEEDS = {1: 2, 2: 16, 3: 8, 4: 5, 8: 2, 16: 1}
+"""Seeds by world size; ``make soak`` runs more."""
+KINDS = {
+    "barrier",
+    "release",
+    "acquire",
+    "flag before data",
+    "reused too early",
+    "wrong epoch",
+    "last token",
+}
+
+
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
+    run_all(
+        "low_latency_ranks.check_seed",
+        [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)],
+    )
+
+
+def test_two_rows_of_calls_alternate_like_replays_of_a_graph() -> None:
+    """Sixteen calls one behind the other, odd and even ones of both kinds, with other picks each
+    time.
+    """
+    run_all("low_latency_ranks.passes_unchanged", [(seed,) for seed in range(3 * SOAK)])
+
+
+@pytest.mark.portable
+def test_waits_and_loads_are_added_up() -> None:
+    run_all("low_latency_ranks.counts_and_waits", [(seed,) for seed in range(2)])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int, str]]:
+    """A seed that finds each plant (-1: none), and what it reports."""
+    jobs = [(name, plant.seeds()) for name, plant in PLANTS.items()]
+    return dict(zip(PLANTS, run_all("low_latency_ranks.first_seed_that_finds", jobs), strict=True))
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(found: dict[str, tuple[int, str]], name: str) -> None:
+    seed, report = found[name]
+    assert seed >= 0, f"{name}: {report}, within {PLANTS[name].within} seeds"
+    assert "ProgramError" not in report, report  # a plant that does not even run says nothing
+
+
+def test_every_kind_of_bug_is_planted() -> None:
+    assert {plant.kind for plant in PLANTS.values()} == KINDS
+    assert len({changed(plant)[0] for plant in PLANTS.values()}) >= 3
+
+
+def test_plants_fit_the_kernels() -> None:
+    for plant in PLANTS.values():
+        changed(plant)

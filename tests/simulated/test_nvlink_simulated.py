@@ -1,0 +1,76 @@
+"""Engine nvlink on simulated ranks: random scenarios under random schedules and weak memory, bit
+for bit against the oracle.
+
+One seed is one scenario (sizes, layouts, payloads, calls that follow each other) and one schedule.
+``TOKENYARD_SOAK_SEEDS=N`` (``make soak``) runs N times as many. A seed that fails runs alone with
+``python tests/run.py nvlink_ranks WORLD_SIZE SEED``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
+
+SEEDS = {2: 60, 3: 25, 4: 12, 8: 8, 16: 3}
+"""Seeds by world size."""
+
+
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
+    run_all(
+        "nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)]
+    )
+
+
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_sums_in_place(world_size: int) -> None:
+    """Combine in place: rows of the dispatch's view and others, landings that grow, rows that
+    change from call to call.
+
+    A fifth as many seeds as above.
+    """
+    seeds = range(-(-SEEDS[world_size] // 5) * SOAK)
+    run_all("nvlink_ranks.check_in_place", [(world_size, seed) for seed in seeds])
+
+
+def test_rings_go_round() -> None:
+    """What the others rely on: more rows go through a ring than it has slots, so senders wait for
+    credits.
+    """
+    found = run_all("nvlink_ranks.rows_and_slots", [("rings", seed) for seed in range(8)])
+    assert sum(rows > slots for rows, slots in found) > 4, found
+
+
+def test_slots_of_whole_lines() -> None:
+    """The rows of all others are too short for them."""
+    run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(4 * SOAK)])
+
+
+def test_bodies_that_gpus_run_too() -> None:
+    """The whole object: rows left and read in place, refusals with and without memory made for it,
+    results of like calls.
+    """
+    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
+    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
+    calls += [
+        (f"test_{name}", {})
+        for name in (
+            "sums_over_the_rows_that_are_read",
+            "results_of_like_calls_share_no_memory",
+            "a_failure_is_of_the_call_it_was_in",
+            "rows_of_one_rank_that_rings_cannot_hold",
+        )
+    ]
+    calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
+    run_all(
+        "nvlink_ranks.shared_body",
+        [
+            ("test_nvlink", *call, ranks, seed)
+            for call in calls
+            for ranks in (2, 3)[:SOAK]
+            for seed in range(SOAK)
+        ],
+    )
