@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from nvlink_pool import SOAK
 from tokenyard.testing import Ranks, distributed_test
 
 PATTERNS = ("even", "uneven", "first rank empty", "only the last rank")
@@ -43,7 +44,7 @@ def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
-        for topk, pattern in product(range(1, 9), PATTERNS):
+        for topk, pattern in product(range(1, 9) if SOAK > 1 else (1, 2, 3, 8), PATTERNS):
             setting = mg.Setting(dtype=dtype, topk=topk)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)
@@ -65,7 +66,7 @@ def test_untouched_oracle(ranks: Ranks, dtype: torch.dtype) -> None:
     ):  # rounded once here, after every rank there; the output is summed in float32 by both
         loose = {"gradient of input": 2**-8}
     with mg.model_parallel(ranks) as compare:
-        for topk, pattern in product((1, 2, 4, 8), PATTERNS):
+        for topk, pattern in product((1, 2, 4, 8) if SOAK > 1 else (2, 8), PATTERNS):
             setting = mg.Setting(dtype=dtype, topk=topk)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)

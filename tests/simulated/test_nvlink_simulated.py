@@ -14,7 +14,7 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
 
-SEEDS = {2: 60, 3: 25, 4: 12, 8: 8, 16: 3}
+SEEDS = {2: 40, 3: 18, 4: 9, 8: 5, 16: 2}
 """Seeds by world size."""
 
 
