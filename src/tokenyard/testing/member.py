@@ -1,23 +1,40 @@
-"""The test process's end of one worker: its process, its pipe and what it prints."""
+"""The test process's end of one worker: its process, its pipe and what it prints.
+
+Workers are forks of a process that has torch and this package imported (multiprocessing's fork
+server): some ten milliseconds each, where a new interpreter takes more than a second.
+"""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import pickle
 import re
 import signal
-import subprocess
+import sys
 import tempfile
 from contextlib import suppress
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkServerContext
 
-from tokenyard.testing import fork_server as forks
 from tokenyard.testing import worker
-from tokenyard.testing.fork_server import fork_server
 from tokenyard.testing.job import Ending, Job, Outcome
+
+PRELOADED = ("torch", "torch.distributed", "tokenyard", worker.__name__)
+IF_KNOWN = ("pytest", "_pytest.assertion.rewrite", "hypothesis", "triton")
+"""Preloaded too if this process has them: bodies mostly come with these."""
 
 DUMP_TIME = 60.0
 """Seconds that a stuck worker gets to print its stacks."""
+
+
+@functools.cache
+def _forks() -> ForkServerContext:
+    """Makes processes by a fork server, which starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *(n for n in IF_KNOWN if n in sys.modules)])
+    return context
 
 
 class Member:
@@ -31,14 +48,19 @@ class Member:
         self.pipe, theirs = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._seen = 0
-        self._process = fork_server().start(
-            (rank, world_size, device, port, name), theirs.fileno(), self._output.fileno()
+        # a pipe to the child by its type, as only those are handed on to forks of the server
+        output = Connection(os.dup(self._output.fileno()), readable=False)
+        group = rank, world_size, device, port, name
+        self._process = _forks().Process(
+            target=worker.serve, args=(*group, theirs, output, dict(os.environ))
         )
+        self._process.start()
         theirs.close()
+        output.close()
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def check_joined(self) -> None:
         """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by
@@ -62,7 +84,8 @@ class Member:
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            code = self._process.wait()
+            self._process.join()
+            code = self._process.exitcode or 0
             how = (
                 f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             )
@@ -83,13 +106,15 @@ class Member:
 
     def stuck(self, error: str) -> Outcome:
         """Of a worker that was terminated inside its body; carries its stacks."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(DUMP_TIME)
+        self._process.join(DUMP_TIME)
         return Outcome(Ending.STUCK, error, _tidy(self.new_output()))
 
     def kill(self) -> None:
         """End the worker and everything it started, now."""
-        self._process.kill_session()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()  # it may not have had a session yet
+        self._process.join()
         self.pipe.close()
         self._output.close()
 
@@ -101,9 +126,6 @@ def _tidy(dump: str) -> str:
     threads = "\n\n".join(
         block for block in dump.strip().split("\n\n") if "in _listen" not in block
     )
-    lines = (
-        line
-        for line in threads.splitlines()
-        if not any(file in line for file in (worker.__file__, forks.__file__, '"<string>"'))
-    )
+    ways = worker.__file__, os.path.dirname(multiprocessing.__file__), '"<string>"'
+    lines = (line for line in threads.splitlines() if not any(file in line for file in ways))
     return re.sub(r"[Tt]hread 0x[0-9a-f]+", "thread", "\n".join(lines)) + "\n"

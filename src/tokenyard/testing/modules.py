@@ -62,12 +62,9 @@ def load_module(name: str, path: str) -> ModuleType:
 def find_body(module: str, path: str, qualname: str) -> Callable[..., Any]:
     """The function that was decorated, whatever was wrapped around it later.
 
-    A script's ``__main__`` is imported as ``__mp_main__`` (as ``multiprocessing`` does), so that it
-    does not run again.
+    A script's ``__main__`` is here already: ``multiprocessing`` has imported it.
     """
-    found: Any = load_module("__mp_main__" if module == "__main__" else module, path)
-    if module == "__main__":
-        sys.modules["__main__"] = found
+    found: Any = sys.modules[module] if module == "__main__" else load_module(module, path)
     for part in qualname.split("."):
         found = getattr(found, part)
     while not hasattr(found, BODY):

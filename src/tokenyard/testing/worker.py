@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from traceback import TracebackException
@@ -29,17 +30,33 @@ from tokenyard.testing.modules import find_body
 READY = b"ready"
 
 
-def serve(rank: int, world_size: int, device: str, port: int, name: str, pipe_fd: int) -> None:
-    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of the pipe
+def serve(
+    rank: int,
+    world_size: int,
+    device: str,
+    port: int,
+    name: str,
+    pipe: Connection,
+    output: Connection,
+    environment: dict[str, str],
+) -> None:
+    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of ``pipe``
     closes.
 
-    SIGTERM prints the stacks of all threads and then ends the process.
+    The process gets a session of its own, prints into the file of ``output``, and has
+    ``environment`` instead of that of the fork server. SIGTERM prints the stacks of all threads and
+    then ends it.
     """
+    os.setsid()
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output.fileno(), stream.fileno())
+        cast("TextIOWrapper", stream).reconfigure(line_buffering=True)
+    output.close()
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     torch.set_num_threads(1)
-    os.set_inheritable(pipe_fd, False)
-    pipe = Connection(pipe_fd)
     jobs: SimpleQueue[Job] = SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
     with joined(rank, world_size, device, port=port, name=name) as here:
