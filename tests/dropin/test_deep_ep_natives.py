@@ -17,7 +17,9 @@ import torch
 import tokenyard as ty
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.deep_ep import natives, normal
-from tokenyard.deep_ep.decode import query_mask, size_hint, update_mask
+from tokenyard.deep_ep.decode import size_hint
+from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 CPU = torch.device("cpu")
@@ -198,7 +200,8 @@ def test_whom_a_refusal_tells(make: Callable[..., Any]) -> None:
     """
     known = make()
     assert known.whom_normal(SIZES) is None and known.whom_normal((None,) * 5) is None
-    assert known.whom_low_latency(SIZES) is None and known.whom_of(None, known.last_normal) is None
+    assert known.whom_low_latency(SIZES) is None
+    assert known.whom_of(None, NormalHandle, known.last_normal) is None
     made = [known.normal(sizes) for sizes in (SIZES, *OTHERS)]
     assert known.last_normal is made[-1]
     for sizes, each in zip((SIZES, *OTHERS), made, strict=True):
@@ -268,6 +271,9 @@ def test_masks_of_several_objects() -> None:
         for engine in ("low_latency", "low_latency", "nvlink")
     )
     objects: Any = [first, second, other]
+    buffer: Any = LowLatencyState()
+    buffer.rank, buffer.group_size, buffer.enable_shrink = 0, 2, True
+    buffer._natives = SimpleNamespace(check_open=object, all_low_latency=lambda: objects)
     other.active_mask.zero_()
     for lost in ([], [(0, 1)], [(1, 1)], [(0, 0), (1, 1)]):
         for each in (first, second):
@@ -275,14 +281,15 @@ def test_masks_of_several_objects() -> None:
         for which, rank in lost:
             objects[which].active_mask[rank] = 0
         status = torch.full((2,), 7, dtype=torch.int32)
-        query_mask(objects, status)
+        buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [int(any(rank == out for _, out in lost)) for rank in range(2)]
-    update_mask(objects, 1, True)
-    update_mask(objects, 1, False)
+    buffer.low_latency_update_mask_buffer(1, True)
+    buffer.low_latency_update_mask_buffer(1, False)
     assert first.masked == second.masked == [(1, True), (1, False)] and other.masked == [(1, True)]
+    objects.clear()
     with pytest.raises(ValueError, match="rank 1 cannot be left out yet"):
-        update_mask([], 1, True)
-    update_mask([], 1, False)
+        buffer.low_latency_update_mask_buffer(1, True)
+    buffer.low_latency_update_mask_buffer(1, False)
 
 
 def test_the_size_hint_grows_with_what_needs_memory() -> None:

@@ -11,10 +11,10 @@ from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
 from tokenyard.deep_ep import decode, foreign, inputs, normal, token_layout
-from tokenyard.deep_ep.chunks import Config, combine_config, dispatch_config, even_sms
+from tokenyard.deep_ep.chunks import MOST_SMS, Config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
-from tokenyard.deep_ep.masks import Masks
+from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.scratch import Scratch
@@ -23,7 +23,7 @@ from tokenyard.deep_ep.values import flag, whole
 from tokenyard.errors import NotSupported
 
 
-class Buffer(Masks):
+class Buffer(LowLatencyState):
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
     alike.
 
@@ -78,9 +78,10 @@ class Buffer(Masks):
         self.low_latency_mode = flag("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = flag("explicitly_destroy", explicitly_destroy)
         self.enable_shrink, self.nvshmem_qp_depth = flag("enable_shrink", enable_shrink), 1024
-        inputs.check_echoed(
-            num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        )
+        whole("num_qps_per_rank", num_qps_per_rank)
+        flag("allow_nvlink_for_low_latency_mode", allow_nvlink_for_low_latency_mode)
+        flag("allow_mnnvl", allow_mnnvl)
+        flag("use_fabric", use_fabric)
         self._streams = Streams()
         self._scratch = Scratch(self.num_nvl_bytes, self.num_rdma_bytes)
         self._natives = Natives(
@@ -103,17 +104,22 @@ class Buffer(Masks):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take what they need."""
-        Buffer.num_sms = even_sms(new_num_sms)
+        number = whole("num_sms", new_num_sms, 0, MOST_SMS)
+        if number % 2:
+            raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
+        Buffer.num_sms = number
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """A config for any number of ranks."""
-        return dispatch_config(num_ranks, Buffer.num_sms)
+        """DeepEP's choice for dispatch, for any number of ranks."""
+        send = 24 if whole("num_ranks", num_ranks, 1) == 2 else 6
+        return Config(Buffer.num_sms, send, 256, 6, 128)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """A config for any number of ranks."""
-        return combine_config(num_ranks, Buffer.num_sms)
+        """DeepEP's choice for combine, for any number of ranks."""
+        send = {2: 10, 4: 9}.get(whole("num_ranks", num_ranks, 1), 4)
+        return Config(Buffer.num_sms, send, 256, 6, 128)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -162,11 +168,9 @@ class Buffer(Masks):
             later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
             inputs.check_ids(topk_idx)
         arguments = topk_idx, whole("num_experts", num_experts, 1, MOST_EXPERTS), self.group_size
-        result, event = self._streams.run(
-            token_layout.layout, arguments, topk_idx, previous_event, later
-        )
-        ranks, nodes, counts, in_ranks = result
-        return ranks, nodes, counts, in_ranks, event
+        run = self._streams.run
+        result, event = run(token_layout.layout, arguments, topk_idx, previous_event, later)
+        return (*result, event)
 
     def dispatch(
         self,
@@ -207,9 +211,9 @@ class Buffer(Masks):
             event (None in it unless ``async_finish``). The middle four are None with ``handle``.
         """
         natives, run = self._natives.check_open(), self._streams.run
-        given = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
-        more = num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-        routing = normal.Routing(*given, *more)
+        layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
+        picks, rows = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
+        routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *rows)
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
@@ -220,14 +224,14 @@ class Buffer(Masks):
             raise normal.refused(natives, error, x, handle, routing) from None
         if handle is not None:
             natives.last_normal = handle.ep
-            rows, event = run(
-                normal.redispatch, (data, scales, handle), data, previous_event, later, handle
-            )
-            return rows, None, None, None, None, event
-        call, arguments = normal.fresh(natives, data, scales, routing, alignment, worst, num_sms)
-        result, event = run(call, arguments, data, previous_event, later)
-        rows, idx, weights, counts, made = result
-        return rows, idx, weights, counts, made, event
+            given = data, scales, handle
+            again, event = run(normal.redispatch, given, data, previous_event, later, handle)
+            return again, None, None, None, None, event
+        experts = routing.per_expert
+        routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
+        arguments = natives, data, scales, *routed, alignment, worst, num_sms
+        result, event = run(normal.dispatch, arguments, data, previous_event, later)
+        return (*result, event)
 
     def combine(
         self,
@@ -256,7 +260,7 @@ class Buffer(Masks):
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 inputs.check_config(config, 0)
-                known = normal.check_handle(handle, self.group)
+                known = inputs.check_handle(handle, NormalHandle, "dispatch", self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
             raise normal.refused_combine(natives, error, handle) from None
@@ -280,13 +284,6 @@ class Buffer(Masks):
         rows and up to 16 picks.
         """
         return decode.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
-
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
-        """Nothing: the two modes share no memory."""
-        self._natives.check_open()
-        decode.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -378,7 +375,8 @@ class Buffer(Masks):
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
-                known = decode.check_handle(handle, self.group)
+                kind, call = LowLatencyHandle, "low_latency_dispatch"
+                known = inputs.check_handle(handle, kind, call, self.group)
                 rows = decode.written_buffer(known) if flag("zero_copy", zero_copy) else x
                 waits = decode.check_combine(
                     rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats
@@ -391,10 +389,3 @@ class Buffer(Masks):
             decode.combine, arguments, rows, None, later, known
         )
         return combined, event, hook
-
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``:
-        bf16 ``[L, R * M, H]``.
-        """
-        self._natives.check_open()
-        return decode.next_buffer(decode.check_handle(handle, self.group))

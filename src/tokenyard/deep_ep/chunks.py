@@ -66,20 +66,3 @@ class Config:
 def _check_hint(hidden_bytes: int, num_ranks: int) -> None:
     whole("hidden_bytes", hidden_bytes, 1)
     whole("num_ranks", num_ranks, 1)
-
-
-def even_sms(num_sms: int) -> int:
-    """``num_sms`` as ``Buffer.set_num_sms`` takes it."""
-    if whole("num_sms", num_sms, 0, MOST_SMS) % 2:
-        raise ValueError(f"num_sms ({num_sms}) must be even, as in DeepEP")
-    return whole("num_sms", num_sms)
-
-
-def dispatch_config(num_ranks: int, num_sms: int) -> Config:
-    """DeepEP's choice for dispatch, for any number of ranks."""
-    return Config(num_sms, 24 if whole("num_ranks", num_ranks, 1) == 2 else 6, 256, 6, 128)
-
-
-def combine_config(num_ranks: int, num_sms: int) -> Config:
-    """DeepEP's choice for combine, for any number of ranks."""
-    return Config(num_sms, {2: 10, 4: 9}.get(whole("num_ranks", num_ranks, 1), 4), 256, 6, 128)

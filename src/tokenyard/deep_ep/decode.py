@@ -4,7 +4,7 @@ the way back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import isnan
 from typing import Any
 
@@ -46,9 +46,8 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
     >>> size_hint(128, 7168, 8, 288) // 10**6  # DeepEP: 2147
     134
     """
-    max_tokens, hidden, num_experts, num_ranks = check_sizes(
-        max_tokens, hidden, num_experts, num_ranks
-    )
+    given = max_tokens, hidden, num_experts, num_ranks
+    max_tokens, hidden, num_experts, num_ranks = check_sizes(*given)
     slot = -(-(2 * hidden + 12 * MOST_PICKS + 16) // 128) * 128
     flags = 8 * (-(-num_experts // num_ranks) + 1 + max_tokens * (1 + MOST_PICKS))
     one = 2 * num_ranks * (flags + max_tokens * slot)
@@ -57,16 +56,11 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
 
 def mode_of(use_fp8: Any, round_scale: Any, use_ue8m0: Any) -> Quantize | None:
     """The cast in the send."""
-    fp8, rounds, packs = (
-        flag("use_fp8", use_fp8),
-        flag("round_scale", round_scale),
-        flag("use_ue8m0", use_ue8m0),
-    )
-    if not fp8:
-        return None
-    if packs:
-        return Quantize.FP8_UE8M0
-    return Quantize.FP8_POW2 if rounds else Quantize.FP8
+    fp8, rounds = flag("use_fp8", use_fp8), flag("round_scale", round_scale)
+    scales = Quantize.FP8_POW2 if rounds else Quantize.FP8
+    if flag("use_ue8m0", use_ue8m0):
+        scales = Quantize.FP8_UE8M0
+    return scales if fp8 else None
 
 
 def check_ways(async_finish: Any, return_recv_hook: Any) -> tuple[bool, bool]:
@@ -109,49 +103,39 @@ def check_dispatch(
     if x.shape[0] > most:
         raise ValueError(
             f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it "
-            f"on all ranks alike, or split "
-            "the batch"
+            f"on all ranks alike, or split the batch"
         )
     size = natives.world_size
     if most * size * -(-experts // size) > LARGEST:
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank ({most}) x {size} ranks x {-(-experts // size)} "
-            f"local experts makes more rows than "
-            f"int32 counts ({LARGEST}): lower it on all ranks alike"
+            f"local experts makes more rows than int32 counts ({LARGEST}): lower it on all ranks "
+            f"alike"
         )
     return x.shape[1], experts, topk_idx.shape[1], most, x.device
 
 
 def check_stats(natives: Natives, sizes: Sizes, stats: Any, waits: Any) -> Any:
     """Statistics of a dispatch; returns this rank's waits."""
+    rank, size, device = natives.rank, natives.world_size, sizes[4]
     if stats is not None:
-        bounds = expert_bounds(sizes[1], natives.world_size)
-        local = bounds[natives.rank + 1] - bounds[natives.rank]
-        _check_stats(
-            "cumulative_local_expert_recv_stats", "[L]", stats, local, torch.int32, sizes[4]
-        )
-    return _checked_waits(
-        "dispatch_wait_recv_cost_stats", natives.rank, natives.world_size, waits, sizes[4]
-    )
+        bounds = expert_bounds(sizes[1], size)
+        local = bounds[rank + 1] - bounds[rank]
+        name = "cumulative_local_expert_recv_stats"
+        _check_stats(name, "[L]", stats, local, torch.int32, device)
+    return _checked_waits("dispatch_wait_recv_cost_stats", rank, size, waits, device)
 
 
 def check_combine(
     x: Any, handle: LowLatencyHandle, topk_idx: Any, topk_weights: Any, out: Any, waits: Any
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Tensors of a combine; returns this rank's waits."""
-    ep, tokens, device = (
-        handle.ep,
-        handle.native.num_tokens,
-        handle.native.arrived.tokens_per_expert.device,
-    )
-    config = ep.config
-    blocks, picks = (
-        (config.num_local_experts, config.padded_rows, config.hidden),
-        (tokens, config.num_topk),
-    )
-    inputs.array(
-        "x", x, "[L, R * M, H], the blocks that the dispatch brought", blocks, FLOAT_DTYPES, device
-    )
+    ep, config, tokens = handle.ep, handle.ep.config, handle.native.num_tokens
+    device = handle.native.arrived.tokens_per_expert.device
+    blocks = config.num_local_experts, config.padded_rows, config.hidden
+    picks = tokens, config.num_topk
+    meaning = "[L, R * M, H], the blocks that the dispatch brought"
+    inputs.array("x", x, meaning, blocks, FLOAT_DTYPES, device)
     inputs.array("topk_idx", topk_idx, "[T, K], that of the dispatch", picks, INDEX_DTYPES, device)
     inputs.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
     if out is not None:
@@ -175,8 +159,8 @@ def refused(
 
 def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
     """The same of a combine, whose handle says on which object."""
-    known = handle if isinstance(handle, LowLatencyHandle) else None
-    return natives.refused(error, natives.whom_of(known, natives.last_low_latency), COMBINE)
+    whom = natives.whom_of(handle, LowLatencyHandle, natives.last_low_latency)
+    return natives.refused(error, whom, COMBINE)
 
 
 def dispatch(
@@ -195,9 +179,8 @@ def dispatch(
     """
     ep = natives.low_latency(sizes)
     if ep.engine != LOW_LATENCY:
-        return *_dispatch_elsewhere(
-            ep, x, topk_idx, mode, stats, waits
-        ), nothing_left if hooked else None
+        made = _dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits)
+        return *made, nothing_left if hooked else None
     options = None if mode is None else BY_COLUMN
     if stats is not None or waits is not None:
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
@@ -264,17 +247,8 @@ def combine(
     return combined, nothing_left if hooked else None
 
 
-def next_buffer(handle: LowLatencyHandle) -> Tensor:
-    """Where the experts may write what combine is to send: bf16 ``[L, R * M, H]``, one per
-    handle.
-    """
-    if handle.next_buffer is None:
-        handle.next_buffer = handle.ep.empty_for_combine(handle.native)
-    return handle.next_buffer
-
-
 def written_buffer(handle: LowLatencyHandle) -> Tensor:
-    """What :func:`next_buffer` gave out.
+    """What ``get_next_low_latency_combine_buffer`` gave out.
 
     Raises:
         ValueError: nobody asked for it.
@@ -282,21 +256,9 @@ def written_buffer(handle: LowLatencyHandle) -> Tensor:
     if handle.next_buffer is None:
         raise ValueError(
             "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but "
-            "nobody asked for it: "
-            "write the experts' output there first, or leave zero_copy out"
+            "nobody asked for it: write the experts' output there first, or leave zero_copy out"
         )
     return handle.next_buffer
-
-
-def check_handle(handle: Any, group: Any) -> LowLatencyHandle:
-    """The very tuple that a dispatch returned."""
-    if not isinstance(handle, LowLatencyHandle):
-        raise ValueError(
-            f"handle must be the tuple that low_latency_dispatch() of this library returned, not a "
-            f"{type(handle).__name__}"
-        )
-    inputs.check_same_group(handle, group)
-    return handle
 
 
 def nothing_left() -> None:
@@ -334,33 +296,3 @@ def _check_stats(
         raise ValueError(
             f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()"
         )
-
-
-# Masks
-
-
-def update_mask(objects: list[ExpertParallel], rank: int, mask: bool) -> None:
-    """Leave ``rank`` out of every object, or take it back.
-
-    Raises:
-        NotSupported: an engine cannot leave it out.
-        ValueError: there is no object yet that could.
-    """
-    if mask and not objects:
-        raise ValueError(
-            f"rank {rank} cannot be left out yet: the first low-latency call connects all ranks, "
-            f"so make one before"
-        )
-    for ep in objects:
-        if mask:
-            ep.mask(rank)
-        elif ep.engine == LOW_LATENCY:
-            ep.unmask(rank)
-
-
-def query_mask(objects: Iterable[ExpertParallel], status: Tensor) -> None:
-    """Write 1 for each rank that some object leaves out, else 0; the host does not wait."""
-    status.zero_()
-    for ep in objects:
-        if ep.engine == LOW_LATENCY:
-            status |= ep.active_mask == 0

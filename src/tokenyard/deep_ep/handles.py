@@ -48,15 +48,11 @@ class LazyTuple(tuple[Any, ...]):
     """
 
     makers: ClassVar[tuple[Callable[[Any], Any], ...]]
-    _blank: ClassVar[tuple[None, ...]]
     ep: ExpertParallel
     native: Handle
     made_on: Any = None
     _kept_for: tuple[Any, ...] = ()
     _items: dict[int, Any] | None = None
-
-    def __init_subclass__(cls) -> None:
-        cls._blank = (None,) * len(cls.makers)
 
     def keep_for(self, stream: Any) -> None:
         """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
@@ -118,14 +114,10 @@ class NormalHandle(LazyTuple):
         num_sms: int,
     ) -> NormalHandle:
         """``in_ranks`` or ``topk_idx`` says where tokens go."""
-        handle = tuple.__new__(cls, cls._blank)
+        handle = tuple.__new__(cls, (None,) * len(cls.makers))
         handle.ep, handle.native = ep, native
         handle._in_ranks, handle._topk_idx, handle._num_sms = in_ranks, topk_idx, num_sms
         return handle
-
-    @property
-    def _channels(self) -> int:
-        return max(self._num_sms // 2, 1)
 
     def is_token_in_rank(self) -> Tensor:
         if self._in_ranks is None:
@@ -158,11 +150,13 @@ class NormalHandle(LazyTuple):
 
     def channel_prefix_matrix(self) -> Tensor:
         """Rows to each rank in the channels up to each."""
-        return self._in_first_channel(self.is_token_in_rank())
+        return self._by_channel(self.is_token_in_rank().sum(0))
 
     def recv_channel_prefix_matrix(self) -> Tensor:
         """Rows from each rank in the channels before each."""
-        return self._before_channels(self.received())
+        before = self._by_channel(self.received())
+        before[:, 0] = 0
+        return before
 
     def recv_src_idx(self) -> Tensor:
         return (self.native.arrived.source[: self.cut_to] & _TOKEN).to(torch.int32)
@@ -174,7 +168,7 @@ class NormalHandle(LazyTuple):
     # More than one node
 
     def rdma_channel_prefix_matrix(self) -> Tensor:
-        return self._in_first_channel(per_node(self.is_token_in_rank()))
+        return self._by_channel(per_node(self.is_token_in_rank()).sum(0))
 
     def recv_src_meta(self) -> Tensor:
         """Source rank and token of each row: int32 ``[N, 2]``."""
@@ -184,13 +178,9 @@ class NormalHandle(LazyTuple):
     def send_rdma_head(self) -> Tensor:
         return _places(per_node(self.is_token_in_rank()))
 
-    def _in_first_channel(self, goes: Tensor) -> Tensor:
-        return goes.sum(0, dtype=torch.int32).unsqueeze(1).repeat(1, self._channels)
-
-    def _before_channels(self, counts: Tensor) -> Tensor:
-        before = counts.to(torch.int32).unsqueeze(1).repeat(1, self._channels)
-        before[:, 0] = 0
-        return before
+    def _by_channel(self, counts: Tensor) -> Tensor:
+        """All are in the first channel: int32 ``[len(counts), C]``."""
+        return counts.to(torch.int32).unsqueeze(1).repeat(1, max(self._num_sms // 2, 1))
 
     makers = (
         rank_prefix_matrix,
@@ -253,7 +243,7 @@ class LowLatencyHandle(LazyTuple):
 
     @classmethod
     def of(cls, ep: ExpertParallel, native: Handle) -> LowLatencyHandle:
-        handle = tuple.__new__(cls, cls._blank)
+        handle = tuple.__new__(cls, (None,) * len(cls.makers))
         handle.ep, handle.native = ep, native
         return handle
 
@@ -266,13 +256,10 @@ class LowLatencyHandle(LazyTuple):
         ranges = self.native.arrived.source_ranges.long()
         return ranges[..., 0] << 32 | ranges[..., 1]
 
-    def _max_tokens(self) -> int:
-        return self.ep.config.max_tokens_per_rank
-
-    def _hidden(self) -> int:
-        return self.ep.config.hidden
-
-    def _num_experts(self) -> int:
-        return self.ep.config.num_experts
-
-    makers = (packed_recv_src_info, packed_recv_layout_range, _max_tokens, _hidden, _num_experts)
+    makers = (
+        packed_recv_src_info,
+        packed_recv_layout_range,
+        lambda self: self.ep.config.max_tokens_per_rank,
+        lambda self: self.ep.config.hidden,
+        lambda self: self.ep.config.num_experts,
+    )

@@ -4,7 +4,7 @@ value and the remedy.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from tokenyard.api import ExpertParallel
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.deep_ep.chunks import Config
 from tokenyard.deep_ep.events import EventOverlap
-from tokenyard.deep_ep.values import flag, whole
+from tokenyard.deep_ep.handles import LazyTuple
+from tokenyard.deep_ep.values import flag
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
 from tokenyard.memory.symmetric import MemoryGroup
@@ -23,7 +24,7 @@ from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES
 REFUSED = (ValueError, TypeError, NotSupported)
 """What checks raise."""
 
-Dtypes = tuple[torch.dtype, ...]
+Known = TypeVar("Known", bound=LazyTuple)
 
 
 def check_group(group: Any) -> None:
@@ -39,16 +40,6 @@ def check_group(group: Any) -> None:
             f"group ({group!r}) must be a torch.distributed.ProcessGroup, such as new_group() "
             f"returns"
         )
-
-
-def check_echoed(
-    num_qps_per_rank: Any, allow_nvlink: Any, allow_mnnvl: Any, use_fabric: Any
-) -> None:
-    """What ``Buffer`` takes and does not use."""
-    whole("num_qps_per_rank", num_qps_per_rank)
-    flag("allow_nvlink_for_low_latency_mode", allow_nvlink)
-    flag("allow_mnnvl", allow_mnnvl)
-    flag("use_fabric", use_fabric)
 
 
 def check_when(
@@ -81,58 +72,31 @@ def array(
     value: Any,
     meaning: str,
     shape: tuple[int | None, ...],
-    dtypes: Dtypes,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> Tensor:
-    """A dense tensor of ``shape`` (None: any size), of one of ``dtypes``, on ``device`` (None:
-    any).
+    """A dense tensor of ``shape`` (None: of a size that ``value`` lacks), of one of ``dtypes``, on
+    ``device`` (None: any).
     """
-    if not (
-        isinstance(value, Tensor)
-        and value.shape == shape
-        and value.dtype in dtypes
-        and value.layout is torch.strided
-        and (device is None or value.device == device)
-    ):
-        _complain(name, value, meaning, shape, dtypes, device)
-    return value
-
-
-def _complain(
-    name: str,
-    value: Any,
-    meaning: str,
-    shape: tuple[int | None, ...],
-    dtypes: Dtypes,
-    device: torch.device | None,
-) -> None:
-    """Say what is wrong with a tensor; it may be that sizes are free."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {_bare(value.layout)}, but must be dense: use .to_dense()")
-    given = value.shape
-    if len(given) != len(shape) or any(
-        want not in (None, got) for got, want in zip(given, shape, strict=True)
-    ):
-        raise ValueError(f"{name} has shape {list(given)}, but must be {meaning}{_sizes(shape)}")
+    if value.shape != shape:
+        sizes = "" if None in shape else f" = {list(shape)}"
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")
     if value.dtype not in dtypes:
-        raise ValueError(
-            f"{name} is {_bare(value.dtype)}, but must be {' or '.join(map(_bare, dtypes))}: cast "
-            f"it"
-        )
+        names = " or ".join(map(_bare, dtypes))
+        raise ValueError(f"{name} is {_bare(value.dtype)}, but must be {names}: cast it")
     if device is not None and value.device != device:
         raise ValueError(
             f"{name} is on {value.device}, but must be on {device}, as x is: move it there"
         )
+    return value
 
 
 def _bare(value: Any) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _sizes(shape: tuple[int | None, ...]) -> str:
-    return "" if None in shape else f" = {list(shape)}"
 
 
 def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
@@ -143,19 +107,20 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
                 f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S])"
             )
         array("x", x, "[T, H]", _like(x, None), FLOAT_DTYPES)
-        return _some_channels(x, "x"), None
-    if not isinstance(x, (tuple, list)) or len(cast("tuple[Any, ...]", x)) != 2:
+        _check_place("x", x)
+        return x, None
+    given: Any = x
+    if not isinstance(x, (tuple, list)) or len(given) != 2:
+        many = f"a {type(given).__name__} of {len(given)}" if isinstance(x, (tuple, list)) else ""
         raise ValueError(
-            f"x must be a tensor [T, H], or a pair (data [T, H], scales [T, S]), not {_said(x)}"
+            f"x must be a tensor [T, H], or a pair (data [T, H], scales [T, S]), not "
+            f"{many or type(given).__name__}"
         )
-    first, second = cast("tuple[Any, Any]", x)
-    data = _some_channels(
-        array("x[0]", first, "[T, H]", _like(first, None), QUANTIZED_DTYPES), "x[0]"
-    )
-    shape = _like(second, data.shape[0])
-    scales = array(
-        "x[1]", second, "[T, S], a row for each of x[0]", shape, SCALE_DTYPES, data.device
-    )
+    first, second = given
+    data = array("x[0]", first, "[T, H]", _like(first, None), QUANTIZED_DTYPES)
+    _check_place("x[0]", data)
+    rows, meaning = _like(second, data.shape[0]), "[T, S], a row for each of x[0]"
+    scales = array("x[1]", second, meaning, rows, SCALE_DTYPES, data.device)
     if not scales.shape[1]:
         raise ValueError(
             f"x[1] has shape {list(scales.shape)}, but must be [T, S] with S of at least 1"
@@ -188,7 +153,8 @@ def rows_of(x: Any) -> Any:
     return given[0] if isinstance(x, (tuple, list)) and x else given
 
 
-def _some_channels(x: Tensor, name: str) -> Tensor:
+def _check_place(name: str, x: Tensor) -> None:
+    """Rows have channels, in memory that they can travel from."""
     if not x.shape[1]:
         raise ValueError(
             f"{name} has shape {list(x.shape)}, but must be [T, H] with H of at least 1"
@@ -198,40 +164,21 @@ def _some_channels(x: Tensor, name: str) -> Tensor:
             f"{name} is on {x.device}, but rows travel from CPU or CUDA memory: move it to one of "
             f"them"
         )
-    return x
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(cast('tuple[Any, ...]', value))}"  # pyright: ignore
-    return type(value).__name__
 
 
 def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
     """Picks of the tokens of ``x``, and their weights (or None)."""
     device, tokens = x.device, x.shape[0]
-    array(
-        "topk_idx",
-        topk_idx,
-        "[T, K], a row for each of x",
-        _like(topk_idx, tokens),
-        INDEX_DTYPES,
-        device,
-    )
+    shape, meaning = _like(topk_idx, tokens), "[T, K], a row for each of x"
+    array("topk_idx", topk_idx, meaning, shape, INDEX_DTYPES, device)
     if not 1 <= topk_idx.shape[1] <= MOST_PICKS:
         raise ValueError(
             f"topk_idx has shape {list(topk_idx.shape)}, but must be [T, K] with K from 1 to "
             f"{MOST_PICKS}"
         )
     if topk_weights is not None:
-        array(
-            "topk_weights",
-            topk_weights,
-            "[T, K], as topk_idx",
-            tuple(topk_idx.shape),
-            FLOAT_DTYPES,
-            device,
-        )
+        meaning = "[T, K], as topk_idx"
+        array("topk_weights", topk_weights, meaning, topk_idx.shape, FLOAT_DTYPES, device)
 
 
 def check_ids(topk_idx: Any) -> None:
@@ -239,14 +186,20 @@ def check_ids(topk_idx: Any) -> None:
     array("topk_idx", topk_idx, "[T, K]", _like(topk_idx, None), INDEX_DTYPES)
 
 
-def check_same_group(handle: Any, group: Any) -> None:
-    """A handle is good for any buffer of its group, as long as the one that made it is not
-    destroyed.
+def check_handle(handle: Any, kind: type[Known], call: str, group: Any) -> Known:
+    """The very tuple that ``call`` returned. It is good for any buffer of its group, as long as the
+    one that made it is not destroyed.
     """
+    if not isinstance(handle, kind):
+        raise ValueError(
+            f"handle must be the tuple that {call}() of this library returned, not a "
+            f"{type(handle).__name__}"
+        )
     ep = handle.ep
-    if ep._calls.inherited:  # of a process that this one is a fork of
-        ep._calls.check_open()
-    if ep._calls.closed:
+    calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
+    if calls.inherited:  # of a process that this one is a fork of
+        calls.check_open()
+    if calls.closed:
         raise RuntimeError(
             "the Buffer that made this handle was destroyed: destroy it after the last use of its "
             "handles, backward included"
@@ -254,9 +207,9 @@ def check_same_group(handle: Any, group: Any) -> None:
     if not of_group(ep, group):
         raise ValueError(
             f"handle belongs to a Buffer of other ranks ({_members(ep.group)}), but this one is of "
-            f"{_members(group)}: "
-            "use a Buffer of the group that dispatched"
+            f"{_members(group)}: use a Buffer of the group that dispatched"
         )
+    return handle
 
 
 def of_group(ep: ExpertParallel, group: Any) -> bool:
@@ -265,8 +218,6 @@ def of_group(ep: ExpertParallel, group: Any) -> bool:
 
 
 def _members(group: Any) -> list[int]:
-    return (
-        list(range(group.size()))
-        if isinstance(group, MemoryGroup)
-        else dist.get_process_group_ranks(group)
-    )
+    if isinstance(group, MemoryGroup):
+        return list(range(group.size()))
+    return dist.get_process_group_ranks(group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import cycle
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.disagreement import refuse_others
 from tokenyard.deep_ep.handles import LazyTuple, kind_for
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
-from tokenyard.errors import NotSupported, PeerTimeout
-from tokenyard.header import DISPATCH
+from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
+from tokenyard.header import DISAGREE, DISPATCH
 from tokenyard.memory.meeting import looking
 from tokenyard.rendezvous import agree, group_store
 
@@ -51,6 +50,9 @@ two.
 Sizes = tuple[int, int, int, int, torch.device]
 """What a native object is made with, the same on every rank, also on one without tokens: hidden,
 num_experts, num_topk, max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
+
+NAMES = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank", "device")
+"""Of :data:`Sizes`, in errors."""
 
 Guess = tuple[Any, Any, Any, Any, Any]
 """:data:`Sizes` of a call with bad arguments, as far as they can be told; None for the rest."""
@@ -117,16 +119,13 @@ class Natives:
             made = self._low[sizes] = Turns(
                 objects, cycle(objects), [] if self._masks else _questions(objects)
             )
-        for (
-            silent
-        ) in made.silent:  # without masks nobody asks who was left out, so the next call tells
+        for silent in made.silent:  # without masks nobody asks who was left out: this call tells
             rank = silent()
             if rank is not None:
                 raise PeerTimeout(
                     f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier "
-                    f"low-latency call, and its "
-                    "tokens are missing there: restart it, or go on without it with "
-                    "Buffer(enable_shrink=True)",
+                    f"low-latency call, and its tokens are missing there: restart it, or go on "
+                    f"without it with Buffer(enable_shrink=True)",
                     rank,
                 )
         self.last_low_latency = ep = next(made.turns)
@@ -155,11 +154,13 @@ class Natives:
         turns = _nearest(self._low, guess)
         return None if turns is None else next(turns.turns)
 
-    def whom_of(self, handle: Any, last: ExpertParallel | None) -> ExpertParallel | None:
-        """The same of a call with a handle: its object, or the ``last`` one that was called if it
-        is no good handle.
+    def whom_of(
+        self, handle: Any, kind: type[LazyTuple], last: ExpertParallel | None
+    ) -> ExpertParallel | None:
+        """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
+        was called if it is no good handle.
         """
-        good = isinstance(handle, LazyTuple) and of_group(handle.ep, self._group)
+        good = isinstance(handle, kind) and of_group(handle.ep, self._group)
         return handle.ep if good else last
 
     def refused(
@@ -171,12 +172,11 @@ class Natives:
         """
         if self.world_size == 1:
             return error
-        if ep is None and op != DISPATCH:
-            return error
         if ep is None:
-            store = group_store(self._group)
-            assert store is not None
-            agree(store, self.rank, self.world_size, {}, str(error), 0.0)
+            if op == DISPATCH:
+                store = group_store(self._group)
+                assert store is not None
+                agree(store, self.rank, self.world_size, {}, str(error), 0.0)
             return error
         if ep._calls.gone:  # pyright: ignore[reportPrivateUsage]
             return error
@@ -188,49 +188,62 @@ class Natives:
     # Making them
 
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
+        made: list[ExpertParallel] = []
         try:
-            first = self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None)
+            while len(made) < LOW_LATENCY_OBJECTS:
+                made.append(self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY))
+                if made[0].engine != LOW_LATENCY:
+                    break
         except NotSupported:  # on every rank alike; the engine that serves instead says so
-            if LOW_LATENCY_VARIABLE in os.environ:
+            if made or LOW_LATENCY_VARIABLE in os.environ:
                 raise
-            return [self._make(sizes, LOW_LATENCY_VARIABLE, AUTO, None)]
-        more = LOW_LATENCY_OBJECTS - 1 if first.engine == LOW_LATENCY else 0
-        return [
-            first,
-            *(self._make(sizes, LOW_LATENCY_VARIABLE, LOW_LATENCY, None) for _ in range(more)),
-        ]
+            made.append(self._make(sizes, LOW_LATENCY_VARIABLE, AUTO))
+        return made
 
     def _make(
-        self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None
+        self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None = None
     ) -> ExpertParallel:
-        hidden, num_experts, num_topk, max_tokens, device = sizes
         try:
             engine, timeout = _engine_of(variable, default), _timeout()
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
+        named: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
         with looking(lambda: self._look(sizes)):
             made = ExpertParallel(
                 self._group,
-                hidden=hidden,
-                num_experts=num_experts,
-                num_topk=num_topk,
-                max_tokens_per_rank=max_tokens,
+                **named,
                 engine=engine,
                 timeout=timeout,
                 buffer_bytes=buffer_bytes,
                 spare_sms=BESIDE_COLLECTIVES,
-                device=device,
             )
         # handles outlive their buffer, as in DeepEP
         weakref.finalize(made, made._calls.close).atexit = False  # pyright: ignore[reportPrivateUsage]
         return made
 
     def _look(self, sizes: Sizes) -> None:
-        """While this rank waits for others to make an object of ``sizes``: whether one of them is
-        in a call of another.
+        """While this rank waits for others to make an object of ``sizes``: whether one of them
+        waits for it in a call of an older object.
+
+        Each would wait for the others. So this rank refuses that call, and says what they disagree
+        on: all raise before a row has moved, and every object stays in step. Over gloo, where ranks
+        tell each other in which call they wait (``engines/failures.py``).
+
+        Raises:
+            Mismatch: one does; the others raise it too.
         """
         low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
-        refuse_others((*self._normal.items(), *low), sizes)
+        for theirs, ep in (*self._normal.items(), *low):
+            calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
+            peer = None if calls.gone else calls.engine.awaited()
+            differ = [each for each in zip(NAMES, theirs, sizes, strict=True) if each[1] != each[2]]
+            if peer is not None and differ:
+                name, his, mine = differ[0]
+                error = Mismatch(
+                    f"{DISAGREE}{name}: rank {peer} says {his}, rank {ep.rank} says {mine}"
+                )
+                calls.refuse(DISPATCH, True, error)
+                raise error
 
     def close(self) -> None:
         """Let go of all of them. Closing again does nothing."""
@@ -259,11 +272,9 @@ def _engine_of(variable: str, default: str) -> str:
 
 
 def _timeout() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)
-    try:
+    text, seconds = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), 0.0
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = 0.0
     if not 0 < seconds <= LONGEST:
         raise ValueError(
             f"{TIMEOUT_VARIABLE} ({text!r}) must be a positive number of seconds, at most "

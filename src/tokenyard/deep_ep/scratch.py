@@ -34,9 +34,8 @@ class Scratch:
         if shape.numel() > room - begin:
             raise ValueError(
                 f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of "
-                f"{dtype}, but the {num_bytes} bytes of "
-                f"this buffer have {room - begin} there: make Buffer with more "
-                f"{'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
+                f"{dtype}, but the {num_bytes} bytes of this buffer have {room - begin} there: "
+                f"make Buffer with more {'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
             )
         held = self._held.get(rdma)
         if held is None:

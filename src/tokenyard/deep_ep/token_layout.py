@@ -54,9 +54,8 @@ def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     share, rest = divmod(num_experts, num_ranks)
     if rest:
-        return tokens_in_ranks(
-            known_picks(inside, num_experts), num_experts, num_ranks
-        ).contiguous()
+        known = known_picks(inside, num_experts)
+        return tokens_in_ranks(known, num_experts, num_ranks).contiguous()
     owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1 and R if there is none
     return (owners == torch.arange(num_ranks, device=inside.device)).any(1)
 
