@@ -10,16 +10,16 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
-from tokenyard.deep_ep import decode, foreign, inputs, normal, token_layout
-from tokenyard.deep_ep.chunks import MOST_SMS, Config
+from tokenyard.deep_ep import decode, inputs, normal, token_layout
+from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
+from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.scratch import Scratch
 from tokenyard.deep_ep.streams import Streams
-from tokenyard.deep_ep.values import flag, whole
 from tokenyard.errors import NotSupported
 
 
@@ -63,7 +63,7 @@ class Buffer(LowLatencyState):
         comm: Any = None,
         **fork: Any,
     ) -> None:
-        foreign.check_fork("Buffer", fork, foreign.CONSTRUCTOR)
+        inputs.check_fork("Buffer", fork, inputs.CONSTRUCTOR)
         if group is None:
             if comm is None:
                 raise ValueError("Either 'group' or 'comm' must be provided.")
@@ -217,7 +217,7 @@ class Buffer(LowLatencyState):
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
-                num_sms = inputs.check_config(config, Buffer.num_sms)
+                num_sms = check_config(config, Buffer.num_sms)
                 data, scales = inputs.check_rows(x)
                 alignment, worst = normal.check_dispatch(natives, data, handle, routing, self.group)
         except inputs.REFUSED as error:
@@ -259,7 +259,7 @@ class Buffer(LowLatencyState):
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
-                inputs.check_config(config, 0)
+                check_config(config, 0)
                 known = inputs.check_handle(handle, NormalHandle, "dispatch", self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
@@ -326,7 +326,7 @@ class Buffer(LowLatencyState):
             use_fp8, stats = stats, None
         most = num_max_dispatch_tokens_per_rank
         try:
-            foreign.check_fork("low_latency_dispatch", fork, foreign.LOW_LATENCY_DISPATCH)
+            inputs.check_fork("low_latency_dispatch", fork, inputs.LOW_LATENCY_DISPATCH)
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 mode = decode.mode_of(use_fp8, round_scale, use_ue8m0)
@@ -371,7 +371,7 @@ class Buffer(LowLatencyState):
         """
         natives = self._natives.check_open()
         try:
-            foreign.check_fork("low_latency_combine", fork, foreign.LOW_LATENCY_COMBINE)
+            inputs.check_fork("low_latency_combine", fork, inputs.LOW_LATENCY_COMBINE)
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)

@@ -5,9 +5,10 @@ theirs by themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from tokenyard.arguments import LARGEST
-from tokenyard.deep_ep.values import whole
+from tokenyard.deep_ep.inputs import whole
 
 RING_BYTES = 128 << 20
 """Symmetric memory that a native object takes by default, on engines that have any, whatever the
@@ -66,3 +67,15 @@ class Config:
 def _check_hint(hidden_bytes: int, num_ranks: int) -> None:
     whole("hidden_bytes", hidden_bytes, 1)
     whole("num_ranks", num_ranks, 1)
+
+
+def check_config(config: Any, default: int) -> int:
+    """The multiprocessors that a config allows."""
+    if config is None:
+        return default
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"config ({config!r}) must be a deep_ep.Config, such as get_dispatch_config() returns, "
+            f"or None"
+        )
+    return config.num_sms

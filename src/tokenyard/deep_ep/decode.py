@@ -16,8 +16,8 @@ from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
+from tokenyard.deep_ep.inputs import flag, likely, whole
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
-from tokenyard.deep_ep.values import flag, likely, whole
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.header import COMBINE, DISPATCH
 from tokenyard.results import by_column

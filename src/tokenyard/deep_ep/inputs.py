@@ -4,6 +4,8 @@ value and the remedy.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.arguments import MOST_PICKS
-from tokenyard.deep_ep.chunks import Config
+from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
-from tokenyard.deep_ep.values import flag
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
 from tokenyard.memory.symmetric import MemoryGroup
@@ -25,6 +25,70 @@ REFUSED = (ValueError, TypeError, NotSupported)
 """What checks raise."""
 
 Known = TypeVar("Known", bound=LazyTuple)
+
+
+# Plain values: whole numbers as ``operator.index`` knows them, and flags
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: str = "") -> int:
+    """A whole number of any kind (NumPy's, too), but no bool.
+
+    Raises:
+        ValueError: it is none, or not in ``least .. most``.
+    """
+    if type(value) is int and least <= value <= most:  # nearly always
+        return value
+    try:
+        number = None if _is_bool(value) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or not least <= number <= most:
+        raise ValueError(
+            f"{name} ({_short(value)}) must be a whole number from {least} to {most}{remedy}"
+        )
+    return number
+
+
+def likely(name: str, value: Any, error: Exception, most: int = LARGEST) -> int | None:
+    """``value`` as other ranks are likely to have it, too: None if ``error`` complains of it, or it
+    is no positive number.
+    """
+    try:
+        return None if name in str(error) else whole(name, value, 1, most)
+    except ValueError:
+        return None
+
+
+def flag(name: str, value: Any) -> bool:
+    """What is on or off: a bool (NumPy's, too), 0 or 1; None is off, as DeepEP takes it.
+
+    Raises:
+        ValueError: it is anything else, which Python would mostly take for on.
+    """
+    if value is False or value is True:
+        return value
+    if value is None:
+        return False
+    if _is_bool(value) and not isinstance(value, Tensor) and getattr(value, "shape", ()) == ():
+        return bool(value)
+    try:
+        return bool(whole(name, value, 0, 1))
+    except ValueError:
+        raise ValueError(f"{name} ({_short(value)}) must be True or False") from None
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", str(torch.bool))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# Events, groups and tensors
 
 
 def check_group(group: Any) -> None:
@@ -53,18 +117,6 @@ def check_when(
         )
     flag("allocate_on_comm_stream", allocate_on_comm_stream)
     return flag("async_finish", async_finish)
-
-
-def check_config(config: Any, default: int) -> int:
-    """The multiprocessors that a config allows."""
-    if config is None:
-        return default
-    if not isinstance(config, Config):
-        raise ValueError(
-            f"config ({config!r}) must be a deep_ep.Config, such as get_dispatch_config() returns, "
-            f"or None"
-        )
-    return config.num_sms
 
 
 def array(
@@ -221,3 +273,45 @@ def _members(group: Any) -> list[int]:
     if isinstance(group, MemoryGroup):
         return list(range(group.size()))
     return dist.get_process_group_ranks(group)
+
+
+# Arguments that DeepEP's forks and older versions have: taken where they change nothing, refused by
+# name where they do
+
+CONSTRUCTOR: dict[str, str] = {
+    "allow_nvlink_for_normal_mode": "",
+    "num_nvl_peers": "",
+    "use_default_stream_as_comm_stream": "",
+}
+LOW_LATENCY_DISPATCH = {
+    "use_nvfp4": "NVFP4 rows: use_fp8 or BF16",
+    "x_global_scale": "",
+    "topk_weights": "",
+}
+LOW_LATENCY_COMBINE = {
+    "overlap": "a combine that starts while the experts still compute: leave it out and combine "
+    "afterwards",
+    "packed_recv_count": "",
+    "comp_signal": "",
+    "block_m": "",
+    "threshold": "",
+    "num_sms": "",
+    "src_signals": "",
+    "src_signal_expect_value": "",
+}
+"""Name by what it would switch on; empty: means nothing by itself."""
+
+
+def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    """Look at the arguments of ``call`` that DeepEP itself does not have.
+
+    Raises:
+        TypeError: nobody has such an argument.
+        NotSupported: it switches on something that is missing here.
+        ValueError: it is no True or False.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        if known[name] and flag(name, value):
+            raise NotSupported(f"{call}({name}={value!r}) asks for {known[name]}")

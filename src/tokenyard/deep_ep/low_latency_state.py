@@ -10,8 +10,8 @@ from torch import Tensor
 from tokenyard.api import ExpertParallel
 from tokenyard.deep_ep import decode, inputs
 from tokenyard.deep_ep.handles import LowLatencyHandle
+from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.values import flag, whole
 from tokenyard.engines.known import LOW_LATENCY
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.handles import NormalHandle, num_nodes
+from tokenyard.deep_ep.inputs import likely, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.values import likely, whole
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import expert_bounds, host_ints

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
-from tokenyard.deep_ep.values import flag, whole
+from tokenyard.deep_ep.inputs import flag, whole
 
 
 class Scratch:
