@@ -117,7 +117,7 @@ def test_shortcuts_are_in_place() -> None:
         assert "_add" not in tl.core.tensor.__add__.__qualname__
 
 
-BINARY = sorted(interpreter_speed.OPERATORS.keys() - {"to", "__getitem__"})
+BINARY = sorted(interpreter_speed.OPERATORS.keys() - {"to"})
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -166,31 +166,6 @@ def test_casts() -> None:
             yield (kind, to, shape), lambda a=a, to=to: a.to(to)
 
     assert compare(calls) > 200
-
-
-def test_new_dimensions() -> None:
-    slices = [
-        (None,),
-        (None, slice(None)),
-        (slice(None), None),
-        (slice(None), None, None),
-        (None, slice(None), None),
-    ]
-    slices += [
-        (slice(None), None, slice(None)),
-        (slice(None), slice(None)),
-        (slice(0, 2), None),
-        (0,),
-    ]
-
-    def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
-        for kind, shape, at in product((tl.int32, tl.bfloat16), SHAPES, slices):
-            # upstream takes any number of `:`
-            if sum(each is not None for each in at) <= len(shape):
-                a = tensor(kind, shape)
-                yield (kind, shape, at), lambda a=a, at=at: a[at]
-
-    assert compare(calls) > 40
 
 
 def test_what_the_language_calls_itself() -> None:

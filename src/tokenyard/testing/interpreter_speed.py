@@ -71,15 +71,6 @@ def beside(left: Shape, right: Shape) -> Shape | None:
         return None
 
 
-@cache
-def expanded(shape: Shape, new: tuple[bool, ...]) -> Shape | None:
-    """With a dimension of 1 wherever ``new``; None if that are too many others."""
-    left = list(shape.dims)
-    if len(new) - sum(new) > len(left):
-        return None
-    return _known((*(1 if each else left.pop(0) for each in new), *left))
-
-
 def shape_of(tensor: Any) -> Shape:
     """The shape of a tensor."""
     return tensor.shape.__dict__["known"]
@@ -143,14 +134,7 @@ def number_of(operand: Any) -> int | None:
     return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
 
 
-def _divided(a: Any, b: Any) -> Any:
-    """Rounded towards zero."""
-    return (a - np.fmod(a, b)) // b
-
-
-def _binary(
-    ufunc: Any, kinds: dict[int, Any], slow: Operator, compares: bool = False, swapped: bool = False
-) -> Operator:
+def _binary(ufunc: Any, kinds: dict[int, Any], slow: Operator, compares: bool = False) -> Operator:
     """An operator among ``kinds``, of which two integers of different sizes become the
     larger one.
     """
@@ -176,7 +160,7 @@ def _binary(
             number = number_of(right)
             if number is None or id(kind) not in INTEGERS:
                 return slow(left, right)
-        data = ufunc(number, mine.data) if swapped else ufunc(mine.data, number)
+        data = ufunc(mine.data, number)
         return wrapped(data, tl.int1, shape, kind) if compares else wrapped(data, kind, shape)
 
     return operate
@@ -239,20 +223,6 @@ def _to(slow: Operator) -> Operator:
     return to
 
 
-def _index(slow: Operator) -> Operator:
-    """``x[:, None]`` and the like."""
-
-    def index(tensor: Any, slices: Any, _semantic: Any = None) -> Any:
-        shape = shape_of(tensor)
-        if type(slices) is tuple and shape is not SCALAR:
-            wider = expanded(shape, tuple([each is None for each in slices]))
-            if wider is not None and all(each is None or each == slice(None) for each in slices):
-                return wrapped(tensor.handle.data[slices], tensor.dtype, wider, tensor.handle.dtype)
-        return slow(tensor, slices)
-
-    return index
-
-
 _COMPARISONS = {
     "__lt__": np.less,
     "__le__": np.less_equal,
@@ -263,17 +233,11 @@ _COMPARISONS = {
 }
 OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__add__": _add,
-    "__radd__": partial(_binary, np.add, INTEGERS, swapped=True),
     "__sub__": partial(_binary, np.subtract, PLAIN),
-    "__rsub__": partial(_binary, np.subtract, INTEGERS, swapped=True),
     "__mul__": partial(_binary, np.multiply, PLAIN),
-    "__rmul__": partial(_binary, np.multiply, INTEGERS, swapped=True),
-    "__mod__": partial(_binary, np.fmod, INTEGERS),
-    "__floordiv__": partial(_binary, _divided, INTEGERS),
     "__and__": partial(_bitwise, np.bitwise_and),
     "__or__": partial(_bitwise, np.bitwise_or),
     "__xor__": partial(_bitwise, np.bitwise_xor),
-    "__getitem__": _index,
     "to": _to,
     **{name: partial(_binary, ufunc, PLAIN, compares=True) for name, ufunc in _COMPARISONS.items()},
 }
