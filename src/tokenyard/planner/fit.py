@@ -50,16 +50,15 @@ def fit(leg: str, points: Sequence[Point], base: Rates) -> Leg:
     if start.program_gbs is not None and len({point.work.sms for point in points}) > 1:
         free.append(start.program_gbs)
 
+    def leg_of(logs: Tensor) -> Leg:
+        return Leg(*[float(value) for value in logs.exp()], *start[len(free) :])
+
     def errors(logs: Tensor) -> Tensor:
-        rates = replace(base, **{leg: _leg(logs, start)})
-        ratios = [predict(point.leg, point.work, rates).us / point.us for point in points]
+        rates = replace(base, **{leg: leg_of(logs)})
+        ratios = [predict(leg, point.work, rates).us / point.us for point in points]
         return torch.tensor(ratios, dtype=torch.float64).log()
 
-    return _leg(_least_squares(errors, torch.tensor(free, dtype=torch.float64).log()), start)
-
-
-def _leg(logs: Tensor, start: Leg) -> Leg:
-    return Leg(*[float(value) for value in logs.exp()], *start[len(logs) :])
+    return leg_of(_least_squares(errors, torch.tensor(free, dtype=torch.float64).log()))
 
 
 def _least_squares(errors: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import Leg, Rates
@@ -59,48 +59,37 @@ class Terms:
         return max(named, key=lambda name: named[name])
 
 
-def nvlink_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """A dispatch through rings inside a node, routing known."""
-    sent = moved.nvlink.busiest * work.row_bytes
-    left = _last_chunks(
-        moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].chunk, work.gpus_per_node
-    )
-    return Terms(
-        nvlink=sent / (rates.dispatch.link_gbs * US),
-        programs=_programs(sent, sizes.senders, rates.dispatch),
-        latency=rates.dispatch.fixed_us,
-        fill=left * work.row_bytes / (rates.copy_gbs * US),
-    )
+def nvlink_call(leg: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
+    """A call inside a node: ``dispatch`` (routing known) and ``combine`` through rings, or a
+    dispatch ``in_place``, into views.
 
-
-def nvlink_in_place(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """A dispatch into views: every writer also writes the rows that stay here."""
-    sent = moved.nvlink.busiest * work.row_bytes
-    return Terms(
-        nvlink=sent / (rates.in_place.link_gbs * US),
-        programs=_programs(
-            sent + moved.own.busiest * work.row_bytes, sizes.writers, rates.in_place
-        ),
-        latency=rates.in_place.fixed_us,
-    )
-
-
-def nvlink_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """A combine through rings inside a node.
-
-    A reducer takes as long for a token of four ranks as of two, since it loads the rows of all
-    ranks at once: its work is results.
+    In place, every writer also writes the rows that stay here, and nothing fills a pipeline. A
+    reducer of a combine takes as long for a token of four ranks as of two, since it loads the rows
+    of all ranks at once: its work is results.
     """
-    sent = moved.nvlink.busiest * work.back_bytes
-    left = _last_chunks(
-        moved.nvlink.busiest, sizes.rings[-1], sizes.rings[-1].back_chunk, work.gpus_per_node
-    )
+    rate: Leg = getattr(rates, leg)
+    row_bytes, ring = work.back_bytes if leg == "combine" else work.row_bytes, sizes.rings[-1]
+    sent = moved.nvlink.busiest * row_bytes
+    programs, num_bytes, chunk = {
+        "dispatch": (sizes.senders, sent, ring.chunk),
+        "in_place": (sizes.writers, sent + moved.own.busiest * row_bytes, 0),
+        "combine": (sizes.reducers, work.tokens * row_bytes, ring.back_chunk),
+    }[leg]
+    busy = 0.0
+    if rate.program_gbs is not None and num_bytes:
+        busy = num_bytes / (programs * rate.program_gbs * US)
+    left = _last_chunks(moved.nvlink.busiest, ring, chunk, work.gpus_per_node)
     return Terms(
-        nvlink=sent / (rates.combine.link_gbs * US),
-        programs=_programs(work.tokens * work.back_bytes, sizes.reducers, rates.combine),
-        latency=rates.combine.fixed_us,
-        fill=left * work.back_bytes / (rates.copy_gbs * US),
+        nvlink=sent / (rate.link_gbs * US),
+        programs=busy,
+        latency=rate.fixed_us,
+        fill=left * row_bytes / (rates.copy_gbs * US),
     )
+
+
+nvlink_dispatch = partial(nvlink_call, "dispatch")
+nvlink_in_place = partial(nvlink_call, "in_place")
+nvlink_combine = partial(nvlink_call, "combine")
 
 
 def collective_call(
@@ -129,48 +118,39 @@ def flat_call(work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: R
     )
 
 
-def twolevel_dispatch(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """Rows cross the network once per (token, node), then forwarders hand them on inside, or keep
-    them.
+def twolevel_call(leg: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
+    """A ``dispatch``: rows cross the network once per (token, node), then forwarders hand them on
+    inside, or keep them. A ``combine``: rows are summed inside a node first, then cross.
     """
-    network, inner = sizes.rings
-    inside, across = moved.nvlink.busiest * work.row_bytes, moved.nic.busiest * work.row_bytes
-    handed_on = inside * (work.nodes - 1) / work.nodes
-    last = _last_puts(moved.nic.busiest, network, network.chunk) / moved.nic.busiest * handed_on
-    drained = (
-        _last_chunks(moved.nvlink.busiest, inner, inner.chunk, work.gpus_per_node) * work.row_bytes
-    )
+    rate: Leg = getattr(rates, leg)
+    (network, inner), rows = sizes.rings, moved.nic.busiest
+    if leg == "combine":
+        row_bytes, programs, gbs = work.back_bytes, sizes.reducers, rates.turns_back_gbs
+        chunk, inner_chunk = network.back_chunk, inner.back_chunk
+    else:
+        row_bytes, programs, gbs = work.row_bytes, sizes.senders, rates.turns_gbs
+        chunk, inner_chunk = network.chunk, inner.chunk
+    inside = moved.nvlink.busiest * row_bytes
+    # Full chunks, and at least one put for each ring that has rows.
+    puts = max(rows / chunk, min(rows, network.count))
+    last = min(rows, network.count * chunk)
+    drained = _last_chunks(moved.nvlink.busiest, inner, inner_chunk, work.gpus_per_node) * row_bytes
+    if leg == "combine":
+        fill = (last * row_bytes + drained) / (rates.copy_gbs * US)
+    else:
+        handed_on = inside * (work.nodes - 1) / work.nodes
+        fill = last / rows * handed_on / (rate.link_gbs * US) + drained / (rates.copy_gbs * US)
     return Terms(
-        nvlink=inside / (rates.dispatch.link_gbs * US),
-        nic=across / (rates.nic_gbs * US)
-        + _puts(moved.nic.busiest, network, network.chunk) * rates.put_us,
-        programs=by_turns(
-            touched(moved, work) * work.row_bytes, sizes.senders, rates.turns_gbs, rates
-        ),
-        latency=rates.dispatch.fixed_us + 2 * rates.latency_us,
-        fill=last / (rates.dispatch.link_gbs * US) + drained / (rates.copy_gbs * US),
+        nvlink=inside / (rate.link_gbs * US),
+        nic=rows * row_bytes / (rates.nic_gbs * US) + puts * rates.put_us,
+        programs=by_turns(touched(moved, work) * row_bytes, programs, gbs, rates),
+        latency=rate.fixed_us + 2 * rates.latency_us,
+        fill=fill,
     )
 
 
-def twolevel_combine(work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """Rows are summed inside a node first, then cross the network once per (token, node)."""
-    network, inner = sizes.rings
-    inside, across = moved.nvlink.busiest * work.back_bytes, moved.nic.busiest * work.back_bytes
-    last = _last_puts(moved.nic.busiest, network, network.back_chunk) * work.back_bytes
-    drained = (
-        _last_chunks(moved.nvlink.busiest, inner, inner.back_chunk, work.gpus_per_node)
-        * work.back_bytes
-    )
-    return Terms(
-        nvlink=inside / (rates.combine.link_gbs * US),
-        nic=across / (rates.nic_gbs * US)
-        + _puts(moved.nic.busiest, network, network.back_chunk) * rates.put_us,
-        programs=by_turns(
-            touched(moved, work) * work.back_bytes, sizes.reducers, rates.turns_back_gbs, rates
-        ),
-        latency=rates.combine.fixed_us + 2 * rates.latency_us,
-        fill=(last + drained) / (rates.copy_gbs * US),
-    )
+twolevel_dispatch = partial(twolevel_call, "dispatch")
+twolevel_combine = partial(twolevel_call, "combine")
 
 
 def touched(moved: Traffic, work: Workload) -> float:
@@ -191,30 +171,11 @@ def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) 
     return num_bytes / (programs * program_gbs * US) + num_bytes / (rates.copy_gbs * US)
 
 
-def _puts(rows: float, ring: Ring, chunk: int) -> float:
-    """Puts of a GPU's network senders: full chunks, and at least one for each ring that
-    has rows.
-    """
-    return max(rows / chunk, min(rows, ring.count))
-
-
-def _last_puts(rows: float, ring: Ring, chunk: int) -> float:
-    """Rows in the last chunks of all network rings."""
-    return min(rows, ring.count * chunk)
-
-
-def _programs(num_bytes: float, programs: int, leg: Leg) -> float:
-    if leg.program_gbs is None or not num_bytes:
-        return 0.0
-    return num_bytes / (programs * leg.program_gbs * US)
-
-
 def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
     """Rows in the last chunks of a GPU's rings from others, if ``rows`` come through all
     of them.
     """
-    rings = ring.count * (ranks - 1) / ranks
-    return min(rows, rings * chunk)
+    return min(rows, ring.count * (ranks - 1) / ranks * chunk)
 
 
 known_traffic = lru_cache(maxsize=256)(traffic)
@@ -225,11 +186,7 @@ def predict(leg: str, work: Workload, rates: Rates) -> Terms:
     :data:`~tokenyard.planner.rates.LEGS`.
     """
     moved = known_traffic(work, "uniform")
-    if leg == COLLECTIVE:
-        return collective_call(work, moved, rates.collective, work.row_bytes, rates)
-    if leg == "collective_back":
-        return collective_call(work, moved, rates.collective_back, work.back_bytes, rates)
-    call = {"dispatch": nvlink_dispatch, "in_place": nvlink_in_place, "combine": nvlink_combine}[
-        leg
-    ]
-    return call(work, moved, nvlink_sizes(work), rates)
+    if leg.startswith(COLLECTIVE):
+        row_bytes = work.row_bytes if leg == COLLECTIVE else work.back_bytes
+        return collective_call(work, moved, getattr(rates, leg), row_bytes, rates)
+    return nvlink_call(leg, work, moved, nvlink_sizes(work), rates)

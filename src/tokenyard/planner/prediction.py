@@ -17,13 +17,17 @@ from tokenyard.planner.model import (
     twolevel_combine,
     twolevel_dispatch,
 )
-from tokenyard.planner.rates import Leg, Rates
+from tokenyard.planner.rates import Rates
 from tokenyard.planner.sizes import Sizes, nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import Flow, Traffic
 from tokenyard.planner.workload import DTYPES, Dtype, Workload
 
-DISPATCH, IN_PLACE, COMBINE = CALLS = ("dispatch", "dispatch in place", "combine")
+DISPATCH, IN_PLACE, COMBINE = ("dispatch", "dispatch in place", "combine")
 FLAT = "flat exchange"
+PRICES = {
+    NVLINK: {DISPATCH: nvlink_dispatch, IN_PLACE: nvlink_in_place, COMBINE: nvlink_combine},
+    TWOLEVEL: {DISPATCH: twolevel_dispatch, COMBINE: twolevel_combine},
+}
 MOST_GPUS = 1024
 """How far :func:`scaling` goes."""
 
@@ -33,7 +37,7 @@ class Call:
     """One kind of call under one routing, its routing known to all (cached).
 
     Attributes:
-        name: of :data:`CALLS`. dtype, skew: what it runs with.
+        name: of :data:`PRICES`. dtype, skew: what it runs with.
         engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine
             collective.
         terms: its limits; ``terms.us`` is what it takes.
@@ -84,16 +88,52 @@ def plan(
     engine = NVLINK if workload.nodes == 1 else TWOLEVEL
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
     sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
-    moved = {skew: known_traffic(replace(workload, dtype="bf16"), skew, seed) for skew in skews}
+    bf16, any_sizes = replace(workload, dtype="bf16"), next(iter(sizes.values()))
+    moved = {skew: known_traffic(bf16, skew, seed) for skew in skews}
     calls: list[Call] = []
     for rows in moved.values():
         for dtype, work in works.items():
-            calls += _dispatches(engine, work, rows, sizes[dtype], rates)
-        bf16 = replace(workload, dtype="bf16")
-        calls += _combines(engine, bf16, rows, next(iter(sizes.values())), rates)
+            calls += _calls(engine, False, work, rows, sizes[dtype], rates)
+        calls += _calls(engine, True, bf16, rows, any_sizes, rates)
     return Plan(
         workload=workload, rates=rates, engine=engine, sizes=sizes, traffic=moved, calls=calls
     )
+
+
+def _calls(
+    engine: str, back: bool, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
+) -> list[Call]:
+    """Combines if ``back``, else dispatches: the engine's own, engine collective's and, where that
+    goes another way, one flat exchange at its rates.
+    """
+    terms = {
+        (name, engine): price(work, rows, sizes, rates)
+        for name, price in PRICES[engine].items()
+        if (name == COMBINE) == back
+    }
+    leg, row_bytes = rates.collective, work.row_bytes
+    if back:
+        leg, row_bytes = rates.collective_back, work.back_bytes
+    name = COMBINE if back else DISPATCH
+    terms[name, COLLECTIVE] = collective_call(work, rows, leg, row_bytes, rates)
+    if work.grid.has_levels:
+        terms[name, FLAT] = flat_call(work, rows, leg, row_bytes, rates)
+
+    def moved(flow: Flow) -> Flow:
+        return Flow(flow.mean * row_bytes, flow.busiest * row_bytes)
+
+    return [
+        Call(
+            name=name,
+            engine=who,
+            dtype=work.dtype,
+            skew=rows.skew,
+            terms=found,
+            nvlink=moved(rows.flat_nvlink if who == FLAT else rows.nvlink),
+            nic=moved(rows.flat_nic if who == FLAT else rows.nic),
+        )
+        for (name, who), found in terms.items()
+    ]
 
 
 def sizes_of(engine: str, work: Workload) -> Sizes:
@@ -116,11 +156,8 @@ def scaling(
     Raises:
         ValueError: none of them has one.
     """
-    counts = [
-        1 << power
-        for power in range(MOST_GPUS.bit_length())
-        if not power or workload.gpus_per_node << power <= MOST_GPUS
-    ]
+    most = max(1, MOST_GPUS // workload.gpus_per_node)
+    counts = [1 << power for power in range(most.bit_length())]
     experts = max(workload.experts, counts[-1] * workload.gpus_per_node)
     plans: list[Plan] = []
     refused: dict[int, ValueError] = {}
@@ -133,49 +170,3 @@ def scaling(
     if not plans:
         raise next(iter(refused.values()))
     return plans, refused
-
-
-def _dispatches(
-    engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
-) -> list[Call]:
-    if engine == TWOLEVEL:
-        ours = [(DISPATCH, twolevel_dispatch(work, rows, sizes, rates))]
-    else:
-        ours = [
-            (DISPATCH, nvlink_dispatch(work, rows, sizes, rates)),
-            (IN_PLACE, nvlink_in_place(work, rows, sizes, rates)),
-        ]
-    calls = [_call(name, engine, work, rows, terms) for name, terms in ours]
-    return [*calls, *_collectives(DISPATCH, work, rows, rates.collective, rates)]
-
-
-def _combines(engine: str, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates) -> list[Call]:
-    combine = nvlink_combine if engine == NVLINK else twolevel_combine
-    ours = _call(COMBINE, engine, work, rows, combine(work, rows, sizes, rates))
-    return [ours, *_collectives(COMBINE, work, rows, rates.collective_back, rates)]
-
-
-def _collectives(name: str, work: Workload, rows: Traffic, leg: Leg, rates: Rates) -> list[Call]:
-    """Engine collective and, where it goes another way, one flat exchange at its rates."""
-    row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
-    calls = [
-        _call(name, COLLECTIVE, work, rows, collective_call(work, rows, leg, row_bytes, rates))
-    ]
-    if work.grid.has_levels:
-        calls.append(_call(name, FLAT, work, rows, flat_call(work, rows, leg, row_bytes, rates)))
-    return calls
-
-
-def _call(name: str, engine: str, work: Workload, rows: Traffic, terms: Terms) -> Call:
-    row_bytes = work.back_bytes if name == COMBINE else work.row_bytes
-    nvlink, nic = (rows.flat_nvlink, rows.flat_nic) if engine == FLAT else (rows.nvlink, rows.nic)
-    moved = [Flow(flow.mean * row_bytes, flow.busiest * row_bytes) for flow in (nvlink, nic)]
-    return Call(
-        name=name,
-        engine=engine,
-        dtype=work.dtype,
-        skew=rows.skew,
-        terms=terms,
-        nvlink=moved[0],
-        nic=moved[1],
-    )

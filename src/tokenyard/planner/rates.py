@@ -74,19 +74,16 @@ class Rates:
                     f"latency"
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
-        legs = {name: _faster(getattr(self, name), scale) for name in LEGS}
-        given = [f"{name} {value:g}" for name, value in links.items() if value]
+        legs: dict[str, Leg] = {name: getattr(self, name) for name in LEGS}
+        legs = {name: leg._replace(link_gbs=leg.link_gbs * scale) for name, leg in legs.items()}
+        given = ", ".join(f"{name} {value:g}" for name, value in links.items() if value)
         return replace(
             self,
             **legs,
             nic_gbs=nic or self.nic_gbs,
             latency_us=latency or self.latency_us,
-            source=", ".join([self.source, *(["given: " + ", ".join(given)] if given else [])]),
+            source=f"{self.source}, given: {given}" if given else self.source,
         )
-
-
-def _faster(leg: Leg, scale: float) -> Leg:
-    return leg._replace(link_gbs=leg.link_gbs * scale)
 
 
 H200 = Rates(

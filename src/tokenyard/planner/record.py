@@ -86,34 +86,23 @@ def _most_sms(rows: list[dict[str, Any]]) -> int:
     H200, or as many as asked.
     """
     told = [(row.get("section") or "sms", row["sms"]) for row in rows if row["sms"] is not None]
-    return max(
-        (sms for section, sms in told if section != "sms"),
-        default=max([H200_SMS, *(sms for _, sms in told)]),
-    )
+    asked = [H200_SMS, *(sms for _, sms in told)]
+    return max((sms for section, sms in told if section != "sms"), default=max(asked))
 
 
 def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
-    leg, dtype = _leg(row)
+    leg, dtype = SUITE_LEGS.get(row.get("kind") or "", (None, "bf16"))
+    if not row.get("kind") and row["quantize"] == "none":
+        leg = SWEEP_LEGS.get((row["name"], row["phase"]))
     clock = row["device"] or row["wall"]
-    if (
-        leg is None
-        or clock is None
-        or row["skew"] != "uniform"
-        or row["layout"] != "flat"
-        or row["dtype"] != "bf16"
-    ):
+    usual = (row["skew"], row["layout"], row["dtype"]) == ("uniform", "flat", "bf16")
+    if leg is None or clock is None or not usual:
         return None
-    sizes = {name: row[name] for name in ("tokens", "hidden", "experts", "topk")}
-    limits = {"sms": min(row["sms"] or most_sms, most_sms), "buffer_bytes": row.get("rings")}
-    given = {name: value for name, value in limits.items() if value is not None}
     if not 0 < clock["median"] < math.inf:
         raise ValueError(f"a time of {clock['median']} us")
-    work = Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, most_sms=most_sms, **sizes, **given)
+    given = {name: row[name] for name in ("tokens", "hidden", "experts", "topk")}
+    given["sms"] = min(row["sms"] or most_sms, most_sms)
+    if row.get("rings") is not None:
+        given["buffer_bytes"] = row["rings"]
+    work = Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, most_sms=most_sms, **given)
     return Point(leg, work, clock["median"])
-
-
-def _leg(row: dict[str, Any]) -> tuple[str | None, Dtype]:
-    if row.get("kind"):
-        return SUITE_LEGS.get(row["kind"], (None, "bf16"))
-    leg = SWEEP_LEGS.get((row["name"], row["phase"]))
-    return (leg if row["quantize"] == "none" else None), "bf16"

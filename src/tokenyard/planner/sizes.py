@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenyard.engines.rings import Cuts, Form, form_of, least_ring, meta_words, shape_for
-from tokenyard.engines.twolevel_ground import Tuning, least_bytes, most_channels, tuning_for
+from tokenyard.engines.twolevel_ground import least_bytes, most_channels, tuning_for
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
@@ -61,15 +61,14 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     """
     ranks = workload.gpus_per_node
     shape = shape_for(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
-    each = workload.buffer_bytes // (ranks * shape.channels) // 256 * 256
-    ring = _ring("NVLink", ranks * shape.channels, each, workload, shape)
+    ring = _ring("NVLink", ranks * shape.channels, workload.buffer_bytes, workload, shape)
     return Sizes(
         channels=shape.channels,
         senders=shape.channels * (ranks - 1),
         writers=shape.writers,
         reducers=shape.channels,
         rings=(ring,),
-        symmetric_bytes=_signals(workload, shape.channels) + ring.count * each,
+        symmetric_bytes=_signal_bytes(workload, shape.channels) + ring.count * ring.num_bytes,
     )
 
 
@@ -79,66 +78,41 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     Raises:
         ValueError: rings that hold less than two rows.
     """
-    nodes, grid = workload.nodes, workload.grid
-    channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
-    tuning = tuning_for(
-        workload.sms, grid, all_sms=workload.sms == workload.most_sms, channels=channels
-    )
-    signals = _signals(workload, tuning.channels) + _letters(workload, tuning.channels)
-    links, far = (nodes - 1) * tuning.channels, int(workload.buffer_bytes * tuning.net_share)
-    each = (workload.buffer_bytes - far) // (workload.ranks * tuning.channels) // 256 * 256
-    inner = _ring("NVLink", workload.ranks * tuning.channels, each, workload, tuning)
-    network = _network(
-        _ring("NIC", links, far // (2 * links) // 256 * 256, workload, tuning), tuning
-    )
+    grid, buffer_bytes = workload.grid, workload.buffer_bytes
+    channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
+    all_sms = workload.sms == workload.most_sms
+    tuning = tuning_for(workload.sms, grid, all_sms=all_sms, channels=channels)
+    channels, far = tuning.channels, int(buffer_bytes * tuning.net_share)
+    inner = _ring("NVLink", workload.ranks * channels, buffer_bytes - far, workload, tuning)
+    links = (workload.nodes - 1) * channels
+    network = _whole_chunks(_ring("NIC", links, far // 2, workload, tuning), tuning.net_chunk)
+    rings = inner.count * inner.num_bytes + 2 * network.count * network.num_bytes
     return Sizes(
-        channels=tuning.channels,
-        senders=tuning.channels * tuning.workers,
-        reducers=tuning.channels * tuning.workers,
+        channels=channels,
+        senders=channels * tuning.workers,
+        reducers=channels * tuning.workers,
         rings=(network, inner),
-        symmetric_bytes=signals
-        + inner.count * inner.num_bytes
-        + 2 * network.count * network.num_bytes,
+        symmetric_bytes=_signal_bytes(workload, channels) + rings,
     )
 
 
-def _signals(workload: Workload, channels: int) -> int:
-    """Bytes before the rings: ``region.signal_words``, which needs Triton."""
-    ranks = workload.ranks
-    return _in_bytes(
-        2 * ranks * channels
-        + 5 * ranks
-        + 2 * ranks * (ranks + 2 + channels + _header_words(workload))
-    )
+def _signal_bytes(workload: Workload, channels: int) -> int:
+    """Bytes before the rings: of ``region.signal_words`` and, for engine twolevel,
+    ``two_region.signal_table``, which need Triton.
+    """
+    ranks, nodes = workload.ranks, workload.nodes
+    header = COUNTS + -(-workload.experts // ranks)
+    words = [2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header)]
+    if nodes > 1:
+        parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
+        letter = sum(-(-part // 2) * 2 for part in parts)
+        words.append(2 * nodes * channels + 4 * ranks * letter + 4)
+    return sum(-(-count // 32) * 256 for count in words)  # int64, padded to 256 bytes
 
 
-def _letters(workload: Workload, channels: int) -> int:
-    """Bytes that engine twolevel has besides: ``two_region.signal_table``."""
-    ranks = workload.ranks
-    letter = _even(_header_words(workload) + ranks + 3 + 2 * channels) + _even(
-        workload.gpus_per_node * channels
-    )
-    return _in_bytes(2 * workload.nodes * channels + 4 * ranks * letter + 4)
-
-
-def _header_words(workload: Workload) -> int:
-    return COUNTS + -(-workload.experts // workload.ranks)
-
-
-def _even(words: int) -> int:
-    return -(-words // 2) * 2
-
-
-def _in_bytes(words: int) -> int:
-    """Of as many int64 words, padded to 256 bytes."""
-    return -(-words // 32) * 256
-
-
-def _network(ring: Ring, tuning: Tuning) -> Ring:
+def _whole_chunks(ring: Ring, most: int) -> Ring:
     """As ``TwoGround.net_ring`` uses it: whole chunks, at least three of them where they fit."""
-    chunk, back = (
-        max(1, min(tuning.net_chunk, slots // 3)) for slots in (ring.slots, ring.back_slots)
-    )
+    chunk, back = (max(1, min(most, slots // 3)) for slots in (ring.slots, ring.back_slots))
     return replace(
         ring,
         chunk=chunk,
@@ -148,32 +122,33 @@ def _network(ring: Ring, tuning: Tuning) -> Ring:
     )
 
 
-def _ring(name: str, count: int, num_bytes: int, workload: Workload, shape: Cuts) -> Ring:
+def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Cuts) -> Ring:
+    """``count`` rings in ``num_bytes``."""
+    each = num_bytes // count // 256 * 256
     there, back = forms(workload)
-    slots, back_slots = num_bytes // there.slot_bytes, num_bytes // back.slot_bytes
+    slots, back_slots = each // there.slot_bytes, each // back.slot_bytes
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
         raise ValueError(
-            f"buffer_bytes ({whole}) gives each of {count} {name} rings {num_bytes} bytes, but 2 "
+            f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 "
             f"rows of {row} bytes must fit: "
-            f"make it at least {_least_bytes(workload, shape.channels)}"
+            f"make it at least {_least_bytes(workload, cuts.channels)}"
         )
     return Ring(
         name=name,
         count=count,
-        num_bytes=num_bytes,
+        num_bytes=each,
         slots=slots,
-        chunk=shape.dispatch.chunk_of(slots),
+        chunk=cuts.dispatch.chunk_of(slots),
         back_slots=back_slots,
-        back_chunk=shape.send.chunk_of(back_slots),
+        back_chunk=cuts.send.chunk_of(back_slots),
     )
 
 
 def _least_bytes(workload: Workload, channels: int) -> int:
     """A buffer that is large enough, for rows of all dtypes."""
-    slot = max(
-        form.slot_bytes for dtype in DTYPES for form in forms(replace(workload, dtype=dtype))
-    )
+    works = [replace(workload, dtype=dtype) for dtype in DTYPES]
+    slot = max(form.slot_bytes for work in works for form in forms(work))
     if workload.nodes == 1:
         return workload.ranks * channels * least_ring(slot)
     return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)

@@ -64,25 +64,25 @@ def traffic_of(ranks: Sequence[float], nodes: Sequence[float], tokens: int, skew
     >>> found.nic.mean, found.nvlink.mean, found.flat_nic.mean, found.flat_nvlink.mean
     (4.0, 4.0, 4.0, 2.0)
     """
-    size, local = len(ranks), len(ranks) // len(nodes)
-    inside = [sum(ranks[node * local : (node + 1) * local]) for node in range(len(nodes))]
+    size, count = len(ranks), len(nodes)
+    local = size // count
     node_of = [rank // local for rank in range(size)]
+    inside = [sum(ranks[node * local : (node + 1) * local]) for node in range(count)]
+    peers = [inside[node_of[rank]] - ranks[rank] for rank in range(size)]
 
     def flow(out: Sequence[float], into: Sequence[float]) -> Flow:
         return Flow(tokens * sum(into) / size, tokens * max(*out, *into))
 
-    peers = [inside[node_of[rank]] - ranks[rank] for rank in range(size)]
     return Traffic(
         skew=skew,
         ranks_reached=sum(ranks),
         nodes_reached=sum(nodes),
         nvlink=flow(
-            [len(nodes) * out for out in peers],
-            [len(nodes) * (local - 1) * chance for chance in ranks],
+            [count * out for out in peers], [count * (local - 1) * chance for chance in ranks]
         ),
         nic=flow(
             [sum(nodes) - nodes[node] for node in node_of],
-            [(len(nodes) - 1) * nodes[node] for node in node_of],
+            [(count - 1) * nodes[node] for node in node_of],
         ),
         flat_nvlink=flow(peers, [(local - 1) * chance for chance in ranks]),
         flat_nic=flow(

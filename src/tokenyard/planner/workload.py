@@ -47,12 +47,11 @@ class Workload:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value: Any = getattr(self, each.name)
-            if each.name != "dtype" and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ValueError(f"{each.name} ({value!r}) must be a whole number of at least 1")
+        sizes: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        del sizes["dtype"]
+        for name, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype ({self.dtype!r}) must be one of {', '.join(DTYPES)}")
         if self.topk > self.experts:
@@ -81,12 +80,9 @@ class Workload:
     @property
     def row_bytes(self) -> int:
         """A row on its way to the experts: payload and scales, as ``tokenyard bench`` counts it."""
-        return 2 * self.hidden if self.dtype == "bf16" else self.hidden + 4 * self.scales
-
-    @property
-    def scales(self) -> int:
-        """Words of scales of a row."""
-        return 0 if self.dtype == "bf16" else FORMATS[Quantize.FP8].scale_words(self.hidden)
+        if self.dtype == "bf16":
+            return self.back_bytes
+        return self.hidden + 4 * FORMATS[Quantize.FP8].scale_words(self.hidden)
 
     @property
     def back_bytes(self) -> int:
