@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
 from importlib.util import find_spec
-from inspect import Parameter, Signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -35,23 +34,16 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
             run(kind(**given))
 
         hints = get_type_hints(kind, include_extras=True)
-        known: Any = fields(kind)  # pyright: ignore[reportArgumentType]
+        known = [
+            each.replace(annotation=hints[name])
+            for name, each in signature(kind).parameters.items()
+        ]
         made: Any = call
-        made.__signature__ = Signature(
-            [
-                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-                for each in known
-                for default, hint in [(_default(each), hints[each.name])]
-            ]
-        )
+        made.__signature__ = Signature(known)
         made.__annotations__, made.__doc__, made.__name__ = hints, run.__doc__, run.__name__
         return call
 
     return decorate
-
-
-def _default(field: Any) -> Any:
-    return Parameter.empty if field.default is MISSING else field.default
 
 
 def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
