@@ -16,11 +16,10 @@ from benchmarks import collective, low_latency_report, nvlink_report, twolevel_r
 from benchmarks.low_latency import Decode, run_decode
 from benchmarks.nvlink import Suite, run_suite
 from benchmarks.record import Page, write_record
-from benchmarks.twolevel import BAR_SMS, TwoLevel, on_all_ranks
+from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
-from tokenyard.cli.bench import NVLINK_GBS, leading_console, words
+from tokenyard.cli.bench import NVLINK_GBS, leading_console, on_all_ranks, run_rank, words
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.bench_run import run_rank
 from tokenyard.cli.options import check_device, check_engine, command, option
 from tokenyard.cli.progress import progress
 from tokenyard.engines.known import ENGINES
@@ -158,13 +157,10 @@ def grid(text: str | None, ranks: int) -> tuple[int, int]:
 def measure(suite: Any, options: Options, console: Console) -> list[Measurement]:
     """The lines of a suite, on the ranks of the launcher if there is one, else on processes."""
     if isinstance(suite, TwoLevel):
-        return on_all_ranks(suite, options.where, console)
+        return on_both_engines(suite, options.where, console)
     run = SUITES[options.suite].run
     with progress(suite.stages, console, bar=options.suite == "collective") as counter:
-        if not launch.under_torchrun():
-            return launch.spawn(run, options.ranks, suite, counter, device=options.where)[0]
-        with launch.joined_by_launcher(options.where) as here:
-            return run(here, suite, counter)
+        return on_all_ranks(run, options.ranks, options.where, suite, counter)
 
 
 @command(Options)

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.bench_cases import Batch, Truth, gathered, share
+from tokenyard.cli.bench_baselines import gathered
+from tokenyard.cli.bench_cases import Batch, share
 from tokenyard.cli.bench_inputs import DTYPES, NUM_INPUTS, Case
 from tokenyard.formats import quantize
 from tokenyard.routing import expert_bounds
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.testing.routings import routing
+
+T = TypeVar("T", bound="DeviceTruth")
 
 
 def make_batches(case: Case, device: torch.device, seed: int) -> list[Batch]:
@@ -38,8 +41,23 @@ def _batch(case: Case, device: torch.device, seed: int) -> Batch:
 
 
 @dataclass(frozen=True)
-class DeviceTruth(Truth):
-    """What calls on one batch must return on this rank."""
+class DeviceTruth:
+    """What calls on one batch must return on this rank; ``x [R * T, H]`` is what all ranks send, in
+    rank order.
+    """
+
+    batch: Batch
+    x: Tensor
+
+    @classmethod
+    def of(cls: type[T], batch: Batch) -> T:
+        """Collective."""
+        return cls(batch, gathered(batch.x))
+
+    @cached_property
+    def _here(self) -> Tensor:
+        """``[R * T, K]``: which picks are of this rank's experts."""
+        return self.batch.picks_of(self.batch.rank).flatten(0, 1)
 
     @cached_property
     def by_expert(self) -> Tensor:
@@ -53,7 +71,7 @@ class DeviceTruth(Truth):
 
     def check_rows(self, recv: ty.Received) -> None:
         """Payload, scales and sources of any dispatch."""
-        rows = self.flat if recv.handle.layout is ty.Layout.FLAT else self.by_expert
+        rows = self.batch.flat if recv.handle.layout is ty.Layout.FLAT else self.by_expert
         num_tokens = self.batch.x.shape[0]
         source = (rows // num_tokens << 32) | rows % num_tokens
         assert_same_bits(recv.source, source, what="source")
@@ -68,7 +86,7 @@ class DeviceTruth(Truth):
     def check_routed(self, recv: ty.Received) -> None:
         """Everything that a fresh ``FLAT`` dispatch returns."""
         self.check_rows(recv)
-        batch, rows = self.batch, self.flat
+        batch, rows = self.batch, self.batch.flat
         first, end = expert_bounds(batch.experts, batch.topk_idx.shape[0])[batch.rank :][:2]
         here, idx = self._here[rows], batch.topk_idx.flatten(0, 1)[rows] - first
         assert recv.topk_idx is not None and recv.topk_weights is not None
@@ -83,6 +101,6 @@ class DeviceTruth(Truth):
         batch = self.batch
         total = torch.zeros(batch.x.shape, dtype=torch.float32, device=batch.x.device)
         for rank in range(batch.topk_idx.shape[0]):
-            sent = self.picks_of(rank)[batch.rank].any(1, keepdim=True)
+            sent = batch.picks_of(rank)[batch.rank].any(1, keepdim=True)
             total += torch.where(sent, (batch.x * share(rank)).float(), 0.0)
         assert_same_bits(y, total.to(y.dtype), what="combined")

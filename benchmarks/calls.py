@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import baselines
-from tokenyard.cli.bench_cases import Batch, Call, Library
+from tokenyard.cli.bench_baselines import exchange_back, exchanges, gather, scatter
+from tokenyard.cli.bench_cases import Batch, Call, engine_calls, share
 from tokenyard.cli.bench_inputs import Case
 
 FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
@@ -55,6 +55,12 @@ NEW_ROUTING_BAR_US = 45.0
 """What a new routing may add."""
 
 
+def rows_of(case: Case) -> Case:
+    """What is moved, whoever moves it."""
+    plain: dict[str, Any] = {"engine": "", "sms": None, "rings": None, "topology": None}
+    return replace(case, in_place=False, cast_before=False, **plain)
+
+
 def library_calls(
     ep: ty.ExpertParallel,
     case: Case,
@@ -65,29 +71,61 @@ def library_calls(
 ) -> list[Call]:
     """Of ``kinds`` those that the engine can do. Collective.
 
-    ``another``: makes an object for combines in place. ``bars``: what kinds may take, us.
+    ``another``: makes an object for combines in place, which need symmetric memory that no dispatch
+    overwrites. ``bars``: what kinds may take, us.
     """
     calls: list[Call] = []
     for name in kinds:
         kind = KINDS[name]
         if name in IN_PLACE and ep.engine not in IN_PLACE_ENGINES:
             continue
-        library = Library(ep, replace(case, **kind.changes), batches, another)
-        known: dict[str, Any] = {"name": kind.name, "kind": name}
-        known["bar_us"] = (bars or {}).get(name)
-        if kind.combine:
-            calls.append(library.combine(**known))
-        else:
-            calls.append(library.dispatch(cached=kind.cached, **known))
+        found = engine_calls(ep, replace(case, **kind.changes), batches, another)
+        fresh, cached, combine = found
+        call = combine if kind.combine else cached if kind.cached else fresh
+        if name == BACK_IN_PLACE:
+            assert another is not None
+            call = _pulling(call, another(), batches)
+        bar = (bars or {}).get(name)
+        calls.append(replace(call, name=kind.name, kind=name, bar_us=bar))
     return calls
+
+
+def _pulling(call: Call, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> Call:
+    """A combine by ``ep`` in place, of the rows that ``call`` combines."""
+    received = [ep.dispatch(each.x, *each.picks) for each in batches]
+    full = [recv.x * share(ep.rank) for recv in received]
+    handles = [recv.handle for recv in received]
+    longest = max(handles, key=lambda handle: handle.num_rows)
+    view = ep.empty_for_combine(longest, in_place=True).zero_()
+    rows = [view[: handle.num_rows] for handle in handles]
+
+    def prepare(number: int) -> Any:
+        return rows[number].copy_(full[number])
+
+    def run(number: int) -> Any:
+        return ep.combine(rows[number], handles[number], in_place=True)
+
+    return replace(call, run=run, prepare=prepare, ep=ep)
 
 
 def collectives(
     case: Case, batches: Sequence[Batch], *, fp8: bool = False, gathers: bool = True
 ) -> list[Call]:
     """What anybody could use instead, of BF16 rows; ``fp8``: there of FP8 rows as well."""
-    calls = baselines(case.rows, batches, label=" BF16", gathers=gathers)
+    plain = rows_of(case)
+    calls = exchanges(plain, batches)
+    back = exchange_back(plain, batches)
+    calls.append(replace(back, name=f"{back.name} back"))
+    if gathers:
+        calls += [gather(plain, batches), scatter(plain, batches)]
+    # What stands in for a reduce-scatter says its name itself.
+    found = [call if call.name.startswith("all-reduce") else _of("BF16", call) for call in calls]
     if fp8:
-        cast = replace(case.rows, quantize="fp8")
-        calls += baselines(cast, batches, label=" FP8", gathers=gathers, back=False)
-    return calls
+        cast = replace(plain, quantize="fp8")
+        calls = [*exchanges(cast, batches), *([gather(cast, batches)] if gathers else [])]
+        found += [_of("FP8", call) for call in calls]
+    return found
+
+
+def _of(rows: str, call: Call) -> Call:
+    return replace(call, name=f"{call.name} {rows}")

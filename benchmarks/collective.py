@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.record import Page, find, head, times
+from benchmarks.record import Page, find, head, markdown_table, times
+from tokenyard.cli.bench import Plan
 from tokenyard.cli.bench_inputs import sweep
 from tokenyard.cli.bench_plot import draw
-from tokenyard.cli.bench_report import Measurement, markdown_table, verdicts
-from tokenyard.cli.bench_run import Plan
+from tokenyard.cli.bench_report import Measurement, verdicts
 
 SKEWS = ["uniform", "zipf"]
 
 
 def plan(sizes: dict[str, list[int]], iterations: int, warmup: int = 3) -> Plan:
     """All combinations of ``sizes`` under both routings, BF16, flat."""
-    return Plan(sweep(skew=SKEWS, **sizes), ["auto"], iterations, warmup, link_gbs=None, seed=0)
+    return Plan(sweep(**sizes, skew=SKEWS), ["auto"], iterations, warmup, link_gbs=None, seed=0)
 
 
 COLLECTIVE = {

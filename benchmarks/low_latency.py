@@ -16,13 +16,13 @@ from torch import Tensor
 
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth, make_batches
-from tokenyard.cli.bench_baselines import reduce_scatter_for
-from tokenyard.cli.bench_cases import Batch, all_gather
+from benchmarks.clock import QueuedClock
+from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
+from tokenyard.cli.bench_cases import Batch, failure
 from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.bench_run import failure, on_ranks
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import Clock, slowest_rank
+from tokenyard.cli.timing import on_ranks, slowest_rank
 from tokenyard.testing.compare import assert_same_bits
 
 _cuda: Any = torch.cuda
@@ -243,7 +243,7 @@ def _elapsed(run: Callable[[], object]) -> float:
     """Microseconds of the GPU, ranks aligned there and launches queued before it gets to them.
     Collective.
     """
-    return Clock(torch.device("cuda")).time_queued(lambda _: run(), 0, HEAD_START_US)
+    return QueuedClock(torch.device("cuda"), HEAD_START_US).time_queued(lambda _: run(), 0)
 
 
 def _part(calls: Calls, which: int) -> float:

@@ -16,8 +16,8 @@ from benchmarks.low_latency import (
     PARTS,
     Decode,
 )
-from benchmarks.record import NO_TIME, Page, find, head, times
-from tokenyard.cli.bench_report import Measurement, markdown_table
+from benchmarks.record import NO_TIME, Page, find, head, markdown_table, times
+from tokenyard.cli.bench_report import Measurement
 
 ROWS = [*((who, what) for who in ENGINES for what in (PAIR, DISPATCH, COMBINE)), (NCCL, PAIR)]
 

@@ -27,11 +27,12 @@ from benchmarks.calls import (
     VIEW,
     collectives,
     library_calls,
+    rows_of,
 )
-from tokenyard.cli.bench_cases import Batch, Call
+from benchmarks.clock import QueuedClock
+from tokenyard.cli.bench_cases import Batch, Call, check, failure
 from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.bench_run import check, failure, line_of
+from tokenyard.cli.bench_report import Measurement, line_of
 from tokenyard.cli.progress import Counter, advance
 from tokenyard.cli.timing import time_interleaved
 
@@ -158,7 +159,7 @@ class _Run:
 
     def measure(self, table: Table) -> None:
         """Make the objects, check everything, then time what was right, interleaved. Collective."""
-        plain = table.cases[0].rows
+        plain = rows_of(table.cases[0])
         batches = make_batches(plain, self.device, self.suite.seed)
         with ExitStack() as stack:
             calls: list[Call] = []
@@ -183,8 +184,7 @@ class _Run:
             num_inputs=len(batches),
             device=self.device,
             seed=suite.seed,
-            head_start_us=HEAD_START_US,
-            barrier=self.barrier,
+            clock=QueuedClock(self.device, HEAD_START_US, self.barrier),
         )
         advance(self.counter)
         times = iter(series)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,37 @@ from tokenyard.cli.timing import Stats
 
 MB = 1e6
 NO_TIME = "**no time**"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What one call puts to other nodes.
+
+    Attributes:
+        rows, put_bytes: per rank, rows and all bytes, mean over the inputs, as the engine counted.
+        planned: rows of which the picks say so. row_bytes: payload and scales of one.
+        nvshmem: whether it lies between nodes.
+        held_bytes: symmetric memory of the object when it was made, of the rank with most.
+        other_bytes: most bytes of tensors during a call besides its result, of the worst rank.
+    """
+
+    planned: list[float]
+    row_bytes: int
+    rows: list[float] = field(default_factory=list[float])
+    put_bytes: list[float] = field(default_factory=list[float])
+    nvshmem: bool | None = None
+    held_bytes: int | None = None
+    other_bytes: int | None = None
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes of rows that every rank puts to other nodes: those of the rank with fewest."""
+        return min(self.rows or self.planned, default=0) * self.row_bytes
+
+
+def network_gbs(line: Measurement) -> float | None:
+    """Rows to other nodes, 1e9 bytes per second; as many come in meanwhile."""
+    return line.network and line.gbs(line.network.payload_bytes)
 
 
 class Page(NamedTuple):
@@ -73,6 +105,12 @@ def head(title: str, facts: dict[str, Any]) -> list[str]:
     commit = facts["commit"] or "unknown"
     said = f"Commit {commit}, {known}, {facts['date'][:10]}. `{facts['command']}`"
     return [f"# {title.format(devices=devices)}", said]
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; the first column is set left, the others right."""
+    marks = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
 
 
 def times(stats: Stats | None, digits: int = 1, none: str = "-") -> str:

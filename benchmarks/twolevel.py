@@ -22,6 +22,8 @@ from rich.console import Console
 import tokenyard as ty
 from benchmarks.batches import make_batches
 from benchmarks.calls import IN_PLACE, collectives, library_calls
+from benchmarks.clock import QueuedClock
+from benchmarks.record import Network, network_gbs
 from benchmarks.twolevel_calls import (
     ALL_KINDS,
     BAR_SMS,
@@ -34,12 +36,12 @@ from benchmarks.twolevel_calls import (
     rows_across,
 )
 from tokenyard import launch
-from tokenyard.cli.bench_cases import Batch, Call, Truth
+from tokenyard.cli.bench_baselines import gathered
+from tokenyard.cli.bench_cases import Batch, Call, check, failure
 from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement, Network
-from tokenyard.cli.bench_run import check, failure, on_ranks
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.progress import Counter, advance, progress
-from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
+from tokenyard.cli.timing import Series, on_ranks, peak_extra_bytes, time_interleaved
 from tokenyard.topology import Topology
 
 FIRST, FIRST_IN_PLACE, REST = "first calls", "first calls in place", "what was still to come"
@@ -202,7 +204,7 @@ class _Run:
             num_inputs=inputs,
             device=self.device,
             seed=self.suite.seed,
-            head_start_us=HEAD_START_US,
+            clock=QueuedClock(self.device, HEAD_START_US),
         )
 
     def _check(
@@ -214,7 +216,7 @@ class _Run:
 
         def truths(number: int) -> dict[int, GridTruth]:
             batch = batches[number]
-            x = Truth.of(batch).x
+            x = gathered(batch.x)
             return {tree: GridTruth(batch, x, tree) for tree in {each.tree for each in counted}}
 
         return check(counted, truths, len(batches), self.device, errors)
@@ -248,7 +250,7 @@ def failed(case: Case, what: str, error: str) -> Measurement:
     return Measurement(case=case, name=what, phase=what, error=error, ours=True)
 
 
-def on_all_ranks(suite: TwoLevel, device: str, console: Console) -> list[Measurement]:
+def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Measurement]:
     """Run on the ranks of the launcher if there is one, else on processes of our own: others for
     each engine.
     """
@@ -355,6 +357,7 @@ def in_short(line: Measurement) -> str:
     rings = "" if case.rings is None else f", rings {case.rings / 1e6:.1f} MB"
     sms = f", {case.sms or 'all'} SMs" if case.engine else ""
     what = f"{case.engine or NCCL}{sms}, {case.tokens} tokens{rings}: {line.name}"
-    if line.best is None or line.network_gbs is None:
+    rate = network_gbs(line)
+    if line.best is None or rate is None:
         return f"{what}: NO TIME: {line.error}"
-    return f"{what}: {line.best.median:.1f} us, {line.network_gbs:.1f} GB/s between nodes"
+    return f"{what}: {line.best.median:.1f} us, {rate:.1f} GB/s between nodes"

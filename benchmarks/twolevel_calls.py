@@ -127,7 +127,7 @@ class GridTruth(DeviceTruth):
         for first in range(0, self.batch.topk_idx.shape[0], self.per_node):
             part = torch.zeros_like(total)
             for rank in range(first, first + self.per_node):
-                sent = self.picks_of(rank)[mine].any(1, keepdim=True)
+                sent = self.batch.picks_of(rank)[mine].any(1, keepdim=True)
                 part += torch.where(sent, (x * share(rank)).float(), 0.0)
             total += part.to(x.dtype).float()
         assert_same_bits(y, total.to(y.dtype), what="combined")

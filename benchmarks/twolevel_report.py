@@ -6,10 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.calls import BACK, BACK_IN_PLACE, KINDS, PLAIN, VIEW
-from benchmarks.record import MB, NO_TIME, Page, find, head, times
+from benchmarks.record import (
+    MB,
+    NO_TIME,
+    Network,
+    Page,
+    find,
+    head,
+    markdown_table,
+    network_gbs,
+    times,
+)
 from benchmarks.twolevel_calls import BAR_GBS, BAR_GRID, BAR_SMS, NCCL, TwoLevel
 from tokenyard.cli.bench_inputs import NUM_INPUTS
-from tokenyard.cli.bench_report import Measurement, Network, markdown_table, number
+from tokenyard.cli.bench_report import Measurement, number
 
 WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (VIEW, BACK_IN_PLACE)}
 """Kinds of dispatch and combine that the bar is for, together."""
@@ -17,7 +27,7 @@ WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (VIEW, BACK_IN_PLACE)}
 
 def judged(line: Measurement, suite: TwoLevel) -> str:
     """ "reached" or "missed"; "" for a line that the bar is not for."""
-    rate, sms = line.network_gbs, line.case.sms
+    rate, sms = network_gbs(line), line.case.sms
     if line.case.engine != suite.engine or rate is None or sms is None or sms > BAR_SMS:
         return ""
     return "reached" if rate >= BAR_GBS else "missed"
@@ -113,7 +123,7 @@ def _row(line: Measurement, verdict: str) -> list[str]:
         str(case.tokens),
         times(line.best, none=NO_TIME),
         times(line.wall, none=NO_TIME),
-        number(line.network_gbs, ".1f"),
+        number(network_gbs(line), ".1f"),
         verdict or "-",
         number(rows if network.rows else None, ",.1f"),
         number(sum(network.planned), ",.1f"),
@@ -151,7 +161,7 @@ def _bounded_row(line: Measurement, curve: Sequence[Measurement]) -> list[str]:
         number(network.payload_bytes / rings if rings and network.rows else None, ".2f"),
         *(number(None if size is None else size / MB, ".3f") for size in sizes),
         times(line.best, none=NO_TIME),
-        number(line.network_gbs, ".1f"),
+        number(network_gbs(line), ".1f"),
         number(faster, ".2f"),
         number(sum(network.rows) if network.rows else None, ",.1f"),
         number(sum(network.planned), ",.1f"),
@@ -178,7 +188,7 @@ def _verdict(lines: Sequence[Measurement], suite: TwoLevel) -> list[str]:
     other = "" if grid == BAR_GRID else f" The project's bar is for {BAR_GRID}; this is {grid}."
     both = [f"- {way}, {sms} SMs: {_both(under, suite, sms, way)}" for way in WAYS for sms in sizes]
     each = [
-        f"- {_where(line)}: {line.network_gbs:.1f} GB/s: {judged(line, suite)}" for line in under
+        f"- {_where(line)}: {network_gbs(line):.1f} GB/s: {judged(line, suite)}" for line in under
     ]
     return [
         f"A goal that this project has set itself: {BAR_GBS:.0f} GB/s per GPU between nodes with "
@@ -198,7 +208,7 @@ def _both(under: Sequence[Measurement], suite: TwoLevel, sms: int, way: str) -> 
     for kind in WAYS[way]:
         line = find(under, kind=kind, sms=sms, tokens=suite.tokens)
         verdicts.append("not measured" if line is None else judged(line, suite))
-        rate = "" if line is None else f" {line.network_gbs:.1f} GB/s"
+        rate = "" if line is None else f" {network_gbs(line):.1f} GB/s"
         told.append(f"{KINDS[kind].name}{rate} {verdicts[-1]}")
     worst = next(each for each in ("missed", "not measured", "reached") if each in verdicts)
     return f"**{worst}** ({'; '.join(told)})"

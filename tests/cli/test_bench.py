@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 
 from tokenyard import launch
 from tokenyard.cli import bench as bench_command
-from tokenyard.cli import bench_run
 from tokenyard.cli.bench import bench
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Call
 from tokenyard.cli.bench_inputs import (
@@ -157,15 +156,20 @@ def test_what_a_row_says() -> None:
     assert (row.wire_gbs, row.percent_of_floor) == (2.0, 25.0)
     on_gpu = replace(row, device_us=[1.5, 1.5, 9.0])
     assert (on_gpu.wire_gbs, on_gpu.percent_of_floor) == (4.0, 50.0)
-    assert ratio(on_gpu, replace(row, device_us=[1.0])) == 1.5
+    assert ratio(on_gpu, [replace(row, device_us=[1.0])], "a", DISPATCH) == 1.5
     wrong = Measurement(case=CASE, name="a", phase=DISPATCH, error="no")
-    assert (wrong.wall, wrong.wire_gbs, ratio(row, wrong)) == (None, None, None)
+    assert (wrong.wall, wrong.wire_gbs, ratio(row, [wrong], "a", DISPATCH)) == (None, None, None)
 
 
 def test_verdicts_divide_by_the_composite_baselines() -> None:
     rows = [
         Measurement(
-            case=CASE, name="tokenyard x", phase=DISPATCH, wall_us=[30.0], peak_per_moved=1.25
+            case=CASE,
+            name="tokenyard x",
+            phase=DISPATCH,
+            ours=True,
+            wall_us=[30.0],
+            peak_per_moved=1.25,
         ),
         Measurement(case=CASE, name="index_select + a2a + copy", phase=DISPATCH, wall_us=[20.0]),
         Measurement(
@@ -200,11 +204,11 @@ def test_inputs_differ_from_each_other_and_between_ranks() -> None:
         sent = [
             each
             for number in range(NUM_INPUTS)
-            for each in all_sent(replace(CASE, skew=skew), 2, number, seed=0)
+            for each in zip(*all_sent(replace(CASE, skew=skew), 2, number, seed=0), strict=True)
         ]
-        assert len({each.x.float().numpy().tobytes() for each in sent}) == 2 * NUM_INPUTS
-        assert all((each.x != 0).float().mean() > 0.9 for each in sent)
-        assert len({str(each.topk_idx.tolist()) for each in sent}) == 2 * NUM_INPUTS
+        assert len({x.float().numpy().tobytes() for x, _, _ in sent}) == 2 * NUM_INPUTS
+        assert all((x != 0).float().mean() > 0.9 for x, _, _ in sent)
+        assert len({str(idx.tolist()) for _, idx, _ in sent}) == 2 * NUM_INPUTS
 
 
 def test_sweep_is_every_combination() -> None:
@@ -290,12 +294,12 @@ def _broken(call: Call) -> Call:
 def test_wrong_bit_prints_no_time_and_fails(
     phase: str, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    honest = bench_run.engine_calls
+    honest = bench_command.engine_calls
 
     def one_wrong(*arguments: Any) -> list[Call]:
         return [_broken(call) if call.phase == phase else call for call in honest(*arguments)]
 
-    monkeypatch.setattr(bench_run, "engine_calls", one_wrong)
+    monkeypatch.setattr(bench_command, "engine_calls", one_wrong)
     result = run("--skew", "uniform", "--layout", layout, "--json", str(tmp_path / "out.json"))
     assert result.exit_code == 1
     assert (
@@ -314,7 +318,7 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(number: int) -> None:
         raise ValueError("this cannot be done")
 
-    honest = bench_run.baselines
+    honest = bench_command.baselines
     nothing = [Traffic([0], [0])]
 
     def with_one_more(case: Case, *arguments: Any, **options: Any) -> list[Call]:
@@ -329,7 +333,7 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return [doomed, *honest(case, *arguments, **options)]
 
-    monkeypatch.setattr(bench_run, "baselines", with_one_more)
+    monkeypatch.setattr(bench_command, "baselines", with_one_more)
     result = run("--skew", "zipf")
     assert result.exit_code == 1
     assert (
@@ -361,8 +365,7 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
         assert row["peak_bytes"] > 0
     for case in cases:
         sent = [
-            once_per_rank([s.topk_idx for s in all_sent(case, 2, n, seed=5)], 5, 48).busiest
-            for n in range(NUM_INPUTS)
+            once_per_rank(all_sent(case, 2, n, seed=5)[1], 5, 48).busiest for n in range(NUM_INPUTS)
         ]
         ours = [
             r

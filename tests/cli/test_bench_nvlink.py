@@ -20,10 +20,10 @@ from benchmarks import nvlink
 from benchmarks.__main__ import app
 from benchmarks.batches import DeviceTruth
 from benchmarks.calls import BACK, BACK_IN_PLACE, FRESH, KINDS, PLAIN, VIEW
+from benchmarks.clock import QueuedClock
 from benchmarks.nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Suite, run_suite
 from benchmarks.nvlink_report import losses, markdown
 from tokenyard import launch, reference
-from tokenyard.cli import timing
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Batch, share
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.timing import time_interleaved
@@ -148,7 +148,7 @@ def test_head_start_is_for_gpus(ranks: Ranks) -> None:
         warmup=1,
         num_inputs=3,
         device=ranks.device,
-        head_start_us=100.0,
+        clock=QueuedClock(ranks.device, 100.0),
     )
     each = 2 if ranks.device.type == "cuda" else 1
     assert calls == [turn % 3 for turn in range(-1, 4) for _ in range(each)]
@@ -173,9 +173,9 @@ def test_gpus_wait_and_meet_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
-    clock = timing.Clock(torch.device("cpu"), lambda: done.append("barrier"))
+    clock = QueuedClock(torch.device("cpu"), 50.0, lambda: done.append("barrier"))
     clock.cuda = True
-    assert clock.time_queued(done.append, 7, 50.0) == 250.0
+    assert clock.time_queued(done.append, 7) == 250.0
     assert done == [
         "idle",
         "meet",
@@ -207,7 +207,7 @@ class Pretended:
     asked.
     """
 
-    engine, rank = "nvlink", 0
+    engine, rank, why = "nvlink", 0, "pretended"
 
     def __init__(self, ep: ty.ExpertParallel, calls: list[dict[str, Any]], flip: str) -> None:
         self.ep, self.calls, self.flip = ep, calls, flip

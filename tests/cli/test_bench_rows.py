@@ -17,12 +17,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import tokenyard as ty
-from tokenyard.cli import app, bench, bench_baselines, bench_cases, bench_run, timing
+from tokenyard.cli import app, bench, bench_baselines, bench_cases, timing
+from tokenyard.cli.bench import Plan
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baselines
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, Truth, sweep_inputs
+from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
 from tokenyard.cli.bench_inputs import NUM_INPUTS, Case, Traffic, all_sent, floor_us, once_per_rank
-from tokenyard.cli.bench_report import Measurement, print_report
-from tokenyard.cli.bench_run import Plan
+from tokenyard.cli.bench_report import Measurement, line_of, print_report
 from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
 from tokenyard.testing import Ranks, distributed_test
 
@@ -41,8 +41,8 @@ PLAN = Plan([CASE], ["collective"], iterations=7, warmup=2, link_gbs=4.0, seed=9
 MIB = 1 << 20
 
 
-def traffic_of(inputs: list[list[Any]], row_bytes: int, *, back: bool = False) -> list[Traffic]:
-    there = [once_per_rank([s.topk_idx for s in each], CASE.experts, row_bytes) for each in inputs]
+def traffic_of(inputs: list[Any], row_bytes: int, *, back: bool = False) -> list[Traffic]:
+    there = [once_per_rank(each[1], CASE.experts, row_bytes) for each in inputs]
     return [Traffic(each.received, each.sent) for each in there] if back else there
 
 
@@ -69,7 +69,7 @@ def test_a_row_is_of_the_worst_rank_and_of_its_own_traffic() -> None:
     once = Series([5.0], None)
 
     def row(peaks: list[int], rate: float | None, least: list[Traffic]) -> Measurement:
-        return bench_run.line_of(call(DISPATCH, least=least), "", once, rate, peaks=peaks)
+        return line_of(call(DISPATCH, least=least), "", once, rate, peaks=peaks)
 
     first = row([80, 100], 2.0, least)
     assert (first.peak_bytes, first.peak_per_moved) == (100, 4.0)
@@ -96,10 +96,10 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
         timed.append(options)
         return [Series([float(at + 1)], None) for at in range(len(calls))]
 
-    monkeypatch.setattr(bench_run, "check", lambda *_: ["", "wrong", "", ""])
-    monkeypatch.setattr(bench_run, "time_interleaved", time)
-    monkeypatch.setattr(bench_run, "on_ranks", lambda value, _: [value, 2 * value])
-    monkeypatch.setattr(bench_run, "peak_extra_bytes", lambda call, *_: call(0))
+    monkeypatch.setattr(bench, "check", lambda *_: ["", "wrong", "", ""])
+    monkeypatch.setattr(bench, "time_interleaved", time)
+    monkeypatch.setattr(bench, "on_ranks", lambda value, _: [value, 2 * value])
+    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, *_: call(0))
     least_there, least_back = (
         traffic_of(inputs, size, back=back)
         for size, back in ((CASE.row_bytes, False), (CASE.combined_row_bytes, True))
@@ -110,7 +110,7 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
         call(CACHED, run=lambda _: 200, least=least_there),
         call(COMBINE, run=lambda _: 300, kept_bytes=lambda: 7, least=least_back),
     ]
-    rows = bench_run.measure(calls, pytest.fail, PLAN, CPU)
+    rows = bench.measure(calls, pytest.fail, PLAN, CPU)
     assert [row.phase for row in rows] == [DISPATCH, DISPATCH, CACHED, COMBINE]
     assert [row.wall_us for row in rows] == [[1.0], [], [2.0], [3.0]]
     assert [row.error for row in rows] == ["", "wrong", "", ""]
@@ -125,23 +125,23 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
 def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int, int]] = []
 
-    def all_sent(_: Case, size: int, number: int, seed: int) -> list[Any]:
+    def sent(case: Case, size: int, number: int, seed: int) -> Any:
         made.append((size, number, seed))
-        return []
+        return all_sent(case, size, number, seed)
 
     monkeypatch.setattr(bench_cases.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(bench_cases, "all_sent", all_sent)
-    monkeypatch.setattr(bench_cases.Batch, "of", lambda *_: None)
-    monkeypatch.setattr(bench_run, "baselines", lambda *_, **__: [])
-    monkeypatch.setattr(bench_run, "measure", lambda *_: [])
-    assert bench_run.run_case(CASE, replace(PLAN, engines=[]), CPU) == []
+    monkeypatch.setattr(bench_cases, "all_sent", sent)
+    monkeypatch.setattr(bench_cases.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(bench, "baselines", lambda *_, **__: [])
+    monkeypatch.setattr(bench, "measure", lambda *_: [])
+    assert bench.run_case(CASE, replace(PLAN, engines=[]), CPU) == []
     assert made == [(2, number, 9) for number in range(NUM_INPUTS)]
 
 
 @distributed_test(world_size=2)
 def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
     """And a wrong weight, which no row shows, is found."""
-    assert bench_run.on_ranks(3 + ranks.rank, ranks.device) == [3, 4]
+    assert timing.on_ranks(3 + ranks.rank, ranks.device) == [3, 4]
     batches, inputs = sweep_inputs(CASE, 0, ranks.device, NUM_INPUTS)
     there = traffic_of(inputs, CASE.row_bytes)
     back = traffic_of(inputs, CASE.combined_row_bytes, back=True)
@@ -155,7 +155,7 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
         make() as ep,
         mock.patch.object(bench_baselines, "reduce_scatter_for", two_trips),
     ):
-        dispatch, cached, combine = bench_run.engine_calls(ep, CASE, batches, lambda: ep)
+        dispatch, cached, combine = bench.engine_calls(ep, CASE, batches, lambda: ep)
         assert (dispatch.traffic, cached.traffic, combine.traffic) == (there, there, back)
         assert {each.symmetric_bytes for each in (dispatch, cached, combine)} == {0}
         assert [each.kept_bytes() for each in (dispatch, cached, combine)] == [
@@ -169,13 +169,13 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
         received.topk_weights[0, 0] += 1
         with pytest.raises(AssertionError, match="topk_weights: 1 of"):
             dispatch.check(received, expected)
-        found = {(each.name, each.phase): each for each in baselines(CASE, batches, copies=True)}
+        found = {(each.name, each.phase): each for each in baselines(CASE, batches)}
     everything = CASE.tokens * CASE.row_bytes
     assert found["all-gather", DISPATCH].traffic[0] == Traffic([everything] * 2, [everything] * 2)
     assert (
         found["two trips", COMBINE].traffic[0].busiest == 2 * CASE.tokens * CASE.combined_row_bytes
     )
-    arriving = [len(Truth.of(batch).flat) for batch in batches]
+    arriving = [len(batch.flat) for batch in batches]
     sending = [each.sent[ranks.rank] // CASE.row_bytes for each in there]
     plain, kept = found[PLAIN_EXCHANGE, DISPATCH], found[KEPT_COPIES, DISPATCH]
     assert plain.kept_bytes() == max(arriving) * CASE.row_bytes
@@ -197,8 +197,9 @@ def printed(rows: list[Measurement], iterations: int = 20) -> list[list[str]]:
 
 
 def test_columns_hold_what_their_heads_say() -> None:
+    case = replace(CASE, sms=24)
     ours = Measurement(
-        case=replace(CASE, sms=24),
+        case=case,
         name="ours",
         phase=COMBINE,
         wall_us=[9.0, 8.0, 30.0],
@@ -210,11 +211,11 @@ def test_columns_hold_what_their_heads_say() -> None:
     )
     rows = [
         Measurement(
-            case=CASE, name=PLAIN_EXCHANGE, phase=DISPATCH, wall_us=[50.0], device_us=[40.0]
+            case=case, name=PLAIN_EXCHANGE, phase=DISPATCH, wall_us=[50.0], device_us=[40.0]
         ),
         ours,
         Measurement(
-            case=CASE, name=PLAIN_EXCHANGE, phase=COMBINE, wall_us=[20.0], device_us=[10.0]
+            case=case, name=PLAIN_EXCHANGE, phase=COMBINE, wall_us=[20.0], device_us=[10.0]
         ),
     ]
     lines = [" ".join(line) for line in printed(rows)]
@@ -293,7 +294,7 @@ def test_a_call_is_timed_from_the_meeting_to_its_complete_result(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: done.append("meet"))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=now))
-    clock = timing.Clock(CPU, None)
+    clock = timing.Clock(CPU)
     clock.cuda = True
     assert clock.time(done.append, 7) == (500_000.0, 250.0)
     assert done == ["idle", "meet", "idle", "clock", "record", 7, "record", "idle", "clock"]

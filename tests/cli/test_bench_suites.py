@@ -17,15 +17,15 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import __main__ as command
 from benchmarks import low_latency, twolevel
-from benchmarks.calls import BACK, PLAIN, library_calls
+from benchmarks.calls import BACK, PLAIN, library_calls, rows_of
 from benchmarks.low_latency import Decode, line_for
 from benchmarks.nvlink import MAIN, Suite
 from benchmarks.nvlink_report import losses
+from benchmarks.record import Network, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
 from tokenyard.cli.bench_cases import Batch, Call
 from tokenyard.cli.bench_inputs import Case, Traffic
-from tokenyard.cli.bench_report import Measurement, Network
-from tokenyard.cli.bench_run import line_of
+from tokenyard.cli.bench_report import Measurement, line_of
 from tokenyard.cli.timing import Series
 from tokenyard.testing import routing
 
@@ -43,7 +43,7 @@ def batch(tokens: int = 12, ranks: int = 2, experts: int = 8, hidden: int = 256)
 
 def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
     call = Call(
-        case=Suite().case(4).rows,
+        case=rows_of(Suite().case(4)),
         name="gather",
         phase="dispatch",
         run=int,
@@ -60,6 +60,7 @@ def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
 def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
         rank, engine, buffer_bytes = 0, "nvlink", 0
+        why = "a stub"
 
         def dispatch(self, *_: Any, **__: Any) -> Any:
             return SimpleNamespace(handle=None, x=torch.ones(1), scales=None)
@@ -144,7 +145,7 @@ def test_the_rate_is_of_the_rank_with_fewest_rows() -> None:
     line = Measurement(
         case=case, name="", phase="", device_us=[2.0, 3.0, 1.0], wall_us=[9.0], network=network
     )
-    assert (network.payload_bytes, line.network_gbs) == (2000.0, 1.0)
+    assert (network.payload_bytes, network_gbs(line)) == (2000.0, 1.0)
     assert replace(network, rows=[], planned=[30.0, 40.0]).payload_bytes == 3000.0
 
 
@@ -190,7 +191,7 @@ def test_times_are_of_one_call_each_on_its_own_clock(
 ) -> None:
     assert suite_run._per_call([8.0, 4.0]) == [2.0, 1.0]
     said: list[Measurement] = []
-    case = TwoLevel().case(1).rows
+    case = rows_of(TwoLevel().case(1))
     counted = SimpleNamespace(
         call=SimpleNamespace(case=case, name="x", phase="", kind="", ep=None),
         planned=[1.0, 2.0],

@@ -22,6 +22,7 @@ from benchmarks import __main__ as command
 from benchmarks import twolevel as network
 from benchmarks.__main__ import app
 from benchmarks.calls import BACK, BACK_IN_PLACE, KINDS, PLAIN, VIEW
+from benchmarks.record import Network
 from benchmarks.twolevel import (
     ALL_KINDS,
     BAR_SMS,
@@ -37,7 +38,7 @@ from nvlink_pool import run_all, without_devices
 from tokenyard import reference
 from tokenyard.cli import bench_report
 from tokenyard.cli.bench_cases import Batch, share
-from tokenyard.cli.bench_report import Measurement, Network
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.testing import Ranks, distributed_test, payload, routing
 from tokenyard.topology import Topology
@@ -298,7 +299,7 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network.launch, "spawn", spawn)
     monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
-    kept, lost, *others = network.on_all_ranks(TINY, "cuda", Console(quiet=True))
+    kept, lost, *others = network.on_both_engines(TINY, "cuda", Console(quiet=True))
     assert kept == line("twolevel", DISPATCH, 500.0)
     assert (lost.name, lost.error, lost.wall_us) == (REST, "PeerTimeout: rank 0 did not come", [])
     assert [each.case.engine for each in others] == ["nvlink"] * 2
@@ -442,7 +443,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
     """What the command wants measured; GPUs are pretended."""
     found: list[TwoLevel] = []
 
-    def on_all_ranks(suite: TwoLevel, *_: Any) -> list[Measurement]:
+    def on_both_engines(suite: TwoLevel, *_: Any) -> list[Measurement]:
         found.append(suite)
         return lines(499.0, 585.0)
 
@@ -450,7 +451,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
         return ["NVIDIA H200"] * 8
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "on_all_ranks", on_all_ranks)
+    monkeypatch.setattr(command, "on_both_engines", on_both_engines)
     monkeypatch.setattr(command.launch, "under_torchrun", lambda: False)
     monkeypatch.setattr(bench_report, "versions", lambda: {"torch": "2"})
     monkeypatch.setattr(bench_report, "device_names", names)

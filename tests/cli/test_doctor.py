@@ -76,7 +76,7 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
     """What is wrong, missing or there for no reason is named."""
     case, flat = case_for(2, layout.name.lower()), layout is ty.Layout.FLAT
     inputs = all_sent(case, 2, 0, 0)
-    x, idx, weights = ([each[at] for each in inputs] for at in range(3))
+    x, idx, weights = inputs
     want = reference.dispatch(x, idx, weights, num_experts=case.experts, layout=layout)
     rows = [each.x * share(rank) for rank, each in enumerate(want)]
     out = reference.combine(rows, want, weighted=not flat)[1].x

@@ -22,8 +22,8 @@ from benchmarks.nvlink import MAIN, TOKENS, Suite
 from benchmarks.twolevel import BAR_SMS, TwoLevel
 from tokenyard import launch
 from tokenyard.cli import bench, progress
+from tokenyard.cli.bench import Plan, run_rank
 from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_run import Plan, run_rank
 
 LINE = re.compile(r" *\d+ s  (.*) \((\d+) of (\d+) stages done\)")
 SOON = 600.0

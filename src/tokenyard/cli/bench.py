@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 
+import tokenyard as ty
 from tokenyard import launch
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, QUANTIZE, SKEWS, Case, sweep
-from tokenyard.cli.bench_report import Measurement, facts_of, print_report, write_json
-from tokenyard.cli.bench_run import Plan, run_rank
+from tokenyard.cli.bench_baselines import baselines
+from tokenyard.cli.bench_cases import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
+from tokenyard.cli.bench_inputs import (
+    DTYPES,
+    LAYOUTS,
+    NUM_INPUTS,
+    QUANTIZE,
+    SKEWS,
+    Case,
+    sweep,
+)
+from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
 from tokenyard.cli.consoles import table_console
 from tokenyard.cli.options import check_device, check_folder, check_plot, command, option
-from tokenyard.cli.progress import progress
+from tokenyard.cli.progress import Counter, advance, progress
+from tokenyard.cli.timing import on_ranks, peak_extra_bytes, time_interleaved
 from tokenyard.engines.known import AUTO, ENGINES
 
 NVLINK_GBS = 370.0
@@ -43,6 +57,27 @@ Rate = Annotated[
 ]
 Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0, mxfp8: the cast in dispatch.")]
 Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every rank does. ``link_gbs`` is GB/s of one rank's link in one direction, None if
+    unknown.
+    """
+
+    cases: list[Case]
+    engines: list[str]
+    iterations: int
+    warmup: int
+    link_gbs: float | None
+    seed: int
+
+    @property
+    def stages(self) -> list[str]:
+        """What a rank does, one after the other, in words."""
+        parts = ("checking", "measuring memory", "timing")
+        points = [f"{case.tokens} tokens, {case.skew}, {case.layout}" for case in self.cases]
+        return [f"{point}: {part}" for point in points for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +107,20 @@ class Options:
     @property
     def plan(self) -> Plan:
         """What ranks do, checked."""
-        given = asdict(self)
-        lists = {name: numbers(given[name], f"--{name}") for name in NUMBERS}
-        texts = {name: words(given[name], f"--{name}", WORDS[name]) for name in WORDS}
-        cases = [_checked(case) for case in sweep(**lists, **texts)]
-        asked = [
-            name for each in self.engine or [AUTO] for name in words(each, "--engine", ENGINES)
-        ]
+        lists: dict[str, list[Any]] = {
+            name: numbers(getattr(self, name), f"--{name}") for name in NUMBERS
+        }
+        for name, allowed in WORDS.items():
+            lists[name] = words(getattr(self, name), f"--{name}", allowed)
+        cases = sweep(**lists)
+        for case in cases:
+            if case.topk > case.experts:
+                raise typer.BadParameter(
+                    f"--topk {case.topk} must be at most --experts {case.experts}"
+                )
+        asked = words(",".join(self.engine or [AUTO]), "--engine", ENGINES)
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
         return Plan(cases, asked, self.iterations, self.warmup, rate, self.seed)
-
-
-def _checked(case: Case) -> Case:
-    if case.topk > case.experts:
-        raise typer.BadParameter(f"--topk {case.topk} must be at most --experts {case.experts}")
-    return case
 
 
 def words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
@@ -94,9 +128,8 @@ def words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
     found = [word.strip().lower() for word in text.split(",")]
     for word in found:
         if word not in allowed:
-            raise typer.BadParameter(
-                f"{option} {word!r} is unknown; use one of {', '.join(allowed)}"
-            )
+            known = ", ".join(allowed)
+            raise typer.BadParameter(f"{option} {word!r} is unknown; use one of {known}")
     return found
 
 
@@ -111,13 +144,92 @@ def numbers(text: str, option: str) -> list[int]:
     return [int(word) for word in found]
 
 
+# What ranks do
+
+
+def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Measurement]:
+    """Be one rank: measure every case. Collective; the lines are the same on every rank.
+
+    ``counter`` counts :attr:`Plan.stages`.
+    """
+    return [line for case in plan.cases for line in run_case(case, plan, device, counter)]
+
+
+def run_case(
+    case: Case, plan: Plan, device: torch.device, counter: Counter | None = None
+) -> list[Measurement]:
+    """Measure every engine and baseline on one point of the sweep."""
+    batches, sent = sweep_inputs(case, plan.seed, device, NUM_INPUTS)
+    lines: list[Measurement] = []
+    with ExitStack() as objects:
+        calls: list[Call] = []
+        for engine in plan.engines:
+            make = partial(ty.ExpertParallel, **case.sizes, engine=engine, device=device)
+            try:
+                calls += engine_calls(objects.enter_context(make()), case, batches, make)
+            except ty.NotSupported as error:
+                refused = Measurement(
+                    case=case, name=f"tokenyard {engine}", phase="", error=str(error)
+                )
+                lines += [replace(refused, phase=phase) for phase in PHASES]
+        calls += baselines(case, batches)
+
+        def truth(number: int) -> Oracle:
+            return Oracle.asked(case, batches[number], sent[number])
+
+        lines += measure(calls, truth, plan, device, counter)
+    return [line for phase in PHASES for line in lines if line.phase == phase]
+
+
+def measure(
+    calls: Sequence[Call],
+    truth: Callable[[int], Any],
+    plan: Plan,
+    device: torch.device,
+    counter: Counter | None = None,
+) -> list[Measurement]:
+    """Check every call, then measure memory and time of those that were right. Collective."""
+    errors = check(calls, truth, NUM_INPUTS, device)
+    advance(counter)
+    right = [call for call, error in zip(calls, errors, strict=True) if not error]
+    peaks = [
+        on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device)
+        for each in right
+    ]
+    advance(counter)
+    series = time_interleaved(
+        [call.run for call in right],
+        iterations=plan.iterations,
+        warmup=plan.warmup,
+        num_inputs=NUM_INPUTS,
+        device=device,
+        seed=plan.seed,
+    )
+    advance(counter)
+    measured = iter(zip(series, peaks, strict=True))
+    lines: list[Measurement] = []
+    for call, error in zip(calls, errors, strict=True):
+        times, peak = (None, None) if error else next(measured)
+        lines.append(line_of(call, error, times, plan.link_gbs, peaks=peak))
+    return lines
+
+
 def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Measurement]:
     """Run on the ranks of the launcher if there is one, else on ``ranks`` processes of our own."""
     with progress(plan.stages, console) as counter:
-        if not launch.under_torchrun():
-            return launch.spawn(run_rank, ranks, plan, counter, device=device)[0]
-        with launch.joined_by_launcher(device) as here:
-            return run_rank(here, plan, counter)
+        return on_all_ranks(run_rank, ranks, device, plan, counter)
+
+
+def on_all_ranks(
+    run: Callable[..., list[Measurement]], ranks: int, device: str, *arguments: Any
+) -> list[Measurement]:
+    """``run(device, *arguments)`` on the ranks of the launcher if there is one, else on ``ranks``
+    processes of our own.
+    """
+    if not launch.under_torchrun():
+        return launch.spawn(run, ranks, *arguments, device=device)[0]
+    with launch.joined_by_launcher(device) as here:
+        return run(here, *arguments)
 
 
 def leading_console() -> tuple[bool, Console]:

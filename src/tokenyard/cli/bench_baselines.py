@@ -6,56 +6,71 @@ at the same speed. They know every count beforehand and carry neither ids nor we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.cli.bench_cases import (
-    COMBINE,
-    DISPATCH,
-    Batch,
-    Call,
-    Truth,
-    all_gather,
-    share,
-    wire_words,
-)
-from tokenyard.cli.bench_inputs import QUANTIZE, Case, everything_to_everyone
+from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, share
+from tokenyard.cli.bench_inputs import QUANTIZE, Case, Traffic, everything_to_everyone
+from tokenyard.formats import quantize
 from tokenyard.routing import host_ints, send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
+from tokenyard.types import Quantize
 
 PLAIN_EXCHANGE, GATHER, SCATTER = "all_to_all_single", "all-gather", "reduce-scatter"
 FRESH_COPIES = "index_select + a2a + copy"
 KEPT_COPIES = "index_select + a2a + copy (staging kept)"
 
 _untyped: Any = dist
-_reduce_scatter_sum = (
-    getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
-)
+# torch 2.13 renames these and warns about the old names.
+all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
+"""``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
+_reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, slots=True)
+def wire_words(x: Tensor, mode: Quantize | None = None) -> Tensor:
+    """Rows ``x [T, H]`` as the words that cross a wire: int64 ``[T, words]``, uint8 if 8 bytes do
+    not divide a row. Quantised rows hold scales behind the data.
+    """
+    rows = x.contiguous().view(torch.uint8)
+    if mode is not None:
+        sent = quantize(x, mode)
+        parts = [part.contiguous().view(torch.uint8) for part in (sent.data, sent.scales)]
+        rows = torch.cat(parts, dim=1)
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.numel() else rows
+
+
+def gathered(x: Tensor) -> Tensor:
+    """``x [T, W]`` of all ranks, ``[R * T, W]``. Collective."""
+    mine = wire_words(x)
+    out = mine.new_empty(dist.get_world_size() * mine.shape[0], mine.shape[1])
+    all_gather(out, mine)
+    return out.view(x.dtype)
+
+
 class _Trip:
-    """One input of an exchange, known beforehand. Rows are words (``wire_words``)."""
+    """One input of an exchange, known beforehand.
 
-    x: Tensor  # [T, words]
-    order: Tensor  # [S] token of each row sent, by destination
-    rows: Tensor  # [S, words] those rows
-    to_peers: list[int]  # rows
-    from_peers: list[int]  # rows
+    Attributes:
+        x: words of this rank's rows. order: token of each row sent, by destination. rows: those
+            rows. to_peers, from_peers: how many rows go to, and come from, each rank.
+    """
 
-    @classmethod
-    def of(cls, batch: Batch, words: Tensor) -> _Trip:
+    def __init__(self, batch: Batch, words: Tensor) -> None:
         size = len(batch.topk_idx)
         picks = [tokens_in_ranks(idx, batch.experts, size) for idx in batch.topk_idx]
-        order = send_order(picks[batch.rank])
-        arriving = [int(each[:, batch.rank].sum()) for each in picks]
-        leaving = host_ints(picks[batch.rank].sum(0))
-        return cls(words, order, words.index_select(0, order), leaving, arriving)
+        self.x, self.order = words, send_order(picks[batch.rank])
+        self.rows = words.index_select(0, self.order)
+        self.to_peers = host_ints(picks[batch.rank].sum(0))
+        self.from_peers = [int(each[:, batch.rank].sum()) for each in picks]
+        self.arriving = sum(self.from_peers)
+
+    def room(self, rows: Iterable[int]) -> Tensor:
+        """For the largest number of rows."""
+        return self.x.new_empty(max(rows), self.x.shape[1])
 
     def there(self, out: Tensor, rows: Tensor) -> Tensor:
         _untyped.all_to_all_single(out, rows, self.from_peers, self.to_peers)
@@ -66,152 +81,138 @@ class _Trip:
         return out
 
 
-def _room(rows: list[int], like: Tensor) -> Tensor:
-    return like.new_empty(max(rows), like.shape[1])
+def baselines(case: Case, batches: Sequence[Batch]) -> list[Call]:
+    """All of them, of a sweep. Collective."""
+    return [
+        *exchanges(case, batches, copies=True),
+        exchange_back(case, batches),
+        gather(case, batches),
+        scatter(case, batches),
+    ]
 
 
-def baselines(
+def _call(
     case: Case,
     batches: Sequence[Batch],
+    name: str,
+    run: Callable[[int], Any],
+    check: Callable[[Any, Any], None],
     *,
-    label: str = "",
-    copies: bool = False,
-    gathers: bool = True,
-    back: bool = True,
-) -> list[Call]:
-    """``all_to_all_single`` once per rank and all-gather instead of a dispatch. Collective.
-
-    Args:
-        label: behind the names, such as " BF16".
-        copies: also an exchange with the copies around it that a dispatch needs.
-        gathers: all-gather (and reduce-scatter). back: also the ways back.
+    phase: str = DISPATCH,
+    note: str,
+    kept: int = 0,
+    traffic: Traffic | None = None,
+) -> Call:
+    """``kept``: bytes that stay allocated between calls. ``traffic``: if it is more than a row per
+    (token, rank).
     """
-    calls = _exchanges(case, batches, label, copies)
-    if back:
-        calls.append(_exchange_back(case, batches, label))
-    if gathers:
-        calls.append(_gather(case, batches, label))
-    if gathers and back:
-        calls.append(_scatter(case, batches, label))
-    return calls
+    back = phase == COMBINE
+    row_bytes = case.combined_row_bytes if back else case.row_bytes
+    least = [batch.traffic(row_bytes, back=back) for batch in batches]
+    return Call(
+        case=case,
+        name=name,
+        phase=phase,
+        run=run,
+        check=check,
+        traffic=[traffic] * len(batches) if traffic else least,
+        least=least,
+        kept_bytes=lambda: kept,
+        note=note,
+    )
 
 
-def _words(case: Case, batch: Batch) -> Tensor:
-    return wire_words(batch.x, QUANTIZE[case.quantize])
-
-
-def _exchanges(case: Case, batches: Sequence[Batch], label: str, copies: bool) -> list[Call]:
-    """One ``all_to_all_single`` of the rows, alone and with the copies around it."""
-    trips = [_Trip.of(batch, _words(case, batch)) for batch in batches]
-    arriving = [sum(trip.from_peers) for trip in trips]
-    landing = _room(arriving, trips[0].x)
-    traffic = [batch.traffic(case.row_bytes) for batch in batches]
-    packed = arrived = landing[:0]
-    if copies:
-        packed = _room([trip.order.numel() for trip in trips], landing)
-        arrived = torch.empty_like(landing)
+def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> list[Call]:
+    """One ``all_to_all_single`` of the rows; ``copies``: also with those around it that a dispatch
+    needs.
+    """
+    mode = QUANTIZE[case.quantize]
+    trips = [_Trip(batch, wire_words(batch.x, mode)) for batch in batches]
+    landing = trips[0].room(trip.arriving for trip in trips)
 
     def plain(number: int) -> Tensor:
-        return trips[number].there(landing[: arriving[number]], trips[number].rows)
+        return trips[number].there(landing[: trips[number].arriving], trips[number].rows)
+
+    def check(rows: Tensor, truth: Any) -> None:
+        assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
+
+    note = "rows ready to send"
+    calls = [_call(case, batches, PLAIN_EXCHANGE, plain, check, note=note, kept=landing.nbytes)]
+    if not copies:
+        return calls
+    packed, arrived = trips[0].room(len(trip.order) for trip in trips), torch.empty_like(landing)
 
     def fresh(number: int) -> Tensor:
         trip = trips[number]
         send = trip.x.index_select(0, trip.order)
-        return trip.there(send.new_empty(arriving[number], send.shape[1]), send).clone()
+        return trip.there(trip.room([trip.arriving]), send).clone()
 
-    def kept(number: int) -> Tensor:
+    def staged(number: int) -> Tensor:
         trip = trips[number]
-        send = packed[: trip.order.numel()]
-        torch.index_select(trip.x, 0, trip.order, out=send)
-        return trip.there(arrived[: arriving[number]], send).clone()
+        send = torch.index_select(trip.x, 0, trip.order, out=packed[: len(trip.order)])
+        return trip.there(arrived[: trip.arriving], send).clone()
 
-    def check(rows: Tensor, truth: Truth) -> None:
-        want = wire_words(truth.x, QUANTIZE[case.quantize])[truth.flat]
-        assert_same_bits(rows, want, what="rows")
-
-    def call(name: str, run: Callable[[int], Any], note: str, size: int) -> Call:
-        known: dict[str, Any] = {
-            "check": check,
-            "traffic": traffic,
-            "least": traffic,
-            "kept_bytes": lambda: size,
-        }
-        return Call(case=case, name=name + label, phase=DISPATCH, run=run, note=note, **known)
-
-    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", landing.nbytes)]
-    if copies:
-        staged = packed.nbytes + arrived.nbytes
-        calls.append(call(FRESH_COPIES, fresh, "every buffer fresh", 0))
-        calls.append(call(KEPT_COPIES, kept, "only the result is fresh", staged))
-    return calls
+    note, kept = "only the result is fresh", packed.nbytes + arrived.nbytes
+    return [
+        *calls,
+        _call(case, batches, FRESH_COPIES, fresh, check, note="every buffer fresh"),
+        _call(case, batches, KEPT_COPIES, staged, check, note=note, kept=kept),
+    ]
 
 
-def _exchange_back(case: Case, batches: Sequence[Batch], label: str) -> Call:
+def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
     """Rows back to their owners, without the sum that combine ends with."""
-    trips = [_Trip.of(batch, wire_words(batch.x, None)) for batch in batches]
-    room = _room([len(trip.rows) for trip in trips], trips[0].x)
-    rows = [trip.there(_room([sum(trip.from_peers)], trip.x), trip.rows) for trip in trips]
+    trips = [_Trip(batch, wire_words(batch.x)) for batch in batches]
+    room = trips[0].room(len(trip.rows) for trip in trips)
+    rows = [trip.there(trip.room([trip.arriving]), trip.rows) for trip in trips]
 
     def run(number: int) -> tuple[Tensor, Tensor]:
         trip = trips[number]
         return trip.back(room[: len(trip.rows)], rows[number]), trip.rows
 
-    def check(result: tuple[Tensor, Tensor], _: Truth) -> None:
+    def check(result: tuple[Tensor, Tensor], _: Any) -> None:
         assert_same_bits(*result, what="returned rows")
 
-    traffic = [batch.traffic(case.combined_row_bytes, back=True) for batch in batches]
-    name = f"{PLAIN_EXCHANGE} back{label}" if label else PLAIN_EXCHANGE
-    known: dict[str, Any] = {"note": "rows ready, no sum", "kept_bytes": lambda: room.nbytes}
-    sizes: dict[str, Any] = {"traffic": traffic, "least": traffic}
-    return Call(case=case, name=name, phase=COMBINE, run=run, check=check, **known, **sizes)
+    known: dict[str, Any] = {"note": "rows ready, no sum", "kept": room.nbytes}
+    return _call(case, batches, PLAIN_EXCHANGE, run, check, phase=COMBINE, **known)
 
 
-def _gather(case: Case, batches: Sequence[Batch], label: str) -> Call:
+def gather(case: Case, batches: Sequence[Batch]) -> Call:
     """Every token to every rank instead of a dispatch."""
-    rows, size = [_words(case, batch) for batch in batches], dist.get_world_size()
+    mode, size = QUANTIZE[case.quantize], dist.get_world_size()
+    rows = [wire_words(batch.x, mode) for batch in batches]
     everything = rows[0].new_empty(size * case.tokens, rows[0].shape[1])
 
     def run(number: int) -> Tensor:
         all_gather(everything, rows[number])
         return everything
 
-    def check(result: Tensor, truth: Truth) -> None:
-        want = wire_words(truth.x, QUANTIZE[case.quantize])
-        assert_same_bits(result, want, what="gathered rows")
+    def check(result: Tensor, truth: Any) -> None:
+        assert_same_bits(result, wire_words(truth.x, mode), what="gathered rows")
 
-    sizes: dict[str, Any] = {
-        "traffic": [everything_to_everyone(case.tokens, size, case.row_bytes)] * len(batches),
-        "least": [batch.traffic(case.row_bytes) for batch in batches],
-    }
-    known: dict[str, Any] = {"note": "all tokens to all", "kept_bytes": lambda: everything.nbytes}
-    name = GATHER + label
-    return Call(case=case, name=name, phase=DISPATCH, run=run, check=check, **known, **sizes)
+    traffic = everything_to_everyone(case.tokens, size, case.row_bytes)
+    known: dict[str, Any] = {"note": "all tokens to all", "kept": everything.nbytes}
+    return _call(case, batches, GATHER, run, check, traffic=traffic, **known)
 
 
-def _scatter(case: Case, batches: Sequence[Batch], label: str) -> Call:
+def scatter(case: Case, batches: Sequence[Batch]) -> Call:
     """Sums of every token of every rank instead of a combine."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    sums = [Truth.of(batch).x * share(rank) for batch in batches]
+    size = dist.get_world_size()
+    sums = [gathered(batch.x) * share(batch.rank) for batch in batches]
     reduced = torch.empty_like(batches[0].x)
-    name, trips, run_one = reduce_scatter_for(reduced, sums[0])
+    name, trips, reduce = reduce_scatter_for(reduced, sums[0])
 
     def run(number: int) -> Tensor:
-        return run_one(sums[number])
+        return reduce(sums[number])
 
-    def check(result: Tensor, truth: Truth) -> None:
+    def check(result: Tensor, truth: Any) -> None:
         expected = truth.batch.x.float() * sum(map(share, range(size)))
         relative = 2 * torch.finfo(result.dtype).eps
         assert_close(result, expected, relative=relative, what="reduced rows")
 
-    row_bytes = case.combined_row_bytes
-    sizes: dict[str, Any] = {
-        "traffic": [everything_to_everyone(case.tokens, size, row_bytes, trips)] * len(batches),
-        "least": [batch.traffic(row_bytes, back=True) for batch in batches],
-    }
-    name += label if name == SCATTER else ""
-    known: dict[str, Any] = {"note": "sums of all tokens ready"}
-    known["kept_bytes"] = lambda: reduced.nbytes
-    return Call(case=case, name=name, phase=COMBINE, run=run, check=check, **known, **sizes)
+    traffic = everything_to_everyone(case.tokens, size, case.combined_row_bytes, trips)
+    known: dict[str, Any] = {"note": "sums of all tokens ready", "kept": reduced.nbytes}
+    return _call(case, batches, name, run, check, phase=COMBINE, traffic=traffic, **known)
 
 
 def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
@@ -220,7 +221,7 @@ def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[
     """
 
     def direct(sums: Tensor) -> Tensor:
-        _reduce_scatter_sum(out, sums)
+        _reduce_scatter(out, sums)
         return out
 
     def by_all_reduce(sums: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.formats import FORMATS
-from tokenyard.routing import tokens_in_ranks
+from tokenyard.routing import host_ints, tokens_in_ranks
 from tokenyard.testing.routings import payload, routing
 from tokenyard.types import Layout, Quantize
 
@@ -85,42 +86,31 @@ class Case:
             "max_tokens_per_rank": self.tokens,
         }
 
-    @property
-    def rows(self) -> Case:
-        """What is moved, whoever moves it."""
-        return replace(
-            self, engine="", sms=None, rings=None, in_place=False, cast_before=False, topology=None
-        )
-
 
 def sweep(**lists: list[Any]) -> list[Case]:
-    """Every combination of the given lists, one per field of :class:`Case`, in its order."""
-    names = [field.name for field in fields(Case) if field.name in lists]
-    points = product(*(lists[name] for name in names))
-    return [Case(**dict(zip(names, point, strict=True))) for point in points]
+    """Every combination of the given lists, one per field of :class:`Case`; the last list varies
+    fastest.
+    """
+    return [Case(**dict(zip(lists, point, strict=True))) for point in product(*lists.values())]
 
 
-class Sent(NamedTuple):
-    """What one rank sends: ``x [T, H]``, ``topk_idx [T, K]`` int64, ``topk_weights [T, K]``."""
-
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
+Sent = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""What ranks send: ``x [T, H]``, ``topk_idx [T, K]`` int64, ``topk_weights [T, K]`` of each."""
 
 
-def all_sent(case: Case, num_ranks: int, number: int, seed: int) -> list[Sent]:
+def all_sent(case: Case, num_ranks: int, number: int, seed: int) -> Sent:
     """Input ``number`` of every rank, on the CPU; the same on whichever rank computes it."""
-    seed = seed * NUM_INPUTS + number
-    return [_sent(case, rank, num_ranks, seed) for rank in range(num_ranks)]
+    seed, sizes = seed * NUM_INPUTS + number, (case.tokens, case.topk, case.experts)
 
+    def picks(rank: int) -> tuple[Tensor, Tensor]:
+        if case.skew == "recorded":
+            return recorded_routing(*sizes, seed * num_ranks + rank)
+        return routing(case.skew, rank, num_ranks, *sizes, seed)
 
-def _sent(case: Case, rank: int, num_ranks: int, seed: int) -> Sent:
-    x = payload(rank, case.tokens, case.hidden, DTYPES[case.dtype], seed)
-    if case.skew == "recorded":
-        seed = seed * num_ranks + rank
-        return Sent(x, *recorded_routing(case.tokens, case.topk, case.experts, seed))
-    sizes = (case.tokens, case.topk, case.experts)
-    return Sent(x, *routing(case.skew, rank, num_ranks, *sizes, seed))
+    dtype, ranks = DTYPES[case.dtype], range(num_ranks)
+    x = [payload(rank, case.tokens, case.hidden, dtype, seed) for rank in ranks]
+    idx, weights = zip(*map(picks, ranks), strict=True)
+    return x, list(idx), list(weights)
 
 
 def recorded_routing(
@@ -139,17 +129,13 @@ def recorded_routing(
     tables = torch.randn(ROUTER_CONTEXT, 256, ROUTER_WIDTH, generator=fixed)
     router = torch.randn(ROUTER_WIDTH, num_experts, generator=fixed)
     router = router * ROUTER_SHARPNESS / ROUTER_WIDTH**0.5
-    text = torch.tensor(list(_text(num_tokens + ROUTER_CONTEXT - 1, seed)))
-    context = text.unfold(0, ROUTER_CONTEXT, 1).flip(1)
+    words, length = ROUTER_TEXT.split(), num_tokens + ROUTER_CONTEXT - 1
+    drawn = torch.randint(len(words), (length,), generator=torch.Generator().manual_seed(seed))
+    text = b" ".join(words[int(at)] for at in drawn)[:length]
+    context = torch.tensor(list(text)).unfold(0, ROUTER_CONTEXT, 1).flip(1)
     hidden = sum(tables[age][context[:, age]] * ROUTER_FADING**age for age in range(ROUTER_CONTEXT))
     weights, idx = torch.topk(torch.softmax(hidden @ router, dim=1), num_topk, dim=1)
     return idx, weights / weights.sum(dim=1, keepdim=True)
-
-
-def _text(num_bytes: int, seed: int) -> bytes:
-    words = ROUTER_TEXT.split()
-    drawn = torch.randint(len(words), (num_bytes,), generator=torch.Generator().manual_seed(seed))
-    return b" ".join(words[int(at)] for at in drawn)[:num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +156,7 @@ class Traffic:
         return [sent + received for sent, received in zip(self.sent, self.received, strict=True)]
 
 
-def once_per_rank(topk_idx: list[Tensor], num_experts: int, row_bytes: int) -> Traffic:
+def once_per_rank(topk_idx: Sequence[Tensor], num_experts: int, row_bytes: int) -> Traffic:
     """Traffic of rows that cross once per (token, destination rank); ``topk_idx [T, K]`` per rank.
 
     >>> once_per_rank([torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 0], [3, 2]])], 4, 10)
@@ -178,7 +164,7 @@ def once_per_rank(topk_idx: list[Tensor], num_experts: int, row_bytes: int) -> T
     """
     picked = [tokens_in_ranks(idx, num_experts, len(topk_idx)).sum(0) for idx in topk_idx]
     rows = torch.stack(picked).fill_diagonal_(0) * row_bytes
-    return Traffic([int(size) for size in rows.sum(1)], [int(size) for size in rows.sum(0)])
+    return Traffic(host_ints(rows.sum(1)), host_ints(rows.sum(0)))
 
 
 def everything_to_everyone(

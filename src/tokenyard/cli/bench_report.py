@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -21,41 +21,20 @@ from rich.table import Table
 
 import tokenyard
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH
-from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.timing import Stats, summarise
+from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Call
+from tokenyard.cli.bench_inputs import Case, floor_us
+from tokenyard.cli.timing import Series, Stats, summarise
 
 SCHEMA = 2
 """Of the JSON. 1, without a number, is what records of before 2026-11-23 have."""
 
 QUOTABLE_ITERATIONS = 20
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """What one call puts to other nodes.
-
-    Attributes:
-        rows, put_bytes: per rank, rows and all bytes, mean over the inputs, as the engine counted.
-        planned: rows of which the picks say so. row_bytes: payload and scales of one.
-        nvshmem: whether it lies between nodes.
-        held_bytes: symmetric memory of the object when it was made, of the rank with most.
-        other_bytes: most bytes of tensors during a call besides its result, of the worst rank.
-    """
-
-    planned: list[float]
-    row_bytes: int
-    rows: list[float] = field(default_factory=list[float])
-    put_bytes: list[float] = field(default_factory=list[float])
-    nvshmem: bool | None = None
-    held_bytes: int | None = None
-    other_bytes: int | None = None
-
-    @property
-    def payload_bytes(self) -> float:
-        """Bytes of rows that every rank puts to other nodes: those of the rank with fewest."""
-        return min(self.rows or self.planned, default=0) * self.row_bytes
+LEGEND = (
+    "times of the slowest rank per round; wire: busiest direction of the busiest rank, no self "
+    "traffic; x a2a: beside all_to_all_single of the same rows; peak: tensors beyond the inputs, "
+    "kept buffers included"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +52,7 @@ class Measurement:
         symmetric_bytes: symmetric memory held after the calls, None if unknown.
         peak_bytes: most tensor bytes beyond the inputs, of the rank with most, kept buffers too.
         peak_per_moved: peak over bytes sent plus received, of the worst rank; None if nothing is.
-        network: what crosses between nodes, None if nobody counted.
+        network: what crosses between nodes (``benchmarks``), None if nobody counted.
     """
 
     case: Case
@@ -92,7 +71,7 @@ class Measurement:
     symmetric_bytes: int | None = None
     peak_bytes: int | None = None
     peak_per_moved: float | None = None
-    network: Network | None = None
+    network: Any = None
 
     @property
     def wall(self) -> Stats | None:
@@ -111,58 +90,76 @@ class Measurement:
     def best_us(self) -> float | None:
         return None if self.best is None else self.best.median
 
+    def gbs(self, num_bytes: float) -> float | None:
+        """1e9 bytes per second; None without bytes or a time."""
+        return num_bytes / self.best_us / 1e3 if self.best_us and num_bytes else None
+
     @property
     def wire_gbs(self) -> float | None:
-        """1e9 bytes per second over the busiest link."""
-        return self.wire_bytes / self.best_us / 1e3 if self.best_us and self.wire_bytes else None
+        """Over the busiest link."""
+        return self.gbs(self.wire_bytes)
 
     @property
     def percent_of_floor(self) -> float | None:
         """100 means as fast as the link allows."""
         return 100 * self.floor_us / self.best_us if self.best_us and self.floor_us else None
 
-    @property
-    def network_gbs(self) -> float | None:
-        """Rows to other nodes, 1e9 bytes per second; as many come in meanwhile."""
-        if self.network is None or not self.best_us:
-            return None
-        return self.network.payload_bytes / self.best_us / 1e3
-
-    def meets(self) -> bool:
-        """There is no bar, or the call takes at most what it says."""
-        return self.bar_us is None or (self.best_us is not None and self.best_us <= self.bar_us)
-
     def as_json(self) -> dict[str, Any]:
         """Its fields with what follows from them."""
-        derived = {
+        return asdict(self) | {
             "wall": self.wall and self.wall._asdict(),
             "device": self.device and self.device._asdict(),
             "wire_gbs": self.wire_gbs,
             "percent_of_floor": self.percent_of_floor,
-            "network_gbs": self.network_gbs,
+            "network_gbs": self.network and self.gbs(self.network.payload_bytes),
         }
-        return asdict(self) | derived
+
+
+def line_of(
+    call: Call,
+    error: str,
+    times: Series | None,
+    link_gbs: float | None,
+    *,
+    peaks: list[int] | None = None,
+    **known: Any,
+) -> Measurement:
+    """The line of a call. ``peaks``: of each rank, the most bytes of tensors beyond the inputs."""
+    moved, relative = call.least[0].moved, None
+    if peaks and all(moved):
+        relative = max(peak / size for peak, size in zip(peaks, moved, strict=True))
+    return Measurement(
+        case=call.case,
+        name=call.name,
+        phase=call.phase,
+        kind=call.kind,
+        note=call.note,
+        ours=call.ep is not None,
+        error=error,
+        wall_us=times.wall if times else [],
+        device_us=times.device if times else None,
+        wire_bytes=sum(each.busiest for each in call.traffic) / len(call.traffic),
+        floor_us=None if error or link_gbs is None else floor_us(call.least, link_gbs),
+        bar_us=call.bar_us,
+        symmetric_bytes=call.symmetric_bytes,
+        peak_bytes=max(peaks) if peaks else None,
+        peak_per_moved=relative,
+        **known,
+    )
 
 
 # For a reader
-
-LEGEND = (
-    "times of the slowest rank per round; wire: busiest direction of the busiest rank, no self "
-    "traffic; x a2a: beside all_to_all_single of the same rows; peak: tensors beyond the inputs, "
-    "kept buffers included"
-)
 
 
 def print_report(rows: list[Measurement], console: Console, iterations: int) -> None:
     """A table for each point of the sweep, and under it what the table is there to show."""
     plain: dict[str, Any] = {"markup": False, "highlight": False}
-    for case in dict.fromkeys(row.case.rows for row in rows):
-        mine = [row for row in rows if row.case.rows == case]
+    for case in dict.fromkeys(row.case for row in rows):
+        mine = [row for row in rows if row.case == case]
         console.print(_table(case, mine))
-        for row in mine:
-            if row.error:
-                console.print(f"NO TIME for {row.phase} by {row.name}: {row.error}", **plain)
-        for line in [*verdicts(mine), ""]:
+        wrong = [row for row in mine if row.error]
+        said = [f"NO TIME for {row.phase} by {row.name}: {row.error}" for row in wrong]
+        for line in [*said, *verdicts(mine), ""]:
             console.print(line, **plain)
     for line in dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note):
         console.print(line, **plain)
@@ -187,30 +184,28 @@ def _table(case: Case, rows: list[Measurement]) -> Table:
     times = ("end-to-end us" + three, "device us" + on_device)
     for heading in (*times, "wire\nGB/s", "% of\nfloor", "x a2a", "SMs", "symm.\nMiB", "peak\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    phase = ""
-    for row in rows:
-        if row.phase != phase:
-            phase = row.phase
-            table.add_section()
-            table.add_row(f"[bold]{phase}[/]")
-        table.add_row(f"  {row.name}", *_cells(row, rows))
+    for phase in dict.fromkeys(row.phase for row in rows):
+        table.add_section()
+        table.add_row(f"[bold]{phase}[/]")
+        for row in rows:
+            if row.phase == phase:
+                table.add_row(f"  {row.name}", *_cells(row, rows))
     return table
 
 
 def _cells(row: Measurement, rows: list[Measurement]) -> list[str]:
     if row.error:
         return ["[bold red]no time[/]"]
-    beside = ratio(row, _find(rows, PLAIN_EXCHANGE, COMBINE if row.phase == COMBINE else DISPATCH))
-    symmetric, peak = row.symmetric_bytes, row.peak_bytes
-    return [
-        *(_times(stats) for stats in (row.wall, row.device)),
-        number(row.wire_gbs, ".3g", "n/a"),
-        number(row.percent_of_floor, ".0f", "n/a"),
-        number(beside, ".2f", "n/a"),
-        number(row.case.sms, "d", "n/a"),
-        number(None if symmetric is None else symmetric / MIB, ".0f", "n/a"),
-        number(None if peak is None else peak / MIB, ".3g", "n/a"),
-    ]
+    phase = COMBINE if row.phase == COMBINE else DISPATCH
+    figures = (
+        (row.wire_gbs, ".3g"),
+        (row.percent_of_floor, ".0f"),
+        (ratio(row, rows, PLAIN_EXCHANGE, phase), ".2f"),
+        (row.case.sms, "d"),
+        (None if row.symmetric_bytes is None else row.symmetric_bytes / MIB, ".0f"),
+        (None if row.peak_bytes is None else row.peak_bytes / MIB, ".3g"),
+    )
+    return [_times(row.wall), _times(row.device), *(number(*each, "n/a") for each in figures)]
 
 
 def number(value: float | None, form: str = ",.0f", none: str = "-") -> str:
@@ -225,40 +220,28 @@ def _times(stats: Stats | None) -> str:
     return " / ".join(f"{value:,.{digits}f}" for value in (stats.median, stats.p99, stats.min))
 
 
-def _find(rows: list[Measurement], name: str, phase: str) -> Measurement | None:
-    return next((row for row in rows if row.name == name and row.phase == phase), None)
-
-
-def ratio(row: Measurement, other: Measurement | None) -> float | None:
-    """Median over median, on the clock that both have; None where either has no time."""
-    return row.best_us / other.best_us if other and row.best_us and other.best_us else None
+def ratio(row: Measurement, rows: list[Measurement], name: str, phase: str) -> float | None:
+    """Its median over that of the row with this name and phase; None where either has no time."""
+    other = next((each.best_us for each in rows if (each.name, each.phase) == (name, phase)), None)
+    return row.best_us / other if row.best_us and other else None
 
 
 def verdicts(rows: list[Measurement]) -> list[str]:
     """Dispatch beside what copies around a plain exchange take, for each engine of one case."""
     lines: list[str] = []
     for row in rows:
-        if row.phase not in (DISPATCH, CACHED) or not row.name.startswith("tokenyard") or row.error:
+        if row.phase == COMBINE or not row.ours or row.error:
             continue
-        what = f"{row.name}, {row.phase}"
-        for name in (FRESH_COPIES, KEPT_COPIES):
-            beside = ratio(row, _find(rows, name, DISPATCH))
-            lines.append(f"{what}: {_times_of(beside, f'the time of {name}')}")
+        told = [
+            (f"the time of {name}", "", ratio(row, rows, name, DISPATCH))
+            for name in (FRESH_COPIES, KEPT_COPIES)
+        ]
         if row.phase == DISPATCH:
-            peak = _times_of(row.peak_per_moved, "bytes sent + received")
-            lines.append(f"{what}: peak memory {peak}")
+            told.append(("bytes sent + received", "peak memory ", row.peak_per_moved))
+        for of, what, value in told:
+            text = f"{of}: n/a" if value is None else f"{value:.2f}x {of}"
+            lines.append(f"{row.name}, {row.phase}: {what}{text}")
     return lines
-
-
-def _times_of(value: float | None, of: str) -> str:
-    """``1.25x the time of ...``."""
-    return f"{of}: n/a" if value is None else f"{value:.2f}x {of}"
-
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first column is set left, the others right."""
-    marks = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
 
 
 # For a program
@@ -272,20 +255,17 @@ def write_json(path: Path, rows: list[Measurement], facts: dict[str, Any]) -> No
 
 def facts_of(suite: Any, device: str) -> dict[str, Any]:
     """What is needed to repeat a run of ``suite``, a dataclass, on "cpu" or "cuda"."""
+    suites = "benchmarks" in Path(sys.argv[0]).parts
+    program = ["python", "-m", "benchmarks"] if suites else ["tokenyard"]
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([*_program(), *sys.argv[1:]]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
         "suite": asdict(suite),
     }
-
-
-def _program() -> list[str]:
-    suites = "benchmarks" in Path(sys.argv[0]).parts
-    return ["python", "-m", "benchmarks"] if suites else ["tokenyard"]
 
 
 def commit() -> str | None:
@@ -299,23 +279,20 @@ def commit() -> str | None:
         return None
 
 
-def _git(*command: str) -> str:
-    here, words = Path(__file__).parent, ["git", *command]
-    return subprocess.run(
-        words, cwd=here, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def versions() -> dict[str, str | None]:
     """Of everything that has a say in the times; None for what is not here."""
     cuda: Any = torch.cuda
-    nccl = ".".join(map(str, cuda.nccl.version())) if cuda.is_available() else None
-    found = {"tokenyard": tokenyard.__version__, "python": platform.python_version()}
     return {
-        **found,
+        "tokenyard": tokenyard.__version__,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),
-        "nccl": nccl,
+        "nccl": ".".join(map(str, cuda.nccl.version())) if cuda.is_available() else None,
     }
 
 
@@ -336,9 +313,5 @@ def device_names(device: str) -> list[str]:
     from torch.utils import collect_env
 
     env: Any = collect_env
-    found = [
-        line.partition(":")[2].strip()
-        for line in str(env.get_cpu_info(env.run)).splitlines()
-        if line.lower().startswith("model name")
-    ]
-    return [f"{found[0] if found else platform.machine()}, {os.cpu_count()} cores"]
+    told = re.search(r"^model name\s*:\s*(.*)", str(env.get_cpu_info(env.run)), re.I | re.M)
+    return [f"{told[1].strip() if told else platform.machine()}, {os.cpu_count()} cores"]

@@ -21,19 +21,22 @@ MOST_BARS = 32
 
 def bytes_text(count: float) -> str:
     """``1234567`` to ``1.23 MB`` (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def seconds_text(seconds: float) -> str:
     """``0.00123`` to ``1.23 ms``."""
-    for scale, unit in ((1e-3, "us"), (1.0, "ms")):
-        if seconds * 1e3 < 999.5 * scale:
-            return f"{seconds * 1e3 / scale:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return _scaled(seconds * 1e6, ("us", "ms", "s"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """In the first of ``units``, each 1000 of the one before, that needs three digits or less."""
+    *smaller, largest = units
+    for unit in smaller:
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} {largest}"
 
 
 def plain_table(*columns: str) -> Table:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard import ExpertParallel
-from tokenyard.cli.bench_cases import Call, Library, Oracle, Truth, sweep_inputs
+from tokenyard.cli.bench_cases import Call, Oracle, engine_calls, sweep_inputs
 from tokenyard.cli.bench_inputs import Case
 from tokenyard.launch import spawn
 
@@ -56,13 +56,14 @@ def check_rank(here: torch.device, engine: str, timeout: float) -> Report:
         for layout in ("flat", "expert_major"):
             case = case_for(world, layout)
             [batch], [sent] = sweep_inputs(case, 0, here, 1)
-            truth, library = Oracle.asked(case, batch, sent), Library(ep, case, [batch])
-            for call in (library.dispatch(cached=False), library.combine()):
+            truth = Oracle.asked(case, batch, sent)
+            fresh, _, combine = engine_calls(ep, case, [batch])
+            for call in (fresh, combine):
                 attempt(call, truth)
         return Report(ep.engine, ep.why)
 
 
-def attempt(call: Call, truth: Truth) -> None:
+def attempt(call: Call, truth: Oracle) -> None:
     """Call once and compare; says which layout and rank is wrong."""
     try:
         call.attempt(0, truth)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from tokenyard.cli.consoles import bytes_text, plain_table, print_line, print_se
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.twolevel_ground import limit_of
 from tokenyard.planner.prediction import Call, Plan
-from tokenyard.planner.rates import Rates
+from tokenyard.planner.rates import LEGS, Rates
 from tokenyard.planner.traffic import Traffic
 
 IGNORED = (
@@ -22,13 +22,6 @@ IGNORED = (
     "plan of a new routing, congestion, rails that do not match, limits of NICs and their queues, "
     "GPUs that wait for slower ones. The network was never measured."
 )
-HEADS = {
-    "times": "<Call|<Engine|<Routing|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
-    "bytes": "<Call|<Engine|<Routing|NVLink|mean|NIC|mean",
-    "rows": "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
-    "saved",
-    "sizes": "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
-}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -60,10 +53,7 @@ def _named(values: Rates | Traffic) -> dict[str, Any]:
 def _call(call: Call) -> dict[str, Any]:
     terms = asdict(call.terms)
     return {
-        "name": call.name,
-        "engine": call.engine,
-        "dtype": call.dtype,
-        "skew": call.skew,
+        **{name: getattr(call, name) for name in ("name", "engine", "dtype", "skew")},
         "us": call.terms.us,
         "bound": call.terms.bound,
         "links_in_turn": terms.pop("in_turn"),
@@ -83,21 +73,39 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"{work.experts} experts. Engine [bold]{engine}[/bold] {_when(plan)}; the others are for "
         "comparison.",
     )
+    calls = {call: (f"{call.name} {call.dtype}", call.engine, call.skew) for call in plan.calls}
     sections = {
-        "times": ("Time (us; each limit were it alone)", _times(plan)),
-        "bytes": (
-            "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)",
-            _bytes(plan),
+        "Time (us; each limit were it alone)": (
+            "<Call|<Engine|<Routing|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
+            [(*head, *_times(call)) for call, head in calls.items()],
         ),
-        "rows": (f"Rows of engine {engine} and what once per node saves", _rows(plan)),
-        "sizes": (f"Sizes of engine {engine}", _sizes(plan)),
+        "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
+            "<Call|<Engine|<Routing|NVLink|mean|NIC|mean",
+            [(*head, *_bytes(call)) for call, head in calls.items()],
+        ),
+        f"Rows of engine {engine} and what once per node saves": (
+            "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
+            "saved",
+            [(skew, *_rows(rows)) for skew, rows in plan.traffic.items()],
+        ),
+        f"Sizes of engine {engine}": (
+            "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
+            list(_sizes(plan)),
+        ),
     }
-    for name, (title, rows) in sections.items():
-        table = plain_table(*HEADS[name].split("|"))
+    for title, (heads, rows) in sections.items():
+        table = plain_table(*heads.split("|"))
         for row in rows:
             table.add_row(*row)
         print_section(console, title, table)
-    print_line(console, f"\n[bold]Rates[/bold] {escape(_rates(plan.rates))}")
+    rates = plan.rates
+    there, in_place, back, *exchange = (f"{getattr(rates, leg).link_gbs:.0f}" for leg in LEGS)
+    print_line(
+        console,
+        f"\n[bold]Rates[/bold] {escape(rates.source)}. Dispatch {there} GB/s, in place {in_place}, "
+        f"combine {back}, collective {' and '.join(exchange)}; NIC {rates.nic_gbs:g} GB/s, "
+        f"{rates.latency_us:g} us, {rates.put_us:g} us per put.",
+    )
     print_line(console, IGNORED)
 
 
@@ -110,58 +118,31 @@ def _when(plan: Plan) -> str:
     return 'would run if asked for, engine="twolevel" ("auto" takes collective there)'
 
 
-def _head(call: Call) -> tuple[str, str, str]:
-    return f"{call.name} {call.dtype}", call.engine, call.skew
-
-
-def _times(plan: Plan) -> Sequence[Sequence[str]]:
-    rows: list[tuple[str, ...]] = []
-    for call in plan.calls:
-        terms = call.terms
-        parts = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
-        rows.append((*_head(call), *map(us_text, parts), terms.bound))
-    return rows
-
-
 def us_text(us: float) -> str:
     """Three digits are more than the model knows."""
     return f"{us:,.1f}" if 0 < us < 99.95 else f"{us:,.0f}"
 
 
-def _bytes(plan: Plan) -> Sequence[Sequence[str]]:
-    rows: list[tuple[str, ...]] = []
-    for call in plan.calls:
-        sizes = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
-        rows.append((*_head(call), *map(bytes_text, sizes)))
-    return rows
+def _times(call: Call) -> Iterator[str]:
+    terms = call.terms
+    yield from map(us_text, (terms.us, terms.nvlink, terms.nic, terms.programs))
+    yield from (us_text(terms.latency), us_text(terms.fill), terms.bound)
 
 
-def _rows(plan: Plan) -> Sequence[Sequence[str]]:
-    rows: list[tuple[str, ...]] = []
-    for skew, told in plan.traffic.items():
-        flat, once = told.flat_nic.mean, told.nic.mean
-        reached = (f"{told.ranks_reached:.2f}", f"{told.nodes_reached:.2f}")
-        saved = f"{1 - once / flat:.0%}" if flat else "-"
-        rows.append((skew, *reached, f"{flat:,.0f}", f"{once:,.0f}", saved))
-    return rows
+def _bytes(call: Call) -> Iterator[str]:
+    return map(bytes_text, (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean))
 
 
-def _sizes(plan: Plan) -> Sequence[Sequence[str]]:
-    rows: list[tuple[str, ...]] = []
+def _rows(rows: Traffic) -> Iterator[str]:
+    flat, once = rows.flat_nic.mean, rows.nic.mean
+    yield from (f"{rows.ranks_reached:.2f}", f"{rows.nodes_reached:.2f}")
+    yield from (f"{flat:,.0f}", f"{once:,.0f}", f"{1 - once / flat:.0%}" if flat else "-")
+
+
+def _sizes(plan: Plan) -> Iterator[list[str]]:
     for dtype, sizes in plan.sizes.items():
         total = bytes_text(sizes.symmetric_bytes)
         for ring in sizes.rings:
             counts = (ring.slots, ring.chunk, ring.back_slots, ring.back_chunk)
             each = (ring.name, str(ring.count), bytes_text(ring.num_bytes))
-            rows.append((dtype, str(sizes.channels), *each, *map(str, counts), total))
-    return rows
-
-
-def _rates(rates: Rates) -> str:
-    legs = (rates.dispatch, rates.in_place, rates.combine, rates.collective, rates.collective_back)
-    there, in_place, back, collective, collective_back = (f"{leg.link_gbs:.0f}" for leg in legs)
-    return (
-        f"{rates.source}. Dispatch {there} GB/s, in place {in_place}, combine {back}, collective "
-        f"{collective} and {collective_back}; NIC {rates.nic_gbs:g} GB/s, {rates.latency_us:g} us, "
-        f"{rates.put_us:g} us per put."
-    )
+            yield [dtype, str(sizes.channels), *each, *map(str, counts), total]

@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-Call = Callable[[int], object]
+Timed = Callable[[int], object]
 """A timed call. Its argument is the number of the input to use; its result is dropped after the
 clock has stopped.
 """
 
 _untyped: Any = dist
-_untyped_cuda: Any = torch.cuda
 
-MICROSECONDS = 1e6
-EVENT_MICROSECONDS = 1e3
-CYCLES_PER_MICROSECOND = 2000
+MICROSECONDS, EVENT_MICROSECONDS = 1e6, 1e3
 
 
 class Stats(NamedTuple):
@@ -47,8 +45,7 @@ class Series(NamedTuple):
 
     Attributes:
         wall: the Python call until its results are complete on the device.
-        device: between two events on the current stream around the call; None without a GPU. With
-            a head start (:func:`time_interleaved`) this is kernel time.
+        device: between two events on the current stream around the call; None without a GPU.
     """
 
     wall: list[float]
@@ -69,52 +66,30 @@ def summarise(times: Sequence[float]) -> Stats:
 class Clock:
     """Times one call on one rank: wall clock everywhere, CUDA events where there is a GPU."""
 
-    def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self._meet = torch.zeros(1, device=device)
-        self._barrier = barrier
+        self.meeting = torch.zeros(1, device=device)
 
-    def time_queued(self, call: Call, number: int, head_start_us: float) -> float:
-        """Microseconds on the GPU of ``call(number)``, whose launches the host has queued before
-        the GPU gets to them.
-
-        The GPU is kept busy meanwhile; then ranks meet on it, and what follows is timed. 0 without
-        a GPU.
-        """
-        if not self.cuda:
-            return 0.0
-        events = self._events()
-        self.meet()
-        _untyped_cuda._sleep(int(head_start_us * CYCLES_PER_MICROSECOND))
-        _untyped.all_reduce(self._meet)
-        if self._barrier is not None:
-            self._barrier()
-        events[0].record()
-        result = call(number)
-        events[1].record()
-        self.synchronize()
-        del result
-        return events[0].elapsed_time(events[1]) * EVENT_MICROSECONDS
-
-    def _events(self) -> list[Any]:
+    def events(self) -> list[Any]:
+        """Two of the GPU, if there is one."""
         return [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
 
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def meet(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Return when every rank is here and idle (an all-reduce: no rank has the sum before all
         gave their part).
         """
         self.synchronize()
-        _untyped.all_reduce(self._meet)
+        _untyped.all_reduce(self.meeting)
         self.synchronize()
 
-    def time(self, call: Call, number: int) -> tuple[float, float]:
+    def time(self, call: Timed, number: int) -> tuple[float, float]:
         """(wall, device) microseconds of ``call(number)``; device is 0 without a GPU."""
-        events = self._events()
-        self.meet()
+        events = self.events()
+        self.wait_for_ranks()
         begin = time.perf_counter()
         for event in events[:1]:
             event.record()
@@ -128,15 +103,14 @@ class Clock:
 
 
 def time_interleaved(
-    calls: Sequence[Call],
+    calls: Sequence[Timed],
     *,
     iterations: int,
     warmup: int,
     num_inputs: int,
     device: torch.device,
     seed: int = 0,
-    head_start_us: float = 0.0,
-    barrier: Callable[[], object] | None = None,
+    clock: Clock | None = None,
 ) -> list[Series]:
     """Time ``calls`` side by side on every rank of the default process group. A collective call.
 
@@ -145,28 +119,24 @@ def time_interleaved(
         iterations, warmup: rounds that count, rounds before them that do not.
         num_inputs: round ``i`` uses input ``i % num_inputs``.
         seed: of the order inside the rounds; the same on every rank.
-        head_start_us: if not 0, each round makes each call a second time, for device time alone:
-            the GPU begins with it so much later than the host, so that launching takes no part.
-        barrier: by which ranks meet on the GPU besides.
+        clock: what takes a time, by default :class:`Clock`.
 
     Returns:
         One series per call, equal on every rank.
     """
-    clock, shuffled, order = Clock(device, barrier), random.Random(seed), list(range(len(calls)))
+    clock, shuffled, order = clock or Clock(device), random.Random(seed), list(range(len(calls)))
     times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
     for turn in range(-warmup, iterations):
         shuffled.shuffle(order)
         for at in order:
-            wall, on_device = clock.time(calls[at], turn % num_inputs)
-            if head_start_us:
-                on_device = clock.time_queued(calls[at], turn % num_inputs, head_start_us)
+            taken = clock.time(calls[at], turn % num_inputs)
             if turn >= 0:
-                times[:, at, turn] = torch.tensor([wall, on_device], dtype=torch.float64)
+                times[:, at, turn] = torch.tensor(taken, dtype=torch.float64)
     slowest: Any = slowest_rank(times, device)
-    walls, on_devices = slowest.tolist()
+    walls, on_device = slowest.tolist()
     return [
-        Series(wall, on_device if clock.cuda else None)
-        for wall, on_device in zip(walls, on_devices, strict=True)
+        Series(*each)
+        for each in zip(walls, on_device if clock.cuda else [None] * len(calls), strict=True)
     ]
 
 
@@ -179,7 +149,14 @@ def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
     return largest.cpu()
 
 
-def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
+def on_ranks(value: int, device: torch.device) -> list[int]:
+    """``value`` of every rank. Collective."""
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    mine[dist.get_rank()] = value
+    return [int(each) for each in slowest_rank(mine, device)]
+
+
+def peak_extra_bytes(call: Timed, number: int, device: torch.device) -> int:
     """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before
     it.
 
@@ -188,18 +165,14 @@ def peak_extra_bytes(call: Call, number: int, device: torch.device) -> int:
     would count those too, but it depends on what the C heap kept from earlier calls, by up to half
     of what is measured here.
     """
-    if device.type != "cuda":
-        return _peak_on_cpu(call, number)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call(number)
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_on_cpu(call: Call, number: int) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call(number)
+        torch.cuda.synchronize()
+        del result
+        return torch.cuda.max_memory_allocated() - before
     # Some builds of torch log every start of the profiler to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -208,8 +181,4 @@ def _peak_on_cpu(call: Call, number: int) -> int:
     recorded: Any = prof.profiler
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
-    held = peak = 0
-    for event in changes:
-        held += int(event.nbytes())
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((int(event.nbytes()) for event in changes), initial=0))
