@@ -86,7 +86,7 @@ def library_calls(
             assert another is not None
             call = _pulling(call, another(), batches)
         bar = (bars or {}).get(name)
-        calls.append(replace(call, name=kind.name, kind=name, bar_us=bar))
+        calls.append(replace(call, name=kind.name, kind=name, bar_us=bar, note=""))
     return calls
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.planner.fit import rates_from
 from tokenyard.planner.model import (
     US,
     Terms,
@@ -28,7 +27,7 @@ from tokenyard.planner.model import (
 )
 from tokenyard.planner.prediction import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
 from tokenyard.planner.rates import H200, Rates
-from tokenyard.planner.record import read
+from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import twolevel_sizes
 from tokenyard.planner.workload import Dtype, Workload
 

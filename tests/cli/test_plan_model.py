@@ -21,7 +21,6 @@ from tokenyard.engines.known import COLLECTIVE
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
 from tokenyard.engines.twolevel_ground import NetRing, TwoGround, most_channels, tuning_for
 from tokenyard.header import COUNTS
-from tokenyard.planner.fit import rates_from
 from tokenyard.planner.model import (
     Terms,
     collective_call,
@@ -34,7 +33,7 @@ from tokenyard.planner.model import (
 )
 from tokenyard.planner.prediction import COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
 from tokenyard.planner.rates import H200, LEAST, MOST, Leg
-from tokenyard.planner.record import read
+from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import traffic
 from tokenyard.planner.workload import Dtype, Workload

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.cli.bench_inputs import Case, all_sent, once_per_rank
-from tokenyard.planner.picks import SKEWS, popularity, reach
-from tokenyard.planner.traffic import Traffic, traffic, traffic_of
+from tokenyard.planner.traffic import SKEWS, Traffic, popularity, reach, traffic, traffic_of
 from tokenyard.planner.workload import Workload
 from tokenyard.routing import tokens_in_ranks
 from tokenyard.testing import routing

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tokenyard.planner.fit import fit, rates_from
 from tokenyard.planner.model import predict
 from tokenyard.planner.rates import H200, LEGS, Leg
-from tokenyard.planner.record import read
+from tokenyard.planner.record import fit, rates_from, read
 from tokenyard.planner.sizes import nvlink_sizes
 from tokenyard.planner.traffic import traffic
 from tokenyard.planner.workload import Workload

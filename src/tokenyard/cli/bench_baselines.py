@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, share
-from tokenyard.cli.bench_inputs import QUANTIZE, Case, Traffic, everything_to_everyone
+from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, call_of, share
+from tokenyard.cli.bench_inputs import QUANTIZE, Case, everything_to_everyone
 from tokenyard.formats import quantize
 from tokenyard.routing import host_ints, send_order, tokens_in_ranks
 from tokenyard.testing.compare import assert_close, assert_same_bits
@@ -91,37 +91,6 @@ def baselines(case: Case, batches: Sequence[Batch]) -> list[Call]:
     ]
 
 
-def _call(
-    case: Case,
-    batches: Sequence[Batch],
-    name: str,
-    run: Callable[[int], Any],
-    check: Callable[[Any, Any], None],
-    *,
-    phase: str = DISPATCH,
-    note: str,
-    kept: int = 0,
-    traffic: Traffic | None = None,
-) -> Call:
-    """``kept``: bytes that stay allocated between calls. ``traffic``: if it is more than a row per
-    (token, rank).
-    """
-    back = phase == COMBINE
-    row_bytes = case.combined_row_bytes if back else case.row_bytes
-    least = [batch.traffic(row_bytes, back=back) for batch in batches]
-    return Call(
-        case=case,
-        name=name,
-        phase=phase,
-        run=run,
-        check=check,
-        traffic=[traffic] * len(batches) if traffic else least,
-        least=least,
-        kept_bytes=lambda: kept,
-        note=note,
-    )
-
-
 def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> list[Call]:
     """One ``all_to_all_single`` of the rows; ``copies``: also with those around it that a dispatch
     needs.
@@ -136,8 +105,11 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
     def check(rows: Tensor, truth: Any) -> None:
         assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
 
-    note = "rows ready to send"
-    calls = [_call(case, batches, PLAIN_EXCHANGE, plain, check, note=note, kept=landing.nbytes)]
+    def call(name: str, run: Callable[[int], Tensor], note: str, kept: int) -> Call:
+        known: dict[str, Any] = {"note": note, "kept_bytes": lambda: kept}
+        return call_of(case, batches, DISPATCH, name, run, check, **known)
+
+    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", landing.nbytes)]
     if not copies:
         return calls
     packed, arrived = trips[0].room(len(trip.order) for trip in trips), torch.empty_like(landing)
@@ -152,12 +124,9 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
         send = torch.index_select(trip.x, 0, trip.order, out=packed[: len(trip.order)])
         return trip.there(arrived[: trip.arriving], send).clone()
 
-    note, kept = "only the result is fresh", packed.nbytes + arrived.nbytes
-    return [
-        *calls,
-        _call(case, batches, FRESH_COPIES, fresh, check, note="every buffer fresh"),
-        _call(case, batches, KEPT_COPIES, staged, check, note=note, kept=kept),
-    ]
+    calls.append(call(FRESH_COPIES, fresh, "every buffer fresh", 0))
+    kept = packed.nbytes + arrived.nbytes
+    return [*calls, call(KEPT_COPIES, staged, "only the result is fresh", kept)]
 
 
 def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
@@ -173,8 +142,8 @@ def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
     def check(result: tuple[Tensor, Tensor], _: Any) -> None:
         assert_same_bits(*result, what="returned rows")
 
-    known: dict[str, Any] = {"note": "rows ready, no sum", "kept": room.nbytes}
-    return _call(case, batches, PLAIN_EXCHANGE, run, check, phase=COMBINE, **known)
+    known: dict[str, Any] = {"note": "rows ready, no sum", "kept_bytes": lambda: room.nbytes}
+    return call_of(case, batches, COMBINE, PLAIN_EXCHANGE, run, check, **known)
 
 
 def gather(case: Case, batches: Sequence[Batch]) -> Call:
@@ -191,8 +160,8 @@ def gather(case: Case, batches: Sequence[Batch]) -> Call:
         assert_same_bits(result, wire_words(truth.x, mode), what="gathered rows")
 
     traffic = everything_to_everyone(case.tokens, size, case.row_bytes)
-    known: dict[str, Any] = {"note": "all tokens to all", "kept": everything.nbytes}
-    return _call(case, batches, GATHER, run, check, traffic=traffic, **known)
+    known: dict[str, Any] = {"note": "all tokens to all", "kept_bytes": lambda: everything.nbytes}
+    return call_of(case, batches, DISPATCH, GATHER, run, check, traffic=traffic, **known)
 
 
 def scatter(case: Case, batches: Sequence[Batch]) -> Call:
@@ -211,8 +180,9 @@ def scatter(case: Case, batches: Sequence[Batch]) -> Call:
         assert_close(result, expected, relative=relative, what="reduced rows")
 
     traffic = everything_to_everyone(case.tokens, size, case.combined_row_bytes, trips)
-    known: dict[str, Any] = {"note": "sums of all tokens ready", "kept": reduced.nbytes}
-    return _call(case, batches, name, run, check, phase=COMBINE, traffic=traffic, **known)
+    known: dict[str, Any] = {"note": "sums of all tokens ready", "traffic": traffic}
+    known["kept_bytes"] = lambda: reduced.nbytes
+    return call_of(case, batches, COMBINE, name, run, check, **known)
 
 
 def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:

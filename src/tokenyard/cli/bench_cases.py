@@ -131,10 +131,10 @@ class Oracle:
         ranges = ("source_ranges",) if padded and fields else ()
         for name in ("source", "x", *scales, *fields, *ranges):
             got, wanted = getattr(recv, name), getattr(want, name)
-            if (got is None) != (wanted is None):
+            if got is None or wanted is None:
                 fault = "is missing" if got is None else "should not be there"
-                raise AssertionError(f"{name} {fault}")
-            if got is not None:
+                assert got is wanted, f"{name} {fault}"
+            else:
                 rows = name in ("x", "scales")
                 source, at = (want.source[filled], filled) if rows else (None, slice(None))
                 assert_same_bits(got.cpu()[at], wanted[at], what=name, source=source)
@@ -194,6 +194,28 @@ class Call:
         self.check(self.run(number), truth)
 
 
+def call_of(
+    case: Case,
+    batches: Sequence[Batch],
+    phase: str,
+    name: str,
+    run: Callable[[int], Any],
+    check: Callable[[Any, Any], None],
+    *,
+    traffic: Traffic | None = None,
+    **known: Any,
+) -> Call:
+    """A call of which the least that crosses is a row per (token, rank); ``traffic``: what crosses
+    if that is more. ``known``: further fields.
+    """
+    back = phase == COMBINE
+    row_bytes = case.combined_row_bytes if back else case.row_bytes
+    least = [batch.traffic(row_bytes, back=back) for batch in batches]
+    crosses = [traffic] * len(batches) if traffic else least
+    fields: dict[str, Any] = {"traffic": crosses, "least": least, **known}
+    return Call(case=case, name=name, phase=phase, run=run, check=check, **fields)
+
+
 def engine_calls(
     ep: ty.ExpertParallel,
     case: Case,
@@ -205,10 +227,9 @@ def engine_calls(
 
     ``another`` makes an unused object like ``ep``, for the memory of a first call.
     """
-    cast, mode = QUANTIZE[case.quantize], None if case.cast_before else QUANTIZE[case.quantize]
-    sent: list[Any] = [
-        quantize(each.x, cast) if cast and case.cast_before else each.x for each in batches
-    ]
+    mode, sent = QUANTIZE[case.quantize], list[Any](each.x for each in batches)
+    if case.cast_before and mode is not None:
+        sent, mode = [quantize(x, mode) for x in sent], None
     view: dict[str, Any] = {"in_place": True} if case.in_place else {}
     weighted: dict[str, Any] = {"weighted": True} if case.layout != "flat" else {}
 
@@ -221,7 +242,7 @@ def engine_calls(
         with another() as unused:
             return fresh(number, unused)
 
-    def known(number: int) -> ty.Received:
+    def cached(number: int) -> ty.Received:
         return ep.dispatch(sent[number], handle=handles[number], quantize=mode, **view)
 
     def combine(number: int) -> Any:
@@ -233,21 +254,16 @@ def engine_calls(
         plain = recv.x if recv.scales is None else recv.dequantize(DTYPES[case.dtype])
         rows.append(plain * share(ep.rank))
         handles.append(recv.handle)
-    there = [each.traffic(case.row_bytes) for each in batches]
-    back = [each.traffic(case.combined_row_bytes, back=True) for each in batches]
 
-    def call(
-        phase: str, run: Any, check: Callable[[Any, Any], None], traffic: list[Traffic], **more: Any
-    ) -> Call:
-        more = {"kept_bytes": lambda: ep.buffer_bytes, **more}
-        name, both = f"tokenyard {ep.engine}", {"traffic": traffic, "least": traffic}
-        return Call(case=case, name=name, phase=phase, run=run, check=check, ep=ep, **both, **more)
+    def call(phase: str, run: Any, check: Callable[[Any, Any], None], **known: Any) -> Call:
+        known = {"ep": ep, "kept_bytes": lambda: ep.buffer_bytes, **known}
+        return call_of(case, batches, phase, f"tokenyard {ep.engine}", run, check, **known)
 
-    first = {"cold": cold, "kept_bytes": int, "note": ep.why}
+    first: dict[str, Any] = {"cold": cold, "kept_bytes": int, "note": ep.why}
     return [
-        call(DISPATCH, fresh, lambda recv, truth: truth.check_routed(recv), there, **first),
-        call(CACHED, known, lambda recv, truth: truth.check_rows(recv), there),
-        call(COMBINE, combine, lambda y, truth: truth.check_combined(y), back),
+        call(DISPATCH, fresh, lambda recv, truth: truth.check_routed(recv), **first),
+        call(CACHED, cached, lambda recv, truth: truth.check_rows(recv)),
+        call(COMBINE, combine, lambda y, truth: truth.check_combined(y)),
     ]
 
 

@@ -15,11 +15,11 @@ from tokenyard.cli.consoles import table_console
 from tokenyard.cli.options import bad, check_plot, command, option
 from tokenyard.cli.plan_report import as_json, print_plan
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.planner.fit import rates_from
-from tokenyard.planner.picks import SKEWS
 from tokenyard.planner.prediction import plan as make_plan
 from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200, Rates
+from tokenyard.planner.record import rates_from
+from tokenyard.planner.traffic import SKEWS
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
 
 WORK = ("nodes", "gpus_per_node", "tokens", "hidden", "experts", "topk", "sms", "buffer_bytes")

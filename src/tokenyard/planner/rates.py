@@ -100,9 +100,9 @@ H200 = Rates(
     put_us=0.1,
     source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261122 and collective-4xh200-20261121",
 )
-"""Fitted (``planner/fit.py``; a test fits them again) to the records in ``source``. ``copy_gbs`` is
-half of what a local copy was seen to read and write, in no record. ``turns_*``: chosen to suit two
-figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that changed since
-(docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
+"""Fitted (``planner/record.py``; a test fits them again) to the records in ``source``.
+``copy_gbs`` is half of what a local copy was seen to read and write, in no record. ``turns_*``:
+chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that
+changed since (docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
 (docs/how-to/planner.md). The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for
 the rest."""
