@@ -44,6 +44,7 @@ def draw(rows: list[Measurement], path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
     """
     looks = styles([_label(row) for row in rows if row.wall], _is_ours)
+    looks = {label: {**look, "linewidth": 2} for label, look in looks.items()}
     rows = sorted((row for row in rows if row.wall), key=lambda row: not _is_ours(row.name))
     axis = next((name for name in SWEPT if len({_at(row, name) for row in rows}) > 1), None)
     kinds: dict[tuple[str, ...], list[Measurement]] = {}

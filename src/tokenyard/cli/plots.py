@@ -38,10 +38,13 @@ class Point(NamedTuple):
 
 
 def styles(labels: Iterable[str], ours: Callable[[str], bool]) -> dict[str, Look]:
-    """Colour and marker per label, the same in all panels: warm where ``ours``, else cold."""
+    """Colour and marker per label, the same in all panels: warm where ``ours``, which come first,
+    else cold.
+    """
     colours = {True: cycle(OURS), False: cycle(THEIRS)}
     marked = zip(dict.fromkeys(labels), cycle(MARKERS), strict=False)
-    return {name: {"color": next(colours[ours(name)]), "marker": mark} for name, mark in marked}
+    looks = {name: {"color": next(colours[ours(name)]), "marker": mark} for name, mark in marked}
+    return {name: looks[name] for name in sorted(looks, key=lambda name: not ours(name))}
 
 
 def save_panels(
