@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -22,26 +23,27 @@ from typer.testing import CliRunner
 import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
-from tokenyard.cli.consoles import bytes_text, print_result, seconds_text, worst_of_each_kind
+from tokenyard.cli.consoles import bytes_text, seconds_text
 from tokenyard.cli.demo_model import (
-    LayerShape,
     MoeLayer,
+    Options,
     compare,
     make_weights,
     relative_error,
     results,
 )
-from tokenyard.cli.demo_rank import DemoConfig, DemoResult, run_rank
+from tokenyard.cli.demo_rank import DemoResult, run_rank
+from tokenyard.cli.demo_report import print_result, worst_of_each_kind
 from tokenyard.cli.progress import progress
 
-SHAPE = LayerShape(hidden=8, ffn=12, num_experts=5, num_topk=2, dtype=torch.float32)
+SHAPE = Options(hidden=8, ffn=12, experts=5, topk=2, seed=3)
 CPU = torch.device("cpu")
 TEXT = "The tokens of this text are its bytes, and no two ranks get equally many of them.\n"
 SMALL = ["--hidden", "16", "--ffn", "8", "--steps", "1"]
 
 
 def whole_layer() -> MoeLayer:
-    return MoeLayer(make_weights(SHAPE, 3, CPU), SHAPE.num_topk, SHAPE.dtype)
+    return MoeLayer(make_weights(SHAPE, CPU), SHAPE)
 
 
 def dense_output(layer: MoeLayer, tokens: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def dense_output(layer: MoeLayer, tokens: Tensor) -> Tensor:
     w = layer.weights
     x = w["embedding"][tokens]
     scores = (x @ w["router"].T).softmax(-1)
-    chosen = scores >= scores.topk(SHAPE.num_topk).values[:, -1:]
+    chosen = scores >= scores.topk(SHAPE.topk).values[:, -1:]
     share = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
     inner = functional.silu(torch.einsum("th,efh->tef", x, w["gate"])) * torch.einsum(
         "th,efh->tef", x, w["up"]
@@ -95,18 +97,23 @@ def test_layer_equals_dense_torch():
     y.backward(gradient)
     dense.backward(gradient)
     errors = compare(results(got, y, first_expert=0), results(want, dense, first_expert=0))
-    assert len(errors) == 1 + 2 + 3 * SHAPE.num_experts
+    assert len(errors) == 1 + 2 + 3 * SHAPE.experts
     assert max(errors.values()) < 1e-6
 
 
 def test_both_ways_through_the_experts_agree():
-    layer, x = whole_layer(), torch.randn(SHAPE.num_experts, SHAPE.hidden)
-    own = torch.arange(SHAPE.num_experts).unsqueeze(1)
-    counts = [1] * SHAPE.num_experts
-    assert torch.equal(
-        layer.mixed_experts(x, own, torch.ones_like(own).float()), layer.blocked_experts(x, counts)
-    )
-    assert not layer.mixed_experts(x, own - own - 1, torch.ones_like(own).float()).any()
+    """With a weight for each pick, and without weights one expert after the other."""
+    layer, x = whole_layer(), torch.randn(SHAPE.experts, SHAPE.hidden)
+    own, w = torch.arange(SHAPE.experts).unsqueeze(1), layer.weights
+    ones = torch.ones_like(own).float()
+    blocks = [
+        functional.linear(
+            functional.silu(functional.linear(row, gate)) * functional.linear(row, up), down
+        )
+        for row, gate, up, down in zip(x.split(1), w["gate"], w["up"], w["down"], strict=True)
+    ]
+    assert torch.equal(layer.experts(x, own, ones), torch.cat(blocks))
+    assert not layer.experts(x, own - own - 1, ones).any()
 
 
 def test_a_wrong_or_missing_gradient_shows():
@@ -136,16 +143,15 @@ def test_relative_error_is_never_nan():
 
 
 def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
-    right = MoeLayer.blocked_experts
+    right = MoeLayer.experts
 
-    def broken(layer: MoeLayer, x: Tensor, counts: list[int]) -> Tensor:
-        rows = right(layer, x, counts).clone()
-        rows[: counts[0]] *= 1.01
-        return rows
+    def broken(layer: MoeLayer, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        rows = right(layer, x, idx, weights)
+        return torch.where(idx == 0, 1.01 * rows, rows) if idx.shape[1] == 1 else rows
 
-    monkeypatch.setattr(MoeLayer, "blocked_experts", broken)
+    monkeypatch.setattr(MoeLayer, "experts", broken)
     store = launch.local_store()
-    config = DemoConfig(SHAPE, ty.Layout.EXPERT_MAJOR, engine="auto", steps=1, seed=0)
+    config = replace(SHAPE, layout="expert_major", steps=1, seed=0)
     with (
         progress(["work"], Console(quiet=True)) as counter,
         launch.joined(0, 1, port=store.port) as here,
@@ -154,7 +160,7 @@ def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
     wrong = {name for name, error in result.errors.items() if error > demo.LIMITS["float32"]}
     shared = {"output", "embedding gradient", "router gradient"}
     assert wrong == shared | {f"{name}[0] gradient" for name in ("gate", "up", "down")}
-    assert sum(result.load) == len(TEXT) * SHAPE.num_topk
+    assert sum(result.load) == len(TEXT) * SHAPE.topk
     assert counter.value == 3
 
 

@@ -5,23 +5,22 @@ warm-up, in their columns.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-import tokenyard as ty
 from tokenyard.cli import demo_rank
-from tokenyard.cli.consoles import print_result
-from tokenyard.cli.demo_model import LayerShape
-from tokenyard.cli.demo_rank import PHASES, DemoConfig, DemoResult, PhaseClock, run_rank
+from tokenyard.cli.demo_model import Options
+from tokenyard.cli.demo_rank import PHASES, DemoResult, PhaseClock, run_rank, slowest
+from tokenyard.cli.demo_report import print_result
 from tokenyard.cli.plots import heat_map
 from tokenyard.testing import Ranks, distributed_test
 
-SHAPE = LayerShape(hidden=16, ffn=8, num_experts=5, num_topk=2, dtype=torch.float32)
+SHAPE = Options(hidden=16, ffn=8, experts=5, topk=2, engine="collective")
 TEXT = bytes(range(60, 97))  # 37 tokens: 19 and 18
 
 
@@ -30,9 +29,7 @@ class Counter:
 
 
 def run(ranks: Ranks, steps: int) -> DemoResult:
-    return run_rank(
-        ranks.device, DemoConfig(SHAPE, ty.Layout.FLAT, "collective", steps, 0), TEXT, Counter()
-    )
+    return run_rank(ranks.device, replace(SHAPE, steps=steps), TEXT, Counter())
 
 
 @distributed_test(world_size=2)
@@ -75,10 +72,10 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
     assert sum(once.load) == 2 * len(TEXT) and once.tokens == [19, 18]
 
 
-def test_a_phase_takes_what_the_slowest_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PhaseClock(torch.device("cpu"))
-    monkeypatch.setattr(demo_rank, "gather_rows", lambda _: [[1.0, 9.0, 3.0], [2.0, 3.0, 4.0]])
-    assert clock.slowest() == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
+def test_a_phase_takes_what_the_slowest_rank_takes() -> None:
+    steps = ([1.0, 9.0, 3.0], [2.0, 3.0, 4.0])
+    ranks = [dict.fromkeys(PHASES, each) for each in steps]
+    assert slowest(ranks) == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
 
 
 RESULT = DemoResult(

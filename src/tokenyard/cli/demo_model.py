@@ -1,43 +1,73 @@
-"""The layer that ``tokenyard demo`` runs, in plain torch: byte embedding, softmax top-k router,
-SwiGLU experts; and how two runs of it are compared.
+"""What ``tokenyard demo`` runs: its options, and the layer in plain torch (byte embedding, softmax
+top-k router, SwiGLU experts); and how two runs of it are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tokenyard.cli.options import option
+from tokenyard.engines.known import AUTO
+
 VOCABULARY = 256
 """Tokens are bytes."""
 
 SHARED = ("embedding", "router")
-"""Weights that every rank holds; their gradients are summed over ranks."""
+"""Weights that every rank holds; their gradients are summed over ranks. Of the others every expert
+has a slice, held by the rank that owns it.
+"""
 
-PER_EXPERT = ("gate", "up", "down")
-"""Weights with one slice per expert, held by the rank that owns the expert."""
+Ranks = Annotated[
+    int | None, option("Ranks to start.", min=1, show_default="4; under torchrun its own")
+]
+Text = Annotated[
+    Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
+]
+Plot = Annotated[
+    Path | None, option("Draw traffic and expert load (.png, .svg, .pdf).", dir_okay=False)
+]
+Layouts = Annotated[Literal["flat", "expert_major"], option("Order of the received rows.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"], option("What rows travel and experts compute in.")
+]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes of one layer. Weights are float32; rows and experts compute in ``dtype``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of ``tokenyard demo``. Weights are float32; rows and experts compute in ``dtype``."""
 
-    hidden: int
-    ffn: int
-    num_experts: int
-    num_topk: int
-    dtype: torch.dtype
+    ranks: Ranks = None
+    text: Text = None
+    tokens: Annotated[int, option("Use at most so many bytes of the text.", min=1)] = 4096
+    hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
+    experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
+    topk: Annotated[int, option("Experts per token.", min=1)] = 2
+    ffn: Annotated[int, option("Channels inside an expert.", min=1)] = 256
+    dtype: Dtype = "float32"
+    layout: Layouts = "flat"
+    device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
+    engine: Annotated[str, option("What moves the rows.")] = AUTO
+    steps: Annotated[int, option("Timed steps, after one to warm up.", min=1)] = 5
+    plot: Plot = None
+    seed: Annotated[int, option("Of the weights and the output's gradient.")] = 0
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
-def make_weights(shape: LayerShape, seed: int, device: torch.device) -> dict[str, Tensor]:
+def make_weights(options: Options, device: torch.device) -> dict[str, Tensor]:
     """The whole layer, float32, the same on every rank and device: ``embedding [256, H]``, ``router
     [E, H]``, ``gate`` and ``up [E, F, H]``, ``down [E, H, F]``."""
-    generator = torch.Generator().manual_seed(seed)
-    e, f, h = shape.num_experts, shape.ffn, shape.hidden
+    generator = torch.Generator().manual_seed(options.seed)
+    e, f, h = options.experts, options.ffn, options.hidden
     sizes = {
         "embedding": (VOCABULARY, h),
         "router": (e, h),
@@ -58,15 +88,13 @@ class MoeLayer(nn.Module):
 
     Args:
         weights: from :func:`make_weights`, with any contiguous slice of the per-expert ones.
-        num_topk: picks per token.
-        dtype: of rows and of the experts' products.
     """
 
-    def __init__(self, weights: dict[str, Tensor], num_topk: int, dtype: torch.dtype) -> None:
+    def __init__(self, weights: dict[str, Tensor], options: Options) -> None:
         super().__init__()
         parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
         self.weights = nn.ParameterDict(parameters)
-        self.num_topk, self.dtype = num_topk, dtype
+        self.num_topk, self.dtype = options.topk, options.row_dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Byte values ``[T]`` int64 to rows ``[T, H]``."""
@@ -78,44 +106,27 @@ class MoeLayer(nn.Module):
         top, topk_idx = scores.topk(self.num_topk)
         return topk_idx, top / top.sum(-1, keepdim=True)
 
-    def mixed_experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Rows ``[N, H]`` with ids of experts held here (-1: elsewhere), each to the weighted sum
         over its experts.
 
         Expert by expert, and an expert takes its rows in order. Sums are float32 and rounded once.
         """
-        experts = self._expert_weights()
-        if not experts:  # then there are no rows: this keeps the rank in the backward exchange
+        held = [self.weights[name].to(self.dtype) for name in ("gate", "up", "down")]
+        if not len(held[0]):  # then there are no rows: this keeps the rank in the backward exchange
             return x
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert, weights in enumerate(experts):
+        for expert, (gate, up, down) in enumerate(zip(*held, strict=True)):
             row, pick = (topk_idx == expert).nonzero(as_tuple=True)
-            part = topk_weights[row, pick, None] * _swiglu(x[row], *weights).float()
+            inner = functional.silu(functional.linear(x[row], gate)) * functional.linear(x[row], up)
+            part = topk_weights[row, pick, None] * functional.linear(inner, down).float()
             out = out.index_add(0, row, part)
         return out.to(x.dtype)
-
-    def blocked_experts(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """Rows ``[N', H]`` sorted by expert, each to its expert's output, unweighted."""
-        experts = self._expert_weights()
-        if not experts:
-            return x
-        blocks = cast(tuple[Tensor, ...], x.split(list(tokens_per_expert)))
-        return torch.cat([_swiglu(each, *own) for each, own in zip(blocks, experts, strict=True)])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Byte values ``[T]`` to ``[T, H]``."""
         x = self.embed(tokens)
-        return self.mixed_experts(x, *self.route(x))
-
-    def _expert_weights(self) -> list[tuple[Tensor, ...]]:
-        slices = (self.weights[name].to(self.dtype).unbind(0) for name in PER_EXPERT)
-        return list(zip(*slices, strict=True))
-
-
-def _swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """``[N, H]`` to ``[N, H]``: ``(silu(x gate^T) * (x up^T)) down^T``."""
-    inner = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
-    return functional.linear(inner, down)
+        return self.experts(x, *self.route(x))
 
 
 def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:
@@ -126,8 +137,7 @@ def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tenso
     make counts as zero.
     """
     named = {"output": y.detach()}
-    for name in (*SHARED, *PER_EXPERT):
-        weight = layer.weights[name]
+    for name, weight in layer.weights.items():
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if name in SHARED:
             named[f"{name} gradient"] = gradient
@@ -137,15 +147,12 @@ def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tenso
     return named
 
 
-def _norm(x: Tensor) -> float:
-    return cast(float, torch.linalg.vector_norm(x).item())
-
-
 def relative_error(got: Tensor, want: Tensor) -> float:
     """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or
     only ``want`` is 0.
     """
-    difference, size = _norm(got.double() - want.double()), _norm(want.double())
+    difference = torch.dist(got.double(), want.double()).item()
+    size = torch.dist(want.double(), torch.zeros_like(want).double()).item()
     if difference == 0:
         return 0.0
     return difference / size if size > 0 and difference < float("inf") else float("inf")

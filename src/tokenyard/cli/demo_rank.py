@@ -6,42 +6,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from statistics import median
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.demo_model import (
-    PER_EXPERT,
-    SHARED,
-    LayerShape,
-    MoeLayer,
-    compare,
-    make_weights,
-    results,
-)
-from tokenyard.cli.progress import Counter
+from tokenyard.cli.demo_model import SHARED, MoeLayer, Options, compare, make_weights, results
+from tokenyard.cli.progress import Counter, advance
 from tokenyard.routing import expert_bounds, host_ints
 
+T = TypeVar("T")
 PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
-
-
-@dataclass(frozen=True, slots=True)
-class DemoConfig:
-    """What to run; ``layout`` of the received rows, ``seed`` of weights and gradient."""
-
-    shape: LayerShape
-    layout: ty.Layout
-    engine: str
-    steps: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,65 +66,40 @@ class PhaseClock:
             torch.cuda.synchronize(self.device)
         self.seconds[name].append(time.perf_counter() - begin)
 
-    def slowest(self) -> dict[str, float]:
-        """Collective: per phase, the median over the steps of the slowest rank."""
-        ranks = {name: gather_rows(self.seconds[name]) for name in PHASES}
-        return {name: median(map(max, zip(*rows, strict=True))) for name, rows in ranks.items()}
-
 
 class Problem:
     """Tokens, output gradient and weights of the whole layer, the same on every rank, and who holds
     which part. Tokens are shared out like experts: contiguous, nearly equal.
     """
 
-    def __init__(self, config: DemoConfig, text: bytes, device: torch.device) -> None:
+    def __init__(self, options: Options, text: bytes, device: torch.device) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        self.shape = config.shape
+        self.options = options
         self.tokens = torch.tensor(list(text), device=device)
-        generator = torch.Generator().manual_seed(config.seed + 1)
-        gradient = torch.randn(len(text), self.shape.hidden, generator=generator)
-        self.gradient = gradient.to(device, self.shape.dtype)
-        self.weights = make_weights(self.shape, config.seed, device)
-        self.split = expert_bounds(len(text), world)
-        self.owned = expert_bounds(self.shape.num_experts, world)
-        self.mine, self.held = (
-            slice(*bounds[rank : rank + 2]) for bounds in (self.split, self.owned)
-        )
+        generator = torch.Generator().manual_seed(options.seed + 1)
+        gradient = torch.randn(len(text), options.hidden, generator=generator)
+        self.gradient = gradient.to(device, options.row_dtype)
+        self.weights = make_weights(options, device)
+        split, owned = expert_bounds(len(text), world), expert_bounds(options.experts, world)
+        self.most_tokens = split[1]
+        self.mine, self.held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])
 
     def layer(self, held: slice) -> MoeLayer:
         """The layer with a slice of the experts."""
-        weights = {name: w[held] if name in PER_EXPERT else w for name, w in self.weights.items()}
-        return MoeLayer(weights, self.shape.num_topk, self.shape.dtype)
-
-    def exchange(self, engine: str, device: torch.device) -> ty.ExpertParallel:
-        """Collective: what dispatches and combines this layer."""
-        return ty.ExpertParallel(
-            num_experts=self.shape.num_experts,
-            hidden=self.shape.hidden,
-            num_topk=self.shape.num_topk,
-            max_tokens_per_rank=self.split[1],
-            engine=engine,
-            device=device,
-        )
-
-    def on_one_process(self) -> dict[str, Tensor]:
-        """Results of the whole layer on all tokens, without tokenyard; the output is cut to this
-        rank's tokens.
-        """
-        layer = self.layer(slice(None))
-        y = layer(self.tokens)
-        y.backward(self.gradient)
-        return results(layer, y[self.mine], first_expert=0)
+        weights = {name: w if name in SHARED else w[held] for name, w in self.weights.items()}
+        return MoeLayer(weights, self.options)
 
     def errors(self, layer: MoeLayer, y: Tensor) -> dict[str, float]:
-        """Collective: relative error per tensor, of whichever rank's copy or part is worst."""
+        """Collective: relative error of this rank's tensors against the whole layer on all tokens,
+        without tokenyard.
+        """
         got = results(layer, y, first_expert=self.held.start)
         for shared in SHARED:
             got[f"{shared} gradient"] = sum_over_ranks(got[f"{shared} gradient"])
-        want = self.on_one_process()
-        own = compare(got, want)
-        ranks = gather_rows([own.get(name, 0.0) for name in want])
-        return dict(zip(want, map(max, zip(*ranks, strict=True)), strict=True))
+        whole = self.layer(slice(None))
+        wanted = whole(self.tokens)
+        wanted.backward(self.gradient)
+        return compare(got, results(whole, wanted[self.mine], first_expert=0))
 
 
 def forward(
@@ -156,22 +113,17 @@ def forward(
         topk_idx, topk_weights = layer.route(x)
     with clock.phase("dispatch"):
         recv = ep.dispatch(x, topk_idx, topk_weights, layout=layout)
-    flat = layout is ty.Layout.FLAT
     with clock.phase("experts"):
-        if flat:
-            assert recv.topk_idx is not None and recv.topk_weights is not None
-            rows = layer.mixed_experts(recv.x, recv.topk_idx, recv.topk_weights)
-        else:
-            rows = layer.blocked_experts(recv.x, recv.tokens_per_expert_list)
+        idx, weights = recv.topk_idx, recv.topk_weights
+        if idx is None or weights is None:  # sorted by expert; combine weights them
+            counts = recv.tokens_per_expert.long()
+            idx = torch.arange(len(counts), device=x.device).repeat_interleave(counts)[:, None]
+            weights = torch.ones_like(idx, dtype=torch.float32)
+        rows = layer.experts(recv.x, idx, weights)
     with clock.phase("combine"):
-        y = ep.combine(rows, recv.handle, weighted=not flat)
+        y = ep.combine(rows, recv.handle, weighted=layout is not ty.Layout.FLAT)
     assert isinstance(y, Tensor)
     return y, recv
-
-
-def sizes(bounds: list[int]) -> list[int]:
-    """``[0, 2, 5]`` to ``[2, 3]``."""
-    return [end - begin for begin, end in pairwise(bounds)]
 
 
 def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
@@ -180,50 +132,71 @@ def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
     return torch.tensor([stats.bytes_sent, stats.bytes_received], dtype=torch.float64)
 
 
-def run_rank(device: torch.device, config: DemoConfig, text: bytes, counter: Counter) -> DemoResult:
+def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> DemoResult:
     """Be one rank. Every rank passes the same ``text``; rank 0 counts finished stages: start,
     warm-up, steps.
     """
-    problem, clock = Problem(config, text, device), PhaseClock(device)
-    layer = problem.layer(problem.held)
+    problem, clock = Problem(options, text, device), PhaseClock(device)
+    layer, layout = problem.layer(problem.held), ty.Layout[options.layout.upper()]
 
     def begin_stage() -> None:
         """Start together, so that no phase counts another rank's delay."""
-        counter.value += dist.get_rank() == 0
+        advance(counter)
         sum_over_ranks(torch.zeros(1))
 
     def step(ep: ty.ExpertParallel) -> tuple[Tensor, ty.Received]:
         begin_stage()
         layer.zero_grad()
-        y, recv = forward(layer, ep, problem.tokens[problem.mine], config.layout, clock)
+        y, recv = forward(layer, ep, problem.tokens[problem.mine], layout, clock)
         with clock.phase("backward"):
             y.backward(problem.gradient[problem.mine])
         return y, recv
 
-    with problem.exchange(config.engine, device) as ep:
+    with ty.ExpertParallel(
+        num_experts=options.experts,
+        hidden=options.hidden,
+        num_topk=options.topk,
+        max_tokens_per_rank=problem.most_tokens,
+        engine=options.engine,
+        device=device,
+    ) as ep:
         y, recv = step(ep)
         clock.seconds.clear()
         before = bytes_so_far(ep)
-        for _ in range(config.steps):
+        for _ in range(options.steps):
             y, recv = step(ep)
-        moved = cast(list[list[float]], ((bytes_so_far(ep) - before) / config.steps).tolist())
+        moved = cast(list[list[float]], ((bytes_so_far(ep) - before) / options.steps).tolist())
     begin_stage()
-    counts = torch.zeros(config.shape.num_experts, dtype=torch.int64)
-    counts[problem.held] = recv.tokens_per_expert.long().cpu()
     return DemoResult(
         why=ep.why,
-        tokens=sizes(problem.split),
-        rows=[int(n) for (n,) in gather_rows([recv.x.shape[0]])],
-        sent=gather_rows(moved[0]),
-        received=gather_rows(moved[1]),
-        experts=sizes(problem.owned),
-        load=host_ints(sum_over_ranks(counts)),
-        errors=problem.errors(layer, y),
-        seconds=clock.slowest(),
+        tokens=of_ranks(y.shape[0]),
+        rows=of_ranks(recv.x.shape[0]),
+        sent=of_ranks(moved[0]),
+        received=of_ranks(moved[1]),
+        experts=of_ranks(len(recv.tokens_per_expert)),
+        load=list(chain.from_iterable(of_ranks(host_ints(recv.tokens_per_expert)))),
+        errors=worst(of_ranks(problem.errors(layer, y))),
+        seconds=slowest(of_ranks(dict(clock.seconds))),
     )
 
 
-# Numbers over ranks, without pickling anything
+def worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest error of each tensor that any rank compared."""
+    names = dict.fromkeys(chain.from_iterable(ranks))
+    return {name: max(rank.get(name, 0.0) for rank in ranks) for name in names}
+
+
+def slowest(ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
+    """Per phase, the median over the steps of the slowest rank."""
+    steps = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in PHASES}
+    return {name: median(map(max, times)) for name, times in steps.items()}
+
+
+def of_ranks(mine: T) -> list[T]:
+    """Collective: what every rank passes, in rank order."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
@@ -234,16 +207,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
-def gather_rows(row: Sequence[float]) -> list[list[float]]:
-    """Collective: every rank's numbers (equally many on each), in rank order."""
-    table = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
-    table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
-    return cast(list[list[float]], sum_over_ranks(table).tolist())
-
-
 def bytes_of_rank_zero(text: bytes) -> bytes:
     """Collective: what rank 0 passed."""
-    own = text if dist.get_rank() == 0 else b""
-    buffer = torch.zeros(int(sum_over_ranks(torch.tensor(len(own)))), dtype=torch.uint8)
-    buffer[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-    return bytes(host_ints(sum_over_ranks(buffer)))
+    both = [text]
+    dist.broadcast_object_list(both)
+    return both[0]
