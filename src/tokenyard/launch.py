@@ -65,25 +65,19 @@ def joined(
     others in that store. Without a port the launcher's environment (``torchrun``) says where the
     others are.
     """
+    here = torch.device("cpu")
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
-        torch.cuda.set_device(local % torch.cuda.device_count())
-    here = (
-        torch.device("cuda", torch.cuda.current_device())
-        if device == "cuda"
-        else torch.device("cpu")
-    )
+        here = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(here)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    backend = backend_for(device, local_world)
     wait = timedelta(seconds=timeout)
-    if port is None:
-        dist.init_process_group(backend, timeout=wait)
-    else:
+    place: dict[str, Any] = {}
+    if port is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.PrefixStore(name, dist.TCPStore(LOOPBACK, port, is_master=False, timeout=wait))
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=wait
-        )
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=wait)
+        place |= {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend_for(device, local_world), timeout=wait, **place)
     try:
         yield here
     finally:
@@ -118,11 +112,10 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
     store = local_store()
     context = mp.get_context("spawn")
     out = context.SimpleQueue()
+    known = (world_size, device, store.port, fn, args, out)
     ranks = [
-        context.Process(
-            target=_rank_main, args=(r, world_size, device, store.port, fn, args, out), daemon=True
-        )
-        for r in range(world_size)
+        context.Process(target=_rank_main, args=(rank, *known), daemon=True)
+        for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
@@ -132,9 +125,8 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
             while out.empty():
                 dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0)]
                 if dead and out.empty():
-                    raise RuntimeError(
-                        f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}"
-                    )
+                    code = ranks[dead[0]].exitcode
+                    raise RuntimeError(f"rank {dead[0]} died with exit code {code}")
                 time.sleep(0.02)
             rank, ok, value = out.get()
             if not ok and isinstance(value, NotSupported):
