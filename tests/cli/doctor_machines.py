@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tokenyard.cli.doctor_engine import Workload
-from tokenyard.cli.doctor_facts import (
-    Driver,
-    Facts,
-    Gpu,
-    HostName,
-    Library,
-    Limits,
-    PciBus,
-    Space,
-    Torch,
-)
+from tokenyard.cli.doctor_facts import Facts, Record
 from tokenyard.cli.doctor_findings import RULES, Finding
+
+
+def record(**defaults: Any) -> Callable[..., Record]:
+    """Makes records of one kind."""
+    return lambda **known: defaults | known
+
+
+Driver = record(version=None, cuda=None, gpus=[])
+Gpu = record(uuid=None, capability=None, memory_total=None, memory_free=None, mig=None)
+HostName = record(error="")
+Library = record(version=None, wanted=None, paths=[])
+Limits = record()
+PciBus = record(iommu=[])
+Space = record()
+Torch = record(cuda=None, hip=None, backends=[], error="")
 
 GIB = 1 << 30
 LAYER = Workload(tokens=4096, hidden=7168, experts=256, topk=8, ranks=4)
@@ -51,7 +57,7 @@ def matrix(count: int, value: Any, own: Any, **others: Any) -> list[list[Any]]:
     return rows
 
 
-def gpu(index: int, **changes: Any) -> Gpu:
+def gpu(index: int, **changes: Any) -> Record:
     known = {
         "uuid": f"0{index}",
         "capability": "9.0",

@@ -27,6 +27,7 @@ from doctor_machines import (
     LAYER,
     NO_GPUS,
     PCIE,
+    Space,
     gpu_facts,
     matrix,
 )
@@ -36,13 +37,9 @@ from tokenyard.cli.bench_cases import Batch, Call, Oracle, share
 from tokenyard.cli.bench_inputs import all_sent
 from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_engine import need
-from tokenyard.cli.doctor_facts import (
-    Facts,
-    SelfTest,
-    Space,
-)
+from tokenyard.cli.doctor_facts import Facts, SelfTest
 from tokenyard.cli.doctor_findings import RULES, of_self_test
-from tokenyard.cli.doctor_guard import Asker, ask_child
+from tokenyard.cli.doctor_guard import Asker
 from tokenyard.cli.doctor_report import Diagnosis, print_diagnosis
 from tokenyard.cli.doctor_selftest import TOKENS, attempt, case_for, check_rank
 
@@ -123,10 +120,7 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
 
 
 def test_a_self_test_that_fails_in_its_process_says_why():
-    program = [sys.executable, "-m", "tokenyard.cli.doctor_child"]
-    answers, errors = ask_child(
-        program, ["self-test"], ["self-test", "cpu", "1", "warp", "30"], 120
-    )
+    answers, errors = Asker(120).process(["self-test"], "self-test", "cpu", "1", "warp", "30")
     assert answers == {}
     assert errors["self-test"].startswith(
         "rank 0 failed: ValueError: engine ('warp') must be one of"

@@ -14,22 +14,20 @@ from typing import Any
 import pytest
 
 from doctor_machines import (
-    findings,
-    gpu,
-    matrix,
-)
-from tokenyard.cli import doctor_child, doctor_probes
-from tokenyard.cli.doctor_facts import (
     Driver,
     Gpu,
     Library,
     PciBus,
     Space,
+    findings,
+    gpu,
+    matrix,
 )
+from tokenyard.cli import doctor_child, doctor_probes
+from tokenyard.cli.doctor_facts import Record
 from tokenyard.cli.doctor_guard import (
     NO_NVML,
     Asker,
-    ask_child,
     in_time,
     reason,
     run,
@@ -92,10 +90,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def seen() -> list[Gpu]:
+def seen() -> list[Record]:
     told = doctor_child.driver()
     assert told is not None
-    return [Gpu(**each) for each in told["gpus"]]
+    return told["gpus"]
 
 
 def test_nvml_tells_the_driver_and_its_gpus(nvml: Any) -> None:
@@ -112,8 +110,9 @@ def test_nvml_tells_the_driver_and_its_gpus(nvml: Any) -> None:
         capability="9.0",
         mig=False,
     )
-    assert (gpus[1].memory_free, gpus[1].capability, gpus[1].mig) == (None, None, True)
-    assert gpus[2].mig is None
+    told = [gpus[1][name] for name in ("memory_free", "capability", "mig")]
+    assert told == [None, None, True]
+    assert gpus[2]["mig"] is None
     nvml.nvmlDeviceGetCount = lambda: 0
     assert seen() == []
     nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
@@ -137,9 +136,7 @@ def test_links_to_a_switch_count_for_all_gpus_behind_it(nvml: Any) -> None:
 def test_tables_are_in_the_order_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [gpu(at, uuid=uuid) for at, uuid in enumerate(("cc", "aa", "bb"))]
     links = [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
-    known = [
-        {"index": at, "name": "H200", "uuid": f"GPU-{u}"} for at, u in enumerate(["aa", "bb", "cc"])
-    ]
+    known = [Gpu(index=at, name="H200", uuid=f"GPU-{u}") for at, u in enumerate(["aa", "bb", "cc"])]
     asker = Asker(1)
     told = {"driver": {"version": "1", "cuda": "13.0", "gpus": known}, "links": links}
     monkeypatch.setattr(asker, "process", lambda *_: (told, {}))
@@ -169,14 +166,14 @@ def test_gpus_are_matched_by_uuid():
     theirs = seen()[:2]
     merged, order = by_uuid(ours, theirs)
     assert order == [1, 0]
-    assert [(g.index, g.memory_free, g.mig) for g in merged] == [
+    assert [(g["index"], g["memory_free"], g["mig"]) for g in merged] == [
         (0, 1, True),
         (1, 143167 << 20, False),
     ]
     assert by_uuid([gpu(0, uuid="cc")], theirs) == ([gpu(0, uuid="cc")], None)
 
 
-def test_loaded_files_and_wanted_packages():
+def test_loaded_files_and_wanted_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     maps = (
         "7f0 r-xp 00000000 08:01 11   /a b/libnccl.so.2\n7f1 rw-p 00000000 08:01 11   /a "
         "b/libnccl.so.2\n"
@@ -184,7 +181,8 @@ def test_loaded_files_and_wanted_packages():
         "/opt/libnccl-net.so\n"
         "7f4 rw-p 00000000 00:00 0 \n7f5 rw-p 00000000 00:00 0   [heap]\n"
     )
-    assert doctor_child.mapped_files(maps, "libnccl.so") == [
+    write(tmp_path, {"maps": maps})
+    assert doctor_child.mapped_files("libnccl.so", tmp_path / "maps") == [
         "/a b/libnccl.so.2",
         "/opt/libnccl.so.2.18",
     ]
@@ -193,9 +191,11 @@ def test_loaded_files_and_wanted_packages():
         'nvidia-nccl-cu13==2.28.9; platform_system == "Linux"',
         "nvidia-nvshmem-cu12 (==3.4.5)",
     ]
-    assert doctor_child.wanted_package(asks, "nvidia-nccl") == ("nvidia-nccl-cu13", "2.28.9")
-    assert doctor_child.wanted_package(asks, "nvidia-nvshmem") == ("nvidia-nvshmem-cu12", "3.4.5")
-    assert doctor_child.wanted_package([], "nvidia-nccl") == (None, None)
+    monkeypatch.setattr(doctor_child.metadata, "requires", lambda _: asks)
+    assert doctor_child.wanted_package("nvidia-nccl") == ("nvidia-nccl-cu13", "2.28.9")
+    assert doctor_child.wanted_package("nvidia-nvshmem") == ("nvidia-nvshmem-cu12", "3.4.5")
+    monkeypatch.setattr(doctor_child.metadata, "requires", lambda _: None)
+    assert doctor_child.wanted_package("nvidia-nccl") == (None, None)
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -221,7 +221,7 @@ def test_host_memory_counts_the_cgroup(tmp_path: Path):
     write(tmp_path / "sys/fs/cgroup", group)
     assert doctor_probes.host_memory(tmp_path) == Space(total=500000, free=200000)
     write(tmp_path / "sys/fs/cgroup", {"memory.max": "max\n"})
-    assert doctor_probes.host_memory(tmp_path).free == 819200
+    assert doctor_probes.host_memory(tmp_path)["free"] == 819200
 
 
 def test_pci_bus_and_shared_memory(tmp_path: Path):
@@ -288,12 +288,11 @@ def gone(pid: int) -> bool:
 
 def test_a_hanging_command_is_killed_with_its_children():
     done = run(["sh", "-c", "trap '' TERM; sleep 600 & echo $!; sleep 600"], 1.5)
-    assert done.code is None
-    assert done.why(1.5) == "no answer within 1.5 s"
+    assert done.why == "no answer within 1.5 s"
     deadline = time.monotonic() + 10
-    while not gone(int(done.out)) and time.monotonic() < deadline:
+    while not gone(int(done.output)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert gone(int(done.out))
+    assert gone(int(done.output))
 
 
 def test_a_child_that_keeps_the_output_open_is_not_waited_for():
@@ -301,8 +300,8 @@ def test_a_child_that_keeps_the_output_open_is_not_waited_for():
         [sys.executable, "-c", "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"],
         60,
     )
-    os.kill(int(done.out), 9)
-    assert done.code == 0
+    os.kill(int(done.output), 9)
+    assert done.why.startswith("exit code 0")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +319,8 @@ def test_what_was_answered_before_the_end_counts(end: str, timeout: float, why: 
         "'error': 'E'}), file=out);"
         f"out.write('{{\"name\": '); out.flush(); assert sys.argv[2] == 'x'; {end}"
     )
-    assert ask_child([sys.executable, "-c", code], ["a", "b", "c"], ["x"], timeout) == (
+    asker = Asker(timeout, [sys.executable, "-c", code])
+    assert asker.process(["a", "b", "c"], "x") == (
         {"a": 1},
         {"b": "E", "c": why},
     )
@@ -398,8 +398,8 @@ def test_driver_without_nvml(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.MonkeyPatch):
     """NVML's tables come out in torch's order, and one that fails only leaves a line."""
     gpus = [
-        {"index": 0, "name": "NVIDIA H200", "uuid": "cc"},
-        {"index": 1, "name": "NVIDIA H200", "uuid": "bb"},
+        Gpu(index=0, name="NVIDIA H200", uuid="cc"),
+        Gpu(index=1, name="NVIDIA H200", uuid="bb"),
     ]
     answers = {
         "torch": {
@@ -422,7 +422,8 @@ def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.Monke
     assert facts.p2p is None
     assert facts.untold["p2p"] == "NVMLError: no such option"
     assert "FileNotFoundError" in facts.untold["memory"]
-    assert facts.driver is not None and facts.driver.cuda == "13.0" and len(facts.driver.gpus) == 3
-    assert facts.gpus is not None and [g.mig for g in facts.gpus] == [None, True]
+    assert facts.driver is not None
+    assert facts.driver["cuda"] == "13.0" and len(facts.driver["gpus"]) == 3
+    assert facts.gpus is not None and [g["mig"] for g in facts.gpus] == [None, True]
     assert facts.torch is not None and facts.nccl == Library(version="2.28.9")
     assert {"mig", "no-nccl"} <= findings(facts).keys()

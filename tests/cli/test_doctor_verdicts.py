@@ -19,30 +19,26 @@ from doctor_machines import (
     NCCL,
     NO_GPUS,
     PCIE,
-    findings,
-    gpu,
-    gpu_facts,
-    matrix,
-)
-from tokenyard.cli.doctor_engine import Workload, likely_engine, need, symmetric_bytes
-from tokenyard.cli.doctor_facts import (
     Driver,
-    Facts,
     HostName,
     Limits,
     PciBus,
     Space,
     Torch,
-    numbers,
-    unreachable,
+    findings,
+    gpu,
+    gpu_facts,
+    matrix,
 )
+from tokenyard.cli.doctor_engine import NVLINK_BYTES, Workload, likely_engine, need
+from tokenyard.cli.doctor_facts import Facts, numbers, unreachable
 from tokenyard.cli.doctor_findings import of_memory
 from tokenyard.engines import select
 from tokenyard.testing import routing
 
 OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
 
-OLD_GPU = replace(gpu(2, capability="6.1"), name="Tesla P100")
+OLD_GPU = gpu(2, capability="6.1") | {"name": "Tesla P100"}
 
 CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"])
 
@@ -230,7 +226,7 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
             {
                 "driver": Driver(version="470"),
                 **NO_GPUS,
-                "torch": replace(CUDA_BUILD, error="RuntimeError: driver too old"),
+                "torch": CUDA_BUILD | {"error": "RuntimeError: driver too old"},
             },
             {"old-driver": ("problem", "the driver is older", "for CUDA of its age")},
         ),
@@ -243,7 +239,7 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
             {"gpus-silent": ("problem", "no answer within 60 s", "dmesg")},
         ),
         (
-            {**NO_GPUS, "torch": replace(CUDA_BUILD, error="RuntimeError: CUDA error 802")},
+            {**NO_GPUS, "torch": CUDA_BUILD | {"error": "RuntimeError: CUDA error 802"}},
             {"gpus-silent": ("problem", "CUDA error 802", "nvidia-smi")},
         ),
         ({"driver": None, **NO_GPUS}, {"no-driver": ("warning", "not installed", "--gpus all")}),
@@ -252,11 +248,11 @@ def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
             {"nvidia-smi-silent": ("warning", "no answer within 60 s", "dmesg")},
         ),
         (
-            {"nccl": replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])},
+            {"nccl": NCCL | {"version": "2.27.3", "paths": ["/opt/libnccl.so.2"]}},
             {"nccl-mismatch": ("warning", "LD_LIBRARY_PATH", "NCCL 2.28.9 that torch asks for")},
         ),
         (
-            {"nccl": replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])},
+            {"nccl": NCCL | {"paths": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}},
             {"two-nccls": ("warning", "LD_PRELOAD", "leave one")},
         ),
         ({"triton": None}, {"no-triton": ("warning", "not installed", "tokenyard[cuda]")}),
@@ -367,11 +363,11 @@ def test_findings(changes: dict[str, Any], found: dict[str, tuple[str, str, str]
 def test_symptoms_name_what_they_are_about():
     bad = findings(gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)))["no-peer-access"]
     assert bad.symptom == "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"
-    two = findings(gpu_facts(nccl=replace(NCCL, paths=["/a/libnccl.so.2", "/b/libnccl.so.2"])))[
+    two = findings(gpu_facts(nccl=NCCL | {"paths": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}))[
         "two-nccls"
     ]
     assert two.symptom == "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2"
-    other = findings(gpu_facts(nccl=replace(NCCL, version="2.27.3", paths=["/opt/libnccl.so.2"])))[
+    other = findings(gpu_facts(nccl=NCCL | {"version": "2.27.3", "paths": ["/opt/libnccl.so.2"]}))[
         "nccl-mismatch"
     ]
     assert (
@@ -414,7 +410,7 @@ def test_one_way_is_not_enough(a: int, b: int):
 def test_memory_of_nvlink_does_not_grow():
     small = need(replace(LAYER, tokens=64), "nvlink", GPU_FACTS)
     large = need(LAYER, "nvlink", GPU_FACTS)
-    assert small.even.buffers == large.even.buffers == symmetric_bytes(LAYER) == 129 << 20
+    assert small.even.buffers == large.even.buffers == NVLINK_BYTES == 129 << 20
     assert large.free == 140 * GIB
     assert large.most.rows == 4 * 4096
 

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tokenyard.cli.consoles import table_console
-from tokenyard.cli.doctor_engine import Engine, Workload, likely_engine, need
+from tokenyard.cli.doctor_engine import Engine, Layout, Workload, likely_engine, need
 from tokenyard.cli.doctor_facts import Facts, SelfTest
 from tokenyard.cli.doctor_findings import RULES, of_memory, of_self_test
 from tokenyard.cli.doctor_guard import Asker
@@ -31,45 +30,39 @@ CPU_RANKS = 2
 """Of the self-test."""
 
 CPU_WORKLOAD_RANKS = 4
-DEFAULTS = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
+SIZES = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
+"""Of the workload, where nobody gives others."""
 
 
-def _size(text: str, shown: object) -> Any:
-    return option(text, min=1, show_default=str(shown))
-
-
-Tokens = Annotated[int | None, _size("Tokens per rank to make room for.", DEFAULTS["tokens"])]
-Hidden = Annotated[int | None, _size("Channels of a token.", DEFAULTS["hidden"])]
-Experts = Annotated[int | None, _size("Experts over all ranks.", DEFAULTS["experts"])]
-Seconds = Annotated[float, option("Seconds to wait for each answer.", min=0.1, max=86_400)]
-Json = Annotated[bool, option("Print one JSON document, and nothing else.")]
+def _size(name: str, text: str) -> Any:
+    return option(text, min=1, show_default=str(SIZES.get(name, "one per GPU, or 4")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Of ``tokenyard doctor``."""
 
-    tokens: Tokens = None
-    hidden: Hidden = None
-    experts: Experts = None
-    topk: Annotated[int | None, _size("Experts per token.", DEFAULTS["topk"])] = None
-    ranks: Annotated[int | None, _size("Ranks of the workload.", "one per GPU, or 4")] = None
-    layout: Annotated[Literal["flat", "expert_major"], option("Order of its received rows.")] = (
-        "flat"
-    )
+    tokens: Annotated[int | None, _size("tokens", "Tokens per rank to make room for.")] = None
+    hidden: Annotated[int | None, _size("hidden", "Channels of a token.")] = None
+    experts: Annotated[int | None, _size("experts", "Experts over all ranks.")] = None
+    topk: Annotated[int | None, _size("topk", "Experts per token.")] = None
+    ranks: Annotated[int | None, _size("ranks", "Ranks of the workload.")] = None
+    layout: Annotated[Layout, option("Order of its received rows.")] = "flat"
     self_test: Annotated[bool, option("Dispatch and combine on real ranks.")] = True
-    timeout: Seconds = 60.0
-    json: Json = False
+    timeout: Annotated[float, option("Seconds to wait for each answer.", min=0.1, max=86_400)] = (
+        60.0
+    )
+    json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
 
     @property
     def sizes(self) -> dict[str, int]:
         """Those of the workload, defaults included."""
-        return {name: getattr(self, name) or DEFAULTS[name] for name in DEFAULTS}
+        return {name: getattr(self, name) or SIZES[name] for name in SIZES}
 
     @property
     def asked(self) -> bool:
         """Whether a size was given."""
-        return any(getattr(self, name) is not None for name in (*DEFAULTS, "ranks"))
+        return any(getattr(self, name) is not None for name in (*SIZES, "ranks"))
 
 
 @command(Options)
@@ -86,28 +79,17 @@ def doctor(options: Options) -> None:
     if sizes["topk"] > sizes["experts"]:
         bad("--topk", f"{sizes['topk']} experts per token, but there are {sizes['experts']}")
     asker = Asker(options.timeout)
-    with _spinner() as say:
-        facts = gather(asker, say=say)
+    with Console(stderr=True).status("") as spinner:  # silent where nobody watches
+        facts = gather(asker, say=spinner.update)
         ranks = options.ranks or len(facts.gpus or []) or CPU_WORKLOAD_RANKS
         workload = Workload(**sizes, ranks=ranks, layout=options.layout)
-        tests = run_self_tests(asker, facts, say) if options.self_test else []
+        tests = run_self_tests(asker, facts, spinner.update) if options.self_test else []
     diagnosis = diagnose(facts, workload, tests, options.asked, asker)
     if options.json:
         typer.echo(json.dumps(as_json(diagnosis), indent=1))
     else:
         print_diagnosis(table_console(), diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
-
-
-@contextmanager
-def _spinner() -> Generator[Say, None, None]:
-    """Say on stderr what is going on, if somebody watches there."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("") as status:
-        yield status.update
 
 
 def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
@@ -122,10 +104,9 @@ def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
         say(f"self-test on {ranks} {device} ranks")
         words = ("self-test", device, str(ranks), engine, str(asker.timeout / 2))
         answers, errors = asker.process(["self-test"], *words)
-        told: dict[str, Any] = {"engine": engine, "error": errors.get("self-test", "")}
-        tests.append(
-            SelfTest(device=device, ranks=ranks, **{**told, **answers.get("self-test", {})})
-        )
+        told = {"engine": engine, "error": errors.get("self-test", "")}
+        told |= answers.get("self-test", {})
+        tests.append(SelfTest(device=device, ranks=ranks, **told))
     return tests
 
 

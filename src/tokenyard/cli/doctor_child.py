@@ -1,16 +1,10 @@
-"""The process that asks torch or the GPU driver, or runs the self-test: it may hang or crash.
-
-``python -m tokenyard.cli.doctor_child RESULTS torch``, ``... RESULTS nvml`` or ``... RESULTS
-self-test DEVICE RANKS ENGINE SECONDS`` writes one JSON line per answer to the file ``RESULTS``:
-``{"name": ..., "value": ...}`` or ``{"name": ..., "error": ...}``.
-"""
+"""The process that asks torch or the GPU driver, or runs the self-test: it may hang or crash."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -22,27 +16,32 @@ from torch.utils import collect_env
 
 from tokenyard.cli.doctor_guard import NO_NVML, reason
 from tokenyard.cli.doctor_selftest import self_test
-from tokenyard.memory.preflight import explain, local_reports
+from tokenyard.memory.preflight import unreachable_here
+
+cuda: Any = torch.cuda
 
 # torch
 
 
-def _torch() -> dict[str, Any]:
-    build: Any = torch.version
-    backends = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
-    has = [name for name, ask in backends.items() if dist.is_available() and getattr(dist, ask)()]
-    error = _start_error() if build.cuda or build.hip else ""
-    known = {"version": torch.__version__, "cuda": build.cuda, "hip": build.hip}
-    return {**known, "backends": has, "error": error}
-
-
-def _start_error() -> str:
-    """Why torch cannot start its GPUs, in torch's words; "" if it can."""
+def _why_not(call: Callable[..., object], *arguments: Any) -> str:
+    """Why ``call`` raises; "" if it does not."""
     try:
-        torch.cuda.init()
+        call(*arguments)
     except Exception as error:
         return reason(error)
     return ""
+
+
+def _torch() -> dict[str, Any]:
+    build: Any = torch.version
+    asks = {name: f"is_{name}_available" for name in ("gloo", "nccl", "mpi")}
+    return {
+        "version": torch.__version__,
+        "cuda": build.cuda,
+        "hip": build.hip,
+        "backends": [name for name, ask in asks.items() if getattr(dist, ask, bool)()],
+        "error": _why_not(cuda.init) if build.cuda or build.hip else "",
+    }
 
 
 def _triton() -> str | None:
@@ -51,14 +50,6 @@ def _triton() -> str | None:
     except ModuleNotFoundError:
         return None
     return triton.__version__
-
-
-def _symmetric_memory() -> str:
-    try:
-        importlib.import_module("torch.distributed._symmetric_memory")
-    except Exception as error:
-        return reason(error)
-    return ""
 
 
 def _collect_env() -> dict[str, str]:
@@ -70,54 +61,38 @@ def _collect_env() -> dict[str, str]:
 def _nccl() -> dict[str, Any] | None:
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
-    cuda: Any = torch.cuda
-    version = ".".join(str(part) for part in cuda.nccl.version())
-    return {"version": version, "wanted": _wanted("nvidia-nccl")[1], "paths": _loaded("libnccl.so")}
+    version = ".".join(map(str, cuda.nccl.version()))
+    _, wanted = wanted_package("nvidia-nccl")
+    return {"version": version, "wanted": wanted, "paths": mapped_files("libnccl.so")}
 
 
 def _nvshmem() -> dict[str, Any]:
     """The version is that of the package; a library loaded from elsewhere may have another."""
-    package, wanted = _wanted("nvidia-nvshmem")
+    package, wanted = wanted_package("nvidia-nvshmem")
     try:
         version = metadata.version(package) if package else None
     except metadata.PackageNotFoundError:
         version = None
-    return {"version": version, "wanted": wanted, "paths": _loaded("libnvshmem_host.so")}
+    return {"version": version, "wanted": wanted, "paths": mapped_files("libnvshmem_host.so")}
 
 
-def _wanted(prefix: str) -> tuple[str | None, str | None]:
-    """Name and version of the package with this prefix that torch's own package asks for."""
-    return wanted_package(metadata.requires("torch") or [], prefix)
-
-
-def wanted_package(requirements: list[str], prefix: str) -> tuple[str | None, str | None]:
-    """Of ``nvidia-nccl-cu13==2.28.9; platform_system == ...`` the name and the version; None twice
-    if there is none.
+def wanted_package(prefix: str) -> tuple[str | None, str | None]:
+    """Name and version of the package with this prefix that torch's own package asks for
+    (``nvidia-nccl-cu13==2.28.9; platform_system == ...``); None twice if there is none.
     """
-    for requirement in requirements:
-        match = re.match(rf"({re.escape(prefix)}[\w-]*)\s*\(?==\s*([\d.]+)", requirement)
-        if match:
-            return match[1], match[2]
-    return None, None
+    pattern = re.compile(rf"({re.escape(prefix)}[\w-]*)\s*\(?==\s*([\d.]+)")
+    found = next(filter(None, map(pattern.match, metadata.requires("torch") or [])), None)
+    return (found[1], found[2]) if found else (None, None)
 
 
-def _loaded(start: str) -> list[str]:
-    return mapped_files(Path("/proc/self/maps").read_text(), start)
-
-
-def mapped_files(maps: str, start: str) -> list[str]:
-    """The files in ``/proc/PID/maps`` whose name begins with ``start``, each once."""
-    columns = (line.split(maxsplit=5) for line in maps.splitlines())
+def mapped_files(start: str, maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The files that this process has loaded whose name begins with ``start``, each once."""
+    columns = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
     paths = (parts[5].removesuffix(" (deleted)") for parts in columns if len(parts) == 6)
     return list(dict.fromkeys(path for path in paths if path.rpartition("/")[2].startswith(start)))
 
 
-def _gpus() -> list[dict[str, Any]]:
-    return [_gpu(index) for index in range(torch.cuda.device_count())]
-
-
 def _gpu(index: int) -> dict[str, Any]:
-    cuda: Any = torch.cuda
     properties = cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     try:
@@ -131,17 +106,13 @@ def _gpu(index: int) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "memory_total": properties.total_memory,
         "memory_free": free,
+        "mig": None,
     }
 
 
 def _peers() -> list[list[bool]]:
-    gpus = range(torch.cuda.device_count())
-    return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in gpus] for a in gpus]
-
-
-def _preflight() -> list[str]:
-    """Why one rank per GPU could not share memory, as engine ``nvlink`` itself would see it."""
-    return explain(local_reports())
+    gpus = range(cuda.device_count())
+    return [[a == b or cuda.can_device_access_peer(a, b) for b in gpus] for a in gpus]
 
 
 # The driver
@@ -156,48 +127,48 @@ READ, SWITCH = 0, 2
 """NVML's numbers for the capability to read a peer's memory, and for an NVLink to a switch."""
 
 
-def nvml() -> Any:
-    """NVML, started; None where there is no driver.
+def _of_nvml(answer: Callable[[Any, list[Any]], Any]) -> Callable[[], Any]:
+    """Make a question of a function of NVML, started, and its GPUs. None answers it where there is
+    no driver.
 
     Raises:
         RuntimeError: nvidia-ml-py is not installed.
         NVMLError: the driver refuses.
     """
-    try:
-        library: Any = importlib.import_module("pynvml")
-    except ModuleNotFoundError:
-        raise RuntimeError(NO_NVML) from None
-    try:
-        library.nvmlInit()
-    except library.NVMLError_LibraryNotFound:
-        return None
-    return library
+
+    def ask() -> Any:
+        try:
+            nvml: Any = importlib.import_module("pynvml")
+        except ModuleNotFoundError:
+            raise RuntimeError(NO_NVML) from None
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError_LibraryNotFound:
+            return None
+        count = nvml.nvmlDeviceGetCount()
+        return answer(nvml, [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(count)])
+
+    return ask
 
 
-def _handles(library: Any) -> list[Any]:
-    return [library.nvmlDeviceGetHandleByIndex(at) for at in range(library.nvmlDeviceGetCount())]
-
-
-def driver() -> dict[str, Any] | None:
-    """The fields of ``Driver``; None where there is none."""
-    library = nvml()
-    if library is None:
-        return None
-    cuda = int(library.nvmlSystemGetCudaDriverVersion_v2())
+@_of_nvml
+def driver(nvml: Any, gpus: list[Any]) -> dict[str, Any]:
+    """``Facts.driver``."""
+    newest = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
     return {
-        "version": library.nvmlSystemGetDriverVersion(),
-        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-        "gpus": [_seen(library, at, handle) for at, handle in enumerate(_handles(library))],
+        "version": nvml.nvmlSystemGetDriverVersion(),
+        "cuda": f"{newest // 1000}.{newest % 1000 // 10}",
+        "gpus": [_seen(nvml, index, gpu) for index, gpu in enumerate(gpus)],
     }
 
 
-def _seen(library: Any, index: int, handle: Any) -> dict[str, Any]:
-    """The fields of ``Gpu``; None for what this GPU does not tell."""
+def _seen(nvml: Any, index: int, gpu: Any) -> dict[str, Any]:
+    """One of ``Facts.gpus``; None for what this GPU does not tell."""
 
     def ask(name: str) -> Any:
         try:
-            return getattr(library, f"nvmlDeviceGet{name}")(handle)
-        except library.NVMLError:
+            return getattr(nvml, f"nvmlDeviceGet{name}")(gpu)
+        except nvml.NVMLError:
             return None
 
     memory, capability, mig = ask("MemoryInfo"), ask("CudaComputeCapability"), ask("MigMode")
@@ -212,84 +183,75 @@ def _seen(library: Any, index: int, handle: Any) -> dict[str, Any]:
     }
 
 
-def links() -> list[list[str]] | None:
+def _matrix(gpus: list[Any], cell: Callable[[int, int], str]) -> list[list[str]]:
+    at = range(len(gpus))
+    return [["X" if a == b else cell(a, b) for b in at] for a in at]
+
+
+@_of_nvml
+def links(nvml: Any, gpus: list[Any]) -> list[list[str]]:
     """The path of every pair of GPUs as nvidia-smi names it, in NVML's order."""
-    library = nvml()
-    if library is None:
-        return None
-    handles = _handles(library)
-    ends = [_nvlinks(library, handle) for handle in handles]
-    buses = [str(library.nvmlDeviceGetPciInfo(handle).busId).lower() for handle in handles]
+    ends = [_nvlinks(nvml, gpu) for gpu in gpus]
+    buses = [str(nvml.nvmlDeviceGetPciInfo(gpu).busId).lower() for gpu in gpus]
 
     def path(a: int, b: int) -> str:
-        if a == b:
-            return "X"
         switched = min(ends[a].count(""), ends[b].count(""))
         if count := ends[a].count(buses[b]) + switched:
             return f"NV{count}"
-        level = int(library.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]))
-        return PATHS.get(level, "SYS")
+        return PATHS.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(gpus[a], gpus[b])), "SYS")
 
-    return [[path(a, b) for b in range(len(handles))] for a in range(len(handles))]
+    return _matrix(gpus, path)
 
 
-def _nvlinks(library: Any, handle: Any) -> list[str]:
+def _nvlinks(nvml: Any, gpu: Any) -> list[str]:
     """Where each active NVLink of a GPU leads: a PCI address, "" for a switch."""
     found: list[str] = []
-    for link in range(int(library.NVML_NVLINK_MAX_LINKS)):
+    for link in range(int(nvml.NVML_NVLINK_MAX_LINKS)):
         try:
-            if library.nvmlDeviceGetNvLinkState(handle, link):
-                switch = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == SWITCH
-                peer = library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == SWITCH
+                peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)
                 found.append("" if switch else str(peer.busId).lower())
-        except library.NVMLError:  # fewer links than that, or none at all
+        except nvml.NVMLError:  # fewer links than that, or none at all
             continue
     return found
 
 
-def p2p() -> list[list[str]] | None:
+@_of_nvml
+def p2p(nvml: Any, gpus: list[Any]) -> list[list[str]]:
     """What the driver says about reading a peer's memory, in nvidia-smi's words."""
-    library = nvml()
-    if library is None:
-        return None
-    handles = _handles(library)
-
-    def status(a: int, b: int) -> str:
-        if a == b:
-            return "X"
-        return P2P.get(int(library.nvmlDeviceGetP2PStatus(handles[a], handles[b], READ)), "U")
-
-    return [[status(a, b) for b in range(len(handles))] for a in range(len(handles))]
+    ask = nvml.nvmlDeviceGetP2PStatus
+    return _matrix(gpus, lambda a, b: P2P.get(int(ask(gpus[a], gpus[b], READ)), "U"))
 
 
-QUESTIONS: dict[str, dict[str, Callable[[], Any]]] = {
+QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch": {
         "triton": _triton,
-        "symmetric_memory": _symmetric_memory,
+        "symmetric_memory": lambda: _why_not(
+            importlib.import_module, "torch.distributed._symmetric_memory"
+        ),
         "nccl": _nccl,
         "nvshmem": _nvshmem,
         "torch": _torch,
-        "gpus": _gpus,
+        "gpus": lambda: [_gpu(index) for index in range(cuda.device_count())],
         "peers": _peers,
-        "preflight": _preflight,
+        "preflight": unreachable_here,
         "collect_env": _collect_env,
     },
     "nvml": {"driver": driver, "links": links, "p2p": p2p},
+    "self-test": {"self-test": self_test},
 }
 """By the attribute of ``Facts``; what may hang comes last, so that the rest is known."""
 
 
 def main(results: str, what: str, *arguments: str) -> None:
-    """Answer every question of ``what``, each as soon as it is known."""
-    probes = QUESTIONS.get(what) or {"self-test": lambda: self_test(*arguments)}
+    """Answer every question of ``what``, each as soon as it is known: a JSON line ``{"name": ...,
+    "value": ...}`` or ``{"name": ..., "error": ...}`` in the file ``results``.
+    """
     with open(results, "a") as out:
-        for name, probe in probes.items():
+        for name, probe in QUESTIONS[what].items():
             try:
-                line = {"name": name, "value": probe()}
+                line = {"name": name, "value": probe(*arguments)}
             except BaseException as error:
                 line = {"name": name, "error": reason(error)}
             print(json.dumps(line), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

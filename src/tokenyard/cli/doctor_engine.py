@@ -15,8 +15,12 @@ from tokenyard.engines.known import COLLECTIVE, NVLINK
 from tokenyard.engines.select import CAPABILITY, TRITON, triton_fits
 from tokenyard.rows import RowFormat
 
-MIB = 1 << 20
-NVLINK_REGION_BYTES, NVLINK_CONTROL_BYTES = 128 * MIB, MIB
+NVLINK_BYTES = 129 << 20
+"""Symmetric memory that engine ``nvlink`` holds per GPU, whatever the batch: a region of 128 MiB
+and its counters.
+"""
+
+Layout = Literal["flat", "expert_major"]
 
 DTYPE = torch.bfloat16
 INDEX_BYTES, WEIGHT_BYTES, SOURCE_BYTES = 8, 4, 8
@@ -40,7 +44,7 @@ class Workload:
     experts: int
     topk: int
     ranks: int
-    layout: Literal["flat", "expert_major"] = "flat"
+    layout: Layout = "flat"
 
 
 class Bytes(NamedTuple):
@@ -55,16 +59,15 @@ class Bytes(NamedTuple):
         return self.results + self.buffers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class Need(NamedTuple):
     """Of one rank: ``even`` if every expert is equally popular, ``most`` if every token comes here;
-    ``free`` for it.
+    ``free`` for it (None: unknown), ``where`` it is.
     """
 
     even: Bytes
     most: Bytes
     free: int | None
-    where: str
+    where: Literal["GPU", "host"]
 
 
 def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
@@ -80,14 +83,12 @@ def likely_engine(facts: Facts, ranks: int | None = None) -> Engine:
         return Engine(COLLECTIVE, f"{seen}: ranks over gloo, through host memory")
     ranks = ranks or len(gpus)
     missing = missing_for_nvlink(facts, ranks)
-    triton = f"Triton {facts.triton}"
-    if not missing and ranks == 1:
-        return Engine(NVLINK, f"one rank, on a GPU, {triton}")
     if not missing:
-        why = f"{ranks} GPUs that all reach each other, {triton}, symmetric memory"
-        return Engine(NVLINK, why)
+        who = "one rank, on a GPU" if ranks == 1 else f"{ranks} GPUs that all reach each other"
+        memory = ", symmetric memory" if ranks > 1 else ""
+        return Engine(NVLINK, f"{who}, Triton {facts.triton}{memory}")
     wire = "gloo, through host memory, since torch has no NCCL"
-    if facts.torch is not None and "nccl" in facts.torch.backends:
+    if facts.torch is not None and "nccl" in facts.torch["backends"]:
         wire = "NCCL, one GPU per rank"
     return Engine(COLLECTIVE, f"over {wire}; not nvlink: {'; '.join(missing)}")
 
@@ -99,7 +100,7 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
     missing = list[str]()
     if NVLINK not in facts.engines:
         missing.append("this version does not have it")
-    if facts.torch is not None and facts.torch.hip:
+    if facts.torch is not None and facts.torch["hip"]:
         missing.append("torch is built for ROCm")
     if ranks > 1:
         missing += _missing_links(facts, ranks)
@@ -109,7 +110,7 @@ def missing_for_nvlink(facts: Facts, ranks: int) -> list[str]:
         missing.append(f"it needs Triton {TRITON}, and this is {facts.triton}")
     if old := old_gpus(facts, ranks):
         least = ".".join(map(str, CAPABILITY))
-        names = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in old)
+        names = ", ".join(f"{gpu['name']} ({gpu['capability']})" for gpu in old)
         missing.append(f"it needs compute capability {least}, and there is {names}")
     if ranks > 1 and facts.symmetric_memory != "":
         missing.append(f"torch symmetric memory: {facts.symmetric_memory or 'could not tell'}")
@@ -132,14 +133,6 @@ def _missing_links(facts: Facts, ranks: int) -> list[str]:
     return missing
 
 
-def symmetric_bytes(workload: Workload) -> int:
-    """Symmetric memory that engine ``nvlink`` holds per GPU: a fixed region and its counters,
-    whatever the batch.
-    """
-    del workload
-    return NVLINK_REGION_BYTES + NVLINK_CONTROL_BYTES
-
-
 def need(workload: Workload, engine: str, facts: Facts) -> Need:
     """Bytes that one rank needs while it dispatches and combines, and what is free for it.
 
@@ -147,44 +140,22 @@ def need(workload: Workload, engine: str, facts: Facts) -> Need:
     experts' own tensors. On GPUs free is what the fullest of them has left; on the CPU the host's
     memory is shared among the ranks.
     """
-    w, here = workload, most_local_experts(workload)
+    w, flat = workload, workload.layout == "flat"
+    here = -(-w.experts // w.ranks)  # of the rank that holds most
     sent_here = w.ranks * w.tokens
     reached = 1 - comb(w.experts - here, w.topk) / comb(w.experts, w.topk)
     arrivals = (round(sent_here * reached), sent_here)
-    rows = arrivals
-    if w.layout != "flat":
-        rows = (round(sent_here * w.topk * here / w.experts), sent_here * min(w.topk, here))
+    blocks = (round(sent_here * w.topk * here / w.experts), sent_here * min(w.topk, here))
     sent = (arrivals[0], w.tokens * min(w.topk, w.ranks))
-    both: list[Bytes] = []
-    for count, out, back in zip(rows, sent, arrivals, strict=True):
-        staged = symmetric_bytes(w) if engine == NVLINK else staging_bytes(w, out + back)
-        both.append(Bytes(count, result_bytes(w, count), staged))
-    free, where = _free(workload, facts)
-    return Need(even=both[0], most=both[1], free=free, where=where)
-
-
-def most_local_experts(workload: Workload) -> int:
-    """Experts of the rank that holds most."""
-    return -(-workload.experts // workload.ranks)
-
-
-def result_bytes(workload: Workload, rows: int) -> int:
-    """Fresh tensors: ``rows`` received with ids, weights and source, and ``[T, H]`` of combine."""
-    w = workload
-    routing = w.topk * (INDEX_BYTES + WEIGHT_BYTES) if w.layout == "flat" else WEIGHT_BYTES
     row = w.hidden * DTYPE.itemsize
-    return rows * (row + routing + SOURCE_BYTES) + w.tokens * row
-
-
-def staging_bytes(workload: Workload, rows: int) -> int:
-    """Rows on the wire of engine ``collective``, sent and received together, with their routing."""
-    form = RowFormat(workload.hidden, DTYPE, picks=workload.topk, routed=True, weighted=True)
-    return rows * form.row_bytes
-
-
-def _free(workload: Workload, facts: Facts) -> tuple[int | None, str]:
-    gpus = (facts.gpus or [])[: workload.ranks]
-    if gpus:
-        known = [gpu.memory_free for gpu in gpus if gpu.memory_free is not None]
-        return (min(known) if len(known) == len(gpus) else None), "GPU"
-    return (None if facts.memory is None else facts.memory.free // workload.ranks), "host"
+    routing = SOURCE_BYTES + (w.topk * (INDEX_BYTES + WEIGHT_BYTES) if flat else WEIGHT_BYTES)
+    wire = RowFormat(w.hidden, DTYPE, picks=w.topk, routed=True, weighted=True).row_bytes
+    both: list[Bytes] = []
+    for rows, out, back in zip(arrivals if flat else blocks, sent, arrivals, strict=True):
+        staged = NVLINK_BYTES if engine == NVLINK else (out + back) * wire
+        both.append(Bytes(rows, rows * (row + routing) + w.tokens * row, staged))
+    if gpus := (facts.gpus or [])[: w.ranks]:
+        left = [gpu["memory_free"] for gpu in gpus]
+        return Need(both[0], both[1], None if None in left else min(left), "GPU")
+    free = facts.memory["free"] // w.ranks if facts.memory else None
+    return Need(both[0], both[1], free, "host")

@@ -1,5 +1,5 @@
-"""What ``tokenyard doctor`` knows about a machine: plain values, so that every verdict can be
-tested on made-up ones.
+"""What ``tokenyard doctor`` knows about a machine: plain values, those of its JSON document, so
+that every verdict can be tested on made-up ones.
 
 ``None`` is "could not tell" (``Facts.untold`` then says why) or, where a docstring says so, "not
 there". Sizes are bytes.
@@ -8,104 +8,41 @@ there". Sizes are bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, takewhile
+from typing import Any
 
 from tokenyard.engines.select import CAPABILITY
 
 UNLIMITED = -1
 """A limit that is none."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU, as torch or NVML numbers it. ``mig`` is None on GPUs that cannot be partitioned."""
-
-    index: int
-    name: str
-    uuid: str | None = None
-    capability: str | None = None
-    memory_total: int | None = None
-    memory_free: int | None = None
-    mig: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
-    """The NVIDIA driver; ``cuda`` is the newest CUDA it serves, ``gpus`` those that NVML sees."""
-
-    version: str | None = None
-    cuda: str | None = None
-    gpus: list[Gpu] = field(default_factory=list[Gpu])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
-    """A build of torch. ``error`` is why its GPUs do not start, or ""."""
-
-    version: str
-    cuda: str | None = None
-    hip: str | None = None
-    backends: list[str] = field(default_factory=list[str])
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
-    """As loaded beside torch: its version, that torch was made for, the files it came from."""
-
-    version: str | None = None
-    wanted: str | None = None
-    paths: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """Memory or a file system in memory, in bytes."""
-
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Soft limits of this process: bytes of locked memory, and open files. -1 is none."""
-
-    memlock: int
-    open_files: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostName:
-    """This host's name; ``error`` is why it has no address, or ""."""
-
-    name: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciBus:
-    """NVIDIA GPUs on the PCI bus, with or without a driver, and kinds of their IOMMU domains."""
-
-    gpus: int
-    iommu: list[str] = field(default_factory=list[str])
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything that was found out.
+    """Everything that was found out. Keys of records are in brackets.
 
     Attributes:
         python, engines: version of Python, names that ``ExpertParallel(engine=)`` takes.
         cpus, memory, shm, limits, hostname: of this host, or of the container it runs in.
-            ``memory`` counts a cgroup's limit.
+            ``memory`` (total, free) counts a cgroup's limit; so has ``shm``, of ``/dev/shm``.
+            ``limits`` are soft: memlock in bytes, open_files; -1 is none. ``hostname`` (name,
+            error): why it has no address, or "".
         infiniband: network devices that do RDMA.
         environment: variables that change what CUDA, NCCL, NVSHMEM, gloo or Triton do.
-        pci, driver: ``driver`` is None also if there is none.
-        torch, triton, nccl, nvshmem: ``triton`` is None also if it is not installed, ``nccl`` if
-            torch has none.
+        pci: number of NVIDIA ``gpus`` on the bus, driver or not; kinds of their ``iommu`` domains.
+        driver: NVIDIA's (version, cuda: the newest it serves, gpus: those that NVML sees); None
+            also if there is none.
+        torch: version, cuda, hip, backends, error: why its GPUs do not start, or "".
+        triton: version; None also if it is not installed.
+        nccl, nvshmem: as loaded beside torch (version, wanted: that torch was made for, paths);
+            ``nccl`` is None also if torch has none.
         symmetric_memory: why torch's symmetric memory cannot be imported, or "".
         collect_env: what ``torch.utils.collect_env`` tells, for bug reports.
-        gpus: those that torch sees; the matrices below are in the same order, ``[from][to]``.
+        gpus: those that torch sees (index, name, uuid, capability, memory_total, memory_free, mig:
+            None if it cannot be partitioned); the matrices below are in the same order,
+            ``[from][to]``.
         peers: whether one GPU can address the other's memory.
         preflight: why one rank per GPU could not share memory (``tokenyard.memory.preflight``).
         links: ``NV18``, ``PIX``, ``SYS`` ... as nvidia-smi names the path.
@@ -116,21 +53,21 @@ class Facts:
     python: str
     engines: list[str]
     cpus: int | None = None
-    memory: Space | None = None
-    shm: Space | None = None
-    limits: Limits | None = None
-    hostname: HostName | None = None
+    memory: Record | None = None
+    shm: Record | None = None
+    limits: Record | None = None
+    hostname: Record | None = None
     infiniband: list[str] | None = None
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    pci: PciBus | None = None
-    driver: Driver | None = None
-    torch: Torch | None = None
+    pci: Record | None = None
+    driver: Record | None = None
+    torch: Record | None = None
     triton: str | None = None
     symmetric_memory: str | None = None
-    nccl: Library | None = None
-    nvshmem: Library | None = None
+    nccl: Record | None = None
+    nvshmem: Record | None = None
     collect_env: dict[str, str] | None = None
-    gpus: list[Gpu] | None = None
+    gpus: list[Record] | None = None
     peers: list[list[bool]] | None = None
     preflight: list[str] | None = None
     links: list[list[str]] | None = None
@@ -163,10 +100,10 @@ def unreachable(facts: Facts, count: int | None = None) -> list[tuple[int, int]]
     return [(a, b) for a, b in gpu_pairs(facts, count) if not (peers[a][b] and peers[b][a])]
 
 
-def old_gpus(facts: Facts, count: int | None = None) -> list[Gpu]:
+def old_gpus(facts: Facts, count: int | None = None) -> list[Record]:
     """Those of the first ``count`` GPUs (default: all) that are too old for kernels."""
     gpus = (facts.gpus or [])[:count]
-    return [gpu for gpu in gpus if gpu.capability and numbers(gpu.capability) < CAPABILITY]
+    return [gpu for gpu in gpus if gpu["capability"] and numbers(gpu["capability"]) < CAPABILITY]
 
 
 def nvlinks(facts: Facts, a: int, b: int) -> int | None:
@@ -184,9 +121,4 @@ def pairs_text(pairs: list[tuple[int, int]]) -> str:
 
 def numbers(version: str) -> tuple[int, ...]:
     """``"12.8"`` to ``(12, 8)``, up to the first part that is no number."""
-    parts: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        parts.append(int(part))
-    return tuple(parts)
+    return tuple(map(int, takewhile(str.isdecimal, version.split("+")[0].split("."))))

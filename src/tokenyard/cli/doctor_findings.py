@@ -12,6 +12,7 @@ from tokenyard.cli.doctor_engine import Need
 from tokenyard.cli.doctor_facts import (
     UNLIMITED,
     Facts,
+    Record,
     SelfTest,
     gpu_pairs,
     numbers,
@@ -83,40 +84,38 @@ def torch_itself(facts: Facts) -> Iterator[Finding]:
         symptom = "torch does not answer"
         yield Finding("torch-silent", PROBLEM, symptom, why, _remedy(why, remedy))
         return
-    if "gloo" not in torch.backends:
+    if "gloo" not in torch["backends"]:
         symptom = "torch cannot connect ranks over gloo"
-        cause = f"torch {torch.version} was built without torch.distributed or without gloo"
+        cause = f"torch {torch['version']} was built without torch.distributed or without gloo"
         yield Finding("no-gloo", PROBLEM, symptom, cause, "install a build of torch that has it")
-    if driver and not torch.cuda and not torch.hip:
-        serves = f"; this driver serves CUDA up to {driver.cuda}" if driver.cuda else ""
-        symptom = f"there is an NVIDIA driver ({driver.version}), but torch sees no GPU"
-        cause, remedy = (
-            f"torch {torch.version} is a CPU-only build",
-            "install a CUDA build of torch",
-        )
-        yield Finding("cpu-only-torch", PROBLEM, symptom, cause, remedy + serves)
+    if driver and not torch["cuda"] and not torch["hip"]:
+        serves = f"; this driver serves CUDA up to {driver['cuda']}" if driver["cuda"] else ""
+        symptom = f"there is an NVIDIA driver ({driver['version']}), but torch sees no GPU"
+        cause = f"torch {torch['version']} is a CPU-only build"
+        remedy = f"install a CUDA build of torch{serves}"
+        yield Finding("cpu-only-torch", PROBLEM, symptom, cause, remedy)
 
 
 def gpus_do_not_start(facts: Facts) -> Iterator[Finding]:
     """A driver and a CUDA build of torch, but no GPU."""
     torch, driver = facts.torch, facts.driver
-    if facts.gpus or torch is None or driver is None or not torch.cuda:
+    if facts.gpus or torch is None or driver is None or not torch["cuda"]:
         return
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    known = f"although there is an NVIDIA driver ({driver.version})"
-    symptom = f"torch {torch.version} sees no GPU, {known}"
-    older = driver.cuda and numbers(driver.cuda)[:1] < numbers(torch.cuda)[:1]
-    if "too old" in torch.error or older:
-        serves = f"serves CUDA up to {driver.cuda}" if driver.cuda else "is older"
-        cause = f"torch needs CUDA {torch.cuda}, but the driver {serves}"
-        build = f"install a build of torch for CUDA {driver.cuda or 'of its age'} or older"
+    known = f"although there is an NVIDIA driver ({driver['version']})"
+    symptom = f"torch {torch['version']} sees no GPU, {known}"
+    older = driver["cuda"] and numbers(driver["cuda"])[:1] < numbers(torch["cuda"])[:1]
+    if "too old" in torch["error"] or older:
+        serves = f"serves CUDA up to {driver['cuda']}" if driver["cuda"] else "is older"
+        cause = f"torch needs CUDA {torch['cuda']}, but the driver {serves}"
+        build = f"install a build of torch for CUDA {driver['cuda'] or 'of its age'} or older"
         yield Finding("old-driver", PROBLEM, symptom, cause, f"update the driver, or {build}")
     elif hidden is not None:
         remedy = "unset it, or name the GPUs that ranks may use"
         cause = f"CUDA_VISIBLE_DEVICES is {hidden!r}"
         yield Finding("gpus-hidden", WARNING, symptom, cause, remedy)
     else:
-        cause = torch.error or facts.untold.get("gpus") or "nothing says why"
+        cause = torch["error"] or facts.untold.get("gpus") or "nothing says why"
         remedy = (
             "see whether nvidia-smi works, whether /dev/nvidia* can be opened here, and what "
             "dmesg says (Xid)"
@@ -133,8 +132,8 @@ def no_driver(facts: Facts) -> Iterator[Finding]:
         )
         symptom = "the driver does not answer NVML, through which nvidia-smi asks too"
         yield Finding("nvidia-smi-silent", WARNING, symptom, facts.untold["driver"], remedy)
-    elif facts.pci and facts.pci.gpus and facts.driver is None and not facts.gpus:
-        symptom = f"{facts.pci.gpus} NVIDIA GPU(s) on the PCI bus, but no driver"
+    elif facts.pci and facts.pci["gpus"] and facts.driver is None and not facts.gpus:
+        symptom = f"{facts.pci['gpus']} NVIDIA GPU(s) on the PCI bus, but no driver"
         cause = "the driver is not installed, or this container was started without the GPUs"
         remedy = "install the driver, or start the container with its GPUs (docker run --gpus all)"
         yield Finding("no-driver", WARNING, symptom, cause, remedy)
@@ -143,21 +142,23 @@ def no_driver(facts: Facts) -> Iterator[Finding]:
 def nccl_versions(facts: Facts) -> Iterator[Finding]:
     """Another NCCL than torch was made for, two of them, or none."""
     nccl, torch = facts.nccl, facts.torch
-    if len(facts.gpus or []) > 1 and torch and "nccl" not in torch.backends:
+    if len(facts.gpus or []) > 1 and torch and "nccl" not in torch["backends"]:
         symptom = "GPUs exchange rows over gloo, through host memory: torch has no NCCL"
-        cause = f"torch {torch.version} was built without it"
+        cause = f"torch {torch['version']} was built without it"
         yield Finding("no-nccl", WARNING, symptom, cause, "install a build of torch with NCCL")
     if nccl is None:
         return
     cause = "LD_LIBRARY_PATH, LD_PRELOAD or a package brought another one"
-    if len(nccl.paths) > 1:
-        symptom = f"{len(nccl.paths)} NCCLs are loaded: {', '.join(nccl.paths)}"
+    if len(nccl["paths"]) > 1:
+        symptom = f"{len(nccl['paths'])} NCCLs are loaded: {', '.join(nccl['paths'])}"
         remedy = "leave one: unset LD_PRELOAD, or remove the other package"
         yield Finding("two-nccls", WARNING, symptom, cause, remedy)
-    if nccl.version and nccl.wanted and numbers(nccl.version) != numbers(nccl.wanted):
-        where = f" from {nccl.paths[0]}" if nccl.paths else ""
-        symptom = f"NCCL {nccl.version} is loaded{where}, but torch was made for {nccl.wanted}"
-        package = f"pip install the NCCL {nccl.wanted} that torch asks for"
+    if nccl["version"] and nccl["wanted"] and numbers(nccl["version"]) != numbers(nccl["wanted"]):
+        where = f" from {nccl['paths'][0]}" if nccl["paths"] else ""
+        symptom = (
+            f"NCCL {nccl['version']} is loaded{where}, but torch was made for {nccl['wanted']}"
+        )
+        package = f"pip install the NCCL {nccl['wanted']} that torch asks for"
         remedy = f"unset LD_LIBRARY_PATH and LD_PRELOAD, or {package}"
         yield Finding("nccl-mismatch", WARNING, symptom, cause, remedy)
 
@@ -186,23 +187,22 @@ def triton_version(facts: Facts) -> Iterator[Finding]:
 def links(facts: Facts) -> Iterator[Finding]:
     """Pairs of GPUs that cannot reach each other's memory (all are named), or may do so badly."""
     bad, pairs = unreachable(facts), gpu_pairs(facts)
-    translated = [kind for kind in (facts.pci.iommu if facts.pci else []) if kind != "identity"]
-    kinds = ", ".join(translated)
+    domains: list[str] = facts.pci["iommu"] if facts.pci else []
+    kinds = ", ".join(kind for kind in domains if kind != "identity")
     if bad:
-        symptom = (
-            f"no peer access between GPUs {pairs_text(bad)} ({len(bad)} of {len(pairs)} pairs)"
-        )
+        of = f"{len(bad)} of {len(pairs)} pairs"
+        symptom = f"no peer access between GPUs {pairs_text(bad)} ({of})"
         words = sorted({facts.p2p[a][b] for a, b in bad} - {"OK", "X"}) if facts.p2p else []
         told = [f"the driver says {word}: {P2P_REASONS.get(word, 'unknown')}" for word in words]
-        told += [f"an IOMMU translates between them ({kinds})"] if translated else []
+        told += [f"an IOMMU translates between them ({kinds})"] if kinds else []
         unknown = "the GPUs' link, or PCIe ACS, an IOMMU or a virtual machine in between"
         cause = "; ".join(told) or unknown
         remedy = f"engine collective works without; for P2P over PCIe {ACS}"
-        if any(gpu.mig for gpu in facts.gpus or []):
+        if any(gpu["mig"] for gpu in facts.gpus or []):
             cause, remedy = "MIG is on", "turn MIG off: nvidia-smi -mig 0"
         yield Finding("no-peer-access", WARNING, symptom, cause, remedy)
     over_pcie = [pair for pair in pairs if pair not in bad and nvlinks(facts, *pair) == 0]
-    if translated and over_pcie and facts.peers is not None:
+    if kinds and over_pcie and facts.peers is not None:
         who = f"GPUs {pairs_text(over_pcie)}"
         symptom = f"{who} reach each other over PCIe behind an IOMMU ({kinds})"
         cause = (
@@ -224,8 +224,8 @@ def uneven_links(facts: Facts) -> Iterator[Finding]:
         cause = "this board's wiring, or links that are down"
         remedy = "see nvidia-smi topo -m and nvidia-smi nvlink -s"
         yield Finding("uneven-links", WARNING, symptom, cause, remedy)
-    seen = [*(facts.gpus or []), *(facts.driver.gpus if facts.driver else [])]
-    if any(gpu.mig or " MIG " in gpu.name for gpu in seen):
+    seen: list[Record] = [*(facts.gpus or []), *(facts.driver["gpus"] if facts.driver else [])]
+    if any(gpu["mig"] or " MIG " in str(gpu["name"]) for gpu in seen):
         cause = "MIG instances cannot reach each other's memory, and NCCL takes one per GPU"
         remedy = "turn it off for ranks that work together: nvidia-smi -mig 0"
         yield Finding("mig", WARNING, "MIG is on", cause, remedy)
@@ -234,23 +234,22 @@ def uneven_links(facts: Facts) -> Iterator[Finding]:
 def host_limits(facts: Facts) -> Iterator[Finding]:
     """/dev/shm, locked memory, open files."""
     shm, limits = facts.shm, facts.limits
-    if shm and (shm.total < SMALL_SHM or shm.free < SMALL_SHM // 2):
-        symptom = f"/dev/shm has {bytes_text(shm.total)}, {bytes_text(shm.free)} of it free"
+    if shm and (shm["total"] < SMALL_SHM or shm["free"] < SMALL_SHM // 2):
+        symptom = f"/dev/shm has {bytes_text(shm['total'])}, {bytes_text(shm['free'])} of it free"
         cause = (
             "a container gets 64 MB unless told otherwise; NCCL and torch's processes share "
             "memory there"
         )
         remedy = "start it with --ipc=host or --shm-size=8g, or remount /dev/shm larger"
         yield Finding("small-shm", WARNING, symptom, cause, remedy)
-    if limits and facts.infiniband and limits.memlock != UNLIMITED:
+    if limits and facts.infiniband and limits["memlock"] != UNLIMITED:
         devices = ", ".join(facts.infiniband)
-        symptom = (
-            f"only {bytes_text(limits.memlock)} can be locked, but there is InfiniBand ({devices})"
-        )
+        most = bytes_text(limits["memlock"])
+        symptom = f"only {most} can be locked, but there is InfiniBand ({devices})"
         remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
         yield Finding("memlock", WARNING, symptom, "RDMA locks what it sends from", remedy)
-    if limits and limits.open_files != UNLIMITED and limits.open_files < FEW_FILES:
-        symptom = f"only {limits.open_files} files can be open"
+    if limits and limits["open_files"] != UNLIMITED and limits["open_files"] < FEW_FILES:
+        symptom = f"only {limits['open_files']} files can be open"
         cause = "every pair of ranks takes sockets"
         yield Finding("open-files", WARNING, symptom, cause, "ulimit -n 65536")
 
@@ -258,9 +257,10 @@ def host_limits(facts: Facts) -> Iterator[Finding]:
 def host_settings(facts: Facts) -> Iterator[Finding]:
     """The host's own name, which gloo looks up; variables that somebody set once."""
     known = facts.hostname
-    why = known.error if known else facts.untold.get("hostname", "")
+    why = known["error"] if known else facts.untold.get("hostname", "")
     if why:
-        symptom = f"this host's name{f', {known.name},' if known else ''} has no address ({why})"
+        name = f", {known['name']}," if known else ""
+        symptom = f"this host's name{name} has no address ({why})"
         cause = "gloo looks it up when a group is made, and hangs or fails"
         remedy = (
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use (lo "
@@ -269,11 +269,9 @@ def host_settings(facts: Facts) -> Iterator[Finding]:
         yield Finding("hostname", WARNING, symptom, cause, remedy)
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if facts.environment.get(name, "0") not in ("", "0") and len(facts.gpus or []) > 1:
-            cause, remedy = (
-                "NCCL then takes a slower way between GPUs",
-                "unset it unless NCCL hangs",
-            )
-            yield Finding("nccl-variable", WARNING, f"{name} is set", cause, f"{remedy} without")
+            cause = "NCCL then takes a slower way between GPUs"
+            remedy = "unset it unless NCCL hangs without"
+            yield Finding("nccl-variable", WARNING, f"{name} is set", cause, remedy)
 
 
 RULES: tuple[Rule, ...] = (

@@ -12,11 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any, NamedTuple, TypeVar
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -31,6 +34,8 @@ NOT_ASKED = "no process to ask in"
 
 NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cuda]'"
 
+CHILD = "import sys; from tokenyard.cli.doctor_child import main; main(*sys.argv[1:])"
+
 MOST_OUTPUT = 1 << 20
 LONGEST_REASON = 500
 
@@ -40,28 +45,22 @@ LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 class Finished(NamedTuple):
-    """What a command came to; ``code`` is None if time was up first."""
+    """What a command came to: all that it said, and how it ended, in one line."""
 
-    code: int | None
-    out: str
-    err: str
-
-    def why(self, timeout: float) -> str:
-        """What went wrong, in one line."""
-        if self.code is None:
-            return f"{NO_ANSWER} {timeout:g} s"
-        end = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
-        lines = (self.err.strip() or self.out.strip()).splitlines()
-        return f"{end}: {shortened(lines[-1].strip())}" if lines else end
+    output: str
+    why: str
 
 
 class Asker:
     """Asks questions, and remembers why some had no answer (``untold``, by name). ``timeout`` is in
-    seconds, for each.
+    seconds, for each. ``program`` answers in a process of its own (default:
+    ``tokenyard.cli.doctor_child``).
     """
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(
+        self, timeout: float, program: Sequence[str] = (sys.executable, "-c", CHILD)
+    ) -> None:
+        self.timeout, self.program = timeout, program
         self.untold: dict[str, str] = {}
 
     def ask(self, name: str, probe: Callable[[], T]) -> T | None:
@@ -76,108 +75,85 @@ class Asker:
         """The answer of ``probe``, or None if it raised or took too long."""
         return self.ask(name, lambda: in_time(probe, self.timeout))
 
-    def process(
-        self, names: Sequence[str], *arguments: str
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask ``tokenyard.cli.doctor_child``; answers by name, and reasons for what has none."""
-        program = [sys.executable, "-m", "tokenyard.cli.doctor_child"]
-        try:
-            return ask_child(program, names, arguments, self.timeout)
-        except Exception as error:
-            return {}, dict.fromkeys(names, f"{NOT_ASKED}: {reason(error)}")
-
-    def ask_process(self, names: Sequence[str], *arguments: str) -> dict[str, Any]:
+    def ask_process(self, names: Iterable[str], *arguments: str) -> dict[str, Any]:
         """The answers; one that has none is left out."""
         answers, errors = self.process(names, *arguments)
         self.untold.update(errors)
         return answers
+
+    def process(
+        self, names: Iterable[str], *arguments: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Run ``program RESULTS *arguments``, which writes one JSON line per answer to the file
+        ``RESULTS``.
+
+        Returns:
+            Answers by name, and for each of ``names`` without an answer the reason. What was
+                answered before a crash or a hang counts.
+        """
+        try:
+            with TemporaryDirectory() as folder:
+                results = Path(folder) / "results"
+                results.touch()
+                command = [*self.program, str(results), *arguments]
+                done = run(command, self.timeout, without_launcher(os.environ))
+                lines = results.read_text().splitlines()
+        except Exception as error:
+            return {}, dict.fromkeys(names, f"{NOT_ASKED}: {reason(error)}")
+        answers: dict[str, Any] = {}
+        errors = dict.fromkeys(names, done.why)
+        for line in lines:
+            with suppress(ValueError):  # cut short when the process was killed
+                told: dict[str, Any] = json.loads(line)
+                errors.pop(told["name"], None)
+                into = errors if "error" in told else answers
+                into[told["name"]] = told["error" if "error" in told else "value"]
+        return answers, errors
 
 
 def in_time(probe: Callable[[], T], timeout: float) -> T:
     """``probe()``, or ``TimeoutError`` after ``timeout`` seconds (its thread is then left to
     itself).
     """
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    answer: Future[T] = Future()
 
     def work() -> None:
         try:
-            answers.append(probe())
+            answer.set_result(probe())
         except BaseException as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    for error in errors:
-        raise error
-    if not answers:
+    Thread(target=work, daemon=True).start()
+    if not wait([answer], timeout).done:
         raise TimeoutError(f"{NO_ANSWER} {timeout:g} s")
-    return answers[0]
-
-
-def ask_child(
-    program: Sequence[str], names: Sequence[str], arguments: Sequence[str], timeout: float
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run ``program RESULTS *arguments``, which writes one JSON line per answer to the file
-    ``RESULTS``.
-
-    Returns:
-        Answers by name, and for each of ``names`` without an answer the reason. What was answered
-            before a crash or a hang counts.
-    """
-    with TemporaryDirectory() as folder:
-        results = Path(folder) / "results"
-        results.touch()
-        done = run([*program, str(results), *arguments], timeout, env=without_launcher(os.environ))
-        lines = results.read_text().splitlines()
-    answers: dict[str, Any] = {}
-    errors = dict.fromkeys(names, done.why(timeout))
-    for line in lines:
-        try:
-            told: dict[str, Any] = json.loads(line)
-        except ValueError:
-            continue  # cut short when the process was killed
-        errors.pop(told["name"], None)
-        if "error" in told:
-            errors[told["name"]] = told["error"]
-        else:
-            answers[told["name"]] = told["value"]
-    return answers, errors
+    return answer.result()
 
 
 def run(command: Sequence[str], timeout: float, env: dict[str, str] | None = None) -> Finished:
     """Run a command in a session of its own; when ``timeout`` seconds are over, or this process is
     interrupted, kill all of it.
 
-    Its output goes through files: a pipe that some grandchild keeps open would be waited for.
+    Its output goes through a file: a pipe that some grandchild keeps open would be waited for.
     """
-    with TemporaryFile() as out, TemporaryFile() as err:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        start: Any = subprocess.Popen
-        process = start(command, env=env, start_new_session=True, **streams)
+    with TemporaryFile() as file:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+        code = None
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = None
+            pass
         finally:
-            _kill(process)
-        return Finished(code, _text(out), _text(err))
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(KILL_SECONDS)
-    except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-        pass
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(MOST_OUTPUT).decode(errors="replace")
+            if process.poll() is None:
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(KILL_SECONDS)
+        file.seek(0)
+        output = file.read(MOST_OUTPUT).decode(errors="replace").strip()
+    if code is None:
+        return Finished(output, f"{NO_ANSWER} {timeout:g} s")
+    end = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return Finished(output, shortened(": ".join([end, *output.splitlines()[-1:]])))
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
@@ -193,13 +169,12 @@ def reason(error: BaseException) -> str:
     """An exception as text. Of a traceback within its message (a rank's) only what it ended with is
     kept.
     """
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    head, traced, _ = str(error).partition("\nTraceback (")
-    if not traced:
-        return shortened(text)
-    last = text.rpartition("\nTraceback (")[2].splitlines()[1:]
-    end = next((at for at, line in enumerate(last) if line and not line[0].isspace()), 0)
-    return shortened(f"{head} {' '.join(line.strip() for line in last[end:])}".strip())
+    head, *traces = str(error).split("\nTraceback (")
+    if not traces:
+        return shortened(": ".join(filter(None, (type(error).__name__, head))))
+    frames = traces[-1].splitlines()[1:]
+    end = dropwhile(lambda line: not line or line[0].isspace(), frames)
+    return shortened(" ".join([head, *map(str.strip, end)]).strip())
 
 
 def shortened(text: str) -> str:

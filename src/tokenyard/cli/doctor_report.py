@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from tokenyard.cli.consoles import (
     print_section,
     seconds_text,
 )
-from tokenyard.cli.doctor_engine import Bytes, Engine, Need, Workload
-from tokenyard.cli.doctor_facts import UNLIMITED, Facts, Library, SelfTest, gpu_pairs, unreachable
+from tokenyard.cli.doctor_engine import Engine, Need, Workload
+from tokenyard.cli.doctor_facts import UNLIMITED, Facts, Record, SelfTest, gpu_pairs, unreachable
 from tokenyard.cli.doctor_findings import PROBLEM, WARNING, Finding
 from tokenyard.version import __version__
 
@@ -54,6 +54,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The document of ``--json``; see ``docs/how-to/doctor.md``."""
     facts, need = asdict(diagnosis.facts), diagnosis.need
     del facts["untold"]
+    both = {"even": need.even, "most": need.most}
     return {
         "schema": SCHEMA,
         "tokenyard": __version__,
@@ -62,8 +63,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "facts": facts,
         "memory": {
             "workload": asdict(diagnosis.workload),
-            "even": _bytes(need.even),
-            "most": _bytes(need.most),
+            **{name: each._asdict() | {"total": each.total} for name, each in both.items()},
             "free": need.free,
             "where": need.where,
         },
@@ -71,10 +71,6 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "could_not_tell": diagnosis.untold,
         "findings": [finding._asdict() for finding in diagnosis.findings],
     }
-
-
-def _bytes(bytes_: Bytes) -> dict[str, int]:
-    return bytes_._asdict() | {"total": bytes_.total}
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -101,11 +97,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
 
 def _pairs(rows: dict[str, str]) -> Table:
-    table = plain_table("<", "<")
-    table.show_header = False
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    return table
+    return plain_table("<", "<", rows=[(name, escape(value)) for name, value in rows.items()])
 
 
 def _size(count: int | None, text: Callable[[int], str] = bytes_text) -> str:
@@ -113,49 +105,53 @@ def _size(count: int | None, text: Callable[[int], str] = bytes_text) -> str:
 
 
 def _host(facts: Facts) -> dict[str, str]:
-    limits, name = facts.limits, facts.hostname
-    rows = {"cores": _size(facts.cpus, str)}
-    for what, space in (("memory", facts.memory), ("/dev/shm", facts.shm)):
-        free = UNKNOWN if space is None else bytes_text(space.free)
-        rows[what] = UNKNOWN if space is None else f"{free} free of {bytes_text(space.total)}"
-    rows["lockable memory"] = _size(limits and limits.memlock)
-    rows["open files"] = _size(limits and limits.open_files, str)
-    rows["own name"] = (
-        UNKNOWN if name is None else "has no address" if name.error else "has an address"
-    )
-    if facts.infiniband:
-        rows["InfiniBand"] = ", ".join(facts.infiniband)
-    if facts.pci and facts.pci.iommu:
-        rows["IOMMU"] = ", ".join(facts.pci.iommu)
-    return rows | facts.environment
+    limits, name = facts.limits or {}, facts.hostname
+
+    def space(told: Record | None) -> str:
+        return (
+            f"{bytes_text(told['free'])} free of {bytes_text(told['total'])}" if told else UNKNOWN
+        )
+
+    rows = {
+        "cores": _size(facts.cpus, str),
+        "memory": space(facts.memory),
+        "/dev/shm": space(facts.shm),
+        "lockable memory": _size(limits.get("memlock")),
+        "open files": _size(limits.get("open_files"), str),
+        "own name": f"has {'no' if name['error'] else 'an'} address" if name else UNKNOWN,
+        "InfiniBand": ", ".join(facts.infiniband or []),
+        "IOMMU": ", ".join(facts.pci["iommu"] if facts.pci else []),
+    }
+    return {name: value for name, value in rows.items() if value} | facts.environment
 
 
 def _software(facts: Facts) -> dict[str, str]:
-    torch, driver = facts.torch, facts.driver
-    rows = {"tokenyard": __version__, "Python": facts.python, "torch": UNKNOWN}
+    def library(name: str, told: Record | None) -> str:
+        if told is None or not (told["version"] or told["paths"]):
+            return optional(name, None)
+        return f"{told['version'] or UNKNOWN}, {', '.join(told['paths']) or 'not loaded'}"
+
+    def optional(name: str, value: str | None) -> str:
+        return value or (UNKNOWN if name in facts.untold else "none")
+
+    torch, driver, build, serves = facts.torch, facts.driver, None, None
     if torch is not None:
-        gpus = f"ROCm {torch.hip}" if torch.hip else "CPU only"
-        made_for = f"CUDA {torch.cuda}" if torch.cuda else gpus
-        backends = ", ".join(torch.backends) or "no backend"
-        rows["torch"] = f"{torch.version} ({made_for}; {backends})"
-    rows["Triton"] = _optional(facts, "triton", facts.triton)
-    rows["NVIDIA driver"] = _optional(facts, "driver", None)
+        gpus = f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"
+        made_for = f"CUDA {torch['cuda']}" if torch["cuda"] else gpus
+        backends = ", ".join(torch["backends"]) or "no backend"
+        build = f"{torch['version']} ({made_for}; {backends})"
     if driver is not None:
-        serves = f" (serves CUDA up to {driver.cuda})" if driver.cuda else ""
-        rows["NVIDIA driver"] = f"{driver.version or UNKNOWN}{serves}"
-    rows["NCCL"] = _library(facts, "nccl", facts.nccl)
-    rows["NVSHMEM"] = _library(facts, "nvshmem", facts.nvshmem)
-    return rows
-
-
-def _optional(facts: Facts, name: str, value: str | None) -> str:
-    return value or (UNKNOWN if name in facts.untold else "none")
-
-
-def _library(facts: Facts, name: str, library: Library | None) -> str:
-    if library is None or not (library.version or library.paths):
-        return _optional(facts, name, None)
-    return f"{library.version or UNKNOWN}, {', '.join(library.paths) or 'not loaded'}"
+        newest = f" (serves CUDA up to {driver['cuda']})" if driver["cuda"] else ""
+        serves = f"{driver['version'] or UNKNOWN}{newest}"
+    return {
+        "tokenyard": __version__,
+        "Python": facts.python,
+        "torch": build or UNKNOWN,
+        "Triton": optional("triton", facts.triton),
+        "NVIDIA driver": optional("driver", serves),
+        "NCCL": library("nccl", facts.nccl),
+        "NVSHMEM": library("nvshmem", facts.nvshmem),
+    }
 
 
 def _print_gpus(console: Console, facts: Facts) -> None:
@@ -163,13 +159,14 @@ def _print_gpus(console: Console, facts: Facts) -> None:
         told = UNKNOWN if facts.gpus is None else "none that torch sees"
         print_line(console, f"\n[bold]GPUs[/bold] {told}")
         return
-    table = plain_table("<GPU", "<Name", "Capability", "Memory", "Free", "<MIG", "<UUID")
+    rows: list[Sequence[str]] = []
     for gpu in facts.gpus:
-        sizes = (_size(gpu.memory_total), _size(gpu.memory_free))
-        mig = {True: "on", False: "off", None: "n/a"}[gpu.mig]
-        known = (gpu.capability or UNKNOWN, *sizes, mig, gpu.uuid or UNKNOWN)
-        table.add_row(str(gpu.index), escape(gpu.name), *known)
-    print_section(console, "GPUs", table)
+        mig = {True: "on", False: "off", None: "n/a"}[gpu["mig"]]
+        sizes = (_size(gpu["memory_total"]), _size(gpu["memory_free"]))
+        known = (gpu["capability"] or UNKNOWN, *sizes, mig, gpu["uuid"] or UNKNOWN)
+        rows.append((str(gpu["index"]), escape(gpu["name"]), *known))
+    heads = ("<GPU", "<Name", "Capability", "Memory", "Free", "<MIG", "<UUID")
+    print_section(console, "GPUs", plain_table(*heads, rows=rows))
     if gpu_pairs(facts):
         title = "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)"
         print_section(console, title, _links(facts))
@@ -177,7 +174,6 @@ def _print_gpus(console: Console, facts: Facts) -> None:
 
 def _links(facts: Facts) -> Table:
     gpus, bad = range(len(facts.gpus or [])), set(unreachable(facts))
-    table = plain_table("<GPU", *map(str, gpus))
 
     def cell(a: int, b: int) -> str:
         link = escape(facts.links[a][b]) if facts.links else ""
@@ -187,46 +183,46 @@ def _links(facts: Facts) -> Table:
             return f"[red]{link}x[/red]"
         return link or ("reachable" if facts.peers else UNKNOWN)
 
-    for a in gpus:
-        table.add_row(str(a), *(cell(a, b) for b in gpus))
-    return table
+    rows = [(str(a), *(cell(a, b) for b in gpus)) for a in gpus]
+    return plain_table("<GPU", *map(str, gpus), rows=rows)
 
 
 def _memory(need: Need) -> Table:
-    table = plain_table("<", "Even routing", "All tokens here")
-    both = (need.even, need.most)
-    table.add_row("rows received", *(str(each.rows) for each in both))
-    table.add_row("results of dispatch and combine", *(bytes_text(each.results) for each in both))
-    table.add_row("buffers of the engine", *(bytes_text(each.buffers) for each in both))
-    table.add_row("together", *(bytes_text(each.total) for each in both))
-    table.add_row(f"free {need.where} memory for it", _size(need.free), _size(need.free))
-    return table
+    both, free = (need.even, need.most), _size(need.free)
+    rows = [
+        ("rows received", *(str(each.rows) for each in both)),
+        ("results of dispatch and combine", *(bytes_text(each.results) for each in both)),
+        ("buffers of the engine", *(bytes_text(each.buffers) for each in both)),
+        ("together", *(bytes_text(each.total) for each in both)),
+        (f"free {need.where} memory for it", free, free),
+    ]
+    return plain_table("<", "Even routing", "All tokens here", rows=rows)
 
 
 def _tests(tests: list[SelfTest]) -> Table:
-    table = plain_table("<Ranks", "<Engine", "Time", "<Bits")
+    rows: list[Sequence[str]] = []
     for test in tests:
         took = UNKNOWN if test.seconds is None else seconds_text(test.seconds)
         verdict = "[red]failed[/red]" if test.error else "[green]all equal[/green]"
-        ranks = f"{test.ranks} on {test.device}"
-        table.add_row(ranks, escape(test.why or test.engine), took, verdict)
-    return table
+        rows.append(
+            (f"{test.ranks} on {test.device}", escape(test.why or test.engine), took, verdict)
+        )
+    return plain_table("<Ranks", "<Engine", "Time", "<Bits", rows=rows)
 
 
 def _print_verdict(console: Console, diagnosis: Diagnosis) -> None:
-    groups = {
-        kind: [finding for finding in diagnosis.findings if finding.severity == kind]
-        for kind in (PROBLEM, WARNING)
+    found = {
+        kind: [f for f in diagnosis.findings if f.severity == kind] for kind in (PROBLEM, WARNING)
     }
     counts = [
         f"{len(group)} {kind}{'s' if len(group) > 1 else ''}"
-        for kind, group in groups.items()
+        for kind, group in found.items()
         if group
     ]
     behind = f": {' and '.join(counts)}" if counts else ""
     colour, word = ("green", "Healthy") if diagnosis.healthy else ("bold red", "Not healthy")
     print_line(console, f"[{colour}]{word}{behind}[/{colour}]")
-    for finding in [*groups[WARNING], *groups[PROBLEM]]:
+    for finding in [*found[WARNING], *found[PROBLEM]]:
         colour = "bold red" if finding.severity == PROBLEM else "yellow"
         text = f"{finding.severity.upper()}: {escape(finding.symptom)}"
         print_line(console, f"[{colour}]{text}[/{colour}]")

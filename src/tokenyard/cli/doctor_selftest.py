@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,19 @@ TOKENS, HIDDEN, TOPK = 24, 256, 4
 """Of each rank."""
 
 
-class Report(NamedTuple):
-    """What a rank says of itself after a test without an error."""
-
-    engine: str
-    why: str
-
-
 def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
     """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"); a silent rank is waited
     for ``seconds``.
 
-    Arguments are words of a command line. Returns the fields of :class:`Report`, of rank 0, and
-    ``seconds``.
+    Arguments are words of a command line. Returns the ``engine`` that ran, ``why``, and how many
+    ``seconds`` it took.
 
     Raises:
         RuntimeError: a rank raised; its traceback is the message.
     """
     begin = time.monotonic()
-    first: Report = spawn(check_rank, int(ranks), engine, float(seconds), device=device)[0]
-    return {**first._asdict(), "seconds": round(time.monotonic() - begin, 2)}
+    name, why = spawn(check_rank, int(ranks), engine, float(seconds), device=device)[0]
+    return {"engine": name, "why": why, "seconds": round(time.monotonic() - begin, 2)}
 
 
 def case_for(world_size: int, layout: str) -> Case:
@@ -44,8 +37,8 @@ def case_for(world_size: int, layout: str) -> Case:
     return Case(TOKENS, HIDDEN, TOPK, 3 * world_size + 1, "duplicates", layout=layout)
 
 
-def check_rank(here: torch.device, engine: str, timeout: float) -> Report:
-    """One rank's part: dispatch and combine in two layouts.
+def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
+    """One rank's part: dispatch and combine in two layouts. Returns the engine and why it is.
 
     Raises:
         AssertionError: a bit is wrong; says where.
@@ -60,7 +53,7 @@ def check_rank(here: torch.device, engine: str, timeout: float) -> Report:
             fresh, _, combine = engine_calls(ep, case, [batch])
             for call in (fresh, combine):
                 attempt(call, truth)
-        return Report(ep.engine, ep.why)
+        return ep.engine, ep.why
 
 
 def attempt(call: Call, truth: Oracle) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -40,8 +41,8 @@ class Report(NamedTuple):
     host: str
     gpu: str
     ordinal: int
-    visible: tuple[str, ...]
-    reaches: tuple[str, ...]
+    visible: Sequence[str]
+    reaches: Sequence[str]
     overlap: bool = False
     problem: str = ""
 
@@ -52,6 +53,10 @@ class Unreachable(NamedTuple):
     a: int
     b: int
     why: str
+
+    def __str__(self) -> str:
+        who = f"rank {self.a}" if self.a == self.b else f"ranks {self.a} and {self.b}"
+        return f"{who} {self.why}"
 
 
 def unreachable_pairs(
@@ -67,25 +72,9 @@ def unreachable_pairs(
     Raises:
         PeerTimeout: a rank did not come within ``timeout`` seconds.
     """
-    return unreachable(exchange_reports(store, rank, world_size, device, timeout))
-
-
-def exchange_reports(
-    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: float
-) -> list[Report]:
-    """Collective: every rank's report, by rank.
-
-    Raises:
-        PeerTimeout: a rank did not come within ``timeout`` seconds.
-    """
     meeting = Meeting(store, rank, world_size, timeout)
     texts = meeting.exchange("the check of GPUs", json.dumps(report(rank, device)))
-    return [_from_json(text) for text in texts]
-
-
-def _from_json(text: str) -> Report:
-    rank, host, gpu, ordinal, visible, reaches, overlap, problem = json.loads(text)
-    return Report(rank, host, gpu, ordinal, tuple(visible), tuple(reaches), overlap, problem)
+    return unreachable([Report(*json.loads(text)) for text in texts])
 
 
 def report(rank: int, device: torch.device) -> Report:
@@ -103,29 +92,20 @@ def report(rank: int, device: torch.device) -> Report:
         return nothing._replace(problem=f"works on {device}, but sees {count} GPU(s)")
     visible = tuple(_unique_id(ordinal) for ordinal in range(count))
     reaches = tuple(
-        visible[other]
-        for other in range(count)
+        gpu
+        for other, gpu in enumerate(visible)
         if other == mine or torch.cuda.can_device_access_peer(mine, other)
     )
-    return Report(
-        rank,
-        host_name(),
-        visible[mine],
-        mine,
-        visible,
-        reaches,
-        os.environ.get(ALLOW_OVERLAP) == "1",
-    )
+    overlap = os.environ.get(ALLOW_OVERLAP) == "1"
+    return Report(rank, nothing.host, visible[mine], mine, visible, reaches, overlap)
 
 
-def local_reports() -> list[Report]:
-    """Reports as if there were one rank for each GPU that this process sees (for ``tokenyard
-    doctor``).
+def unreachable_here() -> list[str]:
+    """Every reason why ranks could not share memory if there were one for each GPU that this
+    process sees (for ``tokenyard doctor``).
     """
-    return [
-        report(ordinal, torch.device("cuda", ordinal))
-        for ordinal in range(torch.cuda.device_count())
-    ]
+    gpus = range(torch.cuda.device_count())
+    return list(map(str, unreachable([report(gpu, torch.device("cuda", gpu)) for gpu in gpus])))
 
 
 def host_name() -> str:
@@ -150,11 +130,8 @@ def unreachable(reports: list[Report]) -> list[Unreachable]:
     """
     found = [Unreachable(each.rank, each.rank, each.problem) for each in reports if each.problem]
     working = [each for each in reports if not each.problem]
-    for a, b in combinations(working, 2):
-        why = _why_not(a, b)
-        if why:
-            found.append(Unreachable(a.rank, b.rank, why))
-    return sorted(found)
+    pairs = [(a, b, _why_not(a, b)) for a, b in combinations(working, 2)]
+    return sorted([*found, *(Unreachable(a.rank, b.rank, why) for a, b, why in pairs if why)])
 
 
 def _why_not(a: Report, b: Report) -> str:
@@ -163,55 +140,19 @@ def _why_not(a: Report, b: Report) -> str:
         return "are on different hosts"
     overlap = a.overlap and b.overlap
     if a.gpu == b.gpu:
-        return (
-            ""
-            if overlap
-            else f"share one GPU ({a.gpu}): give each rank its own, or set {ALLOW_OVERLAP}=1 (slow)"
-        )
+        why = f"share one GPU ({a.gpu}): give each rank its own, or set {ALLOW_OVERLAP}=1 (slow)"
+        return "" if overlap else why
     for one, other in ((a, b), (b, a)):
         if other.gpu not in one.visible:
             return (
                 f"cannot map each other's memory: rank {one.rank} does not see rank {other.rank}'s "
-                f"GPU ({other.gpu}); start "
-                "all ranks with the same CUDA_VISIBLE_DEVICES"
+                f"GPU ({other.gpu}); start all ranks with the same CUDA_VISIBLE_DEVICES"
             )
         if other.gpu not in one.reaches:
             return f"have no peer-to-peer path from {one.gpu} to {other.gpu}"
     if a.ordinal == b.ordinal and not overlap:
         return (
             f"know different GPUs by one ordinal (cuda:{a.ordinal}), which torch takes for one "
-            f"GPU; start all ranks with the "
-            f"same CUDA_VISIBLE_DEVICES, or set {ALLOW_OVERLAP}=1"
+            f"GPU; start all ranks with the same CUDA_VISIBLE_DEVICES, or set {ALLOW_OVERLAP}=1"
         )
     return ""
-
-
-def explain(reports: list[Report]) -> list[str]:
-    """Every reason why these ranks cannot all share memory, for people; empty if they can.
-
-    Ranks on several hosts make one line; every other pair one of its own.
-    """
-    lines = [f"rank {pair.a} {pair.why}" for pair in unreachable(reports) if pair.a == pair.b]
-    hosts: dict[str, list[int]] = {}
-    for each in reports:
-        if not each.problem:
-            hosts.setdefault(each.host, []).append(each.rank)
-    if len(hosts) > 1:
-        where = "; ".join(f"{spans(ranks)} on {host}" for host, ranks in hosts.items())
-        lines.append(f"ranks are on {len(hosts)} hosts: {where}")
-    by_rank = {each.rank: each for each in reports}
-    for a, b, why in unreachable(reports):
-        if a != b and by_rank[a].host == by_rank[b].host:
-            lines.append(f"ranks {a} and {b} {why}")
-    return lines
-
-
-def spans(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
