@@ -98,6 +98,8 @@ def test_layer_equals_dense_torch():
     dense.backward(gradient)
     errors = compare(results(got, y, first_expert=0), results(want, dense, first_expert=0))
     assert len(errors) == 1 + 2 + 3 * SHAPE.experts
+    kinds = dict.fromkeys(name.partition("[")[0].split()[0] for name in errors)
+    assert list(kinds) == ["output", "embedding", "router", "gate", "up", "down"]
     assert max(errors.values()) < 1e-6
 
 

@@ -20,9 +20,10 @@ VOCABULARY = 256
 """Tokens are bytes."""
 
 SHARED = ("embedding", "router")
-"""Weights that every rank holds; their gradients are summed over ranks. Of the others every expert
-has a slice, held by the rank that owns it.
-"""
+"""Weights that every rank holds; their gradients are summed over ranks."""
+
+PER_EXPERT = ("gate", "up", "down")
+"""Weights with one slice per expert, held by the rank that owns the expert."""
 
 Ranks = Annotated[
     int | None, option("Ranks to start.", min=1, show_default="4; under torchrun its own")
@@ -112,7 +113,7 @@ class MoeLayer(nn.Module):
 
         Expert by expert, and an expert takes its rows in order. Sums are float32 and rounded once.
         """
-        held = [self.weights[name].to(self.dtype) for name in ("gate", "up", "down")]
+        held = [self.weights[name].to(self.dtype) for name in PER_EXPERT]
         if not len(held[0]):  # then there are no rows: this keeps the rank in the backward exchange
             return x
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -137,7 +138,8 @@ def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tenso
     make counts as zero.
     """
     named = {"output": y.detach()}
-    for name, weight in layer.weights.items():
+    for name in (*SHARED, *PER_EXPERT):
+        weight = layer.weights[name]
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if name in SHARED:
             named[f"{name} gradient"] = gradient
