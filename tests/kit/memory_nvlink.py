@@ -26,8 +26,8 @@ import torch.distributed as dist
 import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
 from memory_ranks import run
+from shared_memory import SharedMemory
 from tokenyard.launch import local_store
-from tokenyard.memory.shared import SharedMemory
 from tokenyard.testing import Ranks
 from tokenyard.testing.interpreter import patched_language
 

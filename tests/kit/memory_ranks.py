@@ -22,6 +22,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import torch.distributed as dist
 
+import shared_memory
 from memory_calls import launch
 from memory_kernels import (
     REGION_BYTES,
@@ -32,6 +33,7 @@ from memory_kernels import (
     fail_beside_waiting,
     widths,
 )
+from shared_memory import SharedMemory
 from tokenyard.kernels.sync import (
     COUNTER,
     EXPECTED,
@@ -46,11 +48,9 @@ from tokenyard.kernels.sync import (
     TIMEOUT_NS,
 )
 from tokenyard.launch import LOOPBACK, local_store
-from tokenyard.memory import shared
-from tokenyard.memory.shared import SharedMemory
 from tokenyard.testing.interpreter import patched_language
 
-shared.PREFIX = f"tokenyard-test-{os.getpid()}-"
+shared_memory.PREFIX = f"tokenyard-test-{os.getpid()}-"
 TIMEOUT = 1.0
 SCENARIOS: dict[str, tuple[int, Callable[[SharedMemory], object]]] = {}
 
@@ -150,14 +150,14 @@ def a_rank_dies_before_allocating(memory: SharedMemory) -> object:
 def a_rank_dies_with_the_name_in_hand(memory: SharedMemory) -> object:
     """Rank 0 makes the file and dies: nobody but rank 1 can remove the name."""
     if memory.rank == 0:
-        make = shared._make
+        make = shared_memory._make
 
         def make_and_die(path: str, num_bytes: int) -> None:
             make(path, num_bytes)
-            assert glob.glob(f"/dev/shm/{shared.PREFIX}*") or not os.path.exists("/dev/shm")
+            assert glob.glob(f"/dev/shm/{shared_memory.PREFIX}*") or not os.path.exists("/dev/shm")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shared._make = make_and_die
+        shared_memory._make = make_and_die
     memory.allocate(REGION_BYTES)
     return "allocated"
 
@@ -188,7 +188,7 @@ def memory_is_short(memory: SharedMemory) -> object:
         open(path, "x").close()
         raise OSError(28, "No space left on device")
 
-    shared._make = full
+    shared_memory._make = full
     memory.allocate(REGION_BYTES)
     return "allocated"
 
@@ -277,7 +277,7 @@ def run(
             ranks[rank] = json.loads(os.read(read, 1 << 16) or b'"killed"')
         os.waitpid(pid, 0)
         os.close(read)
-    return {"ranks": ranks, "left": glob.glob(f"/dev/shm/{shared.PREFIX}*")}
+    return {"ranks": ranks, "left": glob.glob(f"/dev/shm/{shared_memory.PREFIX}*")}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenyard.memory.sharing import SharedTensors, shared_empty
+from shared_tensors import SharedTensors, shared_empty
 
 
 def written_by_a_child(tensors: list[Tensor]) -> list[bool]:

@@ -17,8 +17,8 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.memory.programs import bind
 from tokenyard.testing import interpreter
+from tokenyard.testing.interpreter_arguments import bind
 from tokenyard.testing.simulator.pages import UNSIGNED, is_run, raw
 from tokenyard.testing.simulator.program import Launch
 

@@ -1,5 +1,5 @@
 """CPU processes over POSIX shared memory; kernels are interpreted, one process per program
-(``memory/programs.py``).
+(``forked_programs.py``).
 
 Nothing outlives the ranks: the name of a region exists only while it is being mapped, and whoever
 survives removes it.
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forked_programs import Language, Programs
+from shared_tensors import SharedTensors, shared_empty
 from tokenyard.memory.kernel_launch import wait_until
 from tokenyard.memory.meeting import Meeting
-from tokenyard.memory.programs import Language, Programs
-from tokenyard.memory.sharing import SharedTensors, shared_empty
 from tokenyard.memory.symmetric import Region
 
 PREFIX = "tokenyard-"

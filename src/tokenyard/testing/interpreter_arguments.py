@@ -1,0 +1,82 @@
+"""Arguments of an interpreted kernel: checked, and as int64, as on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from numbers import Integral
+from typing import Any
+
+from tokenyard.memory.kernel_launch import parameters, with_defaults
+
+
+def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
+    constants, which may be left out where the kernel has defaults.
+
+    Raises:
+        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in
+            this process.
+    """
+    names = parameters(kernel)
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    if not isinstance(kernel, interpreter.InterpretedFunction):
+        raise ValueError(
+            f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
+            f"set TRITON_INTERPRET=1 before "
+            "anything imports triton"
+        )
+    constants = with_defaults(kernel, constants)
+    if len(args) != len(names.args) or set(constants) != set(names.constants):
+        raise ValueError(
+            f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and "
+            f"{[*constants]}"
+        )
+    for name, value in _leaves(names.args, args):
+        # a tensor of one number would pass as that number, a float without its fraction
+        if not isinstance(value, Integral):
+            raise ValueError(
+                f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
+                f"numbers: give tensors by their "
+                "data_ptr(), and other numbers as constants"
+            )
+    _rewrite(kernel, interpreter.InterpretedFunction)
+    return {
+        name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)
+    } | constants
+
+
+def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Arguments with their names; those in structs one by one."""
+    found: list[tuple[str, Any]] = []
+    for name, arg in zip(names, args, strict=True):
+        fields = arg._asdict().items() if hasattr(arg, "_fields") else None
+        found += (
+            [(name, arg)]
+            if fields is None
+            else [(f"{name}.{field}", value) for field, value in fields]
+        )
+    return found
+
+
+def _int64(interpreter: Any, value: Any) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*(_int64(interpreter, each) for each in value))
+    language: Any = interpreter.tl
+    handle = interpreter.TensorHandle(
+        interpreter.np.array([value], interpreter.np.int64), language.int64
+    )
+    return language.tensor(handle, language.int64)
+
+
+def _rewrite(kernel: Any, kind: type) -> None:
+    """Have the interpreter read the kernel, and what it calls, here rather than in every child."""
+    seen: set[int] = set()
+    pending = [kernel]
+    while pending:
+        function = pending.pop()
+        if id(function) not in seen:
+            seen.add(id(function))
+            function.rewrite()
+            pending += [
+                value for value in function.fn.__globals__.values() if isinstance(value, kind)
+            ]
