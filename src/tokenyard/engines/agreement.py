@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.base import Engine
 from tokenyard.engines.send_plan import SendPlan, counts_by_rank, note_bad_index
 from tokenyard.engines.transport import Transport
 from tokenyard.handle import Plan, Spec
@@ -19,7 +20,7 @@ from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
 
 
-class Agreement:
+class Agreement(Engine):
     """Numbers the calls of one rank, and has all ranks agree on each.
 
     Args:
@@ -37,13 +38,9 @@ class Agreement:
 
     @property
     def calls_begun(self) -> int:
-        """Calls so far, the one under way among them."""
         return self._calls
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in. False if there is no way
-        to tell them.
-        """
         if not self._has_headers(op, exact):
             return False
         fingerprint = Fingerprint(op, self._calls, *[0] * 13)
@@ -54,7 +51,6 @@ class Agreement:
         return True
 
     def awaited(self) -> int | None:
-        """A rank that waits for this one in the call that it makes next."""
         return self._transport.awaited(self._calls)
 
     def check(self) -> None:
@@ -105,11 +101,8 @@ class Agreement:
         def headers() -> Tensor:
             everybody = finish()
             bounded = not fingerprint.exact or fingerprint.layout == Layout.EXPERT_PADDED.value
-            head.verify(
-                everybody,
-                config,
-                max_rows=config.max_tokens_per_rank if bounded else head.MOST_ROWS,
-            )
+            most = config.max_tokens_per_rank if bounded else head.MOST_ROWS
+            head.verify(everybody, config, max_rows=most)
             return everybody
 
         return headers
@@ -137,10 +130,8 @@ class Agreement:
             departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
         ]
         if self._relays:
-            # To each node.
-            parts.append(
-                departure.leaving.repeat_interleave(self._grid.ranks_per_node).unsqueeze(1)
-            )
+            to_node = departure.leaving.repeat_interleave(self._grid.ranks_per_node)
+            parts.append(to_node.unsqueeze(1))
         header[:, head.COUNTS :] = torch.cat(parts, dim=1)
         return self._swap(header, fingerprint)
 

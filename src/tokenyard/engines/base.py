@@ -15,58 +15,39 @@ from tokenyard.types import Quantize
 
 
 class Engine(Protocol):
-    """Dispatch and combine. The first four are collective; calls of one object are made one at a
-    time, in one order.
+    """Dispatch and combine. ``dispatch``, ``redispatch``, ``combine`` and ``refuse`` are
+    collective; calls of one object are made one at a time, in one order. Engines inherit from this
+    class, and with it what is usual.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def in_place(self) -> bool:
-        """Whether rows can stay in symmetric memory; ``dispatch``, ``redispatch`` and ``combine``
-        take ``in_place`` then, and there is :class:`InPlace`.
-        """
-        ...
-
-    @property
-    def counts_by_most(self) -> bool:
-        """Whether int32 has to count ``max_tokens_per_rank`` rows of every rank for each expert,
-        also in exact shapes.
-        """
-        ...
+    name: str
+    config: Config
+    in_place: bool = False
+    """Whether rows can stay in symmetric memory; ``dispatch``, ``redispatch`` and ``combine`` take
+    ``in_place`` then, and there is :class:`InPlace`."""
+    counts_by_most: bool = True
+    """Whether int32 has to count ``max_tokens_per_rank`` rows of every rank for each expert, also
+    in exact shapes."""
+    waits_on_host: bool = False
+    """Whether the host waits while rows move, so that asynchronous calls need a thread."""
+    returns_width: int = 0
+    """Columns of ``Plan.returns``."""
+    hop_counts: int = 0
+    """Numbers of ``Plan.splits`` that only this engine reads."""
 
     @property
     def calls_begun(self) -> int | None:
         """Calls so far, the one under way among them; None if the engine does not number them."""
-        ...
+        return None
 
     @property
     def decoder(self) -> LowLatency | None:
         """This engine if it is one for decoding."""
-        ...
-
-    @property
-    def waits_on_host(self) -> bool:
-        """Whether the host waits while rows move, so that asynchronous calls need a thread."""
-        ...
+        return None
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes held between calls."""
-        ...
-
-    @property
-    def returns_width(self) -> int:
-        """Columns of ``Plan.returns``."""
-        ...
-
-    @property
-    def hop_counts(self) -> int:
-        """Numbers of ``Plan.splits`` that only this engine reads."""
         ...
 
     def dispatch(
@@ -79,8 +60,8 @@ class Engine(Protocol):
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts. ``mode``: cast plain
-        rows on the way.
+        """Send each token once to every rank that holds one of its experts, with its ids and
+        weights. ``mode``: cast plain rows on the way.
 
         ``in_place``: leave the rows in symmetric memory. Rows, scales and source are flat or in the
         shape of ``Received``.
@@ -97,8 +78,10 @@ class Engine(Protocol):
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order. Rows
-        without a source are zeros.
+        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order.
+
+        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
+        them so.
         """
         ...
 
@@ -114,8 +97,13 @@ class Engine(Protocol):
         out: Tensor | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each token. ``weights [rows]`` are multiplied first; ``reduce_weights
-        [Nb, K]`` are summed beside.
+        """Sum ``rows`` per token: on this rank first, then at the token's owner
+        (``docs/reference/semantics.md``, Combine).
+
+        Args:
+            weights: ``[rows]`` float32, multiplied first.
+            reduce_weights: ``[Nb, K]`` float32 in arrival order, summed alongside.
+            raw: ``rows`` too are in arrival order, whatever the layout.
         """
         ...
 
@@ -132,8 +120,10 @@ class Engine(Protocol):
         ...
 
     def awaited(self) -> int | None:
-        """A rank that waits for this one in the call that it makes next, as far as it is known."""
-        ...
+        """A rank that waits for this one in the call that it makes next, as far as it is known.
+        Ranks that wait on the device do not say so.
+        """
+        return None
 
     def check(self) -> None:
         """Raise what went wrong on the device since the last check."""
@@ -162,7 +152,7 @@ class InPlace(Protocol):
 
 
 class LowLatency(Protocol):
-    """What an engine for decoding has besides.
+    """What an engine for decoding has besides: see ``LowLatencyEngine``.
 
     Its ``dispatch`` and ``combine`` also take ``options`` and ``in_two`` (return a function that
     makes the receiving launch), and ``combine`` takes weights ``[T, K]`` of the tokens' owners.
@@ -170,17 +160,11 @@ class LowLatency(Protocol):
 
     active: Tensor
 
-    def active_ranks(self) -> list[bool]:
-        """Which ranks take part."""
-        ...
+    def active_ranks(self) -> list[bool]: ...
 
-    def mask(self, rank: int, active: bool = False) -> None:
-        """Leave a rank out, or let it in again."""
-        ...
+    def mask(self, rank: int, active: bool = False) -> None: ...
 
-    def silent_rank(self) -> int | None:
-        """A rank that was left out for its silence, as far as the host knows."""
-        ...
+    def silent_rank(self) -> int | None: ...
 
     def check_dispatch(
         self,
@@ -191,12 +175,8 @@ class LowLatency(Protocol):
         cached: bool,
         in_place: bool,
         options: CallOptions | None,
-    ) -> None:
-        """Raise if a dispatch cannot be made."""
-        ...
+    ) -> None: ...
 
     def check_combine(
         self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
-    ) -> None:
-        """Raise if a combine cannot be made."""
-        ...
+    ) -> None: ...

@@ -28,13 +28,8 @@ from tokenyard.engines.receive_plan import (
     num_result_rows,
     settle,
 )
-from tokenyard.engines.row_transport import RowTransport
-from tokenyard.engines.send_plan import (
-    SendPlan,
-    plan_send,
-    ways_back,
-)
-from tokenyard.engines.transport import Spans, Transport
+from tokenyard.engines.send_plan import SendPlan, plan_send, ways_back
+from tokenyard.engines.transport import RowTransport, Spans, Transport
 from tokenyard.formats import cast_payload, row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
@@ -48,35 +43,22 @@ from tokenyard.types import Layout, Quantize
 class CollectiveEngine(Agreement):
     """Dispatch and combine by all-to-all. All methods are collective and run one at a time."""
 
-    name, in_place, counts_by_most, decoder = COLLECTIVE, False, False, None
+    name, counts_by_most = COLLECTIVE, False
 
     def __init__(self, config: Config, transport: Transport, stats: Stats) -> None:
         grid = config.topology
         grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
         super().__init__(config, transport, grid, relays=grid.has_levels)
         self._rows = RowTransport(transport, stats)
-        self.interrupt = transport.interrupt
         self._hierarchy = Hierarchy(config, grid, self._rows) if grid.has_levels else None
-
-    @property
-    def waits_on_host(self) -> bool:
-        """Whether the host waits while rows move."""
-        return self._transport.counts_on_host
+        self.waits_on_host = transport.counts_on_host
+        self.returns_width = min(config.num_topk, grid.num_nodes)  # destinations of a token
+        self.hop_counts = self._hierarchy.num_counts if self._hierarchy else 0
 
     @property
     def buffer_bytes(self) -> int:
         """Host staging kept between calls. No symmetric memory."""
         return self._rows.num_bytes
-
-    @property
-    def returns_width(self) -> int:
-        """Most destinations that a token can leave for."""
-        return min(self.config.num_topk, self._grid.num_nodes)
-
-    @property
-    def hop_counts(self) -> int:
-        """Numbers of ``Plan.splits`` about hops."""
-        return 0 if self._hierarchy is None else self._hierarchy.num_counts
 
     # Three collective calls
 
@@ -90,9 +72,6 @@ class CollectiveEngine(Agreement):
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts, with its ids and
-        weights.
-        """
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             departure = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
@@ -108,9 +87,7 @@ class CollectiveEngine(Agreement):
             everybody = headers()
             sends, spans, sources = self._counts(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
-            recv = self._rows.buffer(
-                "recv", form, self._num_received(spans, spec), payload.x.device
-            )
+            recv = self._received(form, spans, spec, payload.x.device)
             if not spec.exact:
                 form.vacate(recv)
             rows = self._rows.move(send, recv, spans, "dispatch", self._calls - 1)
@@ -123,12 +100,10 @@ class CollectiveEngine(Agreement):
                 route, hops = self._hierarchy.packed(route, spans, leg)
         with record_function("tokenyard.dispatch.place"):
             payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
-            routing = 0 if everybody is None else head.routing_of(everybody)
-            matrix = (
-                head.matrix_of(everybody, self.config)
-                if everybody is not None and spec.exact
-                else []
-            )
+            routing, matrix = 0, list[int]()
+            if everybody is not None:
+                routing = head.routing_of(everybody)
+                matrix = head.matrix_of(everybody, self.config) if spec.exact else matrix
             splits = [*sends, *sources, routing, *matrix, *hops, *experts]
             plan = Plan(
                 splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
@@ -151,12 +126,6 @@ class CollectiveEngine(Agreement):
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever
-        the layout.
-
-        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
-        them so.
-        """
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.redispatch"):
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
@@ -165,18 +134,14 @@ class CollectiveEngine(Agreement):
             token, spans, leg = self._known(plan, spec)
             send = self._rows.buffer("send", form, token.numel(), payload.x.device)
             form.pack(payload, token, None, send)
-            recv = self._rows.buffer(
-                "recv", form, self._num_received(spans, spec), payload.x.device
-            )
+            recv = self._received(form, spans, spec, payload.x.device)
             agreed()
             self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
             if self._hierarchy is not None and leg is not None:
                 recv = self._hierarchy.forward(form, recv, leg, "cached dispatch", self._calls - 1)
-            return (
-                form.take(recv, None)
-                if raw
-                else self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
-            )
+            if raw:
+                return form.take(recv, None)
+            return self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
 
     def combine(
         self,
@@ -190,14 +155,6 @@ class CollectiveEngine(Agreement):
         out: Tensor | None = None,
         raw: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum ``rows`` per token: on this rank first, then at the token's owner
-        (``docs/reference/semantics.md``, Combine).
-
-        Args:
-            weights: ``[rows]`` float32, multiplied first.
-            reduce_weights: ``[Nb, K]`` float32 in arrival order, summed alongside.
-            raw: ``rows`` too are in arrival order, whatever the layout.
-        """
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             form = RowFormat(
@@ -226,6 +183,9 @@ class CollectiveEngine(Agreement):
             sum_rows(form.weights(recv), plan.returns, reduced)
             return out, reduced
 
+    def interrupt(self, text: str) -> None:
+        self._transport.interrupt(text)
+
     def close(self) -> None:
         self._transport.close()
         self._rows.close()
@@ -233,15 +193,11 @@ class CollectiveEngine(Agreement):
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
     ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
-        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
         if spec.exact:
             return (new_size(),), torch.int64, new_size()
         places = self.config.padded_rows
-        return (
-            (places if self._hierarchy is None else self._hierarchy.route_size(),),
-            torch.int64,
-            places,
-        )
+        size = places if self._hierarchy is None else self._hierarchy.route_size()
+        return (size,), torch.int64, places
 
     # Before rows move
 
@@ -251,23 +207,16 @@ class CollectiveEngine(Agreement):
         """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank
         ``[R]``.
         """
-        most, size, nodes = (
-            self.config.max_tokens_per_rank,
-            self.config.world_size,
-            self._grid.num_nodes,
-        )
+        most, nodes = self.config.max_tokens_per_rank, self._grid.num_nodes
         if headers is None:
-            return (
-                [most] * size,
-                self._first_hop([most] * nodes, [most] * nodes, spec),
-                [most] * size,
-            )
+            everywhere = [most] * self.config.world_size
+            return everywhere, self._first_hop([most] * nodes, [most] * nodes, spec), everywhere
         counts = host_ints(torch.cat([departure.leaving, departure.counts]))
         sources = host_ints(headers[:, head.NUM_ROWS])
         rail = self._grid.rail_of(self.config.rank)
-        comes = (
-            sources if self._hierarchy is None else host_ints(headers[rail.start :: rail.step, -1])
-        )
+        comes = sources
+        if self._hierarchy is not None:
+            comes = host_ints(headers[rail.start :: rail.step, -1])
         return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
 
     def _first_hop(self, sends: list[int], comes: list[int], spec: Spec) -> Spans:
@@ -288,13 +237,11 @@ class CollectiveEngine(Agreement):
         token, leg = self._hierarchy.known(plan, spec, sources)
         return token, self._first_hop(across, comes, spec), leg
 
-    def _num_received(self, spans: Spans, spec: Spec) -> int:
-        """Rows of the first hop."""
-        return (
-            sum(spans.recv_counts)
-            if spec.exact
-            else self._grid.num_nodes * self.config.max_tokens_per_rank
-        )
+    def _received(self, form: RowFormat, spans: Spans, spec: Spec, device: torch.device) -> Tensor:
+        """Room for the rows of the first hop."""
+        static = self._grid.num_nodes * self.config.max_tokens_per_rank
+        num_rows = sum(spans.recv_counts) if spec.exact else static
+        return self._rows.buffer("recv", form, num_rows, device)
 
     # Rows
 
@@ -321,11 +268,8 @@ class CollectiveEngine(Agreement):
             rows, pairs = count_arrivals(arrival, config)
         else:
             told = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
-            rows, pairs, counts = (
-                torch.tensor(sources, device=device),
-                told.to(device),
-                host_ints(told.sum(0)),
-            )
+            rows, pairs = torch.tensor(sources, device=device), told.to(device)
+            counts = host_ints(told.sum(0))
         num_rows = num_result_rows(spec, config, counts, recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs, num_rows)
         payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
@@ -357,12 +301,7 @@ class CollectiveEngine(Agreement):
             source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
         token, topk_idx, carried = form.routing(recv)
         local_idx, weights = localise(topk_idx, carried, self.config)
-        return Arrival(
-            token=token,
-            local_idx=local_idx,
-            weights=weights,
-            source_rank=source,
-        )
+        return Arrival(token=token, local_idx=local_idx, weights=weights, source_rank=source)
 
     def _partial_sums(
         self,

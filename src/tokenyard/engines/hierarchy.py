@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.engines.row_transport import RowTransport
-from tokenyard.engines.transport import Spans
+from tokenyard.engines.transport import RowTransport, Spans
 from tokenyard.handle import Plan, Spec
 from tokenyard.routing import (
     host_ints,

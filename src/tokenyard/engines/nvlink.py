@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard import header as head
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_plan import num_result_rows
@@ -28,7 +27,7 @@ from tokenyard.engines.rings import (
 )
 from tokenyard.engines.signatures import Binders, Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
-from tokenyard.engines.tables import Counted, filled_of, result_of, sent_of
+from tokenyard.engines.tables import Counted, result_of, sent_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.kernels.combine import Partials, Sums, bind_combine, combine_rows
@@ -36,7 +35,7 @@ from tokenyard.kernels.direct import bind_direct
 from tokenyard.kernels.dispatch import bind_dispatch, dispatch_rows
 from tokenyard.kernels.greet import bind_greet
 from tokenyard.kernels.names import span
-from tokenyard.kernels.plan import Picks, bind_plan, make_plan
+from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.push import bind_push
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
@@ -49,8 +48,8 @@ class NvlinkEngine(PeerEngine):
     name = NVLINK
     _parts: Any = (Ground, StatusMonitor)
     binders = Binders(bind_plan, bind_dispatch, bind_combine, bind_direct, bind_push, bind_greet)
-    _table_rows = 0
-    """Rows of each node's part of the forwarders' table in the plan that is launched next."""
+    _pulls = False
+    """Whether a combine in place reads peers' rows where they are; else they are pushed."""
 
     # Three collective calls
 
@@ -64,20 +63,14 @@ class NvlinkEngine(PeerEngine):
         *,
         in_place: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Send each token once to every rank that holds one of its experts, with its ids and
-        weights.
-        """
         with span("tokenyard.dispatch"), self._memory.tensors():
             if spec.exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
                     "exact=True lets the host learn the counts, which a CUDA graph cannot hold: "
                     "use exact=False"
                 )
-            topk_idx, weights = (
-                topk_idx.contiguous(),
-                None if weights is None else weights.contiguous(),
-            )
-            payload = aligned(payload)
+            topk_idx, payload = topk_idx.contiguous(), aligned(payload)
+            weights = None if weights is None else weights.contiguous()
             kind = self._kind(
                 DISPATCH, payload, spec, mode, marked=weights is not None, in_place=in_place
             )
@@ -101,12 +94,6 @@ class NvlinkEngine(PeerEngine):
         raw: bool = False,
         in_place: bool = False,
     ) -> Payload:
-        """Send a new payload along a known routing. ``raw`` returns rows as they arrive, whatever
-        the layout.
-
-        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
-        them so.
-        """
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload = aligned(payload)
             kind = self._kind(CACHED, payload, spec, mode, marked=raw, in_place=in_place)
@@ -156,29 +143,19 @@ class NvlinkEngine(PeerEngine):
         raw: bool = False,
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum ``rows`` per token: on this rank first, then at the token's owner
-        (``docs/reference/semantics.md``, Combine).
-        """
         with span("tokenyard.combine"), self._memory.tensors():
-            payload, width = (
-                Payload(rows, None),
-                0 if reduce_weights is None else reduce_weights.shape[1],
-            )
+            width = 0 if reduce_weights is None else reduce_weights.shape[1]
+            payload, marked, scaled = Payload(rows, None), width > 0, weights is not None
             kind = self._kind(
-                COMBINE,
-                payload,
-                spec,
-                None,
-                marked=width > 0,
-                scaled=weights is not None,
-                in_place=in_place,
+                COMBINE, payload, spec, None, marked=marked, scaled=scaled, in_place=in_place
             )
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
             tag, tokens = kind.tag | pack_routing(splits[-1]), plan.first_pick.shape[0]
             bias = tuple(as_aligned(term) for term in bias)
             reduced = rows.new_empty((tokens, width), dtype=torch.float32) if width else None
             if in_place:
-                total = self._sum_in_place(rows, plan, kind, tag, bias, out)
+                move = self._view.read if self._pulls else self._view.push
+                total = move(rows, plan, kind, tag, bias, out)
             else:
                 total = sums_for(rows, tokens, out, rows, *bias)
                 given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
@@ -227,52 +204,14 @@ class NvlinkEngine(PeerEngine):
         )
         self._memory.settle()
 
-    def _sum_in_place(self, *given: Any) -> Tensor:
-        """A combine in place: see :meth:`View.push`."""
-        return self._view.push(*given)
-
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` for a combine in place: any memory will do."""
+        """Uninitialised ``[num_rows, hidden]`` for a combine in place; any memory will do where
+        rows are pushed. Else it is symmetric, and collective where that has to grow.
+        """
         with self._memory.tensors():
+            if self._pulls:
+                return self._view.rows(num_rows, hidden, dtype)
             return torch.empty(num_rows, hidden, dtype=dtype, device=self._memory.device)
-
-    # The plan
-
-    def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
-    ) -> Counted:
-        """Launch the plan."""
-        config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
-        launch = kind.bound(topk_idx.dtype, lambda: self.binders.plan(
-            ground, config.num_topk, kind.form.meta_words, by_expert=kind.experts,
-            padded=spec.layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=kind.weighted,
-            wide=topk_idx.dtype == torch.int64,
-        ))  # fmt: skip
-        counted = self._tables.counted(kind, tokens, self._route_words(tokens))
-        most, rows = head.MOST_ROWS, room or head.MOST_ROWS
-        if not spec.exact:
-            rows = kind.static_rows[1]
-        if not spec.exact or spec.layout is Layout.EXPERT_PADDED:
-            most = config.max_tokens_per_rank
-        if spec.exact:
-            kind.words[head.CALL_AT] = kind.fingerprint.call
-            self._header_in[: kind.words.shape[0]] = kind.words
-        self._memory.gate()
-        make_plan(
-            launch,
-            ground,
-            picks=Picks(topk_idx.data_ptr(), address(weights)),
-            plan=counted.route.data_ptr(),
-            tables=filled_of(counted),
-            nonce=self._calls,
-            tag=kind.tag,
-            num_tokens=tokens,
-            num_experts=config.num_experts,
-            most_rows=most,
-            num_rows=rows | self._table_rows << 32,
-            alignment=spec.expert_alignment,
-        )
-        return counted
 
     # Rows
 
@@ -288,17 +227,12 @@ class NvlinkEngine(PeerEngine):
         if room and not self._memory.shared_gpu:
             self._tables.make_ahead(kind, counted.first_pick.shape[0], counted.route.shape[0], room)
         counts = self._learn(kind)
-        if (
-            moved is not None and not self._host[2]
-        ):  # (else some rank guessed too little room, and no row has moved)
+        if moved is not None and not self._host[2]:
             self._memory.gate()  # every rank comes to two, whether it launches or not
-        else:
-            num_rows = num_result_rows(
-                kind.spec, self.config, counts.experts.tolist(), sum(counts.received)
-            )
-            moved = self._move(
-                payload, counted, kind, (sum(counts.received), num_rows), forced=True
-            )
+        else:  # some rank guessed too little room, and no row has moved
+            came = sum(counts.received)
+            num_rows = num_result_rows(kind.spec, self.config, counts.experts.tolist(), came)
+            moved = self._move(payload, counted, kind, (came, num_rows), forced=True)
         return self._finish(*moved, counts, kind)
 
     def _move(

@@ -12,23 +12,25 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.rings import Cuts, Ground
+from tokenyard.engines.rings import Cuts, Ground, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
-from tokenyard.engines.tables import Counted, Counts, Tables
+from tokenyard.engines.tables import Counted, Counts, Tables, filled_of
 from tokenyard.engines.views import View
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.kernels.greet import greet_all
+from tokenyard.kernels.plan import Picks, make_plan
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.types import Layout, Quantize
 
 
-class PeerEngine:
+class PeerEngine(Engine):
     """One rank of an engine over peers' memory. All methods are collective and run in one order on
     all ranks.
 
@@ -38,11 +40,12 @@ class PeerEngine:
         buffer_bytes: of all rings on one rank together.
     """
 
-    in_place, counts_by_most, waits_on_host, decoder = True, True, False, None
-    returns_width = hop_counts = 0
+    in_place = True
     _parts: Any
     """Ground and monitor, which make it this engine."""
     binders: Binders
+    _table_rows = 0
+    """Rows of each node's part of the forwarders' table in the plan that is launched next."""
 
     def __init__(
         self,
@@ -58,24 +61,19 @@ class PeerEngine:
         self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
         self._monitor: StatusMonitor = make_monitor(config, self._ground, failures)
         self._view = View(config, self._ground, self.binders, self._monitor)
-        self._tables, self.interrupt = Tables(config, memory.device), self._monitor.interrupt
+        self._tables = Tables(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
-        size, width, self._local = (
-            config.world_size,
-            self._ground.header_words,
-            config.num_local_experts,
-        )
+        size, width = config.world_size, self._ground.header_words
+        self._local = config.num_local_experts
         self._header_in: Any = self._ground.header_in.numpy()
         self._host: Any = self._ground.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
-        # From each rank to each.
-        self._rows: Any = self._host[3 + size * width :].reshape(size, size)
+        self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each to each
         self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
 
     @property
     def calls_begun(self) -> int:
-        """Calls so far, the one under way among them."""
         return self._calls
 
     @property
@@ -99,13 +97,9 @@ class PeerEngine:
             greet_all(launch, self._ground, REFUSED)
             self._memory.settle()
             return True
-        nothing = Payload(
-            torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu"), None
-        )
+        nothing = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu")
         spec = Spec(layout=Layout.FLAT, exact=exact)
-        kind = signature_of(
-            op, nothing, spec, None, self.config, marked=False, scaled=False, in_place=False
-        )
+        kind = signature_of(op, Payload(nothing, None), spec, None, self.config)
         header = head.blank(fingerprint, 1, 0, 0)
         head.refuse(header, reason)
         kind.words, kind.tag = header[0].numpy(), REFUSED
@@ -121,9 +115,6 @@ class PeerEngine:
             del held
         return True
 
-    def awaited(self) -> None:
-        """Ranks that wait on the device do not say so."""
-
     def check(self) -> None:
         """Wait for the device; raise if a call failed there, or a static dispatch was given ids out
         of range.
@@ -131,6 +122,9 @@ class PeerEngine:
         self._monitor.finish()
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
+
+    def interrupt(self, text: str) -> None:
+        self._monitor.interrupt(text)
 
     def close(self) -> None:
         self._view.close("this view of symmetric memory is gone: its ExpertParallel is closed")
@@ -141,12 +135,8 @@ class PeerEngine:
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
     ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
-        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
-        return (
-            (self._route_words(num_tokens),),
-            torch.int32,
-            new_size() if spec.exact else self.config.padded_rows,
-        )
+        num_rows = new_size() if spec.exact else self.config.padded_rows
+        return (self._route_words(num_tokens),), torch.int32, num_rows
 
     def _kind(
         self,
@@ -166,16 +156,8 @@ class PeerEngine:
         key = (op, payload.x.dtype, payload.x.shape[1], form, spec, mode, marked, scaled, in_place)
         kind = self._signatures.get(key)
         if kind is None:
-            kind = signature_of(
-                op,
-                payload,
-                spec,
-                mode,
-                self.config,
-                marked=marked,
-                scaled=scaled,
-                in_place=in_place,
-            )
+            options = {"marked": marked, "scaled": scaled, "in_place": in_place}
+            kind = signature_of(op, payload, spec, mode, self.config, **options)
             self._signatures[key] = kind
         kind.fingerprint.call = self._calls
         self._monitor.begin(kind.fingerprint, kind.tag)
@@ -188,7 +170,37 @@ class PeerEngine:
         self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
     ) -> Counted:
         """Launch the plan."""
-        raise NotImplementedError
+        config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
+        launch = kind.bound(topk_idx.dtype, lambda: self.binders.plan(
+            ground, config.num_topk, kind.form.meta_words, by_expert=kind.experts,
+            padded=spec.layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=kind.weighted,
+            wide=topk_idx.dtype == torch.int64,
+        ))  # fmt: skip
+        counted = self._tables.counted(kind, tokens, self._route_words(tokens))
+        most, rows = head.MOST_ROWS, room or head.MOST_ROWS
+        if not spec.exact:
+            rows = kind.static_rows[1]
+        if not spec.exact or spec.layout is Layout.EXPERT_PADDED:
+            most = config.max_tokens_per_rank
+        if spec.exact:
+            kind.words[head.CALL_AT] = kind.fingerprint.call
+            self._header_in[: kind.words.shape[0]] = kind.words
+        self._memory.gate()
+        make_plan(
+            launch,
+            ground,
+            picks=Picks(topk_idx.data_ptr(), address(weights)),
+            plan=counted.route.data_ptr(),
+            tables=filled_of(counted),
+            nonce=self._calls,
+            tag=kind.tag,
+            num_tokens=tokens,
+            num_experts=config.num_experts,
+            most_rows=most,
+            num_rows=rows | self._table_rows << 32,
+            alignment=spec.expert_alignment,
+        )
+        return counted
 
     def _route_words(self, num_tokens: Any) -> Any:
         return region.plan_words(
@@ -202,11 +214,8 @@ class PeerEngine:
         if host[1]:
             headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
             padded = kind.spec.layout is Layout.EXPERT_PADDED
-            head.verify(
-                headers,
-                self.config,
-                max_rows=self.config.max_tokens_per_rank if padded else head.MOST_ROWS,
-            )
+            most = self.config.max_tokens_per_rank if padded else head.MOST_ROWS
+            head.verify(headers, self.config, max_rows=most)
         return Counts(
             sent=self._rows[self.config.rank].tolist(),
             received=self._headers[:, head.NUM_ROWS].tolist(),
@@ -244,6 +253,5 @@ class PeerEngine:
         size = self.config.world_size
         known = splits if kind.spec.exact else [0] * (2 * size)
         out, into = known[:size], known[size : 2 * size]
-        if back:
-            out, into = into, out
+        out, into = (into, out) if back else (out, into)
         self.stats.record(op, out, into, kind.form.row_bytes, self._no_wait)

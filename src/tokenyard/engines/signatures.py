@@ -111,9 +111,9 @@ def signature_of(
     mode: Quantize | None,
     config: Config,
     *,
-    marked: bool,
-    scaled: bool,
-    in_place: bool,
+    marked: bool = False,
+    scaled: bool = False,
+    in_place: bool = False,
 ) -> Signature:
     """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along,
     ``raw``, weights reduced).
@@ -122,6 +122,7 @@ def signature_of(
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     most = config.padded_rows
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
+    words = meta_words(config.num_topk, experts=experts, weighted=marked)
     return Signature(
         spec=spec,
         mode=mode,
@@ -129,11 +130,7 @@ def signature_of(
         fingerprint=fingerprint,
         words=np.array(head.words_of(fingerprint, 0)),
         tag=pack(fingerprint, config),
-        form=form_of(
-            payload,
-            mode,
-            meta_words(config.num_topk, experts=experts, weighted=marked) if fresh else 0,
-        ),
+        form=form_of(payload, mode, words if fresh else 0),
         dtype=payload.x.dtype,
         sent=row_of(payload, mode),
         experts=experts,

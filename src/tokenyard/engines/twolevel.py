@@ -7,7 +7,7 @@ of waits are this engine's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from torch import Tensor
 from tokenyard.engines.known import TWOLEVEL
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.signatures import Binders, Signature
+from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.tables import Counted, Counts
 from tokenyard.engines.twolevel_ground import TwoGround
-from tokenyard.engines.twolevel_watch import TwoWatch
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import NUM_TOKENS
-from tokenyard.kernels import region, two_region
+from tokenyard.header import COMBINE, NUM_TOKENS
+from tokenyard.kernels import region, sync, two_region
 from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_direct import bind_two_direct
@@ -30,13 +30,53 @@ from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 
+_ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.ON_PARTS.value)
+
+
+class TwoWatch(StatusMonitor):
+    """Rings inside are named after the source or owner of their rows
+    (``docs/reference/twolevel.md``), network rings after the node.
+    """
+
+    _ground: TwoGround
+
+    def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
+        grid, me = self._ground.grid, self._config.rank
+        home, local, channels = grid.node_of(me), grid.local_of(me), self._ground.shape.channels
+        tails, heads = f"tails[{peer}, {counter}]", f"heads[{peer}, {counter}]"
+        if phase == two_region.ON_BOTH.value:  # a reducer: ranks of its node, then nodes
+            if peer < grid.world_size:
+                return peer, "its rows", f"{tails} (reducer)"
+            node = peer - grid.world_size
+            name = f"network tails[{node}, {counter}] (reducer)"
+            return grid.rank_at(node, local), "its node's sums", name
+        if phase == two_region.ON_NET_ROWS.value:
+            return grid.rank_at(peer, local), "its rows", f"network {tails} (forwarder)"
+        if phase == two_region.ON_NET_ROOM.value:
+            role = "combiner" if self._now.op == COMBINE else "network sender"
+            return grid.rank_at(peer, local), "room for rows", f"network {heads} ({role})"
+        if phase in (_ROOMS, _PARTS):  # peer: of my node; counter: which node's ring
+            node, channel = divmod(counter, channels)
+            ring, other = grid.rank_at(node, peer), grid.rank_at(home, peer)
+            if phase == _ROOMS:
+                return other, "room for rows", f"heads[{ring}, {channel}] (forwarder)"
+            return other, "its rows", f"tails[{ring}, {channel}] (combiner)"
+        # An inner ring: who is at its other end, and whose rows it takes if they are another's.
+        other = grid.rank_at(home, grid.local_of(peer))
+        whose = "" if other == peer else f" of rank {peer}"
+        if phase == sync.ON_ROWS.value:
+            return other, f"rows{whose}", f"{tails} (receiver)"
+        if phase == sync.ON_ROOM.value:
+            return other, f"room for rows{whose}", f"{heads} (sender)"
+        return super()._named(phase, peer, counter)
+
 
 class TwolevelEngine(NvlinkEngine):
     """Dispatch and combine in two hops. As :class:`NvlinkEngine`, for ranks that form a grid;
     ``shape`` is a ``Tuning``.
     """
 
-    name = TWOLEVEL
+    name, _pulls = TWOLEVEL, True
     _parts = (TwoGround, TwoWatch)
     binders = Binders(
         bind_plan,
@@ -59,14 +99,10 @@ class TwolevelEngine(NvlinkEngine):
         index on other nodes.
         """
         grid, channels, me = self._ground.grid, self._ground.shape.channels, self.config.rank
-        state = self._ground.state.cpu()
-        begin, end = (
-            region.state_words(grid.world_size, channels),
-            two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels),
-        )
-        sent, taken = (
-            host_ints(rows) for rows in state[begin:end].view(2, grid.num_nodes, channels).sum(2)
-        )
+        state, begin = self._ground.state.cpu(), region.state_words(grid.world_size, channels)
+        end = two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels)
+        rows = state[begin:end].view(2, grid.num_nodes, channels).sum(2)
+        sent, taken = host_ints(rows[0]), host_ints(rows[1])
         for node, peer in enumerate(grid.rail_of(me)):
             if peer != me:
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
@@ -74,10 +110,8 @@ class TwolevelEngine(NvlinkEngine):
 
     def _record(self, op: str, splits: list[int], kind: Signature, *, back: bool = False) -> None:
         """As its base; rows of ranks on other nodes travel otherwise: see :meth:`check`."""
-        size, near = (
-            self.config.world_size,
-            self._ground.grid.ranks_of(self._ground.grid.node_of(self.config.rank)),
-        )
+        size, grid = self.config.world_size, self._ground.grid
+        near = grid.ranks_of(grid.node_of(self.config.rank))
         kept = [rows if at % size in near else 0 for at, rows in enumerate(splits[: 2 * size])]
         super()._record(op, kept, kind, back=back)
 
@@ -86,33 +120,16 @@ class TwolevelEngine(NvlinkEngine):
     ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
         if spec.exact:
             return (new_size(),), torch.int32, new_size()
-        padded = self.config.max_tokens_per_rank
-        return (
-            (self._plan_words(num_tokens) + self._table_words(padded),),
-            torch.int32,
-            self.config.padded_rows,
-        )
-
-    def _sum_in_place(self, *given: Any) -> Tensor:
-        """A combine in place: see :meth:`View.read`."""
-        return self._view.read(*given)
-
-    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` in symmetric memory, for a combine in place.
-        Collective where that has to grow.
-        """
-        with self._memory.tensors():
-            return self._view.rows(num_rows, hidden, dtype)
+        words = self._plan_words(num_tokens) + self._table_words(self.config.max_tokens_per_rank)
+        return (words,), torch.int32, self.config.padded_rows
 
     # The plan
 
     def _plan_words(self, num_tokens: Any) -> Any:
         grid, channels = self._ground.grid, self._ground.shape.channels
+        destinations = grid.world_size + grid.num_nodes
         landings = two_region.landing_words(grid.world_size, grid.num_nodes, channels)
-        return (
-            region.plan_words(grid.world_size + grid.num_nodes, channels, num_tokens, self._local)
-            + landings
-        )
+        return region.plan_words(destinations, channels, num_tokens, self._local) + landings
 
     def _table_words(self, rows: int) -> int:
         """int32 words of the forwarders' table with ``rows`` rows per node."""
@@ -146,19 +163,17 @@ class TwolevelEngine(NvlinkEngine):
     ) -> tuple[Payload, Plan, Arrived]:
         if forced and self._most_tokens > self._table_rows:
             self._memory.settle()  # the plan's programs may still write to its tables
-            counted = counted._replace(
-                route=self._with_larger_table(counted.route, counted.first_pick.shape[0])
-            )
+            larger = self._with_larger_table(counted.route, counted.first_pick.shape[0])
+            counted = counted._replace(route=larger)
         return super()._move(payload, counted, kind, room, forced=forced)
 
     def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:
         """``route`` with a table for as many tokens as any rank has."""
         words, grid = self._plan_words(num_tokens), self._ground.grid
-        larger = torch.empty(
-            words + self._table_words(self._most_tokens), dtype=route.dtype, device=route.device
-        )
+        larger = route.new_empty(words + self._table_words(self._most_tokens))
         larger[:words] = route[:words]
-        larger[
-            two_region.table_rows_at(grid.world_size, grid.num_nodes, self._ground.shape.channels)
-        ] = self._most_tokens
+        rows_at: int = two_region.table_rows_at(
+            grid.world_size, grid.num_nodes, self._ground.shape.channels
+        )
+        larger[rows_at] = self._most_tokens
         return larger
