@@ -84,9 +84,7 @@ class Agreement(Engine):
         )
 
     def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
-        """Where headers are cheap, agree on the call before any row moves; the function returned
-        waits for the verdict.
-        """
+        """Agree on the call ahead where headers are cheap; the function returned waits for that."""
         if not self._has_headers(fingerprint.op, False):
             return lambda: None
         return self._swap(

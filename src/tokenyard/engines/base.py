@@ -26,8 +26,7 @@ class Engine(Protocol):
     """Whether rows can stay in symmetric memory; ``dispatch``, ``redispatch`` and ``combine`` take
     ``in_place`` then, and there is :class:`InPlace`."""
     counts_by_most: bool = True
-    """Whether int32 has to count ``max_tokens_per_rank`` rows of every rank for each expert, also
-    in exact shapes."""
+    """Whether int32 counts ``max_tokens_per_rank`` rows of every rank for each expert always."""
     waits_on_host: bool = False
     """Whether the host waits while rows move, so that asynchronous calls need a thread."""
     returns_width: int = 0
@@ -108,9 +107,7 @@ class Engine(Protocol):
         ...
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in. False if there is no way
-        to tell them.
-        """
+        """Tell the other ranks that this one refuses the call they are in. False: it cannot."""
         ...
 
     def route_shapes(
@@ -130,9 +127,7 @@ class Engine(Protocol):
         ...
 
     def interrupt(self, text: str) -> None:
-        """This rank has left a call in the middle: tell the others why, and end what still waits on
-        this rank.
-        """
+        """This rank has left a call in the middle: tell the others why, and end their waits."""
         ...
 
     def close(self) -> None:

@@ -204,9 +204,7 @@ class CollectiveEngine(Agreement):
     def _counts(
         self, departure: SendPlan, headers: Tensor | None, spec: Spec
     ) -> tuple[list[int], Spans, list[int]]:
-        """Rows to each rank ``[R]``, where rows of the first hop stand, and rows from each rank
-        ``[R]``.
-        """
+        """Rows to each rank ``[R]``, spans of the first hop, and rows from each rank ``[R]``."""
         most, nodes = self.config.max_tokens_per_rank, self._grid.num_nodes
         if headers is None:
             everywhere = [most] * self.config.world_size
@@ -226,9 +224,7 @@ class CollectiveEngine(Agreement):
         return Spans.among(rail, self.config.world_size, sends, comes, stride)
 
     def _known(self, plan: Plan, spec: Spec) -> tuple[Tensor, Spans, Hop | None]:
-        """What :meth:`_counts` and the relay's plan were: the token of each row sent, and
-        the hops.
-        """
+        """What :meth:`_counts` and the relay's plan were: the token of each row sent, and hops."""
         size = self.config.world_size
         sends, sources = host_ints(plan.splits[:size]), host_ints(plan.splits[size : 2 * size])
         if self._hierarchy is None:
@@ -258,9 +254,7 @@ class CollectiveEngine(Agreement):
     def _arrive(
         self, form: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
     ) -> tuple[Payload, Placement, Arrived, list[int]]:
-        """Results of rows that came, by source rank and token; with exact shapes also rows of each
-        local expert.
-        """
+        """Results of rows that came, and, with exact shapes, the rows of each local expert."""
         config, device = self.config, recv.device
         arrival = self._arrival(form, recv, sources, spec)
         counts: list[int] | None = None
@@ -285,9 +279,7 @@ class CollectiveEngine(Agreement):
         *,
         zeros: bool,
     ) -> Payload:
-        """Arrived rows where the layout wants them. Blocks of ``EXPERT_PADDED`` are mostly
-        unspecified rows, so spread.
-        """
+        """Arrived rows in their layout. Blocks of ``EXPERT_PADDED`` are mostly empty, so spread."""
         if spec.layout is Layout.EXPERT_PADDED:
             return form.spread(recv, slots, gather.numel(), zeros=zeros)
         return form.take(recv, gather if spec.placed else None)
@@ -313,9 +305,7 @@ class CollectiveEngine(Agreement):
         *,
         placed: bool,
     ) -> Tensor:
-        """One row per arrived row: the sum of its result rows. Rows that stand as they arrived are
-        sent as they are.
-        """
+        """Sums of each arrived row's result rows; rows that stand as they arrived, uncopied."""
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]

@@ -1,6 +1,4 @@
-"""Who is to blame when ranks give up on each other: ranks tell it through the store, whatever
-carries the rows.
-"""
+"""Who is to blame when ranks give up on each other; ranks tell it through the store."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Report(NamedTuple):
     culprit: int
 
     def to(self, rank: int, where: str) -> PeerLost:
-        """What ``rank`` raises, which cannot finish either, be it that it waits for others.
-        ``where`` it is.
-        """
+        """What ``rank`` raises, which is at ``where`` and cannot finish either."""
         text = (
             f"rank {self.rank} gave up while rank {rank} was in {where}; it had reported: "
             f"{self.text}"
@@ -87,9 +83,7 @@ class FailureReports:
             store.set(f"process/{rank}", f"{_process()} {self._number}")
 
     def report(self, text: str, culprit: int) -> None:
-        """Tell the others that this rank has given up on ``culprit``; before it lets go of anything
-        they wait for.
-        """
+        """Tell the others, before it lets go of anything, that this rank gave up on ``culprit``."""
 
         def tell() -> None:
             self._store.set(f"failure/{self._rank}", f"{culprit} {text}")
@@ -99,15 +93,11 @@ class FailureReports:
         self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end ("" if nothing), and the culprit: the last of those who
-        blame one another.
-        """
+        """What ``peer`` said of its end ("": nothing), and the culprit at the end of the blames."""
         return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
 
     def heard(self) -> Report | None:
-        """The report of the first rank that gave up, if it is known by now; asks at most every
-        :data:`LOOK` seconds.
-        """
+        """The report of the first rank that gave up, if known; asks every :data:`LOOK` seconds."""
         if self._aside is None:
             return None
         found = self._look.result() if self._look is not None and self._look.over else None
@@ -119,9 +109,7 @@ class FailureReports:
         return found
 
     def waits_in(self, what: str) -> None:
-        """Let other ranks know, in whatever object they wait, that this process waits in a call;
-        empty: not any more.
-        """
+        """Tell other ranks, whatever they wait in, that this process waits in a call ("": no)."""
         if self._aside is not None and (what or self._tells):
             self._tells = bool(what)
             self._aside.start(
@@ -134,15 +122,11 @@ class FailureReports:
             )
 
     def elsewhere(self, peer: int, here: bool = False) -> str:
-        """In which call of another object (``here``: of this one) ``peer`` waits; empty if it does
-        not, as far as it is known.
-        """
+        """In which call of another object (``here``: this one) ``peer`` waits; "" if unknown."""
         return self._ask(lambda: self._where(peer, here), "", self._grace)
 
     def close(self) -> None:
-        """This rank closes its object in order: tell whoever still makes calls, and end the thread.
-        A report of a failure stays.
-        """
+        """Tell the others of a close in order, unless this rank has reported a failure."""
         text = (
             f"{self._rank} rank {self._rank} had closed its ExpertParallel: every rank makes all "
             f"calls before it closes"

@@ -36,9 +36,7 @@ def _nonempty(messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 class GlooTransport:
-    """A full mesh of our own, between the hosts of the group. CUDA tensors are staged through host
-    memory.
-    """
+    """A full mesh of our own between the hosts. CUDA tensors are staged through host memory."""
 
     counts_on_host = True
     name = "gloo"
@@ -82,9 +80,7 @@ class GlooTransport:
             raise
 
     def _meet(self, store: dist.Store) -> Any:
-        """On another thread, and through a store of its own: both are busy as long as gloo
-        waits.
-        """
+        """On another thread, through a store of its own: both are busy while gloo waits."""
         wait, apart = timedelta(seconds=self.timeout), cast("Any", store).clone()
         mesh = dist.ProcessGroupGloo(
             dist.PrefixStore("mesh", apart), self.rank, self.world_size, wait
@@ -101,9 +97,6 @@ class GlooTransport:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
-        """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R,
-        words]`` on the CPU.
-        """
         mine = header.cpu()
         theirs = torch.empty_like(mine)
         theirs[self.rank] = mine[self.rank]
@@ -118,9 +111,6 @@ class GlooTransport:
         return headers
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8
-        ``[rows, bytes]``).
-        """
         here = send.cpu() if send.is_cuda else send
         there = (
             torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)
@@ -144,9 +134,7 @@ class GlooTransport:
     def _move(
         self, recvs: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int, what: str
     ) -> Callable[[], None]:
-        """Post messages; the function returned waits for them, each until ``timeout`` seconds from
-        now.
-        """
+        """Post messages; the function returned waits for each, ``timeout`` seconds from now."""
         begin = time.monotonic()
         incoming, outgoing = (
             self._post("recv", recvs, tag, what),
@@ -276,9 +264,6 @@ class GlooTransport:
         return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
 
     def awaited(self, call: int) -> int | None:
-        """A rank that waits for this one in a ``call`` of this number, which this one has still to
-        make.
-        """
         return next(
             (
                 peer
@@ -289,9 +274,6 @@ class GlooTransport:
         )
 
     def interrupt(self, text: str) -> None:
-        """This rank's call was ended from outside: tell the others why, and end what they and its
-        other thread wait for.
-        """
         self._interrupted = text
         if self.world_size > 1:
             try:

@@ -1,6 +1,4 @@
-"""Bytes between ranks over the user's group: its backend (NCCL, RCCL, HCCL, MPI, ...) has limits of
-its own.
-"""
+"""Bytes between ranks over the user's group, whose backend has limits of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from tokenyard.memory.kernel_launch import wait_until
 
 
 class GroupTransport:
-    """The user's group and its backend (NCCL, RCCL, HCCL, MPI, ...). A peer that stays away is the
-    backend's watchdog's case.
-    """
+    """The user's group (NCCL, RCCL, HCCL, MPI, ...). Its watchdog notices silent peers."""
 
     counts_on_host = False
 
@@ -71,9 +67,7 @@ class GroupTransport:
             self._failures.report(text, self.rank)
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        """As :meth:`Transport.exchange`; blocks must follow each other without gaps. The device
-        waits, not the host.
-        """
+        """Blocks must follow each other without gaps. The device waits, not the host."""
         width = send.shape[1]
         dist.all_to_all_single(
             recv.view(-1),

@@ -63,9 +63,7 @@ class Hierarchy:
 
     @property
     def num_counts(self) -> int:
-        """Numbers that a plan holds for both hops: rows to and from each node, rows to each rank of
-        this one.
-        """
+        """Numbers in a plan: rows to and from each node, and to each rank of this node."""
         return 2 * self.grid.num_nodes + self.grid.ranks_per_node
 
     @property
@@ -76,9 +74,7 @@ class Hierarchy:
     # The plan
 
     def plan(self, topk_idx: Tensor, sources: list[int], spec: Spec) -> Hop:
-        """The leg of rows with global ids ``topk_idx [Q, K]``; ``sources [R]`` says how many come
-        from each rank in the end.
-        """
+        """The hop of rows with ids ``topk_idx [Q, K]``; ``sources [R]``: rows from each rank."""
         hits = self._hits(topk_idx)
         if not spec.exact:
             return self._static_leg(hits, sources)
@@ -87,9 +83,7 @@ class Hierarchy:
         return Hop(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
 
     def _static_leg(self, hits: Tensor, sources: list[int]) -> Hop:
-        """Without counts on the host ``order`` is by (destination, source node, token), M places
-        each: for CUDA graphs.
-        """
+        """For CUDA graphs, no counts on the host: M places by (destination, node, token)."""
         each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
         if self._rows.counts_on_host:
             sends, split, stride = host_ints(hits.sum(0)), hits, self._room
@@ -107,9 +101,7 @@ class Hierarchy:
         )
 
     def _hits(self, topk_idx: Tensor) -> Tensor:
-        """Which ranks of this node each relayed row goes to: bool ``[Q, ranks per node]``. Other
-        ids count for nothing.
-        """
+        """To which ranks of this node each relayed row goes: bool ``[Q, ranks per node]``."""
         config = self.config
         first, end = config.bounds[self._peers.start], config.bounds[self._peers.stop]
         here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
@@ -125,9 +117,7 @@ class Hierarchy:
         return Spans.among(self._peers, self.config.world_size, sends, recvs, stride)
 
     def _arrange(self, sources: list[int], device: torch.device) -> Tensor:
-        """Rows come by (local index of the rank that relays, source node); where those of each
-        source rank begin there.
-        """
+        """Rows come by (relaying rank, source node); where those of each source rank begin."""
         counts = torch.tensor(sources, device=device).view(
             self.grid.num_nodes, self.grid.ranks_per_node
         )
@@ -145,9 +135,7 @@ class Hierarchy:
         )
 
     def _arrange_static(self, sources: list[int], device: torch.device) -> Tensor:
-        """The same where each rank that relays has nodes * M places: first those in use, by source
-        node, then the others.
-        """
+        """The same with nodes * M places per relaying rank: those in use, then the others."""
         nodes, each, most = (
             self.grid.num_nodes,
             self.grid.ranks_per_node,
@@ -164,9 +152,7 @@ class Hierarchy:
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 
     def packed(self, token: Tensor, first: Spans, leg: Hop) -> tuple[Tensor, list[int]]:
-        """``Plan.route`` with ``token [S of the first hop]`` in front, and numbers for
-        ``Plan.splits``.
-        """
+        """``Plan.route``, which begins with ``token``, and numbers for ``Plan.splits``."""
         route = torch.cat([token, leg.order, leg.joins.reshape(-1), leg.arrange])
         rail = self.grid.rail_of(self.config.rank)
         across = [
@@ -175,9 +161,7 @@ class Hierarchy:
         return route, [*across, *(leg.spans.send_counts[peer] for peer in self._peers)]
 
     def counts_of(self, plan: Plan, spec: Spec) -> tuple[list[int], list[int], list[int]]:
-        """What :meth:`packed` put into ``plan.splits``: rows to and from each node, rows to each
-        rank of this one.
-        """
+        """Of ``plan.splits``: rows to and from each node, and to each rank of this node."""
         config, nodes = self.config, self.grid.num_nodes
         begin = 2 * config.world_size + 1 + (config.matrix_ranks**2 if spec.exact else 0)
         numbers = host_ints(plan.splits[begin : begin + self.num_counts])
@@ -210,9 +194,7 @@ class Hierarchy:
     # Rows
 
     def forward(self, form: RowFormat, relayed: Tensor, leg: Hop, op: str, call: int) -> Tensor:
-        """Send ``relayed [Q, bytes]`` on; returns what came here, ``[Nb, bytes]`` by source rank
-        and token.
-        """
+        """Send ``relayed [Q, bytes]`` on; returns ``[Nb, bytes]`` by source rank and token."""
         copies = self._rows.buffer("relay", form, leg.order.numel(), relayed.device)
         _copy_rows(relayed, leg.order.clamp(min=0), copies)
         if form.routed:
@@ -226,9 +208,7 @@ class Hierarchy:
         return recv
 
     def join(self, form: RowFormat, rows: Tensor, leg: Hop, op: str, call: int) -> Tensor:
-        """Bring ``rows [Nb, bytes]`` back to the ranks that relayed them; returns the sums, ``[Q,
-        bytes]``.
-        """
+        """Bring ``rows [Nb, bytes]`` back to who relayed them; returns sums ``[Q, bytes]``."""
         back = self._rows.buffer("relay", form, leg.arrange.numel(), rows.device)
         if back.numel():
             as_words(back).index_copy_(0, leg.arrange, as_words(rows))

@@ -53,9 +53,7 @@ Sums = tuple[Tensor, Tensor | None]
 
 
 class _Rest(NamedTuple):
-    """What is left of a call in two: calling it makes the receiving launch. ``ahead()``: the
-    result, still to be filled.
-    """
+    """The rest of a call in two: the receiving launch. ``ahead()``: the result, not yet filled."""
 
     finish: Callable[[], Any]
     ahead: Callable[[], Any]
@@ -332,9 +330,7 @@ class LowLatencyEngine:
         return [value != 0 for value in host_ints(self.active)]
 
     def mask(self, rank: int, active: bool = False) -> None:
-        """Leave ``rank`` out from the next call on, or (``active``) let it in again. Queued like a
-        call, so graphs hold it.
-        """
+        """From the next call on, leave ``rank`` out, or (``active``) let it in; graphs hold it."""
         peer = whole(rank)
         if peer is None or not 0 <= peer < self.config.world_size or peer == self.config.rank:
             raise ValueError(
@@ -346,9 +342,7 @@ class LowLatencyEngine:
             self._status[SILENT_RANK] = 0
 
     def silent_rank(self) -> int | None:
-        """A rank that a kernel has left out for its silence. Does not wait for kernels that still
-        run.
-        """
+        """A rank left out for its silence, as far as the host knows; kernels may still run."""
         return int(self._status[SILENT_RANK]) - 1 if self._status[SILENT_RANK] else None
 
     # The rest
@@ -368,9 +362,7 @@ class LowLatencyEngine:
         """Ranks that wait on the device do not say so."""
 
     def check(self) -> None:
-        """Wait for the device; raise if ids were out of range, or a rank was in another call, since
-        the last check.
-        """
+        """Wait for the device; raise if ids were out of range, or a rank was in another call."""
         synchronize(self._memory.device)
         at, value, other = (int(self._status[word]) for word in (BAD_AT, BAD_VALUE, OTHER_RANK))
         self._status[:SILENT_RANK] = 0

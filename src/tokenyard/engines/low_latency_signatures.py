@@ -33,9 +33,7 @@ Rows = tuple[Payload, Plan, Arrived]
 
 
 class Outlines(NamedTuple):
-    """Shapes and dtypes of what a dispatch returns: views of one element, as ``empty_like`` takes
-    half the time of ``empty``.
-    """
+    """Results of a dispatch as views of one element: ``empty_like`` takes half of ``empty``."""
 
     x: Tensor
     scales: Tensor | None
@@ -81,9 +79,7 @@ class CombineSignature:
     launch: Callable[..., Launch]
 
     def tag(self, at_owner: bool, number: int) -> int:
-        """What a combine of dispatch ``number`` tells the other ranks. ``at_owner``: with weights
-        of the tokens' owners.
-        """
+        """What a combine of dispatch ``number`` tells others. ``at_owner``: weights are there."""
         return _tag(zlib.crc32(number.to_bytes(8, "little"), self.numbers[at_owner]))
 
 

@@ -218,9 +218,7 @@ class NvlinkEngine(PeerEngine):
     def _follow(
         self, payload: Payload, counted: Counted, kind: Signature, room: int
     ) -> tuple[Payload, Plan, Arrived]:
-        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 if nothing is
-        known.
-        """
+        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 for none."""
         if not kind.spec.exact:
             return self._finish(*self._move(payload, counted, kind, kind.static_rows), None, kind)
         moved = self._move(payload, counted, kind, (room, room)) if room else self._memory.gate()

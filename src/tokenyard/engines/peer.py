@@ -1,6 +1,4 @@
-"""What engines with rings and launches have in common beside their launches: which call this is,
-refusals, counts, statistics.
-"""
+"""What engines with rings share beside launches of rows: calls, plans, counts, refusals."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ class PeerEngine(Engine):
         return True
 
     def check(self) -> None:
-        """Wait for the device; raise if a call failed there, or a static dispatch was given ids out
-        of range.
-        """
+        """Wait for the device; raise if a call failed there or a static dispatch had bad ids."""
         self._monitor.finish()
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
@@ -228,9 +224,7 @@ class PeerEngine(Engine):
     def _finish(
         self, out: Payload, plan: Plan, arrived: Arrived, counts: Counts | None, kind: Signature
     ) -> tuple[Payload, Plan, Arrived]:
-        """What is left to do once rows are on their way: results of their true size, counts for the
-        handle.
-        """
+        """Once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
         if counts is None:  # the number of the call tells one routing from another
             splits = [-1] * (2 * self.config.world_size)

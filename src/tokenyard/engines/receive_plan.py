@@ -46,9 +46,7 @@ def localise(
 
 
 def count_arrivals(arrival: Arrival, config: Config) -> tuple[Tensor, Tensor]:
-    """Rows from each rank ``[R]`` and rows of each (rank, local expert) ``[R, L]``, counted on the
-    device.
-    """
+    """Rows from each rank ``[R]`` and of each (rank, local expert) ``[R, L]``, on the device."""
     size, local = config.world_size, config.num_local_experts
     rows = count_keys(torch.where(arrival.token < 0, -1, arrival.source_rank), size)
     key = arrival.source_rank.unsqueeze(1) * local + arrival.local_idx
@@ -57,9 +55,7 @@ def count_arrivals(arrival: Arrival, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def num_result_rows(spec: Spec, config: Config, counts: list[int] | None, num_arrived: int) -> int:
-    """Rows of the result; ``counts`` (per local expert) are needed for exact shapes of
-    ``EXPERT_MAJOR``.
-    """
+    """Rows of the result; exact ``EXPERT_MAJOR`` needs ``counts`` (per local expert)."""
     local, top = config.num_local_experts, config.num_topk
     if spec.layout is Layout.EXPERT_PADDED:
         return local * config.padded_rows
@@ -76,9 +72,7 @@ def num_result_rows(spec: Spec, config: Config, counts: list[int] | None, num_ar
 def settle(
     arrival: Arrival, spec: Spec, config: Config, rows: Tensor, pairs: Tensor, num_rows: int
 ) -> tuple[Placement, Arrived]:
-    """Place arrived rows and describe the result. ``rows [R]`` and ``pairs [R, L]`` as
-    :func:`count_arrivals` gives them.
-    """
+    """Place arrived rows and describe the result. For counts see :func:`count_arrivals`."""
     counts = pairs.sum(0)
     flat = spec.layout is Layout.FLAT
     starts = _none(rows, torch.int64) if flat else _starts(counts, spec, config)
@@ -136,9 +130,7 @@ def _weights(arrival: Arrival, place: Placement, spec: Spec, num_rows: int) -> T
 
 
 def weights_of_rows(weights: Tensor, slots: Tensor, picks: Tensor, num_rows: int) -> Tensor:
-    """Weight of each result row from weights of arrived rows ``[Nb, K]``: float32 ``[rows]``, 0 on
-    padding. Differentiable.
-    """
+    """``weights [Nb, K]`` by result row: float32 ``[rows]``, 0 on padding. Differentiable."""
     place = torch.where(slots < 0, num_rows, slots).reshape(-1)
     spread = torch.zeros(num_rows + 1, dtype=torch.float32, device=weights.device)
     return spread.scatter(0, place, weights.gather(1, picks).reshape(-1))[:num_rows]

@@ -1,6 +1,4 @@
-"""Sizes and memory of the nvlink engine: channels, rings, slots, and the words that kernels and
-host share.
-"""
+"""Sizes and memory of engine nvlink: channels, rings, slots, words shared with the host."""
 
 from __future__ import annotations
 
@@ -24,13 +22,9 @@ MANY_REGISTERS = 128
 
 DEFAULT_BUFFER_BYTES = 128 << 20
 LINE, LONG_ROW = 128, 4096
-"""Bytes of a line of a GPU's memory; and of rows that are long: whole lines make their slots 3 %
-larger at most.
-"""
+"""Bytes of a line of a GPU's memory, and of long rows: slots of whole lines are 3 % larger."""
 SHARED_BYTES, KEPT_BYTES = 200 << 10, 28 << 10
-"""Shared memory of a multiprocessor (of an H200, 228 KiB) for rows on their way, and what is kept
-for sums and scans.
-"""
+"""Shared memory of a multiprocessor for rows (an H200 has 228 KiB), and for sums and scans."""
 
 
 def _at_once(rows: int, most: int) -> int:
@@ -63,15 +57,11 @@ class Cut:
         return min(self.chunk, slots // 2)
 
     def rows_of(self, block: int, most: int) -> int:
-        """Rows in flight (at most ``most``, a power of two) if a row has ``block`` words only:
-        short rows go several at a time.
-        """
+        """Rows in flight, a power of two up to ``most``: several if of few (``block``) words."""
         return _at_once(self.rows * self.block // block, most)
 
     def casts_of(self, channels: int, most: int) -> int:
-        """Rows of ``channels`` cast at once (at most ``most``, a power of two): they take half of
-        the registers.
-        """
+        """Rows of ``channels`` cast at once, a power of two: they take half of the registers."""
         registers = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
         return _at_once(registers // channels, most)
 
@@ -140,9 +130,7 @@ class Shape(Cuts):
 
 
 def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
-    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all there
-    are, else one, as they spread.
-    """
+    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all."""
     least = num_ranks if all_sms else 2 * num_ranks
     if num_sms < least:
         remedy = ": take fewer ranks per node, or engine collective" if all_sms else ""
@@ -282,9 +270,7 @@ class Ground:
 
     @property
     def letters(self) -> tuple[int, int, bool]:
-        """Ranks of a node, bytes of the region before the signals between nodes, and whether these
-        cross by NVSHMEM.
-        """
+        """Ranks of a node, where signals between nodes begin, and whether by NVSHMEM."""
         return self.memory.world_size, 0, False
 
     def slots(self, form: Form) -> int:
@@ -318,9 +304,7 @@ def least_ring(slot_bytes: int) -> int:
 
 
 def as_aligned(tensor: Tensor) -> Tensor:
-    """``tensor`` contiguous and at an address that is a multiple of 16, as kernels read 16 bytes at
-    a time.
-    """
+    """``tensor``, contiguous and aligned to 16 bytes, which kernels read at a time."""
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -334,9 +318,7 @@ def aligned(payload: Payload) -> Payload:
 
 
 def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Tensor:
-    """Where kernels write the sums of ``tokens`` tokens: ``out`` if they can, and it is apart from
-    what they ``read`` meanwhile.
-    """
+    """Where kernels write sums: ``out`` if they can, and it is apart from what they ``read``."""
     # elsewhere than on a GPU kernels write only to tensors that were made in the memory's context
     fits = out is not None and out.is_cuda and out.is_contiguous() and out.data_ptr() % 16 == 0
     if out is not None and fits and not any(overlap(out, each) for each in read):

@@ -49,9 +49,7 @@ class Asked(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An engine still to be made, the device it insists on (None: host and CUDA tensors alike), and
-    the reason.
-    """
+    """An engine still to be made, its device (None: host and CUDA tensors alike), and why."""
 
     make: Callable[[Stats], Engine]
     device: torch.device | None

@@ -23,9 +23,7 @@ from tokenyard.rows import take_values
 
 @dataclass(frozen=True, slots=True)
 class SendPlan:
-    """Rows that leave this rank, by destination and then token. A destination is a rank, or a node
-    (D of them).
-    """
+    """Rows that leave this rank, by destination (a rank or a node, D of them), then token."""
 
     token: Tensor  # [S], -1 on unused places
     hits: Tensor  # [T, D] bool, which destinations each token goes to
@@ -39,9 +37,7 @@ class SendPlan:
 def plan_send(
     topk_idx: Tensor, weights: Tensor | None, spec: Spec, config: Config, ranks_each: int = 1
 ) -> SendPlan:
-    """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1 here;
-    the engine reports them.
-    """
+    """Plan what leaves to destinations of ``ranks_each`` ranks. Ids out of range count as -1."""
     inside = torch.where((topk_idx < 0) | (topk_idx >= config.num_experts), -1, topk_idx)
     merged = merge_picks(inside, weights, static=not spec.exact)
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
@@ -65,9 +61,7 @@ def ways_back(departure: SendPlan, spec: Spec, config: Config) -> Tensor:
 
 
 def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
-    """How often each rank's experts are picked here: ``[R, most local experts]``, 0 where a rank
-    holds fewer.
-    """
+    """How often each rank's experts are picked here: ``[R, most local experts]``, 0 for none."""
     experts, size = config.num_experts, config.world_size
     ranks = torch.arange(size, device=topk_idx.device)
     expert = first_experts(ranks, experts, size).unsqueeze(1)
@@ -77,9 +71,7 @@ def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:
 
 
 def note_bad_index(seen: Tensor, topk_idx: Tensor, num_experts: int) -> None:
-    """Write where and what the first id out of range is into ``seen [2]``, unless it holds one;
-    without asking the host.
-    """
+    """Keep in ``seen [2]`` place and value of the first id out of range; asks no host."""
     if topk_idx.numel() == 0:
         return
     flat = topk_idx.reshape(-1)

@@ -1,6 +1,4 @@
-"""What all calls of one kind share, worked out once: a launch should cost the host as little as it
-can.
-"""
+"""What all calls of one signature share, worked out once, so that a launch costs little."""
 
 from __future__ import annotations
 
@@ -80,25 +78,19 @@ class Signature:
     blank: Any = None
 
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
-        """The launch ``key`` of such calls. The first time ``bind`` makes it, which may wait for
-        the device.
-        """
+        """The launch ``key`` of such calls. ``bind`` makes it once, and may wait for the device."""
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = bind()
         return launch
 
     def room_for(self, tokens: int) -> int:
-        """Rows to give a fresh result before its counts are known, so that rows need not wait for
-        the host; 0 to wait.
-        """
+        """Rows of a fresh result before counts are known, so that rows move at once; 0: wait."""
         flat = self.spec.exact and not self.experts and not self.fingerprint.in_place
         return self.room[1] if flat and self.room[0] == tokens else 0
 
     def learn_room(self, tokens: int, num_rows: int) -> None:
-        """A dispatch of ``tokens`` brought ``num_rows``. A room that is about right stays: tables
-        are made for it ahead.
-        """
+        """``tokens`` brought ``num_rows``. A room that is about right stays: it is made ahead."""
         least, enough = num_rows + num_rows // 128 + 8, num_rows + num_rows // 32 + 32
         if self.room[0] != tokens or not least <= self.room[1] <= enough + num_rows // 32:
             self.room = tokens, enough
@@ -115,9 +107,7 @@ def signature_of(
     scaled: bool = False,
     in_place: bool = False,
 ) -> Signature:
-    """The kind of a call. ``marked``: what the fingerprint calls ``weighted`` (weights ride along,
-    ``raw``, weights reduced).
-    """
+    """The signature of a call. ``marked``: weights ride along, ``raw``, or weights reduced."""
     fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     most = config.padded_rows

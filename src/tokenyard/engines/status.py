@@ -1,6 +1,4 @@
-"""What a kernel gave up on, as an exception: who was silent, in which phase, at which counter; or
-what ranks disagree on.
-"""
+"""What a kernel gave up on, as an exception: who was silent where, or what ranks disagree on."""
 
 from __future__ import annotations
 
@@ -241,18 +239,14 @@ class StatusMonitor:
         begun.result()
 
     def _raise_if_told(self) -> None:
-        """Raise if another rank has given up: it will not come, and kernels wait for it as long as
-        they may.
-        """
+        """Raise if another rank has given up: it will not come, and kernels would wait in vain."""
         report = self._failures.heard()
         if report is not None:
             self._stop()
             raise report.to(self._config.rank, self._call)
 
     def interrupt(self, text: str) -> None:
-        """This rank has left a call in the middle: tell the others, and end its own
-        kernels' waits.
-        """
+        """This rank has left a call in the middle: tell others, and end its own kernels' waits."""
         try:
             self._failures.report(text, self._config.rank)
         finally:
@@ -338,9 +332,7 @@ class StatusMonitor:
         return PeerTimeout(f"{text}. {ADVICE}", lost.rank) if str(lost) == text else lost
 
     def blamed(self, lost: PeerTimeout) -> PeerTimeout:
-        """``lost``, told to the others, and with what the rank it names had reported: then its
-        culprit is that one's.
-        """
+        """``lost``, told to the others, with what the rank it names had reported, and culprit."""
         self._failures.report(str(lost), lost.rank)
         report, culprit = self._failures.behind(lost.rank)
         return PeerTimeout(f"{lost}; it had reported: {report}" if report else str(lost), culprit)

@@ -1,6 +1,4 @@
-"""Tensors that the plan's launch and the rows' launch fill: the plan, and what rides along with
-rows.
-"""
+"""Tensors that launches fill: the plan, and what rides along with rows."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Blank(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A tensor to make. ``hole``: what places hold that nobody writes, if there are any
-    (``holey``). No shape: not needed.
-    """
+    """A tensor to make, if it has a shape. ``hole``: what unwritten places hold, if ``holey``."""
 
     dtype: torch.dtype
     hole: int
@@ -143,9 +139,7 @@ def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Resul
 
 
 class Tables:
-    """Makes tensors on one device. What a layout lacks is one shared empty tensor (operators own
-    theirs, see ``ops``).
-    """
+    """Makes tensors on one device. What a layout lacks is one shared empty tensor."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._topk, self._ranks, self._local = (
@@ -169,9 +163,7 @@ class Tables:
         return self._counted(kind, tokens, route_words)
 
     def make_ahead(self, kind: Signature, tokens: int, route_words: int, room: int) -> None:
-        """Make the tables of a call that may follow, in the current stream, if results have
-        ``room`` rows again.
-        """
+        """In the current stream, make the tables of a call that may follow, of ``room`` rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
             counted = self._counted(kind, tokens, route_words)
             kind.ahead = Ahead(

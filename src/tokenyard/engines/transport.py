@@ -1,6 +1,4 @@
-"""What moves bytes between ranks, rows on their way over it, and where the rows of each peer stand
-in a buffer.
-"""
+"""What moves bytes and rows between ranks, and where each peer's rows stand in a buffer."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from tokenyard.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where each peer's rows stand in the two buffers: starts and counts, in rows, one of each per
-    rank.
-    """
+    """Where each peer's rows stand in two buffers: starts and counts in rows, one per rank."""
 
     send_starts: list[int]
     send_counts: list[int]
@@ -89,15 +85,11 @@ class Transport(Protocol):
         ...
 
     def awaited(self, call: int) -> int | None:
-        """A rank that waits for this one in a ``call`` of this number, which this one has still to
-        make.
-        """
+        """A rank that waits for this one in ``call``, a number that this one has still to make."""
         ...
 
     def interrupt(self, text: str) -> None:
-        """This rank's call was ended from outside: tell the others why, and end what they wait for
-        in vain.
-        """
+        """This rank was ended from outside: tell the others why, and end what they wait for."""
         ...
 
     def close(self) -> None: ...
@@ -121,9 +113,7 @@ class RowTransport:
         return sum(buffer.numel() for buffer in self._staging.values())
 
     def buffer(self, name: str, form: RowFormat, num_rows: int, device: torch.device) -> Tensor:
-        """Room for rows. Host memory is kept for the next call: fresh pages cost more than the copy
-        into them.
-        """
+        """Room for rows. Host memory is kept: fresh pages cost more than the copy into them."""
         if device.type != "cpu":
             return form.buffer(num_rows, device)
         need = num_rows * form.row_bytes

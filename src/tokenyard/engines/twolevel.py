@@ -72,9 +72,7 @@ class TwoWatch(StatusMonitor):
 
 
 class TwolevelEngine(NvlinkEngine):
-    """Dispatch and combine in two hops. As :class:`NvlinkEngine`, for ranks that form a grid;
-    ``shape`` is a ``Tuning``.
-    """
+    """:class:`NvlinkEngine` in two hops, for ranks that form a grid; ``shape`` is a ``Tuning``."""
 
     name, _pulls = TWOLEVEL, True
     _parts = (TwoGround, TwoWatch)
@@ -95,9 +93,7 @@ class TwolevelEngine(NvlinkEngine):
         self._count_network()
 
     def _count_network(self) -> None:
-        """Bring what kernels have counted to the statistics: rows to and from the ranks of my local
-        index on other nodes.
-        """
+        """Bring to the statistics what kernels counted: rows between ranks of my local index."""
         grid, channels, me = self._ground.grid, self._ground.shape.channels, self.config.rank
         state, begin = self._ground.state.cpu(), region.state_words(grid.world_size, channels)
         end = two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels)

@@ -58,9 +58,7 @@ class Tuning(Cuts):
 
 
 def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
-    """Channels whose rings hold ``LEAST_SLOTS`` rows of ``row_bytes``, inside nodes and between
-    them; at least one.
-    """
+    """Channels (1 at least) whose rings all hold ``LEAST_SLOTS`` rows of ``row_bytes``."""
     near, far = grid.world_size, 2 * (grid.num_nodes - 1)
     share = NET_SHARE if far else 0.0
     rows = (
@@ -118,9 +116,7 @@ def tuning_for(
 
 @dataclass(frozen=True, slots=True)
 class NetRing:
-    """How a network ring is used for rows of one form: ``slots``, and rows per put and per credit
-    (``chunk``).
-    """
+    """A network ring for rows of one form: ``slots``, and rows per put and credit (``chunk``)."""
 
     slots: int
     chunk: int
@@ -134,16 +130,12 @@ class NetRing:
 
 
 class TwoGround(Ground):
-    """Besides what :class:`Ground` keeps: network rings and staging, letters, and what is known of
-    them.
-    """
+    """Besides what :class:`Ground` keeps: network rings, staging, signals between nodes."""
 
     net: bool
     """Whether letters and greetings go to other nodes by NVSHMEM."""
     mapped: bool
-    """Whether memory of the ranks of other nodes is mapped: rows are stored there. Otherwise they
-    are put by NVSHMEM.
-    """
+    """Whether ranks of other nodes are mapped: rows are stored there, else put by NVSHMEM."""
 
     def __init__(
         self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int
@@ -208,7 +200,5 @@ class TwoGround(Ground):
         return NetRing(slots // chunk * chunk, chunk)
 
     def least_bytes(self, form: Form) -> int:
-        """As there, for rings between nodes too, with channels as they are or as
-        :func:`most_channels` then chooses them.
-        """
+        """As there, for rings between nodes too, whatever :func:`most_channels` chooses."""
         return least_bytes(self.grid, 2 * form.hidden, form.slot_bytes, self.shape.channels)

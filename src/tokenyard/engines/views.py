@@ -1,6 +1,4 @@
-"""Rows in symmetric memory, outside of rings: a view that peers write to (dispatch) or read from,
-and a landing (combine).
-"""
+"""Rows in symmetric memory without rings: a view (dispatch, combine), a landing (combine)."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ class Growing:
 
 
 def _forbid(storages: list[Any], why: str) -> None:
-    """Let tensors over ``storages`` raise ``why`` from now on, where torch can, and let go of their
-    memory; forget them.
-    """
+    """Free ``storages``, and let tensors over them raise ``why`` from now on, where torch can."""
     forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # pyright: ignore[reportPrivateUsage]
     if forbid is not None:
         for storage in storages:
@@ -87,9 +83,7 @@ def _forbid(storages: list[Any], why: str) -> None:
 
 
 class View:
-    """The view of one object. Tensors over it raise once it is written to again. Beside it, the
-    landing of rows that come back.
-    """
+    """The view and the landing of one object. Tensors over a view raise once it is rewritten."""
 
     def __init__(
         self, config: Config, ground: Ground, binders: Binders, monitor: StatusMonitor
@@ -107,9 +101,7 @@ class View:
         return self._view.num_bytes + self._landing.num_bytes
 
     def close(self, why: str) -> None:
-        """End the life of all tensors given, and let go of the memory; the others are told
-        first.
-        """
+        """Tell the others, end the life of all tensors given, and let go of the memory."""
         self._monitor.close()
         self.expire(why)
         self._view.forget()
@@ -125,9 +117,7 @@ class View:
         meta: Tensor | None = None,
         arrived: Arrived | None = None,
     ) -> Payload:
-        """Launch rows into the view, and unpack what rode along (``meta``) to ``arrived``. Ends the
-        life of earlier results.
-        """
+        """Launch rows into the view, and unpack ``meta`` to ``arrived``. Ends earlier results."""
         ground, print_, form = self._ground, kind.fingerprint, kind.form
         parts = parts_of(form, self._config.padded_rows)
         self.expire(
@@ -170,9 +160,7 @@ class View:
         return out
 
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` for :meth:`read`. Collective; ends the life of
-        earlier results.
-        """
+        """Uninitialised ``[num_rows, hidden]`` to :meth:`read`. Collective; ends earlier ones."""
         self.expire("this view of symmetric memory ended with empty_for_combine(in_place=True)")
         self._room(self._view, self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
@@ -274,9 +262,7 @@ class View:
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
 
     def _room(self, part: Growing, num_bytes: int, tag: int | None = None) -> Region:
-        """Memory of a ``part``; collective when it has to grow. ``tag``: of the call that it is
-        for, if it is for one.
-        """
+        """Memory of a ``part``; collective when it grows, for a call of ``tag`` if for one."""
         if not part.holds(num_bytes):
             if tag is not None:
                 self._meet(tag)
@@ -289,9 +275,7 @@ class View:
         return found
 
     def _meet(self, tag: int) -> None:
-        """Greet, and wait for it on the host: who refuses this call or makes another greets, but
-        does not come to allocate.
-        """
+        """Greet, and wait for it: who is in another call greets too, but never allocates."""
         launch = self.binders.greet(self._ground)
         self._memory.gate()
         greet_all(launch, self._ground, tag)

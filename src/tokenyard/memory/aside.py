@@ -32,9 +32,7 @@ class Begun:
         self.over = False
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is over, ``seconds`` at most; whether it is. A signal's handler runs at
-        once, and may raise here.
-        """
+        """Wait up to ``seconds``; whether it is over. A signal's handler may raise here."""
         if not self.over:
             self._ended.acquire(timeout=seconds)
         return self.over
@@ -60,9 +58,7 @@ class Begun:
 
 
 class Aside:
-    """A thread that makes calls one after the other. It starts with the first one and ends with
-    this object.
-    """
+    """A thread that makes calls in order. It starts with the first and ends with this object."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Begun | None] | None = None
@@ -94,9 +90,7 @@ def _serve(calls: SimpleQueue[Begun | None]) -> None:
 
 
 def wait_for(call: Callable[[], Any]) -> Any:
-    """``call()``, which may block outside of Python: on another thread, so that Ctrl-C can end the
-    wait for it.
-    """
+    """``call()``, which may block outside of Python, on another thread: Ctrl-C can end the wait."""
     aside = Aside()
     begun = aside.start(call)
     aside.close()  # it ends behind the call

@@ -18,9 +18,7 @@ from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.symmetric import Region
 
 _HELD: list[Any] = []
-"""What was closed while a CUDA graph was captured, or kernels could still run, for as long as the
-process lives.
-"""
+"""What was closed while a graph was captured or kernels could run; kept for ever."""
 
 
 class CudaMemory(DeviceMemory):

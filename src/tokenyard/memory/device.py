@@ -41,9 +41,7 @@ class DeviceMemory:
         return words
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which torch makes tensors that kernels of this rank may write to: nothing to
-        do on a GPU.
-        """
+        """A context for tensors that kernels may write to: nothing to do on a GPU."""
         return nullcontext()
 
     def bind(

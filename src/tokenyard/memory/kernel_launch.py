@@ -102,9 +102,7 @@ def calls_network(constants: dict[str, Any]) -> bool:
 
 
 def gpu_target(architecture: int | str) -> Any:
-    """Triton's name of a target: ``gpu_target(90)`` is sm_90, ``gpu_target("gfx942")`` an
-    AMD GPU.
-    """
+    """Triton's name of a target: ``90`` is sm_90, ``"gfx942"`` an AMD GPU."""
     triton: Any = importlib.import_module("triton.backends.compiler")
     if isinstance(architecture, int):
         return triton.GPUTarget("cuda", architecture, 32)
@@ -161,9 +159,7 @@ class Processor(NamedTuple):
 def resident_programs(
     processor: Processor, num_warps: int, registers: int, shared_bytes: int
 ) -> int:
-    """How many programs fit on one multiprocessor together. ``registers`` are those of one
-    thread.
-    """
+    """Programs that fit on one multiprocessor together. ``registers``: of one thread."""
     # Handed out by 8 per thread, from four equal files.
     per_warp = -(-max(registers, 1) // 8) * 8 * 32
     warps = min(4 * (processor.registers // 4 // per_warp), processor.threads // 32)
@@ -263,9 +259,7 @@ class Kernels:
     def _call(
         self, loaded: Loaded, grid: int, packed: tuple[int, int, int], args: tuple[int, ...]
     ) -> None:
-        """``packed``: warps, programs of a cluster and shared bytes, as the launcher reads them. It
-        counts clusters.
-        """
+        """``packed``: warps, programs of a cluster, shared bytes. The launcher counts clusters."""
         # Else profilers would count the wait as time of the kernel.
         early = loaded.early and self._captures()
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
@@ -342,9 +336,7 @@ class Kernels:
 
 @cache
 def kernels_of(index: int, num_sms: int) -> Kernels:
-    """Of CUDA device ``index``, for all objects of this process: a second object loads nothing,
-    also while a graph is captured.
-    """
+    """Of CUDA device ``index``, for the whole process: a second object loads nothing."""
     device = torch.device("cuda", index)
     able = torch.cuda.get_device_capability(device) >= (9, 0)
     return Kernels(device, num_sms, multiprocessors(device) // 2 if able else 0)

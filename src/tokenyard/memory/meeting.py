@@ -1,6 +1,4 @@
-"""Ranks meet through a store: every rank comes within the timeout, or every rank learns who did
-not.
-"""
+"""Ranks meet through a store: all come within the timeout, or all learn who did not."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class Round:
         }
 
     def give_up(self, missing: list[int] | None = None) -> None:
-        """Let this meeting fail for all, unless it has a verdict. ``missing``: whom this rank
-        waited for in vain.
-        """
+        """Fail this meeting for all, unless it has a verdict. ``missing``: who did not come."""
         self._store.compare_set("verdict", "", " ".join(map(str, [self._rank, *(missing or [])])))
 
     def given_up_by(self) -> int | None:
@@ -184,9 +180,7 @@ class Meeting:
 
 @contextmanager
 def looking(look: Callable[[], object]) -> Generator[None]:
-    """Call ``look`` now and then while this thread waits in a meeting inside; what it raises ends
-    the wait.
-    """
+    """Call ``look`` now and then while this thread waits in a meeting; it may raise."""
     _here.look = look
     try:
         yield
@@ -195,9 +189,7 @@ def looking(look: Callable[[], object]) -> Generator[None]:
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
-    """Whether ``key`` has a value within ``timeout`` seconds. Looks again and again, so that
-    signals are noticed meanwhile.
-    """
+    """Whether ``key`` has a value within ``timeout`` seconds. Polls: signals get through."""
     root = store
     while isinstance(root, dist.PrefixStore):
         root = root.underlying_store
@@ -226,9 +218,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def check_sizes(sizes: list[int]) -> None:
-    """Raise ``ValueError`` unless all ranks ask for the same positive multiple of 16 bytes, at most
-    :data:`MOST_BYTES`.
-    """
+    """Raise ``ValueError`` unless all ranks ask for one multiple of 16 bytes that is allowed."""
     for peer, size in enumerate(sizes):
         if size != sizes[0]:
             raise ValueError(

@@ -99,9 +99,7 @@ class VirtualWorld:
 
 
 class VirtualGroup:
-    """A process group as far as ``tokenyard`` uses one, of ranks that are threads; every rank has
-    its own.
-    """
+    """One rank's process group, as far as ``tokenyard`` uses one; ranks are threads."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.world, self._rank = world, rank
@@ -190,9 +188,7 @@ class VirtualMemory(DeviceMemory):
         self._meet("the gate before launches that wait for each other")
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Poll until ``ready()``; False after ``timeout`` seconds. Other ranks' threads run
-        meanwhile.
-        """
+        """Poll until ``ready()``; False after ``timeout`` seconds. Other threads run meanwhile."""
         return wait_until(ready, timeout, brisk=1e-3)
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""A store of one process for ranks that take turns: coroutines, or threads that are told to let
-each other run.
-"""
+"""A store of one process for ranks that take turns, as coroutines do."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class CooperativeStore(dist.Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Set a value if it is ``expected_value`` now ("" also stands for none). The value
-        afterwards.
-        """
+        """Set a value if it is ``expected_value`` now ("" is none too). The value afterwards."""
         expected = _as_bytes(expected_value)
         if self._values.get(key, b"") == expected:
             self.set(key, desired_value)

@@ -25,9 +25,7 @@ class Region(NamedTuple):
 
 
 class SymmetricMemory(Protocol):
-    """Memory that all ranks of one object share, and the machine that runs its kernels. One object
-    per rank.
-    """
+    """Memory that all ranks of one object share, and the machine of its kernels; one per rank."""
 
     rank: int
     world_size: int
@@ -44,9 +42,7 @@ class SymmetricMemory(Protocol):
     could have run beside."""
 
     shared_gpu: bool
-    """Other ranks' kernels run on this rank's GPU: memory that a call needs is allocated before
-    :meth:`gate` only.
-    """
+    """Other ranks' kernels run on this rank's GPU: allocate before :meth:`gate` only."""
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on
@@ -59,15 +55,11 @@ class SymmetricMemory(Protocol):
         ...
 
     def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` on the CPU whose ``data_ptr()`` kernels may read and write while
-        the host does.
-        """
+        """Zeroed int64 ``[count]`` on the CPU; kernels may use its ``data_ptr()`` at any time."""
         ...
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context in which tensors that torch makes are ones that kernels of this rank may write
-        to.
-        """
+        """A context in which torch makes tensors that kernels of this rank may write to."""
         ...
 
     def bind(
@@ -91,21 +83,15 @@ class SymmetricMemory(Protocol):
         ...
 
     def gate(self) -> None:
-        """Called before launches that wait for peers' launches: no rank passes before all can
-        launch without blocking.
-        """
+        """Called before launches that wait for peers: all ranks pass once none would block."""
         ...
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait on the host, without holding the interpreter, until ``ready()``; False after
-        ``timeout`` seconds.
-        """
+        """Wait until ``ready()``, without the interpreter; False after ``timeout`` seconds."""
         ...
 
     def settle(self) -> None:
-        """Where tensors live on the CPU: return when everything launched has run. On a GPU streams
-        order it: nothing.
-        """
+        """Return when everything launched has run; nothing on a GPU, where streams order it."""
         ...
 
     def close(self) -> None:
@@ -115,18 +101,14 @@ class SymmetricMemory(Protocol):
 
 @runtime_checkable
 class MemoryGroup(Protocol):
-    """Ranks of one process that stand in for a ``torch.distributed`` group; every rank has its own
-    object.
-    """
+    """Ranks of one process instead of a ``torch.distributed`` group; one object per rank."""
 
     def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
     def open_store(self) -> dist.Store:
-        """A store that exactly these ranks see, the same at every call: constructions on this group
-        meet in it.
-        """
+        """A store that exactly these ranks see, always the same: constructions meet in it."""
         ...
 
     def open_memory(self, timeout: float) -> SymmetricMemory:
