@@ -20,7 +20,7 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     """All programs of a call are resident while others hold the multiprocessors that were
     spared.
     """
-    room = Asked(spare_sms=BESIDE_COLLECTIVES).room(SMS)
+    room = Asked(spare_sms=BESIDE_COLLECTIVES).sms(SMS)[0]
     assert room == SMS - BESIDE_COLLECTIVES
     shape = rings.shape_for(room, ranks, all_sms=True)
     assert 0 < (2 * ranks - 1) * shape.channels + 1 <= DISPATCHES * room
@@ -51,7 +51,7 @@ def test_rounds_of_sums_fit_into_shared_memory(
 
 
 def test_at_most_half_is_spared() -> None:
-    assert [Asked(spare_sms=spare).room(16) for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
+    assert [Asked(spare_sms=spare).sms(16)[0] for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
 
 
 @pytest.mark.parametrize(

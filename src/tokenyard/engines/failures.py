@@ -28,8 +28,7 @@ PATIENCE = 2.0
 
 ADVICE = (
     "If it is only slow, raise timeout= of ExpertParallel. Else see what it does: every rank must "
-    "make the same calls in the same "
-    "order, also of different objects"
+    "make the same calls in the same order, also of different objects"
 )
 """What to do about a silent rank."""
 
@@ -52,11 +51,8 @@ class Report(NamedTuple):
 
     def to(self, rank: int, where: str) -> PeerLost:
         """What ``rank`` raises, which is at ``where`` and cannot finish either."""
-        text = (
-            f"rank {self.rank} gave up while rank {rank} was in {where}; it had reported: "
-            f"{self.text}"
-        )
-        return PeerLost(text, self.culprit)
+        text = f"rank {self.rank} gave up while rank {rank} was in {where}"
+        return PeerLost(f"{text}; it had reported: {self.text}", self.culprit)
 
 
 class FailureReports:
@@ -102,9 +98,8 @@ class FailureReports:
             return None
         found = self._look.result() if self._look is not None and self._look.over else None
         now = time.monotonic()
-        if found is None and (
-            self._look is None or (self._look.over and now - self._looked >= LOOK)
-        ):
+        again = self._look is None or (self._look.over and now - self._looked >= LOOK)
+        if found is None and again:
             self._looked, self._look = now, self._aside.start(self._or_else(self._first, None))
         return found
 
@@ -112,14 +107,8 @@ class FailureReports:
         """Tell other ranks, whatever they wait in, that this process waits in a call ("": no)."""
         if self._aside is not None and (what or self._tells):
             self._tells = bool(what)
-            self._aside.start(
-                self._or_else(
-                    lambda: self._base.set(
-                        f"tokenyard/waits/{_process()}", f"{self._number} {what}"
-                    ),
-                    None,
-                )
-            )
+            key, text = f"tokenyard/waits/{_process()}", f"{self._number} {what}"
+            self._aside.start(self._or_else(lambda: self._base.set(key, text), None))
 
     def elsewhere(self, peer: int, here: bool = False) -> str:
         """In which call of another object (``here``: this one) ``peer`` waits; "" if unknown."""
@@ -127,13 +116,10 @@ class FailureReports:
 
     def close(self) -> None:
         """Tell the others of a close in order, unless this rank has reported a failure."""
-        text = (
-            f"{self._rank} rank {self._rank} had closed its ExpertParallel: every rank makes all "
-            f"calls before it closes"
-        )
-        self._ask(
-            lambda: self._store.compare_set(f"failure/{self._rank}", "", text), b"", self._grace
-        )
+        key, rank = f"failure/{self._rank}", self._rank
+        why = "had closed its ExpertParallel: every rank makes all calls before it closes"
+        text = f"{rank} rank {rank} {why}"
+        self._ask(lambda: self._store.compare_set(key, "", text), b"", self._grace)
         if self._aside is not None:
             self._aside.close()
 
@@ -158,9 +144,8 @@ class FailureReports:
         """What ``peer`` said, and whom it blamed (-1: nothing, nobody)."""
         with suppress(RuntimeError):
             if self._store.check([f"failure/{peer}"]):
-                culprit, text = (
-                    self._store.get(f"failure/{peer}").decode(errors="replace").split(" ", 1)
-                )
+                said = self._store.get(f"failure/{peer}").decode(errors="replace")
+                culprit, text = said.split(" ", 1)
                 return text, int(culprit)
         return "", -1
 

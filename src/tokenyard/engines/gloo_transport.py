@@ -25,13 +25,15 @@ from tokenyard.memory.aside import SLICE, Aside, Begun
 
 _HEADER_TAG, _ROWS_TAG, _CUT_TAG = 1, 2, 3
 _MAKING = "ExpertParallel(...)"
+_Messages = list[tuple[int, Tensor]]  # by peer
+_Works = list[tuple[int, Any]]
 
 
 def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
     return buffer[start : start + count]
 
 
-def _nonempty(messages: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+def _nonempty(messages: _Messages) -> _Messages:
     return [(peer, rows) for peer, rows in messages if len(rows)]
 
 
@@ -63,10 +65,8 @@ class GlooTransport:
         except PeerTimeout:
             raise
         except RuntimeError as error:
-            absent = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
-            missing = absent or [
-                peer for peer in self._peers if not store.check([f"connected/{peer}"])
-            ]
+            missing = [peer for peer in self._peers if not store.check([f"here/{peer}"])]
+            missing = missing or [p for p in self._peers if not store.check([f"connected/{p}"])]
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
                 f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) "
@@ -74,17 +74,15 @@ class GlooTransport:
                 missing[0] if missing else -1,
             ) from error
         except BaseException as error:
-            self.interrupt(
-                f"rank {self.rank} was interrupted in {_MAKING} ({type(error).__name__})"
-            )
+            why = f"was interrupted in {_MAKING} ({type(error).__name__})"
+            self.interrupt(f"rank {self.rank} {why}")
             raise
 
     def _meet(self, store: dist.Store) -> Any:
         """On another thread, through a store of its own: both are busy while gloo waits."""
         wait, apart = timedelta(seconds=self.timeout), cast("Any", store).clone()
-        mesh = dist.ProcessGroupGloo(
-            dist.PrefixStore("mesh", apart), self.rank, self.world_size, wait
-        )
+        part = dist.PrefixStore("mesh", apart)
+        mesh = dist.ProcessGroupGloo(part, self.rank, self.world_size, wait)
         if self._interrupted or self._heard is not None:
             raise RuntimeError("this rank has given up meanwhile")
         apart.set(f"connected/{self.rank}", "")
@@ -111,12 +109,9 @@ class GlooTransport:
         return headers
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        here = send.cpu() if send.is_cuda else send
-        there = (
-            torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)
-            if recv.is_cuda
-            else recv
-        )
+        here, there = send.cpu() if send.is_cuda else send, recv
+        if recv.is_cuda:
+            there = torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)
         recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers]
         sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers]
         finish = self._move(_nonempty(recvs), _nonempty(sends), _ROWS_TAG, f"{what}, rows")
@@ -131,15 +126,10 @@ class GlooTransport:
 
         return arrived
 
-    def _move(
-        self, recvs: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int, what: str
-    ) -> Callable[[], None]:
+    def _move(self, recvs: _Messages, sends: _Messages, tag: int, what: str) -> Callable[[], None]:
         """Post messages; the function returned waits for each, ``timeout`` seconds from now."""
-        begin = time.monotonic()
-        incoming, outgoing = (
-            self._post("recv", recvs, tag, what),
-            self._post("send", sends, tag, what),
-        )
+        begin, incoming = time.monotonic(), self._post("recv", recvs, tag, what)
+        outgoing = self._post("send", sends, tag, what)
         if not (incoming or outgoing):
             return lambda: None
         begun = self._aside.start(partial(self._await, incoming, outgoing, begin, what))
@@ -151,10 +141,8 @@ class GlooTransport:
 
         return finish
 
-    def _post(
-        self, verb: str, messages: list[tuple[int, Tensor]], tag: int, what: str
-    ) -> list[tuple[int, Any]]:
-        works: list[tuple[int, Any]] = []
+    def _post(self, verb: str, messages: _Messages, tag: int, what: str) -> _Works:
+        works: _Works = []
         for peer, tensor in messages:
             try:
                 works.append((peer, getattr(self._mesh, verb)([tensor.view(-1)], peer, tag)))
@@ -189,13 +177,7 @@ class GlooTransport:
             self._failures.waits_in("")
         return made
 
-    def _await(
-        self,
-        incoming: list[tuple[int, Any]],
-        outgoing: list[tuple[int, Any]],
-        begin: float,
-        what: str,
-    ) -> None:
+    def _await(self, incoming: _Works, outgoing: _Works, begin: float, what: str) -> None:
         """On another thread: wait for all messages."""
         for at, (peer, work) in enumerate(incoming):
             self._wait(work, peer, begin, what, incoming, at)
@@ -204,13 +186,7 @@ class GlooTransport:
             self._wait(work, peer, begin, what, [], 0)
 
     def _wait(
-        self,
-        work: Any,
-        peer: int,
-        begin: float,
-        what: str,
-        incoming: list[tuple[int, Any]],
-        at: int,
+        self, work: Any, peer: int, begin: float, what: str, incoming: _Works, at: int
     ) -> None:
         left = max(self.timeout - (time.monotonic() - begin), 0.001)
         try:
@@ -221,9 +197,8 @@ class GlooTransport:
                 raise self._lost(peer, what, error) from error
             if silent:  # first: gloo has cut every connection
                 self._failures.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
-            answered = [p for p, _ in incoming[:at]] + [
-                p for p, late in incoming[at + 1 :] if _has_come(late)
-            ]
+            answered = [p for p, _ in incoming[:at]]
+            answered += [p for p, late in incoming[at + 1 :] if _has_come(late)]
             others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
             if not silent and self._heard is not None:
                 raise self._told(self._heard, f"{what}, waiting for rank {peer}{others}") from None
@@ -231,9 +206,8 @@ class GlooTransport:
 
     def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
         report, culprit = self._failures.behind(peer)
-        text = (
-            f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s ({what}){others}"
-        )
+        silent = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s"
+        text = f"{silent} ({what}){others}"
         elsewhere = "" if report else self._failures.elsewhere(peer)
         if report:
             text = f"{text}; it had reported: {report}"
@@ -254,24 +228,17 @@ class GlooTransport:
         if self._heard is not None:  # this rank has cut its connections for it
             return self._told(self._heard, what)
         report, culprit = self._failures.behind(peer)
-        because = (
-            f"it had reported: {report}"
-            if report
-            else "it exited or crashed; look at its own output"
-        )
+        because = "it exited or crashed; look at its own output"
+        because = f"it had reported: {report}" if report else because
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
         self._failures.report(text, culprit)
         return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
 
     def awaited(self, call: int) -> int | None:
-        return next(
-            (
-                peer
-                for peer in self._peers
-                if f"#{call}, counts" in self._failures.elsewhere(peer, here=True)
-            ),
-            None,
-        )
+        for peer in self._peers:
+            if f"#{call}, counts" in self._failures.elsewhere(peer, here=True):
+                return peer
+        return None
 
     def interrupt(self, text: str) -> None:
         self._interrupted = text
@@ -286,9 +253,7 @@ class GlooTransport:
         for peer in [] if self._mesh is None else self._peers:
             try:
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                cast("Any", self._mesh).recv([nothing], peer, _CUT_TAG).wait(
-                    timedelta(milliseconds=1)
-                )
+                self._mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return

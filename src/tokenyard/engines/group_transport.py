@@ -69,13 +69,8 @@ class GroupTransport:
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """Blocks must follow each other without gaps. The device waits, not the host."""
         width = send.shape[1]
-        dist.all_to_all_single(
-            recv.view(-1),
-            send.view(-1),
-            [count * width for count in spans.recv_counts],
-            [count * width for count in spans.send_counts],
-            group=self.group,
-        )
+        come, go = ([n * width for n in each] for each in (spans.recv_counts, spans.send_counts))
+        dist.all_to_all_single(recv.view(-1), send.view(-1), come, go, group=self.group)
         return lambda: None
 
     def close(self) -> None:

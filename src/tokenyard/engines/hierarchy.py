@@ -42,13 +42,11 @@ class Hop(NamedTuple):
     """
 
     spans: Spans  # rows to and from the ranks of this node
-    order: (
-        Tensor  # [S] the relayed row behind each row forwarded, by destination; -1 on unused places
-    )
+    # [S] the relayed row behind each row forwarded, by destination; -1 on unused places
+    order: Tensor
     # [Q, J] places among the rows forwarded of each relayed row's copies, by rank; then -1
     joins: Tensor
-    # [Nb] where the rows, by source rank and token, stand as they come: by relaying rank, source
-    # node, token
+    # [Nb] where rows, by source rank and token, come: by relaying rank, source node, token
     arrange: Tensor
 
 
@@ -93,54 +91,36 @@ class Hierarchy:
             split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
             sends, stride = [self._room] * each, most
         order, joins = send_order_static(split, stride), return_places(split, stride, self.width)
-        return Hop(
-            self._spans(sends, sources, self._room),
-            order,
-            joins,
-            self._arrange_static(sources, hits.device),
-        )
+        spans = self._spans(sends, sources, self._room)
+        return Hop(spans, order, joins, self._arrange_static(sources, hits.device))
 
     def _hits(self, topk_idx: Tensor) -> Tensor:
         """To which ranks of this node each relayed row goes: bool ``[Q, ranks per node]``."""
         config = self.config
         first, end = config.bounds[self._peers.start], config.bounds[self._peers.stop]
         here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
-        return tokens_in_ranks(here, config.num_experts, config.world_size)[
-            :, self._peers.start : self._peers.stop
-        ]
+        hits = tokens_in_ranks(here, config.num_experts, config.world_size)
+        return hits[:, self._peers.start : self._peers.stop]
 
     def _spans(self, sends: list[int], sources: list[int], stride: int | None = None) -> Spans:
-        recvs = [
-            sum(sources[local :: self.grid.ranks_per_node])
-            for local in range(self.grid.ranks_per_node)
-        ]
+        each = self.grid.ranks_per_node
+        recvs = [sum(sources[local::each]) for local in range(each)]
         return Spans.among(self._peers, self.config.world_size, sends, recvs, stride)
 
     def _arrange(self, sources: list[int], device: torch.device) -> Tensor:
         """Rows come by (relaying rank, source node); where those of each source rank begin."""
-        counts = torch.tensor(sources, device=device).view(
-            self.grid.num_nodes, self.grid.ranks_per_node
-        )
-        ordered, came = counts.reshape(-1), counts.t().reshape(-1)
-        begin = (
-            (came.cumsum(0) - came)
-            .view(self.grid.ranks_per_node, self.grid.num_nodes)
-            .t()
-            .reshape(-1)
-        )
+        nodes, each, num_rows = self.grid.num_nodes, self.grid.ranks_per_node, sum(sources)
+        ordered = torch.tensor(sources, device=device)
+        came = ordered.view(nodes, each).t().reshape(-1)
+        begin = (came.cumsum(0) - came).view(each, nodes).t().reshape(-1)
         shift = begin - (ordered.cumsum(0) - ordered)
-        num_rows = sum(sources)
-        return shift.repeat_interleave(ordered, output_size=num_rows) + torch.arange(
-            num_rows, device=device
-        )
+        rows = torch.arange(num_rows, device=device)
+        return shift.repeat_interleave(ordered, output_size=num_rows) + rows
 
     def _arrange_static(self, sources: list[int], device: torch.device) -> Tensor:
         """The same with nodes * M places per relaying rank: those in use, then the others."""
-        nodes, each, most = (
-            self.grid.num_nodes,
-            self.grid.ranks_per_node,
-            self.config.max_tokens_per_rank,
-        )
+        nodes, each = self.grid.num_nodes, self.grid.ranks_per_node
+        most = self.config.max_tokens_per_rank
         used = torch.tensor(sources, device=device).view(nodes, each, 1)
         node, local, row = (torch.arange(count, device=device) for count in (nodes, each, most))
         begin = used.cumsum(0) - used
@@ -155,9 +135,8 @@ class Hierarchy:
         """``Plan.route``, which begins with ``token``, and numbers for ``Plan.splits``."""
         route = torch.cat([token, leg.order, leg.joins.reshape(-1), leg.arrange])
         rail = self.grid.rail_of(self.config.rank)
-        across = [
-            counts[rank] for counts in (first.send_counts, first.recv_counts) for rank in rail
-        ]
+        both = first.send_counts, first.recv_counts
+        across = [counts[rank] for counts in both for rank in rail]
         return route, [*across, *(leg.spans.send_counts[peer] for peer in self._peers)]
 
     def counts_of(self, plan: Plan, spec: Spec) -> tuple[list[int], list[int], list[int]]:
@@ -171,21 +150,15 @@ class Hierarchy:
         """``token`` and the leg, as they were packed."""
         sends, recvs, forwards = self.counts_of(plan, spec)
         if spec.exact:
-            left, forwarded, relayed, came, stride = (
-                sum(sends),
-                sum(forwards),
-                sum(recvs),
-                sum(sources),
-                None,
-            )
+            left, relayed, stride = sum(sends), sum(recvs), None
+            forwarded, came = sum(forwards), sum(sources)
         else:
             left = relayed = stride = self._room
             forwarded = came = self.config.padded_rows
         sizes = [left, forwarded, relayed * self.width, came]
         token, order, joins, arrange = cast("tuple[Tensor, ...]", plan.route.split(sizes))  # pyright: ignore[reportUnknownMemberType]
-        return token, Hop(
-            self._spans(forwards, sources, stride), order, joins.view(relayed, self.width), arrange
-        )
+        spans = self._spans(forwards, sources, stride)
+        return token, Hop(spans, order, joins.view(relayed, self.width), arrange)
 
     def route_size(self) -> int:
         """Elements of ``Plan.route`` with static shapes."""

@@ -18,13 +18,10 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.arguments import whole
 from tokenyard.config import Config
+from tokenyard.engines.base import Engine
 from tokenyard.engines.known import LOW_LATENCY
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
-from tokenyard.engines.low_latency_signatures import (
-    DispatchSignature,
-    Launch,
-    Signatures,
-)
+from tokenyard.engines.low_latency_signatures import DispatchSignature, Launch, Signatures
 from tokenyard.engines.low_latency_workspace import KernelConfig, Workspace
 from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
@@ -71,7 +68,7 @@ def _moved(sums: Tensor, out: Tensor | None, lost: Any, told: Any) -> Sums:
     return (sums if out is None else out), None
 
 
-class LowLatencyEngine:
+class LowLatencyEngine(Engine):
     """Dispatch and combine for decoding. All methods that move rows are collective and run in one
     order on all ranks.
 
@@ -85,9 +82,7 @@ class LowLatencyEngine:
             it.
     """
 
-    name, in_place, counts_by_most, calls_begun = LOW_LATENCY, False, True, None
-    waits_on_host = False
-    returns_width = hop_counts = 0
+    name = LOW_LATENCY
 
     def __init__(
         self,
@@ -108,12 +103,10 @@ class LowLatencyEngine:
 
     @property
     def decoder(self) -> LowLatencyEngine:
-        """This engine."""
         return self
 
     @property
     def buffer_bytes(self) -> int:
-        """Symmetric memory of this rank."""
         return self._workspace.num_bytes
 
     # Dispatch
@@ -263,7 +256,6 @@ class LowLatencyEngine:
             return self._make("combine", in_two, load, arguments, result, held)
 
     def redispatch(self, *_: Any, **__: Any) -> Payload:
-        """Not with this engine."""
         raise NotSupported(
             "engine 'low_latency' has no cached dispatch and no backward of combine; engine "
             "'nvlink' has"
@@ -283,7 +275,9 @@ class LowLatencyEngine:
         """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
         returns. ``held`` are tensors that launches read.
         """
-        self._launch(load(SEND if in_two else BOTH), arguments)
+        launch = load(SEND if in_two else BOTH)  # may wait for launches that run: before the gate
+        self._memory.gate()
+        launch(*arguments)
         if not in_two:
             return self._end(op, result)
         self._open = op
@@ -297,14 +291,10 @@ class LowLatencyEngine:
         result: Callable[[], Any],
     ) -> Any:
         with self._memory.tensors():
-            self._open = ""
-            self._launch(load(RECEIVE), arguments)
+            self._open, launch = "", load(RECEIVE)
+            self._memory.gate()
+            launch(*arguments)
             return self._end(op, result)
-
-    def _launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Loading ``launch`` may wait for launches that run, so it comes before the gate."""
-        self._memory.gate()
-        launch(*arguments)
 
     def _end(self, op: str, result: Callable[[], Any]) -> Any:
         self._memory.settle()
@@ -348,7 +338,6 @@ class LowLatencyEngine:
     # The rest
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Take part in a call to which this rank brings nothing."""
         if self._open:
             return False
         with self._memory.tensors():
@@ -357,9 +346,6 @@ class LowLatencyEngine:
             self._memory.settle()
             self._dispatches += op != COMBINE
         return True
-
-    def awaited(self) -> None:
-        """Ranks that wait on the device do not say so."""
 
     def check(self) -> None:
         """Wait for the device; raise if ids were out of range, or a rank was in another call."""
@@ -380,12 +366,10 @@ class LowLatencyEngine:
         """Nothing: the others leave out who is silent."""
 
     def close(self) -> None:
-        """Let go of everything held."""
         self._memory.close()
         del self._workspace.region
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
     ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
-        """Shape and dtype of ``Plan.route``, and the number of arrival rows, for fake tensors."""
         return self._signatures.route_shape, torch.int32, self.config.padded_rows

@@ -145,11 +145,10 @@ class Signatures:
         """What dispatch ``number`` of this object returns, still to be filled."""
         like, likes, ints = torch.empty_like, signature.outlines, self._ints
         blocks, scales, padded = like(likes.blocks), likes.scales, signature.padded
-        if scales is not None:
-            strides = likes.scale_strides
-            scales = (
-                like(scales) if strides is None else scales.new_empty_strided(scales.shape, strides)
-            )
+        if scales is not None and (strides := likes.scale_strides) is not None:
+            scales = scales.new_empty_strided(scales.shape, strides)
+        elif scales is not None:
+            scales = like(scales)
         arrived = Arrived(
             topk_idx=ints,
             weights=like(likes.weights) if weighted else self._floats,
@@ -198,14 +197,13 @@ class Signatures:
             _tag(_number(fingerprint_of(DISPATCH, 0, payload, spec, mode, weighted, 0, scaled)))
             for weighted in (False, True)
         )
+        bind = partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
         return DispatchSignature(
             tags=(plain, weighted),
             padded=padded,
             num_rows=num_result_rows(spec, self._config, None, 0),
             outlines=self._outlines(sent, spec, by_column),
-            launch=cache(
-                partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
-            ),
+            launch=cache(bind),
         )
 
     def _outlines(self, sent: RowFormat, spec: Spec, by_column: bool) -> Outlines:
@@ -218,9 +216,7 @@ class Signatures:
             x=outline(sent.dtype, *rows, sent.hidden),
             scales=outline(sent.scale_dtype, *rows, sent.num_scales) if sent.scale_words else None,
             scale_strides=(sent.scale_words * columns, 1, columns) if by_column else None,
-            blocks=outline(ints, local, config.world_size, 2)
-            if padded
-            else outline(ints, local + 1),
+            blocks=outline(ints, *((local, config.world_size, 2) if padded else (local + 1,))),
             weights=outline(torch.float32, num_rows),
             source=outline(torch.int64, *rows),
             tokens_per_expert=outline(ints, local),

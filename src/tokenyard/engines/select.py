@@ -43,9 +43,11 @@ class Asked(NamedTuple):
     no_grid: str = ""
     """Why ranks form no grid; empty if they do (``Config.topology``)."""
 
-    def room(self, most_sms: int) -> int:
-        """Multiprocessors that there are for calls; at most half are spared."""
-        return most_sms - min(self.spare_sms or 0, most_sms // 2)
+    def sms(self, most_sms: int) -> tuple[int, bool]:
+        """Multiprocessors for calls, and whether they are all but the spared, half at most."""
+        room = most_sms - min(self.spare_sms or 0, most_sms // 2)
+        num_sms = min(self.num_sms or room, room)
+        return num_sms, num_sms == room
 
 
 class Choice(NamedTuple):
@@ -76,18 +78,11 @@ def choose(
         if asked.engine == COLLECTIVE:
             raise NotSupported(
                 "engine 'collective' needs a torch.distributed group; ranks of one process have "
-                "engines 'nvlink', 'twolevel' and "
-                "'low_latency'"
+                "engines 'nvlink', 'twolevel' and 'low_latency'"
             )
         memory = group.open_memory(config.timeout)
-        return _on_kernels(
-            memory,
-            store,
-            memory.num_sms,
-            config,
-            asked,
-            f"{config.world_size} ranks in one process, on {memory.device}",
-        )
+        why = f"{config.world_size} ranks in one process, on {memory.device}"
+        return _on_kernels(memory, store, memory.num_sms, config, asked, why)
     gpu = _gpu(group, asked.device)
     obstacle, most_sms = "not asked for", 0
     if asked.engine != COLLECTIVE:
@@ -128,10 +123,8 @@ def _low_latency(
     from tokenyard.engines.low_latency import LowLatencyEngine
     from tokenyard.engines.low_latency_workspace import kernel_config
 
-    room = asked.room(most_sms)
-    kernels = kernel_config(
-        min(asked.num_sms or room, room), config.world_size, config.max_tokens_per_rank
-    )
+    num_sms = asked.sms(most_sms)[0]
+    kernels = kernel_config(num_sms, config.world_size, config.max_tokens_per_rank)
 
     def make(stats: Stats) -> Engine:
         return LowLatencyEngine(config, memory, stats, kernels, asked.buffer_bytes)
@@ -153,17 +146,17 @@ def _rings(
     from tokenyard.engines.twolevel import TwolevelEngine
     from tokenyard.engines.twolevel_ground import most_channels, tuning_for
 
-    room, num_bytes = asked.room(most_sms), asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-    num_sms = min(asked.num_sms or room, room)
+    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
+    num_sms, all_sms = asked.sms(most_sms)
     shape: Cuts
     if asked.engine == TWOLEVEL:
         engine, grid = TwolevelEngine, _grid(config, asked)
         channels = most_channels(grid, 2 * config.hidden, num_bytes)
-        shape = tuning_for(num_sms, grid, all_sms=num_sms == room, channels=channels)
+        shape = tuning_for(num_sms, grid, all_sms=all_sms, channels=channels)
         why = f"{grid} nodes and ranks; {why}"
     else:
         engine = NvlinkEngine
-        shape = shape_for(num_sms, config.world_size, all_sms=num_sms == room)
+        shape = shape_for(num_sms, config.world_size, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     def make(stats: Stats) -> Engine:
@@ -185,22 +178,21 @@ def _grid(config: Config, asked: Asked) -> Topology:
     if limit_of(grid):
         raise NotSupported(
             f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks "
-            f"and nodes together, but {grid} are "
-            f"{grid.num_nodes} and {grid.world_size + grid.num_nodes}: use smaller expert-parallel "
-            f"groups, or engine 'collective'"
+            f"and nodes together, but {grid} are {grid.num_nodes} and "
+            f"{grid.world_size + grid.num_nodes}: use smaller expert-parallel groups, or engine "
+            f"'collective'"
         )
     return grid
 
 
 def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device | None:
     """The GPU that nvlink would work on."""
-    if (
-        device is None
-        and torch.cuda.is_available()
-        and (group is None or _accelerator(_backends(group)) is not None)
-    ):
+    if device is not None:
+        return device if device.type == "cuda" else None
+    usable = group is None or _accelerator(_backends(group)) is not None
+    if torch.cuda.is_available() and usable:
         return torch.device("cuda", torch.cuda.current_device())
-    return device if device is not None and device.type == "cuda" else None
+    return None
 
 
 def obstacle_of(gpu: torch.device | None) -> str:
@@ -241,12 +233,8 @@ def _cuda_memory(
     part = None if store is None else dist.PrefixStore("memory", store)
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
-    if (
-        asked.engine == TWOLEVEL
-        and grid is not None
-        and grid.num_nodes > 1
-        and nvshmem.is_available()
-    ):
+    several = asked.engine == TWOLEVEL and grid is not None and grid.num_nodes > 1
+    if several and grid is not None and nvshmem.is_available():
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
     return CudaMemory(*place, store=part), f"{config.world_size} GPUs that map each other's memory"
@@ -293,10 +281,10 @@ def _common_obstacle(
         from tokenyard.memory.nvshmem import is_available
 
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
-        missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
-        pairs, missing = (
-            (near, "") if is_available() or len(near) == len(pairs) else (pairs, missing)
-        )
+        if is_available() or len(near) == len(pairs):
+            pairs = near
+        else:
+            missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
     why = "; ".join(f"ranks {pair.a} and {pair.b} {pair.why}" for pair in pairs)
     return missing + why if pairs else "", min(each[2] for each in everybody)
 
@@ -317,9 +305,8 @@ def _collective(
 
     size = config.world_size
     if group is None or store is None:
-        return choice(
-            GlooTransport(None, 0, 1, config.timeout), device, "one rank: rows only change places"
-        )
+        alone = GlooTransport(None, 0, 1, config.timeout)
+        return choice(alone, device, "one rank: rows only change places")
     backends = _backends(group)
     if device is None:
         device = _accelerator(backends)
@@ -344,9 +331,9 @@ def _hops(config: Config, no_grid: str) -> str:
     grid = config.topology
     if grid is None:
         return f"; rows cross the network once per rank, not per node: {no_grid}"
-    return (
-        f"; {grid} nodes and ranks: rows cross the network once per node" if grid.has_levels else ""
-    )
+    if not grid.has_levels:
+        return ""
+    return f"; {grid} nodes and ranks: rows cross the network once per node"
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

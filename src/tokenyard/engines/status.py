@@ -55,16 +55,11 @@ LARGEST = {
 
 
 def check_room(fields: dict[str, int], largest: dict[str, int]) -> None:
-    """Raise unless every value up to ``largest`` has a place of its own in the bits of ``fields``.
-
-    Raises:
-        RuntimeError: two values would look alike on the device.
-    """
+    """Raise RuntimeError unless all values up to ``largest`` differ in the bits of ``fields``."""
     for name, value in largest.items():
         if value >> fields[name]:
-            raise RuntimeError(
-                f"{name} goes up to {value}, but TAG_FIELDS gives it {fields[name]} bits"
-            )
+            what = f"{name} goes up to {value}, but TAG_FIELDS gives it {fields[name]} bits"
+            raise RuntimeError(what)
     if sum(fields.values()) > 63:
         raise RuntimeError(f"TAG_FIELDS has {sum(fields.values())} bits, but a tag has 63")
 
@@ -101,8 +96,7 @@ def pack(fingerprint: Fingerprint, config: Config) -> int:
     tag = 0
     for name, mask, at in _BITS:
         value: int = getattr(fingerprint, name)
-        if name == "hidden":
-            value = 0 if value == config.hidden else value
+        value = 0 if name == "hidden" and value == config.hidden else value
         if value > mask and name not in _SHORTENED:
             raise ValueError(
                 f"{name} ({value}) must be at most {mask}: a call tells it to other ranks"
@@ -124,11 +118,7 @@ def _unrouted(tag: int) -> int:
 
 def unpack(tag: int) -> dict[str, int]:
     """The fields of a packed fingerprint."""
-    values: dict[str, int] = {}
-    for name, bits in TAG_FIELDS.items():
-        values[name] = tag & ((1 << bits) - 1)
-        tag >>= bits
-    return values
+    return {name: tag >> at & mask for name, mask, at in _BITS}
 
 
 class Begun(NamedTuple):
@@ -149,9 +139,8 @@ class StatusMonitor:
         self._status: Any = ground.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
         self._hellos = 0
-        if (
-            ground.memory.device.type == "cuda"
-        ):  # a stream that is first used beside a kernel may wait for it
+        self._on_gpu = ground.memory.device.type == "cuda"
+        if self._on_gpu:  # a stream that is first used beside a kernel may wait for it
             self._beside = torch.cuda.Stream(ground.memory.device)
             self._give_up(0)
 
@@ -185,9 +174,8 @@ class StatusMonitor:
         if code == sync.DISAGREED.value and phase == sync.ON_GREETING.value:
             tag = own
         of_plan = phase in (sync.ON_PLAN.value, sync.ON_COUNTS.value)
-        if of_plan or (
-            tag == own and unpack(own)["op"] == head.DISPATCH
-        ):  # judged before anybody says hello
+        # judged before anybody says hello
+        if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):
             at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
         else:
             at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == _unrouted(tag)]
@@ -205,14 +193,12 @@ class StatusMonitor:
         affair.
         """
         memory, status, begin = self._ground.memory, self._status, time.monotonic()
-        limit, on_gpu = self._config.timeout + 1, memory.device.type == "cuda"
+        limit = self._config.timeout + 1
+        look = min(LOOK, limit) if self._on_gpu else limit
         try:
-            while not memory.wait_until(
-                lambda: bool(ready()) or bool(status[sync.CODE]),
-                min(LOOK, limit) if on_gpu else limit,
-            ):
+            while not memory.wait_until(lambda: bool(ready()) or bool(status[sync.CODE]), look):
                 late = time.monotonic() - begin >= limit
-                if not on_gpu or (late and torch.cuda.current_stream(memory.device).query()):
+                if not self._on_gpu or (late and torch.cuda.current_stream(memory.device).query()):
                     break
                 self._raise_if_told()
         except PeerTimeout:
@@ -228,11 +214,10 @@ class StatusMonitor:
 
     def finish(self) -> None:
         """Wait for the device, or until another rank gives up, and raise then."""
-        device = self._ground.memory.device
-        if device.type != "cuda":
+        if not self._on_gpu:
             return
         aside = Aside()
-        begun = aside.start(partial(torch.cuda.synchronize, device))
+        begun = aside.start(partial(torch.cuda.synchronize, self._ground.memory.device))
         aside.close()  # it ends behind the call
         while not begun.wait(SLICE):
             self._raise_if_told()
@@ -262,10 +247,7 @@ class StatusMonitor:
 
         The copy engine writes the word, beside kernels that fill the device.
         """
-        if (
-            self._ground.memory.device.type == "cuda"
-            and not torch.cuda.is_current_stream_capturing()
-        ):
+        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._give_up(1)
 
     def _give_up(self, word: int) -> None:
@@ -296,20 +278,16 @@ class StatusMonitor:
         )
         if code == sync.TIMED_OUT.value:
             return self._silent(phase, peer, counter, expected, seen)
+        call, text = self._call, ""
         if phase == sync.ON_COUNTS.value:
-            return PeerError(
-                f"rank {peer} announced {seen} rows in {self._call}, but static shapes hold "
-                f"{expected}"
-            )
-        if seen == REFUSED:
-            return PeerError(
-                f"rank {peer} refused its side of {self._call}: its own error says why"
-            )
-        if expected == REFUSED:
-            return PeerError(
-                f"this rank refused {self._call} while rank {peer} was in it: make a new "
-                f"ExpertParallel on all ranks"
-            )
+            text = f"rank {peer} announced {seen} rows in {call}, but static shapes hold {expected}"
+        elif seen == REFUSED:
+            text = f"rank {peer} refused its side of {call}: its own error says why"
+        elif expected == REFUSED:
+            text = f"this rank refused {call} while rank {peer} was in it: make a new "
+            text += "ExpertParallel on all ranks"
+        if text:
+            return PeerError(text)
         return self._disagreement(peer, unpack(expected), unpack(seen))
 
     def raise_if_bad_index(self) -> None:
@@ -323,9 +301,9 @@ class StatusMonitor:
 
     def _silent(self, phase: int, peer: int, counter: int, expected: int, seen: int) -> PeerTimeout:
         peer, what, name = self._named(phase, peer, counter)
+        me, timeout = self._config.rank, self._config.timeout
         text = (
-            f"rank {peer} did not send {what} to rank {self._config.rank} within "
-            f"{self._config.timeout} s "
+            f"rank {peer} did not send {what} to rank {me} within {timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
         lost = self.blamed(PeerTimeout(text, peer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,15 +46,11 @@ class Counts(NamedTuple):
 class Ahead(NamedTuple):
     """What the next fresh dispatch like this one needs, made while the host waits anyway:
     allocations delay a launch.
-
-    Attributes:
-        where: tokens, words of the plan, stream, and whether tensors are inference tensors: the
-            call must agree.
-        room: rows that ``arrived`` has.
     """
 
+    # tokens, words of the plan, stream, whether for inference: the call must agree
     where: tuple[int, ...]
-    room: int
+    room: int  # rows that ``arrived`` has
     counted: Counted
     arrived: Arrived
 
@@ -64,13 +61,10 @@ class Blank(NamedTuple):
     Their sizes never change, so a call copies the block and looks at it in parts: one launch.
     To fill them one by one took six, a third of the host time of the call
     (``docs/benchmarks/experiments-nvlink.md``, Host time).
-
-    Attributes:
-        words: of all tables, int64.
-        parts: dtype, shape, strides and offset of each table, in its elements.
     """
 
-    words: Tensor
+    words: Tensor  # of all tables, int64
+    # dtype, shape, strides and offset of each table, in its elements
     parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     @staticmethod
@@ -142,16 +136,10 @@ class Tables:
     """Makes tensors on one device. What a layout lacks is one shared empty tensor."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self._topk, self._ranks, self._local = (
-            config.num_topk,
-            config.world_size,
-            config.num_local_experts,
-        )
-        self._device = device
-        self._none = {
-            kind: torch.empty(0, dtype=kind, device=device)
-            for kind in (torch.int64, torch.int32, torch.float32)
-        }
+        self._topk, self._ranks = config.num_topk, config.world_size
+        self._local, self._device = config.num_local_experts, device
+        dtypes = torch.int64, torch.int32, torch.float32
+        self._none = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=device)
         if device.type == "cuda":
             self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
@@ -166,38 +154,31 @@ class Tables:
         """In the current stream, make the tables of a call that may follow, of ``room`` rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
             counted = self._counted(kind, tokens, route_words)
-            kind.ahead = Ahead(
-                self._where(tokens, route_words), room, counted, self._arrived(kind, counted, room)
-            )
+            arrived = _with_counts(self._each(self._arrived_tables(kind, room)), counted)
+            kind.ahead = Ahead(self._where(tokens, route_words), room, counted, arrived)
 
     def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
         return tokens, route_words, stream, torch.is_inference_mode_enabled()
 
     def _counted(self, kind: Signature, tokens: int, route_words: int) -> Counted:
-        device, none, layout = self._device, self._none[torch.int32], kind.spec.layout
+        ints = partial(torch.empty, dtype=torch.int32, device=self._device)
+        none, layout, local = self._none[torch.int32], kind.spec.layout, self._local
         return Counted(
-            route=torch.empty(route_words, dtype=torch.int32, device=device),
-            meta=torch.empty(tokens * kind.form.meta_words, dtype=torch.int32, device=device),
-            first_pick=torch.empty(tokens, self._topk, dtype=torch.int64, device=device),
-            tokens_per_expert=torch.empty(self._local, dtype=torch.int32, device=device),
-            offsets=none
-            if layout is not Layout.EXPERT_MAJOR
-            else torch.empty(self._local + 1, dtype=torch.int32, device=device),
-            ranges=none
-            if layout is not Layout.EXPERT_PADDED
-            else torch.empty(self._local, self._ranks, 2, dtype=torch.int32, device=device),
-            overflow=none
-            if kind.spec.capacity is None
-            else torch.empty(1, dtype=torch.int32, device=device),
+            route=ints(route_words),
+            meta=ints(tokens * kind.form.meta_words),
+            first_pick=torch.empty(tokens, self._topk, dtype=torch.int64, device=self._device),
+            tokens_per_expert=ints(local),
+            offsets=ints(local + 1) if layout is Layout.EXPERT_MAJOR else none,
+            ranges=ints(local, self._ranks, 2) if layout is Layout.EXPERT_PADDED else none,
+            overflow=none if kind.spec.capacity is None else ints(1),
         )
 
     def results(
         self, kind: Signature, counted: Counted, arrived_rows: int, num_rows: int
     ) -> tuple[Plan, Arrived]:
-        """The plan without its counts on the host, and what rides along with rows.
-
-        Rows without a source say so beforehand; kernels write the others.
+        """The plan without its counts on the host, and what rides along with rows. Rows without a
+        source say so beforehand; kernels write the others.
         """
         ahead, kind.ahead = kind.ahead, None
         if kind.blank is not None:
@@ -207,10 +188,9 @@ class Tables:
             slots, picks, gather = self._each(_plan_tables(kind, arrived_rows, num_rows))
             arrived = ahead.arrived
         else:
-            wanted = _plan_tables(kind, arrived_rows, num_rows) + self._arrived_tables(
-                kind, num_rows
-            )
-            slots, picks, gather, *rest = made = self._each(wanted)
+            wanted = _plan_tables(kind, arrived_rows, num_rows)
+            made = self._each(wanted + self._arrived_tables(kind, num_rows))
+            slots, picks, gather, *rest = made
             arrived = _with_counts(rest, counted)
             if not kind.spec.exact and not _captures(self._device):  # else filled in replays only
                 kind.blank = Blank.of(made)
@@ -224,9 +204,6 @@ class Tables:
             first_pick=counted.first_pick,
         ), arrived
 
-    def _arrived(self, kind: Signature, counted: Counted, num_rows: int) -> Arrived:
-        return _with_counts(self._each(self._arrived_tables(kind, num_rows)), counted)
-
     def _arrived_tables(self, kind: Signature, num_rows: int) -> list[Table]:
         """Ids, weights and source tokens of result rows."""
         shape = (num_rows,) if kind.experts else (num_rows, self._topk)
@@ -238,14 +215,15 @@ class Tables:
         ]
 
     def _each(self, wanted: list[Table]) -> list[Tensor]:
-        return [self._table(table) for table in wanted]
-
-    def _table(self, table: Table) -> Tensor:
-        if table.shape is None:
-            return self._none[table.dtype]
-        if table.holey:
-            return torch.full(table.shape, table.hole, dtype=table.dtype, device=self._device)
-        return torch.empty(*table.shape, dtype=table.dtype, device=self._device)
+        device = self._device
+        return [
+            self._none[dtype]
+            if shape is None
+            else torch.full(shape, hole, dtype=dtype, device=device)
+            if holey
+            else torch.empty(*shape, dtype=dtype, device=device)
+            for dtype, hole, shape, holey in wanted
+        ]
 
 
 def _plan_tables(kind: Signature, arrived_rows: int, num_rows: int) -> list[Table]:

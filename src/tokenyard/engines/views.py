@@ -82,6 +82,10 @@ def _forbid(storages: list[Any], why: str) -> None:
     storages.clear()
 
 
+def _ended(what: str) -> str:
+    return f"this view of symmetric memory ended with {what}"
+
+
 class View:
     """The view and the landing of one object. Tensors over a view raise once it is rewritten."""
 
@@ -92,9 +96,7 @@ class View:
         self._memory, self._monitor = ground.memory, monitor
         self._view, self._landing = Growing(self._memory), Growing(self._memory)
         self._given: list[Any] = []
-        weakref.finalize(
-            self, _forbid, self._given, "this view of symmetric memory ended with its object"
-        ).atexit = False
+        weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -120,10 +122,7 @@ class View:
         """Launch rows into the view, and unpack ``meta`` to ``arrived``. Ends earlier results."""
         ground, print_, form = self._ground, kind.fingerprint, kind.form
         parts = parts_of(form, self._config.padded_rows)
-        self.expire(
-            f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, also "
-            f"in_place"
-        )
+        self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
         view = self._room(self._view, parts.end, tag)
         top, static, unpack = self._config.num_topk, not kind.spec.exact, None
         launch = kind.bound("rows", lambda: self.binders.dispatch_in_place(
@@ -161,7 +160,7 @@ class View:
 
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` to :meth:`read`. Collective; ends earlier ones."""
-        self.expire("this view of symmetric memory ended with empty_for_combine(in_place=True)")
+        self.expire(_ended("empty_for_combine(in_place=True)"))
         self._room(self._view, self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
 
@@ -185,13 +184,11 @@ class View:
         launch = self._bound(kind, bias)
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
-        elsewhere = rows.numel() > 0 and (
-            rows.data_ptr() != view.local.data_ptr() or not rows.is_contiguous()
-        )
+        there = rows.data_ptr() == view.local.data_ptr() and rows.is_contiguous()
+        elsewhere = rows.numel() > 0 and not there
         if elsewhere:
             rows, *terms = (
-                tensor.clone() if overlap(tensor, view.local) else tensor
-                for tensor in (rows, *bias)
+                each.clone() if overlap(each, view.local) else each for each in (rows, *bias)
             )
             view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
         self._memory.gate()
@@ -208,10 +205,7 @@ class View:
         if out is not None and total is not out:
             total = out.copy_(total)
         if elsewhere:
-            self.expire(
-                f"this view of symmetric memory ended with {head.OPS[print_.op]} #{print_.call}, "
-                f"in_place of other rows"
-            )
+            self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, in_place of other rows"))
         return total
 
     def push(
@@ -251,11 +245,8 @@ class View:
 
     def _bound(self, kind: Signature, bias: tuple[Tensor, ...]) -> Launch:
         """The launch of a combine in place."""
-        dtypes = tuple(term.dtype for term in bias)
-        return kind.bound(
-            dtypes,
-            lambda: self.binders.combine_in_place(self._ground, kind.form, kind.dtype, dtypes),
-        )
+        dtypes, bind = tuple(term.dtype for term in bias), self.binders.combine_in_place
+        return kind.bound(dtypes, lambda: bind(self._ground, kind.form, kind.dtype, dtypes))
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a view of rows alone."""
