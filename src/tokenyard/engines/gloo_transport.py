@@ -250,10 +250,11 @@ class GlooTransport:
 
     def _cut(self) -> None:
         """Close all connections, as gloo does when a wait for one of them times out."""
-        for peer in [] if self._mesh is None else self._peers:
+        mesh: Any = self._mesh
+        for peer in [] if mesh is None else self._peers:
             try:
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                self._mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+                mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return

@@ -46,27 +46,21 @@ class CallOptions:
         """
         timeout: Any = self.timeout
         if timeout is not None and not 0 < real(timeout) < 1e9:
-            raise ValueError(
-                f"options.timeout ({timeout!r}) must be a positive number of seconds below 1e9, or "
-                "None"
-            )
+            limit = "must be a positive number of seconds below 1e9, or None"
+            raise ValueError(f"options.timeout ({timeout!r}) {limit}")
         _check("waits", self.waits, "R", config.world_size, (torch.int64,), device)
         if num_tokens is None:
             if self.lost_weights is not None:
-                raise ValueError(
-                    "options.lost_weights tells what the sums of a combine lack: leave it out of a "
-                    "dispatch"
-                )
+                what = "options.lost_weights tells what the sums of a combine lack"
+                raise ValueError(f"{what}: leave it out of a dispatch")
             dtypes = torch.int64, torch.int32
             _check("loads", self.loads, "L", config.num_local_experts, dtypes, device)
             return
         if self.loads is not None:
             raise ValueError("options.loads counts rows of a dispatch: leave it out of a combine")
         if self.scales_by_column:
-            raise ValueError(
-                "options.scales_by_column arranges what a dispatch brings: leave it out of a "
-                "combine"
-            )
+            what = "options.scales_by_column arranges what a dispatch brings"
+            raise ValueError(f"{what}: leave it out of a combine")
         _check("lost_weights", self.lost_weights, "T", num_tokens, (torch.float32,), device)
 
 
@@ -87,9 +81,8 @@ def _check(
             f"{allowed} [{size}], that is [{symbol}]"
         )
     if device is not None and tensor.device != device:
-        raise ValueError(
-            f"options.{name} is on {tensor.device}, but must be on {device}: move it there"
-        )
+        where = f"is on {tensor.device}, but must be on {device}"
+        raise ValueError(f"options.{name} {where}: move it there")
 
 
 NO_OPTIONS = CallOptions()

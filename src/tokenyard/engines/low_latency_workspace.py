@@ -103,17 +103,13 @@ class Workspace:
         buffer_bytes: int | None,
     ) -> None:
         if kernels.shares > kernels.programs:
-            raise ValueError(
-                f"shares ({kernels.shares}) must be at most programs ({kernels.programs}): a "
-                f"program would wait for itself"
-            )
+            limit = f"must be at most programs ({kernels.programs})"
+            raise ValueError(f"shares ({kernels.shares}) {limit}: a program would wait for itself")
         self.config, self.memory, self.kernels = config, memory, kernels
         ranks, tokens = config.world_size, config.max_tokens_per_rank
         if tokens > MOST_TOKENS:
-            raise ValueError(
-                f"max_tokens_per_rank ({tokens}) must be at most {MOST_TOKENS} with engine "
-                f"'low_latency'"
-            )
+            limit = f"must be at most {MOST_TOKENS} with engine 'low_latency'"
+            raise ValueError(f"max_tokens_per_rank ({tokens}) {limit}")
         least, slot_bytes = _default_slot(config), _default_slot(config)
         if buffer_bytes is not None:
             free = buffer_bytes - self.bytes_for(0)

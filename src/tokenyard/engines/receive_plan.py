@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,19 +79,15 @@ def settle(
     starts = _none(rows, torch.int64) if flat else _starts(counts, spec, config)
     place = _place(arrival, spec, config, rows, starts, num_rows)
     source = torch.where(arrival.token < 0, -1, (arrival.source_rank << 32) | arrival.token.long())
-    major, padded = spec.layout is Layout.EXPERT_MAJOR, spec.layout is Layout.EXPERT_PADDED
+    major, none = spec.layout is Layout.EXPERT_MAJOR, partial(_none, rows, torch.int32)
     return place, Arrived(
-        topk_idx=_arrange(arrival.local_idx, place, spec, -1) if flat else _none(rows, torch.int32),
+        topk_idx=_arrange(arrival.local_idx, place, spec, -1) if flat else none(),
         weights=_weights(arrival, place, spec, num_rows),
         source=_arrange(source, place, spec, -1),
         tokens_per_expert=counts.to(torch.int32),
-        expert_offsets=starts.clamp(max=num_rows).to(torch.int32)
-        if major
-        else _none(rows, torch.int32),
-        source_ranges=source_ranges(pairs) if padded else _none(rows, torch.int32),
-        overflow=_overflow(counts, starts, num_rows)
-        if spec.capacity is not None
-        else _none(rows, torch.int32),
+        expert_offsets=starts.clamp(max=num_rows).to(torch.int32) if major else none(),
+        source_ranges=none() if flat or major else source_ranges(pairs),
+        overflow=none() if spec.capacity is None else _overflow(counts, starts, num_rows),
     )
 
 
@@ -117,6 +114,12 @@ def _none(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=like.device)
 
 
+def _overflow(counts: Tensor, starts: Tensor, num_rows: int) -> Tensor:
+    """Rows whose place lies past the end."""
+    kept = (num_rows - starts[:-1]).clamp(min=0)
+    return (counts - kept).clamp(min=0).sum().view(1).to(torch.int32)
+
+
 def _arrange(values: Tensor, place: Placement, spec: Spec, fill: float) -> Tensor:
     return take_values(values, place.gather, fill) if spec.placed else values
 
@@ -136,16 +139,8 @@ def weights_of_rows(weights: Tensor, slots: Tensor, picks: Tensor, num_rows: int
     return spread.scatter(0, place, weights.gather(1, picks).reshape(-1))[:num_rows]
 
 
-def _overflow(counts: Tensor, starts: Tensor, num_rows: int) -> Tensor:
-    """Rows whose place lies past the end."""
-    kept = (num_rows - starts[:-1]).clamp(min=0)
-    return (counts - kept).clamp(min=0).sum().view(1).to(torch.int32)
-
-
 def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
     """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
-    return (
-        take_values(reduce_weights, handle.plan.slots[:, 0], 0.0)
-        if handle.spec.placed
-        else reduce_weights
-    )
+    if not handle.spec.placed:
+        return reduce_weights
+    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0)

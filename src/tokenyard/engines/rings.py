@@ -94,19 +94,13 @@ def shared_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What engines with rings share of how work is cut into programs: channels (one number, as
-    plans know it), and roles' cuts.
-
-    Attributes:
-        send, reduce: of combine.
-        direct: of a dispatch in place.
-    """
+    """How engines with rings cut work into programs: channels (as plans know them), and roles."""
 
     channels: int
     dispatch: Cut
-    send: Cut
+    send: Cut  # these two: of combine
     reduce: Cut
-    direct: Cut
+    direct: Cut  # of a dispatch in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +135,28 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
         min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
     )
     if all_sms:
+        sums = Cut(rows=4, block=1024, max_registers=128, stages=3)
         return Shape(
             channels=channels,
             dispatch=Cut(rows=1, block=4096, chunk=16, max_registers=64),
             send=Cut(rows=1, block=8192, chunk=4),
-            reduce=Cut(rows=4, block=1024, max_registers=128, stages=3),
+            reduce=sums,
             direct=Cut(rows=1, block=4096),
             push=Cut(rows=2, block=4096, chunk=4),
-            gather=Cut(rows=4, block=1024, max_registers=128, stages=3),
+            gather=sums,
             writers=num_sms,
             pushers=num_sms,
             gatherers=num_sms,
         )
+    sums = Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
     return Shape(
         channels=channels,
         dispatch=Cut(rows=2, block=4096, chunk=16, num_warps=16, max_registers=128),
         send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
-        reduce=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
+        reduce=sums,
         direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
         push=Cut(rows=4, block=4096, chunk=16, num_warps=16),
-        gather=Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3),
+        gather=sums,
         writers=num_sms,
         pushers=num_sms // 2,
         gatherers=num_sms - num_sms // 2,
@@ -241,22 +237,17 @@ class Ground:
         self.header_out = memory.host_words(3 + ranks * (self.header_words + ranks))
         self.expert_bins = power_of_two_at_least(max(config.num_experts, 2))
         width = self.rank_bins + self.expert_bins
+        scratch_words = (2 * channels + 1) * width + 4 * channels
         state = torch.zeros(self.state_words, dtype=torch.int64, device="cpu")
-        state[:3] = torch.tensor(
-            [config.rank, int(config.timeout * 1e9), self.status.data_ptr()], device="cpu"
-        )
+        known = [config.rank, int(config.timeout * 1e9), self.status.data_ptr()]
+        state[:3] = torch.tensor(known, device="cpu")
         with memory.tensors():
-            self.scratch = torch.zeros(
-                (2 * channels + 1) * width + 4 * channels, dtype=torch.int32, device=memory.device
-            )
+            self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
         self.state.copy_(state)
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
-        self.scratch_at = self.scratch.data_ptr()
-        self.header_in_at, self.header_out_at = (
-            self.header_in.data_ptr(),
-            self.header_out.data_ptr(),
-        )
+        self.scratch_at, self.header_in_at = self.scratch.data_ptr(), self.header_in.data_ptr()
+        self.header_out_at = self.header_out.data_ptr()
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
         """Where things lie in the region, and how many there are."""
@@ -279,17 +270,17 @@ class Ground:
         Raises:
             ValueError: fewer than two.
         """
-        slots, rings = (
-            self.ring_bytes // form.slot_bytes,
-            self.memory.world_size * self.shape.channels,
-        )
+        rings = self.memory.world_size * self.shape.channels
+        return self._slots(form, self.ring_bytes, f"{rings} rings")
+
+    def _slots(self, form: Form, ring_bytes: int, rings: str) -> int:
+        """Rows of ``form`` in ``ring_bytes``, of which there are as many ``rings``."""
+        slots = ring_bytes // form.slot_bytes
         if slots < 2:
             raise ValueError(
                 f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes "
-                f"in each of {rings} rings of "
-                f"{self.ring_bytes} bytes, but 2 are needed: make ExpertParallel with buffer_bytes "
-                f"of at least "
-                f"{self.least_bytes(form)}"
+                f"in each of {rings} of {ring_bytes} bytes, but 2 are needed: make ExpertParallel "
+                f"with buffer_bytes of at least {self.least_bytes(form)}"
             )
         return slots
 

@@ -43,15 +43,8 @@ def plan_send(
     in_ranks = tokens_in_ranks(merged.topk_idx, config.num_experts, config.world_size)
     hits = in_ranks.view(in_ranks.shape[0], config.world_size // ranks_each, ranks_each).any(2)
     token = send_order(hits) if spec.exact else send_order_static(hits, config.max_tokens_per_rank)
-    return SendPlan(
-        token,
-        hits,
-        hits.sum(0),
-        in_ranks.sum(0),
-        merged.topk_idx,
-        merged.topk_weights,
-        merged.first_pick,
-    )
+    counts = hits.sum(0), in_ranks.sum(0)
+    return SendPlan(token, hits, *counts, merged.topk_idx, merged.topk_weights, merged.first_pick)
 
 
 def ways_back(departure: SendPlan, spec: Spec, config: Config) -> Tensor:

@@ -141,9 +141,8 @@ class TwoGround(Ground):
         self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int
     ) -> None:
         if config.topology is None:
-            raise NotSupported(
-                "engine 'twolevel' needs a grid of ranks: pass topology=(num_nodes, ranks_per_node)"
-            )
+            remedy = "pass topology=(num_nodes, ranks_per_node)"
+            raise NotSupported(f"engine 'twolevel' needs a grid of ranks: {remedy}")
         self.grid, self.tuning = config.topology, shape
         self.net = memory.ranks_per_node > 0
         super().__init__(config, memory, shape, buffer_bytes)
@@ -186,16 +185,8 @@ class TwoGround(Ground):
         """
         if self.grid.num_nodes == 1:  # there is none
             return NetRing(4 * self.tuning.net_chunk, self.tuning.net_chunk)
-        slots = self.net_ring_bytes // form.slot_bytes
-        if slots < 2:
-            rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
-            raise ValueError(
-                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes "
-                f"in each of {rings} network "
-                f"rings of {self.net_ring_bytes} bytes, but 2 are needed: make ExpertParallel with "
-                f"buffer_bytes of at least "
-                f"{self.least_bytes(form)}"
-            )
+        rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
+        slots = self._slots(form, self.net_ring_bytes, f"{rings} network rings")
         chunk = max(1, min(self.tuning.net_chunk, slots // 3))
         return NetRing(slots // chunk * chunk, chunk)
 

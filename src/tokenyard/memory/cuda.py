@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,61 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.aside import synchronize
-from tokenyard.memory.device import DeviceMemory
-from tokenyard.memory.kernel_launch import kernels_of, multiprocessors, wait_until
+from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.symmetric import Region
 
 _HELD: list[Any] = []
 """What was closed while a graph was captured or kernels could run; kept for ever."""
+
+
+class DeviceMemory:
+    """The part of :class:`SymmetricMemory` that concerns one rank and its GPU alone, whether ranks
+    are processes or threads.
+
+    Args:
+        device: a CUDA device with its index.
+        kernels: those loaded on it. Launches go to its current stream.
+    """
+
+    ranks_per_node = 0
+    early = False
+    shared_gpu = False
+
+    def __init__(self, device: torch.device, kernels: Kernels) -> None:
+        self.device = device
+        self._kernels = kernels
+        self._kept: list[Any] = []
+
+    def host_words(self, count: int) -> Tensor:
+        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same
+        ``data_ptr()``.
+
+        Ask before the gate: it may wait for kernels that run.
+        """
+        with torch.cuda.device(self.device):
+            words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._kept.append(words)
+        return words
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """A context for tensors that kernels may write to: nothing to do on a GPU."""
+        return nullcontext()
+
+    def bind(
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
+    ) -> Callable[..., None]:
+        """See :class:`SymmetricMemory`. A must before a launch is captured in a CUDA graph."""
+        return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
+
+    def settle(self) -> None:
+        """Nothing: streams order it."""
 
 
 class CudaMemory(DeviceMemory):
@@ -48,12 +97,9 @@ class CudaMemory(DeviceMemory):
         store: dist.Store | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        everything = multiprocessors(device)
+        everything, capability = multiprocessors(device), torch.cuda.get_device_capability(device)
         self.num_sms: int = num_sms or everything
-        self.early = self.num_sms == everything and torch.cuda.get_device_capability(device) >= (
-            9,
-            0,
-        )
+        self.early = self.num_sms == everything and capability >= (9, 0)
         super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group = group
         self._meeting = Meeting(store or dist.HashStore(), rank, world_size, timeout)
@@ -96,9 +142,8 @@ class CudaMemory(DeviceMemory):
         ]
         pointers = [view.data_ptr() for view in views]
         if pointers[self.rank] != local.data_ptr():
-            raise RuntimeError(
-                "torch's symmetric memory does not map this rank's region where the tensor is"
-            )
+            where = "this rank's region where the tensor is"
+            raise RuntimeError(f"torch's symmetric memory does not map {where}")
         self._kept += [local, handle, views]
         return local, pointers
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from tokenyard.memory.nvshmem_library import device_library, prepare_module
-
 
 class Parameters(NamedTuple):
     """Names of a kernel's parameters: int64 arguments first, then constants."""
@@ -36,26 +34,19 @@ def parameters(kernel: Any) -> Parameters:
     Raises:
         ValueError: an argument comes after a constant.
     """
-    is_constant = {
-        name: "constexpr" in str(parameter.annotation)
-        for name, parameter in inspect.signature(kernel.fn).parameters.items()
-    }
-    args = tuple(name for name, constant in is_constant.items() if not constant)
-    constants = tuple(name for name, constant in is_constant.items() if constant)
-    if (*args, *constants) != tuple(is_constant):
+    given = inspect.signature(kernel.fn).parameters
+    constants = tuple(name for name in given if "constexpr" in str(given[name].annotation))
+    args = tuple(name for name in given if name not in constants)
+    if (*args, *constants) != tuple(given):
         raise ValueError(f"{kernel.__name__}: tl.constexpr parameters must come after the others")
     return Parameters(args, constants)
 
 
 def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """``constants``, and the kernel's own values of those that are left out."""
-    given = inspect.signature(kernel.fn).parameters.values()
-    names = parameters(kernel).constants
-    return {
-        each.name: each.default
-        for each in given
-        if each.name in names and each.default is not each.empty
-    } | constants
+    given, names = inspect.signature(kernel.fn).parameters, parameters(kernel).constants
+    usual = [name for name in names if given[name].default is not inspect.Parameter.empty]
+    return {name: given[name].default for name in usual} | constants
 
 
 def signature_of(kernel: Any) -> dict[str, Any]:
@@ -70,12 +61,8 @@ def signature_of(kernel: Any) -> dict[str, Any]:
 
 def struct_arguments(kernel: Any) -> dict[str, Any]:
     """The NamedTuples among a kernel's arguments, by parameter: those that its annotations name."""
-    annotations = {
-        name: str(each.annotation) for name, each in inspect.signature(kernel.fn).parameters.items()
-    }
-    known = {
-        name: kernel.fn.__globals__.get(annotation) for name, annotation in annotations.items()
-    }
+    given, names = inspect.signature(kernel.fn).parameters, kernel.fn.__globals__
+    known = {name: names.get(str(each.annotation)) for name, each in given.items()}
     return {name: each for name, each in known.items() if hasattr(each, "_fields")}
 
 
@@ -99,6 +86,16 @@ def is_set(constants: dict[str, Any], *names: str) -> bool:
 def calls_network(constants: dict[str, Any]) -> bool:
     """Whether a kernel with these constants calls NVSHMEM."""
     return is_set(constants, "NET", "network")
+
+
+def device_library() -> str:
+    """Path of the library that kernels with NVSHMEM's calls are linked with.
+
+    Raises:
+        RuntimeError: it was not found; torch says where it looked.
+    """
+    found: Any = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
+    return str(found.NvshmemLibFinder.find_device_library())
 
 
 def gpu_target(architecture: int | str) -> Any:
@@ -133,10 +130,8 @@ def compile_for(
     compiler: Any = importlib.import_module("triton.compiler")
     jit: Any = importlib.import_module("triton.runtime.jit")
     if not isinstance(kernel, jit.JITFunction):
-        raise ValueError(
-            f"{kernel.__name__} cannot be compiled: this process interprets kernels "
-            f"(TRITON_INTERPRET=1)"
-        )
+        why = "this process interprets kernels (TRITON_INTERPRET=1)"
+        raise ValueError(f"{kernel.__name__} cannot be compiled: {why}")
     constexprs = {name: wrapped(constants[name]) for name in names.constants}
     source = compiler.ASTSource(fn=kernel, signature=signature_of(kernel), constexprs=constexprs)
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
@@ -178,9 +173,7 @@ class Loaded(NamedTuple):
     num_warps: int
     shared_bytes: int
     constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
-    # whether programs may be set up while the launch before still runs: the kernel waits for that
-    # itself
-    early: bool
+    early: bool  # whether to set programs up while the launch before runs: the kernel waits itself
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
 
@@ -212,10 +205,8 @@ class Kernels:
         self._lock = threading.Lock()
         triton: Any = importlib.import_module("triton")
         if not triton.__version__.startswith("3.6."):
-            raise RuntimeError(
-                f"kernels are launched in the way of Triton 3.6; this is {triton.__version__}: "
-                f"install 3.6"
-            )
+            this = f"this is {triton.__version__}: install 3.6"
+            raise RuntimeError(f"kernels are launched in the way of Triton 3.6; {this}")
         self._hooks: Any = triton.knobs.runtime
         # bound once: a launch looks up as little as possible
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
@@ -239,11 +230,8 @@ class Kernels:
         """
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if grid > loaded.most:
-            raise ValueError(
-                f"grid ({grid}) of {kernel.__name__} must be at most {loaded.most}: all programs "
-                f"run together"
-            )
-
+            limit = f"must be at most {loaded.most}: all programs run together"
+            raise ValueError(f"grid ({grid}) of {kernel.__name__} {limit}")
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
         packed = loaded.num_warps, cluster, loaded.shared_bytes
 
@@ -263,17 +251,17 @@ class Kernels:
         # Else profilers would count the wait as time of the kernel.
         early = loaded.early and self._captures()
         enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
+        stream = self._stream(self._index)
         if enter.calls or leave.calls:  # a profiler listens
-            details = loaded.kept[1].launch_metadata(
-                (grid, 1, 1), self._stream(self._index), *args, *loaded.constants
-            )
+            metadata = loaded.kept[1].launch_metadata
+            details = metadata((grid, 1, 1), stream, *args, *loaded.constants)
         else:
             enter = leave = details = None
         loaded.call(
             grid // packed[1],
             1,
             1,
-            self._stream(self._index),
+            stream,
             loaded.function,
             False,
             early,
@@ -292,12 +280,7 @@ class Kernels:
     ) -> Loaded:
         """Compile and load, once. May wait for everything that runs on the device."""
         # 1, True and 1.0 are equal, also in structs.
-        key = (
-            id(kernel),
-            num_warps,
-            max_registers,
-            repr(constants),
-        )
+        key = (id(kernel), num_warps, max_registers, repr(constants))
         with self._lock:
             if key not in self._loaded:
                 self._loaded[key] = self._load(kernel, num_warps, max_registers, constants)
@@ -312,25 +295,20 @@ class Kernels:
         )
         with torch.cuda.device(self._index):
             launcher: Any = compiled.run  # loads the module, makes the launcher
-            if calls_network(constants):
-                prepare_module(compiled.module)
+            if calls_network(constants):  # NVSHMEM must know a module before its kernels run
+                from torch._C._distributed_c10d import _nvshmemx_cumodule_init  # pyright: ignore
+
+                _nvshmemx_cumodule_init(compiled.module)
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise ValueError(
                 f"{kernel.__name__} needs scratch memory, which launches here do not give"
             )
-        processor = processor_of(self._index)
-        residents = resident_programs(
-            processor, num_warps, compiled.n_regs, compiled.metadata.shared
-        )
+        processor, shared = processor_of(self._index), compiled.metadata.shared
+        residents = resident_programs(processor, num_warps, compiled.n_regs, shared)
+        early, most = is_set(constants, "EARLY", "early"), residents * self._num_sms
+        nothing, kept = (None,) * len(constants), (kernel, compiled)
         return Loaded(
-            launcher.launch,
-            compiled.function,
-            num_warps,
-            compiled.metadata.shared,
-            (None,) * len(constants),
-            is_set(constants, "EARLY", "early"),
-            residents * self._num_sms,
-            (kernel, compiled),
+            launcher.launch, compiled.function, num_warps, shared, nothing, early, most, kept
         )
 
 

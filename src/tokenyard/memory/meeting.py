@@ -87,17 +87,13 @@ class Round:
         """``first`` gave up, waiting for those who were ``missing`` then (none: it was stopped)."""
         names = ", ".join(map(str, missing))
         if first == self._rank:
-            text = (
-                f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}: "
-                f"every rank must come (is one "
-                "of them slow or dead?)"
-            )
+            text = f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}"
+            text += ": every rank must come (is one of them slow or dead?)"
             return PeerTimeout(text, missing[0] if missing else -1)
         known = bool(missing) and self._rank not in missing
-        whom = f" for rank(s) {names}" if known else ""
-        text = (
-            f"rank {self._rank} came to {what}, but rank {first} has given up waiting there{whom}"
-        )
+        gone = f"rank {first} has given up waiting there"
+        gone += f" for rank(s) {names}" if known else ""
+        text = f"rank {self._rank} came to {what}, but {gone}"
         return PeerTimeout(text, missing[0] if known else first)
 
 
@@ -150,9 +146,8 @@ class Meeting:
             made.clear()  # a traceback keeps this frame
             if mine is None:
                 raise
-            raise PeerTimeout(
-                f"{lost}; {what} failed on rank {self._rank}: {said}", lost.rank
-            ) from mine
+            text = f"{lost}; {what} failed on rank {self._rank}: {said}"
+            raise PeerTimeout(text, lost.rank) from mine
         if isinstance(mine, RuntimeError):
             raise mine
         failed = {peer: text for peer, text in enumerate(texts) if text}
@@ -197,13 +192,8 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
         with suppress(RuntimeError):
             store.wait([key], timedelta(seconds=timeout))
         return store.check([key])
-    now = time.monotonic()
-    deadline, pause, next_look, look = (
-        now + timeout,
-        0.0005,
-        now + LOOK,
-        getattr(_here, "look", None),
-    )
+    now, pause, look = time.monotonic(), 0.0005, getattr(_here, "look", None)
+    deadline, next_look = now + timeout, now + LOOK
     while not store.check([key]):
         now = time.monotonic()
         left = deadline - now
@@ -221,14 +211,10 @@ def check_sizes(sizes: list[int]) -> None:
     """Raise ``ValueError`` unless all ranks ask for one multiple of 16 bytes that is allowed."""
     for peer, size in enumerate(sizes):
         if size != sizes[0]:
-            raise ValueError(
-                f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} "
-                f"{size}"
-            )
+            both = f"rank 0 {sizes[0]} bytes, rank {peer} {size}"
+            raise ValueError(f"ranks ask for regions of different sizes: {both}")
     if sizes[0] <= 0 or sizes[0] % 16:
         raise ValueError(f"num_bytes ({sizes[0]}) must be a positive multiple of 16")
     if sizes[0] > MOST_BYTES:
-        raise ValueError(
-            f"num_bytes ({sizes[0]}) must be at most {MOST_BYTES}, which is all that can be "
-            f"addressed"
-        )
+        limit = f"must be at most {MOST_BYTES}, which is all that can be addressed"
+        raise ValueError(f"num_bytes ({sizes[0]}) {limit}")

@@ -46,8 +46,8 @@ class NvshmemMemory(CudaMemory):
         if self.world_size != dist.get_world_size():
             raise NotSupported(
                 f"NVSHMEM knows all {dist.get_world_size()} ranks of the world, but the group has "
-                f"{self.world_size}: make "
-                "ExpertParallel on the default group, or use engine 'collective'"
+                f"{self.world_size}: make ExpertParallel on the default group, or use engine "
+                "'collective'"
             )
         self._symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         try:
@@ -55,30 +55,21 @@ class NvshmemMemory(CudaMemory):
         except RuntimeError as error:
             raise NotSupported(
                 "torch cannot take symmetric memory from NVSHMEM after it has taken some from "
-                "elsewhere in this process: make "
-                f"the object with engine 'twolevel' first, or call torch's set_backend('NVSHMEM') "
-                f"at the start ({error})"
+                "elsewhere in this process: make the object with engine 'twolevel' first, or call "
+                f"torch's set_backend('NVSHMEM') at the start ({error})"
             ) from error
 
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         local: Tensor = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
         handle: Any = self._symmetric.rendezvous(local, self._group)
         node = self.rank // self.ranks_per_node
+        near = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped
         if os.environ.get(PUTS_VARIABLE, "0") not in ("", "0"):
-            pointers = [
-                pointer if peer // self.ranks_per_node == node else 0
-                for peer, pointer in enumerate(pointers)
-            ]
-        missing = [
-            peer
-            for peer, pointer in enumerate(pointers)
-            if not pointer and peer // self.ranks_per_node == node
-        ]
+            pointers = [at if peer in near else 0 for peer, at in enumerate(pointers)]
+        missing = [peer for peer in near if not pointers[peer]]
         if missing:
-            raise RuntimeError(
-                f"NVSHMEM maps no memory of ranks {missing}, which are on node {node} as this rank "
-                f"is"
-            )
+            which = f"which are on node {node} as this rank is"
+            raise RuntimeError(f"NVSHMEM maps no memory of ranks {missing}, {which}")
         self._kept += [local, handle]
         return local, pointers

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.memory.device import DeviceMemory
+from tokenyard.memory.cuda import DeviceMemory
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.symmetric import Region
@@ -49,9 +49,8 @@ def virtual_environment() -> None:
         settings = " ".join(f"{name}={value}" for name, value in wrong.items())
         raise RuntimeError(
             f"CUDA has started in this process without {settings}, so virtual ranks could block "
-            f"each other: call "
-            "virtual_environment() before anything uses CUDA, or start the process with these "
-            "variables"
+            "each other: call virtual_environment() before anything uses CUDA, or start the "
+            "process with these variables"
         )
     os.environ.update(wrong)
 

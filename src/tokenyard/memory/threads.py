@@ -23,9 +23,8 @@ class Gate:
         self._values: list[list[Any]] = [[None] * world_size, [None] * world_size]
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        self._given_up: tuple[int, int] | None = (
-            None  # passage, and the rank that gave up there first
-        )
+        # passage, and the rank that gave up there first
+        self._given_up: tuple[int, int] | None = None
 
     def lose(self, rank: int, why: str) -> None:
         """From now on nobody waits for ``rank``."""
