@@ -78,8 +78,7 @@ class LowLatencyEngine(Engine):
         buffer_bytes: symmetric memory; None: what rows of 2 bytes per channel need.
 
     Attributes:
-        active: int32 ``[R]`` on the device, 0 for ranks that are left out. Kernels read and write
-            it.
+        active: int32 ``[R]`` on the device, 0 for ranks left out. Kernels read and write it.
     """
 
     name = LOW_LATENCY

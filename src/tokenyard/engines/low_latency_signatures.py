@@ -48,35 +48,22 @@ class Outlines(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DispatchSignature:
-    """What dispatches of one signature share.
+    """What dispatches of one signature share."""
 
-    Attributes:
-        tags: what a call tells the other ranks, without weights and with them.
-        padded: whether experts have blocks of one size.
-        num_rows: of the result.
-        launch: ``launch(wide, weighted, load_bytes, timed, stages)`` is :func:`bind_dispatch`; each
-            is made once.
-    """
-
-    tags: tuple[int, int]
-    padded: bool
-    num_rows: int
+    tags: tuple[int, int]  # what a call tells the other ranks, without weights and with them
+    padded: bool  # whether experts have blocks of one size
+    num_rows: int  # of the result
     outlines: Outlines
-    launch: Callable[..., Launch]
+    launch: Callable[..., Launch]  # (wide, weighted, load_bytes, timed, stages); each made once
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CombineSignature:
-    """What combines of one signature share.
+    """What combines of one signature share."""
 
-    Attributes:
-        numbers: what a call tells the other ranks, which dispatch aside: without the owner's
-            weights, and with them.
-        launch: ``launch(weighted, bias, timed, lost, stages)`` is :func:`bind_combine`.
-    """
-
+    # what a call tells the other ranks, which dispatch aside: without the owner's weights, and with
     numbers: tuple[int, int]
-    launch: Callable[..., Launch]
+    launch: Callable[..., Launch]  # (weighted, bias, timed, lost, stages); each made once
 
     def tag(self, at_owner: bool, number: int) -> int:
         """What a combine of dispatch ``number`` tells others. ``at_owner``: weights are there."""

@@ -25,27 +25,16 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """How work is divided among programs; equal on all ranks.
+    """How work is divided among programs; equal on all ranks."""
 
-    Attributes:
-        programs: of every launch, all resident together; at least one per rank.
-        num_warps: of each.
-        max_registers: per thread.
-        words: 4-byte words of a row that a dispatch has in flight at once.
-        sent_channels: channels in flight where a combine sums the rows of a token.
-        added_channels: and where it adds the sums of ranks.
-        pieces: of a row that a dispatch sends, each by a program of its own: 1 or 2.
-        shares: of a token's channels, each added by a program of its own in a combine; a power of
-            two, at most ``programs``.
-    """
-
-    programs: int
-    num_warps: int = 8
-    max_registers: int | None = 128
-    words: int = 4096
-    sent_channels: int = 8192
-    added_channels: int = 8192
-    pieces: int = 1
+    programs: int  # of every launch, all resident together; at least one per rank
+    num_warps: int = 8  # of each program
+    max_registers: int | None = 128  # per thread
+    words: int = 4096  # 4-byte words of a row that a dispatch has in flight at once
+    sent_channels: int = 8192  # in flight where a combine sums the rows of a token
+    added_channels: int = 8192  # and where it adds the sums of ranks
+    pieces: int = 1  # of a row that a dispatch sends, each by a program of its own: 1 or 2
+    # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
 
 

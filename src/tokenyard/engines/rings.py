@@ -34,23 +34,14 @@ def _at_once(rows: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a role of a kernel works.
+    """How a role of a kernel works."""
 
-    Attributes:
-        rows, block: rows, and words (channels in combine) of each, that a program has in flight.
-        chunk: rows per release.
-        num_warps: per program; all roles of a kernel have the same.
-        max_registers: per thread; None: as many as the compiler likes.
-        stages: of those who sum: rounds of loads under way at once, as far as shared memory has
-            room for them (:meth:`stages_for`).
-    """
-
-    rows: int
-    block: int
-    chunk: int = 8
-    num_warps: int = 8
-    max_registers: int | None = None
-    stages: int = 1
+    rows: int  # that a program has in flight
+    block: int  # words (channels in combine) of each
+    chunk: int = 8  # rows per release
+    num_warps: int = 8  # per program; all roles of a kernel have the same
+    max_registers: int | None = None  # per thread; None: as many as the compiler likes
+    stages: int = 1  # of sums: rounds of loads at once, as shared memory has room for
 
     def chunk_of(self, slots: int) -> int:
         """Rows per release through a ring of ``slots``: two chunks must fit."""
@@ -105,21 +96,12 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Shape(Cuts):
-    """How work of engine nvlink is cut into programs.
+    """How work of engine nvlink is cut into programs."""
 
-    Attributes:
-        push: of those who push rows of a combine in place: ``rows`` x ``block`` words at once,
-            wherever rows begin.
-        gather: of those who sum them. With ``stages`` whole rows are a piece of work, else
-            ``block`` channels.
-        writers: programs of a direct dispatch, one on each multiprocessor that calls may use.
-        pushers, gatherers: programs of a combine in place.
-    """
-
-    push: Cut
-    gather: Cut
-    writers: int
-    pushers: int
+    push: Cut  # of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin
+    gather: Cut  # of its sums: with ``stages`` of whole rows, else of ``block`` channels
+    writers: int  # programs of a direct dispatch, one on each multiprocessor that calls may use
+    pushers: int  # programs of a combine in place, as the next
     gatherers: int
 
 
@@ -169,19 +151,13 @@ class Form:
 
     Slots of long rows begin where lines of memory do: stores to a peer that begin inside of one
     cost two.
-
-    Attributes:
-        hidden: channels of a row of ``x``.
-        words, bits: the payload on the wire as words of 32, 16 or 8 bits.
-        scale_words: 4-byte words of scales.
-        meta_words: int32 words that ride along, a multiple of 4.
     """
 
-    hidden: int
-    words: int
-    bits: int
-    scale_words: int
-    meta_words: int
+    hidden: int  # channels of a row of ``x``
+    words: int  # of the payload on the wire,
+    bits: int  # of 32, 16 or 8 bits each
+    scale_words: int  # of 4 bytes
+    meta_words: int  # int32 words that ride along, a multiple of 4
 
     @property
     def payload_bytes(self) -> int:

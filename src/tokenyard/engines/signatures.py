@@ -38,44 +38,29 @@ class Binders(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Signature:
-    """One kind of dispatch or combine.
-
-    Attributes:
-        weighted: whether weights ride along (fresh dispatch).
-        fingerprint, words, tag: what it tells the others. ``fingerprint.call`` is set anew each
-            time, ``words`` begin its header, ``tag`` lacks the routing.
-        form: of a row on the wire.
-        sent: of a row of the result.
-        experts: whether the layout has expert blocks.
-        padding: whether blocks end in rows of zeros.
-        holes: whether some result rows have no source (fresh dispatch).
-        width: of ``Plan.slots``.
-        static_rows: arrival rows and result rows of static shapes.
-        launches: see :meth:`bound`.
-        room: tokens of the last call, and rows that the result of a like one is given before its
-            counts are known.
-        ahead: tables made for such a call (``tables.Ahead``).
-        blank: tables of a static call as they begin, once they were needed (``tables.Blank``).
+    """What dispatches or combines of one signature share. ``fingerprint``, ``words`` and ``tag``
+    are what a call tells the others.
     """
 
     spec: Spec
     mode: Quantize | None
-    weighted: bool
-    fingerprint: Fingerprint
-    words: Any
-    tag: int
-    form: Form
+    weighted: bool  # whether weights ride along (fresh dispatch)
+    fingerprint: Fingerprint  # its ``call`` is set anew each time
+    words: Any  # they begin the header
+    tag: int  # without the routing
+    form: Form  # of a row on the wire
     dtype: torch.dtype
-    sent: RowFormat
-    experts: bool
-    padding: bool
-    holes: bool
-    width: int
-    static_rows: tuple[int, int]
+    sent: RowFormat  # of a row of the result
+    experts: bool  # whether the layout has expert blocks
+    padding: bool  # whether blocks end in rows of zeros
+    holes: bool  # whether some result rows have no source (fresh dispatch)
+    width: int  # of ``Plan.slots``
+    static_rows: tuple[int, int]  # arrival rows and result rows of static shapes
+    # tokens of the last call, and rows given to the result of a like one before counts are known
     room: tuple[int, int] = (-1, 0)
-    launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])
-    ahead: Any = None
-    blank: Any = None
+    launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])  # see :meth:`bound`
+    ahead: Any = None  # ``tables.Ahead`` of such a call
+    blank: Any = None  # ``tables.Blank`` of a static call, once it was needed
 
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
         """The launch ``key`` of such calls. ``bind`` makes it once, and may wait for the device."""

@@ -111,11 +111,6 @@ def pack_routing(routing: int) -> int:
     return (routing & mask) << at
 
 
-def _unrouted(tag: int) -> int:
-    """A tag without the routing's part."""
-    return tag if tag == REFUSED else tag & ((1 << _BITS[-1][2]) - 1)
-
-
 def unpack(tag: int) -> dict[str, int]:
     """The fields of a packed fingerprint."""
     return {name: tag >> at & mask for name, mask, at in _BITS}
@@ -178,7 +173,8 @@ class StatusMonitor:
         if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):
             at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
         else:
-            at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == _unrouted(tag)]
+            plain = tag if tag == REFUSED else tag & ((1 << _BITS[-1][2]) - 1)  # no routing
+            at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == plain]
         exact = [begun for begun in alike if begun.at == at]
         return (exact or alike or self._begun)[-1]
 
@@ -325,10 +321,8 @@ class StatusMonitor:
         for name in TAG_FIELDS:
             if mine[name] != theirs[name]:
                 own, other = (self._shown(name, each[name]) for each in (mine, theirs))
-                return Mismatch(
-                    f"ranks disagree on {head.name_of(name)} ({self._call}): rank {me} says {own}, "
-                    f"rank {peer} says {other}"
-                )
+                both = f"rank {me} says {own}, rank {peer} says {other}"
+                return Mismatch(f"ranks disagree on {head.name_of(name)} ({self._call}): {both}")
         return Mismatch(f"ranks {me} and {peer} are in different calls ({self._call})")
 
     def _shown(self, name: str, value: int) -> object:

@@ -37,34 +37,25 @@ def limit_of(grid: Topology) -> str:
 class Tuning(Cuts):
     """How work of engine twolevel is cut into programs. Equal on all ranks.
 
-    Attributes:
-        pull: of a combine in place.
-        workers: programs of a channel, which share its tasks (``kernels/two_turns.py``): one per
-            role and peer, and the greeting. With as many workers as tasks each has a program of its
-            own; with one, each program does everything for its channel.
-        forward: of forwarders; ``chunk`` is not used, as rings inside have one
-            (``dispatch.chunk``).
-        net_chunk: rows per put and per network credit, at most.
-        turn: tokens that a reducer sums in one turn.
-        net_share: part of all rings' memory that is for network rings and the staging beside them.
+    ``workers`` are the programs of a channel, which share its tasks (``kernels/two_turns.py``): one
+    per role and peer, and the greeting. With as many workers as tasks each has a program of its
+    own; with one, each program does everything for its channel.
     """
 
-    pull: Cut
+    pull: Cut  # of a combine in place
     workers: int
-    forward: Cut
-    net_chunk: int
-    turn: int
-    net_share: float = NET_SHARE
+    forward: Cut  # of forwarders, without ``chunk``: rings inside have one (``dispatch.chunk``)
+    net_chunk: int  # rows per put and per network credit, at most
+    turn: int  # tokens that a reducer sums in one turn
+    net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
 
 
 def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
     """Channels (1 at least) whose rings all hold ``LEAST_SLOTS`` rows of ``row_bytes``."""
     near, far = grid.world_size, 2 * (grid.num_nodes - 1)
     share = NET_SHARE if far else 0.0
-    rows = (
-        min((1 - share) * buffer_bytes / near, share * buffer_bytes / far if far else buffer_bytes)
-        / row_bytes
-    )
+    far_bytes = share * buffer_bytes / far if far else buffer_bytes
+    rows = min((1 - share) * buffer_bytes / near, far_bytes) / row_bytes
     return max(1, min(MOST_CHANNELS, int(rows / LEAST_SLOTS)))
 
 

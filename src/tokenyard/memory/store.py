@@ -8,8 +8,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_DEFAULT = timedelta(seconds=300)
-
 
 class CooperativeStore(dist.Store):
     """A dictionary with the interface of ``torch.distributed.Store``; also a base for
