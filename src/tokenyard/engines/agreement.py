@@ -21,10 +21,8 @@ from tokenyard.types import Layout, Quantize
 
 
 class Agreement(Engine):
-    """Numbers the calls of one rank, and has all ranks agree on each.
-
-    Args:
-        relays: whether rows are relayed: then headers count rows to each node too.
+    """Numbers the calls of one rank, and has all ranks agree on each. ``relays``: whether rows are
+    relayed: then headers count rows to each node too.
     """
 
     def __init__(
@@ -109,9 +107,7 @@ class Agreement(Engine):
         self, fingerprint: Fingerprint, topk_idx: Tensor, departure: SendPlan, spec: Spec
     ) -> Callable[[], Tensor | None]:
         """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
-        the host.
-
-        None instead of them where static shapes let the device go on alone.
+        the host; None where static shapes let the device go on alone.
         """
         config = self.config
         if not self._has_headers(DISPATCH, spec.exact):

@@ -58,11 +58,8 @@ class Report(NamedTuple):
 class FailureReports:
     """Reports of ranks that gave up, one per rank; whoever has none did not give up but was lost.
 
-    The store is asked on another thread, as it may block: who waits for it here can be interrupted.
-
-    Args:
-        store: of this object alone.
-        timeout: of the object, in seconds; it bounds the grace.
+    The store (of this object alone) is asked on another thread, as it may block: who waits for it
+    here can be interrupted. ``timeout`` of the object, in seconds, bounds the grace.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
@@ -165,9 +162,8 @@ class FailureReports:
         return what if (at == number) == here else ""
 
     def _or_else(self, call: Callable[[], _T], unknown: _T) -> Callable[[], _T]:
-        """``call``, but ``unknown`` where the store does not answer.
-
-        One whose process is gone is asked nothing more: torch prints a page for every question.
+        """``call``, but ``unknown`` where the store does not answer. One whose process is gone is
+        asked nothing more: torch prints a page for every question.
         """
 
         def asked() -> _T:

@@ -151,10 +151,8 @@ class GlooTransport:
         return works
 
     def _until(self, begun: Begun, what: str) -> Any:
-        """Wait for what is under way on the other thread, and return what comes of it.
-
-        Ctrl-C ends the wait, and so does a rank that has given up: this one waits in vain, if for
-        another.
+        """Wait for what is under way on the other thread, and return what comes of it. Ctrl-C ends
+        the wait, and so does a rank that has given up: this one waits in vain.
         """
         told = False
         try:

@@ -120,11 +120,8 @@ class LowLatencyEngine(Engine):
         in_place: bool,
         options: CallOptions | None,
     ) -> None:
-        """Raise if a dispatch cannot be made.
-
-        Raises:
-            NotSupported: names the engine that can.
-            ValueError: rows do not fit into slots, options are wrong.
+        """Raise if a dispatch cannot be made: NotSupported names the engine that can; ValueError:
+        rows do not fit into slots, options are wrong.
         """
         by_column = options is not None and options.scales_by_column
         lack = "cached dispatch (handle=)" if cached else "in_place=True" if in_place else ""
@@ -191,11 +188,7 @@ class LowLatencyEngine(Engine):
     def check_combine(
         self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
     ) -> None:
-        """Raise if a combine cannot be made.
-
-        Raises:
-            ValueError: rows do not fit into slots, options are wrong.
-        """
+        """Raise if a combine cannot be made: ValueError: rows do not fit, options are wrong."""
         self._signatures.combine(rows, spec)
         self._check_open()
         if options is not None:

@@ -38,11 +38,8 @@ class CallOptions:
     lost_weights: Tensor | None = None
 
     def check(self, config: Config, device: torch.device | None, num_tokens: int | None) -> None:
-        """Raise if they cannot be. ``num_tokens``: of a combine; None: they are those of a
-        dispatch.
-
-        Raises:
-            ValueError: names the option, the limit and the value.
+        """Raise ValueError, which names option, limit and value, if they cannot be. ``num_tokens``:
+        of a combine; None: they are those of a dispatch.
         """
         timeout: Any = self.timeout
         if timeout is not None and not 0 < real(timeout) < 1e9:

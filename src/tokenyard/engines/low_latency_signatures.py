@@ -99,11 +99,9 @@ class Signatures:
     def dispatch(
         self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool = False
     ) -> DispatchSignature:
-        """The signature of a dispatch. ``by_column``: ``CallOptions.scales_by_column``.
-
-        Raises:
-            NotSupported: names the engine that can.
-            ValueError: rows do not fit into slots, or have no scales in blocks.
+        """The signature of a dispatch. ``by_column``: ``CallOptions.scales_by_column``. Raises
+        NotSupported, which names the engine that can, or ValueError: rows do not fit into slots, or
+        have no scales in blocks.
         """
         scales = payload.scales
         given = None if scales is None else (scales.dtype, scales.shape[1])
@@ -115,11 +113,7 @@ class Signatures:
         return signature
 
     def combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
-        """The signature of a combine.
-
-        Raises:
-            ValueError: rows do not fit into slots.
-        """
+        """The signature of a combine. ValueError: rows do not fit into slots."""
         key = (rows.dtype, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
         signature = self._kept.get(key)
         if signature is None:

@@ -41,10 +41,7 @@ class KernelConfig:
 def kernel_config(num_sms: int, num_ranks: int, max_tokens: int) -> KernelConfig:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
     that, because a program takes one slot. Rows are divided into as many parts as there are
-    programs for, besides those that count.
-
-    Raises:
-        ValueError: too few multiprocessors.
+    programs for, besides those that count. ValueError: too few multiprocessors.
     """
     if 2 * num_sms < num_ranks:
         raise ValueError(
@@ -138,11 +135,7 @@ class Workspace:
         return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes))[1]
 
     def check_fits(self, row: Form, what: str) -> None:
-        """Raise if a row does not fit into a slot.
-
-        Raises:
-            ValueError: names the size, and the ``buffer_bytes`` that it would take.
-        """
+        """Raise ValueError, with the ``buffer_bytes`` it takes, if a row fits into no slot."""
         if row.slot_bytes > self.sizes.slot_bytes:
             needed = self.bytes_for(-(-row.slot_bytes // 128) * 128)
             raise ValueError(

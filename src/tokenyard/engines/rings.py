@@ -57,18 +57,14 @@ class Cut:
         return _at_once(registers // channels, most)
 
     def stages_for(self, round_bytes: int, shared: int) -> int:
-        """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there.
-
-        Example: 4 stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor have
-        room for one such round each.
+        """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there. 4
+        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each.
         """
         return max(1, min(self.stages, 1 + shared // round_bytes))
 
     def staged(self, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
         """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared
-        memory: nor do registers hold them.
-
-        ``row_bytes``: of a row in a round, with all that is added to it.
+        memory: nor do registers hold them. ``row_bytes``: of a row, with all that is added to it.
         """
         while rows > 1 and self.stages > 1 and self.stages_for(rows * row_bytes, shared) == 1:
             rows //= 2
@@ -189,11 +185,8 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 
 
 class Ground:
-    """What an object keeps on the device between calls. Making one is collective.
-
-    Attributes:
-        buffer_bytes: what all rings together were given; ``num_bytes``, of the whole region,
-            differs.
+    """What an object keeps on the device between calls. Making one is collective. ``buffer_bytes``
+    is what all rings together were given, ``num_bytes`` the whole region.
     """
 
     def __init__(
@@ -241,11 +234,7 @@ class Ground:
         return self.memory.world_size, 0, False
 
     def slots(self, form: Form) -> int:
-        """Rows of ``form`` that one ring holds.
-
-        Raises:
-            ValueError: fewer than two.
-        """
+        """Rows of ``form`` that one ring holds. ValueError: fewer than two."""
         rings = self.memory.world_size * self.shape.channels
         return self._slots(form, self.ring_bytes, f"{rings} rings")
 

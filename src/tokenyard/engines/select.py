@@ -248,10 +248,8 @@ def _common_obstacle(
     grid: Topology | None = None,
 ) -> tuple[str, int]:
     """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest
-    multiprocessors of a rank's GPU.
-
-    The same on every rank. ``grid``: GPUs of different nodes need not map each other's memory if
-    there is NVSHMEM.
+    multiprocessors of a GPU: the same on every rank. ``grid``: GPUs of different nodes need not map
+    each other's memory if there is NVSHMEM.
     """
     sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:

@@ -88,11 +88,7 @@ _PHASES: dict[int, tuple[str, str]] = {
 
 
 def pack(fingerprint: Fingerprint, config: Config) -> int:
-    """The fields of :data:`TAG_FIELDS` in one number of 63 bits.
-
-    Raises:
-        ValueError: one does not fit.
-    """
+    """The fields of :data:`TAG_FIELDS` in 63 bits. ValueError: one does not fit."""
     tag = 0
     for name, mask, at in _BITS:
         value: int = getattr(fingerprint, name)
@@ -156,9 +152,7 @@ class StatusMonitor:
     @property
     def _now(self) -> Begun:
         """The call in which a kernel gave up, behind which others may be queued; the last one,
-        while none has.
-
-        Of a replay of a CUDA graph: the last call of that kind that the host made.
+        while none has. Of a replay of a CUDA graph: the last call of that kind by the host.
         """
         code, phase, own, tag, hellos = (
             int(self._status[at])
@@ -183,10 +177,8 @@ class StatusMonitor:
         return f"{head.OPS[self._now.op]} #{self._now.number}"
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait on the host until ``ready()`` or until a kernel gives up, and raise then.
-
-        Kernels bound every wait themselves; how long the device is busy before is the caller's
-        affair.
+        """Wait on the host until ``ready()`` or until a kernel gives up, and raise then. Kernels
+        bound every wait themselves; how long the device is busy before is the caller's affair.
         """
         memory, status, begin = self._ground.memory, self._status, time.monotonic()
         limit = self._config.timeout + 1
@@ -238,10 +230,8 @@ class StatusMonitor:
         self._failures.close()
 
     def _stop(self) -> None:
-        """Tell kernels of this rank that one of them has given up: who closes the object need not
-        wait for their timeout.
-
-        The copy engine writes the word, beside kernels that fill the device.
+        """Tell kernels of this rank that one of them has given up, so that nobody waits for their
+        timeout. The copy engine writes the word, beside kernels that fill the device.
         """
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._give_up(1)
@@ -253,12 +243,8 @@ class StatusMonitor:
             self._ground.state[at : at + 1].copy_(value, non_blocking=True)
 
     def raise_if_failed(self) -> None:
-        """Raise what a kernel of this rank has given up on, if any.
-
-        Raises:
-            PeerTimeout: a rank was silent.
-            Mismatch: ranks are in different calls.
-            PeerError: a rank announced too much.
+        """Raise what a kernel of this rank has given up on, if any: PeerTimeout (a rank was
+        silent), Mismatch (different calls) or PeerError (a rank announced too much).
         """
         if not self._status[sync.CODE]:
             return

@@ -30,10 +30,8 @@ class Spans:
         recv_counts: list[int],
         stride: int | None = None,
     ) -> Spans:
-        """Rows to and from ``peers`` only, one count of each per peer.
-
-        Blocks follow each other without gaps, or are ``stride`` rows long, of which the first
-        ``counts`` are in use.
+        """Rows to and from ``peers`` only, one count of each per peer. Blocks follow each other
+        without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use.
         """
 
         def spread(values: list[int]) -> list[int]:

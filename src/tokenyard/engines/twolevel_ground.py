@@ -77,13 +77,8 @@ def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) 
 def tuning_for(
     num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
 ) -> Tuning:
-    """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps.
-
-    Args:
-        channels: at most.
-
-    Raises:
-        ValueError: there is none for a worker.
+    """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps, and ``channels``
+    at most. ValueError: there is none for a worker.
     """
     if num_sms < 1:
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
@@ -169,11 +164,7 @@ class TwoGround(Ground):
         return self.tuning.workers * self.tuning.channels
 
     def net_ring(self, form: Form) -> NetRing:
-        """How a network ring takes rows of ``form``.
-
-        Raises:
-            ValueError: it has room for less than two.
-        """
+        """How a network ring takes rows of ``form``. ValueError: it has room for less than two."""
         if self.grid.num_nodes == 1:  # there is none
             return NetRing(4 * self.tuning.net_chunk, self.tuning.net_chunk)
         rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels

@@ -174,10 +174,8 @@ class View:
         out: Tensor | None,
     ) -> Tensor:
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
-        ``bias``: up to two more terms.
-
-        Rows that lie elsewhere than in the view are copied there first, which ends the life of
-        earlier results.
+        ``bias``: up to two more terms. Rows that lie elsewhere than in the view are copied there
+        first, which ends the life of earlier results.
         """
         ground, print_ = self._ground, kind.fingerprint
         view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
@@ -218,9 +216,7 @@ class View:
         out: Tensor | None,
     ) -> Tensor:
         """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T,
-        H]``, in ``out`` where that can be.
-
-        ``bias``: up to two more terms. ``out`` may overlap rows and terms.
+        H]``, in ``out`` where that can be; it may overlap rows and ``bias``, up to two more terms.
         """
         config, ground, tokens = self._config, self._ground, plan.first_pick.shape[0]
         most = (config.world_size - 1) * config.max_tokens_per_rank * rows.shape[1] * rows.itemsize
@@ -278,9 +274,7 @@ class View:
 
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a view of one, raises ``why``.
-
-        torch has the means in its CUDA builds only. Elsewhere (the simulator) the tensors live on
-        with the next call's rows.
+        torch has the means in its CUDA builds only; elsewhere they live on with the next rows.
         """
         _forbid(self._given, why)
 

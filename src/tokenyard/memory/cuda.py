@@ -23,11 +23,7 @@ _HELD: list[Any] = []
 
 class DeviceMemory:
     """The part of :class:`SymmetricMemory` that concerns one rank and its GPU alone, whether ranks
-    are processes or threads.
-
-    Args:
-        device: a CUDA device with its index.
-        kernels: those loaded on it. Launches go to its current stream.
+    are processes or threads. ``kernels`` are loaded on ``device``, which has an index.
     """
 
     ranks_per_node = 0
@@ -41,9 +37,7 @@ class DeviceMemory:
 
     def host_words(self, count: int) -> Tensor:
         """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same
-        ``data_ptr()``.
-
-        Ask before the gate: it may wait for kernels that run.
+        ``data_ptr()``. Ask before the gate: it may wait for kernels that run.
         """
         with torch.cuda.device(self.device):
             words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -105,13 +99,8 @@ class CudaMemory(DeviceMemory):
         self._meeting = Meeting(store or dist.HashStore(), rank, world_size, timeout)
 
     def allocate(self, num_bytes: int) -> Region:
-        """Collective: a zeroed region of ``num_bytes`` on every rank. See :class:`SymmetricMemory`.
-
-        Raises:
-            PeerTimeout: a rank did not come.
-            ValueError: sizes differ.
-            RuntimeError: a GPU cannot map a peer's memory, or memory is short on a rank, which is
-                named on the others; the message is the driver's.
+        """See :class:`SymmetricMemory`. RuntimeError: a GPU cannot map a peer's memory, or memory
+        is short on a rank, which is named on the others; the message is the driver's.
         """
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):

@@ -29,11 +29,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(kernel: Any) -> Parameters:
-    """The parameters of a ``@triton.jit`` function, compiled or interpreted.
-
-    Raises:
-        ValueError: an argument comes after a constant.
-    """
+    """The parameters of a ``@triton.jit`` function. ValueError: an argument after a constant."""
     given = inspect.signature(kernel.fn).parameters
     constants = tuple(name for name in given if "constexpr" in str(given[name].annotation))
     args = tuple(name for name in given if name not in constants)
@@ -89,10 +85,8 @@ def calls_network(constants: dict[str, Any]) -> bool:
 
 
 def device_library() -> str:
-    """Path of the library that kernels with NVSHMEM's calls are linked with.
-
-    Raises:
-        RuntimeError: it was not found; torch says where it looked.
+    """Path of the library that kernels with NVSHMEM's calls are linked with. RuntimeError: torch
+    did not find it, and says where it looked.
     """
     found: Any = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
     return str(found.NvshmemLibFinder.find_device_library())
@@ -222,11 +216,8 @@ class Kernels:
         constants: dict[str, Any],
     ) -> Callable[..., None]:
         """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it
-        launches on the current stream.
-
-        Raises:
-            ValueError: not all programs would run together: those that do could wait for ever for
-                those that do not.
+        launches on the current stream. ValueError: not all programs would run together: those that
+        do could wait for ever for those that do not.
         """
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if grid > loaded.most:
@@ -336,9 +327,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def wait_until(ready: Callable[[], bool], timeout: float, brisk: float = 10e-3) -> bool:
-    """Poll ``ready`` until it is true, letting other threads run in between; False after
-    ``timeout`` seconds.
-
+    """Poll ``ready`` until it is true, letting other threads run; False after ``timeout`` seconds.
     After ``brisk`` seconds it polls every 100 microseconds only.
     """
     start = time.monotonic()

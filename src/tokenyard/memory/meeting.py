@@ -27,9 +27,7 @@ _here = threading.local()
 
 class Round:
     """One meeting. Its verdict (all came, or this rank gave up first) is written once, atomically.
-
-    Args:
-        store: a part for this meeting alone, seen by exactly these ranks.
+    The part of the ``store`` is for this meeting alone, seen by exactly these ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -98,14 +96,11 @@ class Round:
 
 
 class Meeting:
-    """Numbered meetings of all ranks of one object; every rank holds them in the same order.
+    """Numbered meetings of all ranks of one object; every rank holds them in the same order. No
+    rank goes on while another gives up (:class:`Round`).
 
-    No rank goes on while another gives up (:class:`Round`).
-
-    Args:
-        store: seen by exactly these ranks, or a prefix that belongs to this object.
-        rank, world_size: this rank's place.
-        timeout: seconds that a rank is waited for.
+    The ``store`` is seen by exactly these ranks, or a prefix that belongs to this object. A rank is
+    waited for ``timeout`` seconds.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
@@ -158,12 +153,8 @@ class Meeting:
         return made[0]
 
     def same_size(self, num_bytes: int, word: str = "") -> list[str]:
-        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16. Returns
-        everybody's ``word``.
-
-        Raises:
-            ValueError: they do not.
-            PeerTimeout: a rank did not come.
+        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16 (ValueError:
+        they do not; PeerTimeout). Returns everybody's ``word``.
         """
         everybody = [
             text.split(" ", 1)

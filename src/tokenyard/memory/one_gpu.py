@@ -39,11 +39,7 @@ _T = TypeVar("_T")
 
 
 def virtual_environment() -> None:
-    """Set :data:`ENVIRONMENT` in this process.
-
-    Raises:
-        RuntimeError: CUDA has started without it.
-    """
+    """Set :data:`ENVIRONMENT` here. RuntimeError: CUDA has started without it."""
     wrong = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
     if wrong and torch.cuda.is_initialized():
         settings = " ".join(f"{name}={value}" for name, value in wrong.items())
@@ -56,11 +52,7 @@ def virtual_environment() -> None:
 
 
 class VirtualWorld:
-    """What the ranks of one :func:`run_virtual_ranks` share.
-
-    Args:
-        device: the CUDA device (with its index) of all ranks.
-    """
+    """What ranks of one :func:`run_virtual_ranks` share on ``device``, which has an index."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size, self.device = world_size, device
@@ -138,11 +130,8 @@ class VirtualGroup:
 
 
 class VirtualMemory(DeviceMemory):
-    """Symmetric memory of one virtual rank: every rank's part is a tensor of this process.
-
-    Args:
-        group: this rank's.
-        timeout: seconds that ranks wait for each other in :meth:`allocate` and :meth:`gate`.
+    """Symmetric memory of one virtual rank: every rank's part is a tensor of this process. Ranks
+    wait ``timeout`` seconds for each other in :meth:`allocate` and :meth:`gate`.
     """
 
     shared_gpu = True
@@ -156,12 +145,7 @@ class VirtualMemory(DeviceMemory):
         self._gate = group.open_gate()
 
     def allocate(self, num_bytes: int) -> Region:
-        """Collective: a zeroed region on every rank. See :class:`SymmetricMemory`.
-
-        Raises:
-            PeerTimeout: a rank did not come.
-            ValueError: sizes differ, or are no multiple of 16.
-        """
+        """See :class:`SymmetricMemory`."""
         # Past this meeting all ranks have launched what they had to launch, so the allocator may
         # wait for the GPU.
         check_sizes(self._meet("allocating symmetric memory", num_bytes))
@@ -178,12 +162,7 @@ class VirtualMemory(DeviceMemory):
         return self._gate.meet(self.rank, what, self._timeout, value)
 
     def gate(self) -> None:
-        """Wait until every rank has come here.
-
-        Raises:
-            PeerTimeout: a rank did not come.
-            PeerLost: a rank has ended.
-        """
+        """Wait until all ranks have come. PeerTimeout: one did not; PeerLost: one has ended."""
         self._meet("the gate before launches that wait for each other")
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:

@@ -11,15 +11,12 @@ import torch.distributed as dist
 
 class CooperativeStore(dist.Store):
     """A dictionary with the interface of ``torch.distributed.Store``; also a base for
-    ``PrefixStore``.
+    ``PrefixStore``. ``changes`` counts how often a value was set.
 
     Args:
         yield_: called over and over while a rank waits; lets others run.
         clock: seconds, for timeouts.
         timeout: seconds that :meth:`get` and :meth:`wait` without a timeout wait.
-
-    Attributes:
-        changes: how often a value was set, in total.
     """
 
     def __init__(
@@ -40,11 +37,7 @@ class CooperativeStore(dist.Store):
         self.changes += 1
 
     def get(self, key: str) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            DistStoreError: it did not come.
-        """
+        """Wait for a value. DistStoreError: it did not come."""
         self.wait([key])
         return self._values[key]
 
@@ -81,11 +74,7 @@ class CooperativeStore(dist.Store):
     getNumKeys = num_keys  # noqa: N815
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all have values.
-
-        Raises:
-            DistStoreError: they did not come.
-        """
+        """Wait until all have values. DistStoreError: they did not come."""
         limit = self._timeout if timeout is None else timeout
         missing = [key for key in keys if key not in self._values]
         if missing:

@@ -33,12 +33,8 @@ class Gate:
             self._changed.notify_all()
 
     def meet(self, rank: int, what: str, timeout: float, value: Any = None) -> list[Any]:
-        """Everybody's value by rank, once all have come. If one rank gives up, all do.
-
-        Raises:
-            PeerTimeout: a rank did not come within ``timeout`` seconds, or another rank has given
-                up here.
-            PeerLost: a rank has ended.
+        """Everybody's value by rank, once all have come. If one rank gives up, all do. PeerTimeout:
+        a rank did not come within ``timeout`` seconds, or gave up here; PeerLost: a rank has ended.
         """
         with self._changed:
             self._arrived[rank] += 1
@@ -83,11 +79,7 @@ class Gate:
 
 
 class ThreadsFailed(RuntimeError):
-    """Some ranks raised, or did not end in time.
-
-    Attributes:
-        errors: by rank; those that came first, first.
-    """
+    """Some ranks raised, or did not end in time. ``errors``: by rank, the first first."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)
@@ -98,11 +90,8 @@ def run_threads(
     world_size: int, run: Callable[[int], _T], lose: Callable[[int, str], None], timeout: float
 ) -> list[_T]:
     """``run(rank)`` on a thread for each rank; results by rank. ``lose(rank, why)`` is called when
-    one has ended.
-
-    Raises:
-        ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck thread is
-            left behind.
+    one has ended. ThreadsFailed: ranks raised, or did not end within ``timeout`` seconds; a stuck
+    thread is left behind.
     """
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
