@@ -95,9 +95,9 @@ class CollectiveEngine(Agreement):
             rows()
             route, hops = departure.token, list[int]()
             if self._hierarchy is not None:
-                leg = self._hierarchy.plan(form.topk_idx(recv), sources, spec)
-                recv = self._hierarchy.forward(form, recv, leg, "dispatch", self._calls - 1)
-                route, hops = self._hierarchy.packed(route, spans, leg)
+                hop = self._hierarchy.plan(form.topk_idx(recv), sources, spec)
+                recv = self._hierarchy.forward(form, recv, hop, "dispatch", self._calls - 1)
+                route, hops = self._hierarchy.packed(route, spans, hop)
         with record_function("tokenyard.dispatch.place"):
             payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
             routing, matrix = 0, list[int]()
@@ -131,14 +131,14 @@ class CollectiveEngine(Agreement):
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             form = self._format(payload)
-            token, spans, leg = self._known(plan, spec)
+            token, spans, hop = self._known(plan, spec)
             send = self._rows.buffer("send", form, token.numel(), payload.x.device)
             form.pack(payload, token, None, send)
             recv = self._received(form, spans, spec, payload.x.device)
             agreed()
             self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
-            if self._hierarchy is not None and leg is not None:
-                recv = self._hierarchy.forward(form, recv, leg, "cached dispatch", self._calls - 1)
+            if self._hierarchy is not None and hop is not None:
+                recv = self._hierarchy.forward(form, recv, hop, "cached dispatch", self._calls - 1)
             if raw:
                 return form.take(recv, None)
             return self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
@@ -157,20 +157,19 @@ class CollectiveEngine(Agreement):
     ) -> tuple[Tensor, Tensor | None]:
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            form = RowFormat(
-                rows.shape[1], rows.dtype, picks=width, weighted=reduce_weights is not None
-            )
+            reduces, scaled = reduce_weights is not None, weights is not None
+            form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
             fingerprint = self._fingerprint(
-                COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
+                COMBINE, Payload(rows, None), spec, None, width > 0, plan, scaled
             )
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
-            token, spans, leg = self._known(plan, spec)
+            token, spans, hop = self._known(plan, spec)
             send = self._partial_sums(
                 form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
             )
             agreed()
-            if self._hierarchy is not None and leg is not None:
-                send = self._hierarchy.join(form, send, leg, "combine", self._calls - 1)
+            if self._hierarchy is not None and hop is not None:
+                send = self._hierarchy.join(form, send, hop, "combine", self._calls - 1)
             recv = self._rows.buffer("recv", form, token.numel(), rows.device)
             self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
             shape = (plan.returns.shape[0], rows.shape[1])
@@ -230,8 +229,8 @@ class CollectiveEngine(Agreement):
         if self._hierarchy is None:
             return plan.route, self._first_hop(sends, sources, spec), None
         across, comes, _ = self._hierarchy.counts_of(plan, spec)
-        token, leg = self._hierarchy.known(plan, spec, sources)
-        return token, self._first_hop(across, comes, spec), leg
+        token, hop = self._hierarchy.known(plan, spec, sources)
+        return token, self._first_hop(across, comes, spec), hop
 
     def _received(self, form: RowFormat, spans: Spans, spec: Spec, device: torch.device) -> Tensor:
         """Room for the rows of the first hop."""
@@ -244,12 +243,8 @@ class CollectiveEngine(Agreement):
     def _format(
         self, payload: Payload, *, routed: bool = False, weighted: bool = False
     ) -> RowFormat:
-        return replace(
-            row_of(payload, None),
-            picks=self.config.num_topk if routed else 0,
-            routed=routed,
-            weighted=weighted,
-        )
+        picks = self.config.num_topk if routed else 0
+        return replace(row_of(payload, None), picks=picks, routed=routed, weighted=weighted)
 
     def _arrive(
         self, form: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec

@@ -75,12 +75,12 @@ class Hierarchy:
         """The hop of rows with ids ``topk_idx [Q, K]``; ``sources [R]``: rows from each rank."""
         hits = self._hits(topk_idx)
         if not spec.exact:
-            return self._static_leg(hits, sources)
+            return self._static_hop(hits, sources)
         sends = host_ints(hits.sum(0))
         order, joins = send_order(hits), return_places(hits, None, self.width)
         return Hop(self._spans(sends, sources), order, joins, self._arrange(sources, hits.device))
 
-    def _static_leg(self, hits: Tensor, sources: list[int]) -> Hop:
+    def _static_hop(self, hits: Tensor, sources: list[int]) -> Hop:
         """For CUDA graphs, no counts on the host: M places by (destination, node, token)."""
         each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
         if self._rows.counts_on_host:
@@ -131,13 +131,13 @@ class Hierarchy:
 
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 
-    def packed(self, token: Tensor, first: Spans, leg: Hop) -> tuple[Tensor, list[int]]:
+    def packed(self, token: Tensor, first: Spans, hop: Hop) -> tuple[Tensor, list[int]]:
         """``Plan.route``, which begins with ``token``, and numbers for ``Plan.splits``."""
-        route = torch.cat([token, leg.order, leg.joins.reshape(-1), leg.arrange])
+        route = torch.cat([token, hop.order, hop.joins.reshape(-1), hop.arrange])
         rail = self.grid.rail_of(self.config.rank)
         both = first.send_counts, first.recv_counts
         across = [counts[rank] for counts in both for rank in rail]
-        return route, [*across, *(leg.spans.send_counts[peer] for peer in self._peers)]
+        return route, [*across, *(hop.spans.send_counts[peer] for peer in self._peers)]
 
     def counts_of(self, plan: Plan, spec: Spec) -> tuple[list[int], list[int], list[int]]:
         """Of ``plan.splits``: rows to and from each node, and to each rank of this node."""
@@ -147,7 +147,7 @@ class Hierarchy:
         return numbers[:nodes], numbers[nodes : 2 * nodes], numbers[2 * nodes :]
 
     def known(self, plan: Plan, spec: Spec, sources: list[int]) -> tuple[Tensor, Hop]:
-        """``token`` and the leg, as they were packed."""
+        """``token`` and the hop, as they were packed."""
         sends, recvs, forwards = self.counts_of(plan, spec)
         if spec.exact:
             left, relayed, stride = sum(sends), sum(recvs), None
@@ -166,31 +166,31 @@ class Hierarchy:
 
     # Rows
 
-    def forward(self, form: RowFormat, relayed: Tensor, leg: Hop, op: str, call: int) -> Tensor:
+    def forward(self, form: RowFormat, relayed: Tensor, hop: Hop, op: str, call: int) -> Tensor:
         """Send ``relayed [Q, bytes]`` on; returns ``[Nb, bytes]`` by source rank and token."""
-        copies = self._rows.buffer("relay", form, leg.order.numel(), relayed.device)
-        _copy_rows(relayed, leg.order.clamp(min=0), copies)
+        copies = self._rows.buffer("relay", form, hop.order.numel(), relayed.device)
+        _copy_rows(relayed, hop.order.clamp(min=0), copies)
         if form.routed:
-            form.vacate(copies, leg.order < 0)
-        came = self._rows.buffer("recv", form, leg.arrange.numel(), relayed.device)
-        if form.routed and sum(leg.spans.recv_counts) < came.shape[0]:  # nobody sends to some
+            form.vacate(copies, hop.order < 0)
+        came = self._rows.buffer("recv", form, hop.arrange.numel(), relayed.device)
+        if form.routed and sum(hop.spans.recv_counts) < came.shape[0]:  # nobody sends to some
             form.vacate(came)
-        self._rows.move(copies, came, leg.spans, op + INSIDE, call)()
-        recv = self._rows.buffer("relay", form, leg.arrange.numel(), relayed.device)
-        _copy_rows(came, leg.arrange, recv)
+        self._rows.move(copies, came, hop.spans, op + INSIDE, call)()
+        recv = self._rows.buffer("relay", form, hop.arrange.numel(), relayed.device)
+        _copy_rows(came, hop.arrange, recv)
         return recv
 
-    def join(self, form: RowFormat, rows: Tensor, leg: Hop, op: str, call: int) -> Tensor:
+    def join(self, form: RowFormat, rows: Tensor, hop: Hop, op: str, call: int) -> Tensor:
         """Bring ``rows [Nb, bytes]`` back to who relayed them; returns sums ``[Q, bytes]``."""
-        back = self._rows.buffer("relay", form, leg.arrange.numel(), rows.device)
+        back = self._rows.buffer("relay", form, hop.arrange.numel(), rows.device)
         if back.numel():
-            as_words(back).index_copy_(0, leg.arrange, as_words(rows))
-        copies = self._rows.buffer("recv", form, leg.order.numel(), rows.device)
-        self._rows.move(back, copies, leg.spans.reversed(), op + INSIDE, call)()
-        sums = self._rows.buffer("send", form, leg.joins.shape[0], rows.device)
-        sum_rows(form.payload(copies), leg.joins, form.payload(sums))
+            as_words(back).index_copy_(0, hop.arrange, as_words(rows))
+        copies = self._rows.buffer("recv", form, hop.order.numel(), rows.device)
+        self._rows.move(back, copies, hop.spans.reversed(), op + INSIDE, call)()
+        sums = self._rows.buffer("send", form, hop.joins.shape[0], rows.device)
+        sum_rows(form.payload(copies), hop.joins, form.payload(sums))
         if form.weighted:
-            sum_rows(form.weights(copies), leg.joins, form.weights(sums))
+            sum_rows(form.weights(copies), hop.joins, form.weights(sums))
         return sums
 
 

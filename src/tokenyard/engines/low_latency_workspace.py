@@ -96,7 +96,7 @@ class Workspace:
         if tokens > MOST_TOKENS:
             limit = f"must be at most {MOST_TOKENS} with engine 'low_latency'"
             raise ValueError(f"max_tokens_per_rank ({tokens}) {limit}")
-        least, slot_bytes = _default_slot(config), _default_slot(config)
+        least = slot_bytes = _default_slot(config)
         if buffer_bytes is not None:
             free = buffer_bytes - self.bytes_for(0)
             slot_bytes = free // (2 * ranks * tokens) // 128 * 128

@@ -94,7 +94,6 @@ class VirtualGroup:
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.world, self._rank = world, rank
-        self.group_name = "virtual"
         self.opened = 0
 
     def rank(self) -> int:
@@ -104,11 +103,6 @@ class VirtualGroup:
     def size(self) -> int:
         """Number of ranks."""
         return self.world.world_size
-
-    @property
-    def store(self) -> dist.Store:
-        """A store that all ranks see."""
-        return self.world.store
 
     @property
     def device(self) -> torch.device:
