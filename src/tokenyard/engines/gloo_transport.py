@@ -248,11 +248,12 @@ class GlooTransport:
 
     def _cut(self) -> None:
         """Close all connections, as gloo does when a wait for one of them times out."""
-        mesh: Any = self._mesh
-        for peer in [] if mesh is None else self._peers:
+        if self._mesh is None:
+            return
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer in self._peers:
             try:
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+                self._mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return

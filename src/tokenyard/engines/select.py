@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from textwrap import shorten
 from typing import NamedTuple
 
@@ -112,42 +113,21 @@ def _on_kernels(
     asked: Asked,
     why: str,
 ) -> Choice:
+    num_sms, all_sms = asked.sms(most_sms)
     if asked.engine == LOW_LATENCY:
-        return _low_latency(memory, most_sms, config, asked, why)
-    return _rings(memory, store, most_sms, config, asked, why)
+        from tokenyard.engines.low_latency import LowLatencyEngine
+        from tokenyard.engines.low_latency_workspace import kernel_config
 
-
-def _low_latency(
-    memory: SymmetricMemory, most_sms: int, config: Config, asked: Asked, why: str
-) -> Choice:
-    from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_workspace import kernel_config
-
-    num_sms = asked.sms(most_sms)[0]
-    kernels = kernel_config(num_sms, config.world_size, config.max_tokens_per_rank)
-
-    def make(stats: Stats) -> Engine:
-        return LowLatencyEngine(config, memory, stats, kernels, asked.buffer_bytes)
-
-    return Choice(make, memory.device, f"low_latency: {why}")
-
-
-def _rings(
-    memory: SymmetricMemory,
-    store: dist.Store | None,
-    most_sms: int,
-    config: Config,
-    asked: Asked,
-    why: str,
-) -> Choice:
-    """Engines nvlink and twolevel."""
+        kernels = kernel_config(num_sms, config.world_size, config.max_tokens_per_rank)
+        options = {"kernels": kernels, "buffer_bytes": asked.buffer_bytes}
+        make = partial(LowLatencyEngine, config, memory, **options)
+        return Choice(make, memory.device, f"low_latency: {why}")
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Cuts, shape_for
     from tokenyard.engines.twolevel import TwolevelEngine
     from tokenyard.engines.twolevel_ground import most_channels, tuning_for
 
     num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-    num_sms, all_sms = asked.sms(most_sms)
     shape: Cuts
     if asked.engine == TWOLEVEL:
         engine, grid = TwolevelEngine, _grid(config, asked)
@@ -159,9 +139,7 @@ def _rings(
         shape = shape_for(num_sms, config.world_size, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
-    def make(stats: Stats) -> Engine:
-        return engine(config, memory, stats, shape, num_bytes, failures)
-
+    make = partial(engine, config, memory, shape=shape, buffer_bytes=num_bytes, failures=failures)
     return Choice(make, memory.device, f"{engine.name}: {why}")
 
 
@@ -171,10 +149,8 @@ def _grid(config: Config, asked: Asked) -> Topology:
 
     grid = config.topology
     if grid is None:
-        raise NotSupported(
-            f"engine 'twolevel' needs ranks that form a grid: {asked.no_grid}; engine 'collective' "
-            f"does not"
-        )
+        why = f"{asked.no_grid}; engine 'collective' does not"
+        raise NotSupported(f"engine 'twolevel' needs ranks that form a grid: {why}")
     if limit_of(grid):
         raise NotSupported(
             f"engine 'twolevel' takes at most {MOST_NODES} nodes, and {MOST_DESTINATIONS} ranks "
@@ -189,10 +165,11 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
     """The GPU that nvlink would work on."""
     if device is not None:
         return device if device.type == "cuda" else None
-    usable = group is None or _accelerator(_backends(group)) is not None
-    if torch.cuda.is_available() and usable:
-        return torch.device("cuda", torch.cuda.current_device())
-    return None
+    if not torch.cuda.is_available():
+        return None
+    if group is not None and _accelerator(_backends(group)) is None:
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def obstacle_of(gpu: torch.device | None) -> str:
@@ -203,14 +180,11 @@ def obstacle_of(gpu: torch.device | None) -> str:
         return f"it needs triton {TRITON}, which is not installed: pip install 'tokenyard[cuda]'"
     version: str = importlib.import_module("triton").__version__
     if not triton_fits(version):
-        return (
-            f"it needs triton {TRITON}, and this is triton {version}: pip install 'tokenyard[cuda]'"
-        )
+        this = f"this is triton {version}: pip install 'tokenyard[cuda]'"
+        return f"it needs triton {TRITON}, and {this}"
     if torch.cuda.get_device_capability(gpu) < CAPABILITY:
-        return (
-            f"it needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
-            f"{torch.cuda.get_device_name(gpu)} is older"
-        )
+        least, name = ".".join(map(str, CAPABILITY)), torch.cuda.get_device_name(gpu)
+        return f"it needs compute capability {least}, and {name} is older"
     return ""
 
 
@@ -257,24 +231,18 @@ def _common_obstacle(
     size = config.world_size
     meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
     mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms])
-    everybody: list[tuple[str, str, int]] = [
-        json.loads(text) for text in meeting.exchange("the choice of an engine", mine)
-    ]
+    texts = meeting.exchange("the choice of an engine", mine)
+    everybody: list[tuple[str, str, int]] = [json.loads(text) for text in texts]
+    first = everybody[0][0]
     for peer, (kind, _, _) in enumerate(everybody):
-        if kind != everybody[0][0]:
-            raise Mismatch(
-                f"ranks disagree on device: rank 0 works on {everybody[0][0]}, rank {peer} on "
-                f"{kind}"
-            )
-    first = next(
-        (f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text), ""
-    )
-    if first or gpu is None:
-        return first, 0
-    pairs = unreachable_pairs(
-        dist.PrefixStore("gpus", store), config.rank, size, gpu, config.timeout
-    )
-    missing = ""
+        if kind != first:
+            both = f"rank 0 works on {first}, rank {peer} on {kind}"
+            raise Mismatch(f"ranks disagree on device: {both}")
+    found = [f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text]
+    if found or gpu is None:
+        return (found or [""])[0], 0
+    part = dist.PrefixStore("gpus", store)
+    pairs, missing = unreachable_pairs(part, config.rank, size, gpu, config.timeout), ""
     if grid is not None:
         from tokenyard.memory.nvshmem import is_available
 
@@ -296,10 +264,7 @@ def _collective(
     device = asked.device
 
     def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
-        def make(stats: Stats) -> Engine:
-            return CollectiveEngine(config, transport, stats)
-
-        return Choice(make, where, f"collective: {why}")
+        return Choice(partial(CollectiveEngine, config, transport), where, f"collective: {why}")
 
     size = config.world_size
     if group is None or store is None:
