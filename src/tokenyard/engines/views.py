@@ -23,7 +23,7 @@ from tokenyard.kernels.greet import greet_all
 from tokenyard.kernels.push import chunks_of, push_rows
 from tokenyard.kernels.two_pull import combine_in_views
 from tokenyard.memory.aside import wait_for
-from tokenyard.memory.symmetric import Region, SymmetricMemory
+from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload, overlap, padded
 
 _PART = 256
@@ -43,33 +43,6 @@ def parts_of(form: Form, num_rows: int) -> Parts:
     for row_bytes in (form.words * form.bits // 8, 4 * form.scale_words, 4 * form.meta_words):
         at.append(-(-(at[-1] + padded(num_rows * row_bytes)) // _PART) * _PART)
     return Parts(*at[1:])
-
-
-class Growing:
-    """Symmetric memory that is made when it is needed, and made anew when more is."""
-
-    def __init__(self, memory: SymmetricMemory) -> None:
-        self._memory = memory
-        self._regions: list[Region] = []
-
-    @property
-    def region(self) -> Region | None:
-        return self._regions[-1] if self._regions else None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.local.numel() for each in self._regions)
-
-    def holds(self, num_bytes: int) -> bool:
-        return bool(self._regions) and self._regions[-1].local.numel() >= num_bytes
-
-    def grow(self, num_bytes: int) -> None:
-        """Collective."""
-        # A CUDA graph may still write to a smaller one.
-        self._regions.append(self._memory.allocate(num_bytes))
-
-    def forget(self) -> None:
-        self._regions = []
 
 
 def _forbid(storages: list[Any], why: str) -> None:
@@ -94,20 +67,21 @@ class View:
     ) -> None:
         self._config, self._ground, self.binders = config, ground, binders
         self._memory, self._monitor = ground.memory, monitor
-        self._view, self._landing = Growing(self._memory), Growing(self._memory)
+        # the last is in use; a CUDA graph may still write to a smaller one
+        self._view, self._landing = list[Region](), list[Region]()
         self._given: list[Any] = []
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        return self._view.num_bytes + self._landing.num_bytes
+        return sum(each.local.numel() for each in (*self._view, *self._landing))
 
     def close(self, why: str) -> None:
         """Tell the others, end the life of all tensors given, and let go of the memory."""
         self._monitor.close()
         self.expire(why)
-        self._view.forget()
-        self._landing.forget()
+        self._view.clear()
+        self._landing.clear()
 
     def write(
         self,
@@ -248,18 +222,16 @@ class View:
         """Of a view of rows alone."""
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
 
-    def _room(self, part: Growing, num_bytes: int, tag: int | None = None) -> Region:
+    def _room(self, part: list[Region], num_bytes: int, tag: int | None = None) -> Region:
         """Memory of a ``part``; collective when it grows, for a call of ``tag`` if for one."""
-        if not part.holds(num_bytes):
+        if not part or part[-1].local.numel() < num_bytes:
             if tag is not None:
                 self._meet(tag)
             try:
-                part.grow(num_bytes)
+                part.append(self._memory.allocate(num_bytes))
             except PeerTimeout as lost:
                 raise self._monitor.blamed(lost) from None
-        found = part.region
-        assert found is not None
-        return found
+        return part[-1]
 
     def _meet(self, tag: int) -> None:
         """Greet, and wait for it: who is in another call greets too, but never allocates."""
@@ -287,8 +259,7 @@ class View:
         return Payload(x, scales)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        view = self._view.region
-        assert view is not None
+        view = self._view[-1]
         device = view.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
