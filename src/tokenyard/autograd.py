@@ -1,10 +1,11 @@
 """Calls that autograd, a compiler or a transform of ``torch.func`` must see.
 
-Eager ones are ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one, and
-nothing is imported in a call (torch's custom operators import ``torch._dynamo`` when they are first
-called). Compilers and dispatch modes (selective checkpointing, say) see the operators of
-``ops.py``. What a call returns belongs to the caller: results are no views, so that they may be
-changed in place.
+Each is a ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one. Eager calls
+apply it themselves, so that nothing is imported in a call (torch's custom operators import
+``torch._dynamo`` when they are first called). Compilers and dispatch modes (selective
+checkpointing, say) see the operators of ``ops.py``; the same functions are their derivatives.
+What a call returns belongs to the caller: results are no views, so that they may be changed in
+place.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tokenyard import gradients, ops, transforms
-from tokenyard.call_queue import NO_TICKET
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
-from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE
-from tokenyard.registry import Caller, owner_of
+from tokenyard.registry import Moved, Request, owner_of
 from tokenyard.rows import Payload
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Layout
 
 _PLAN = len(Plan._fields)
 _HINT = (
@@ -32,48 +32,32 @@ _HINT = (
 )
 
 
-class Call:
-    """One call on its way through a ``Function``: what it needs besides tensors, and what it
-    returns besides them.
+class Call(Request):
+    """One call on its way through a ``Function``: it gets here what it returns besides tensors that
+    are differentiated.
 
     It also is how the object's calls along the plan are made that derivatives need
     (:class:`gradients.Moves`).
     """
 
-    def __init__(
-        self,
-        calls: Caller,
-        spec: Spec,
-        ticket: int = NO_TICKET,
-        *,
-        plan: Plan | None = None,
-        mode: Quantize | None = None,
-        raw: bool = False,
-    ) -> None:
-        self.calls, self.spec, self.ticket, self.mode, self.raw = calls, spec, ticket, mode, raw
-        self.scales: Tensor | None = None
-        if plan is not None:
-            self.plan = plan
-        self.arrived: Arrived
-        self.num_rows = 0
+    arrived: Arrived
+    scales: Tensor | None
+    num_rows: int
 
     def combine(
         self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
     ) -> tuple[Tensor, Tensor]:
-        self._refuse_vmap(COMBINE, rows)
-        x, reduced = combine(
-            self.calls, rows, self.plan, self.spec, reduce_weights=reduce_weights, raw=raw
-        )
+        x, reduced = combine(self._along(COMBINE, rows, raw), rows, None, reduce_weights)
         return x, rows.new_empty(0) if reduced is None else reduced
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
-        self._refuse_vmap(CACHED, x)
-        return redispatch(self.calls, Payload(x, None), self.plan, self.spec, raw=raw).x
+        return redispatch(self._along(CACHED, x, raw), Payload(x, None)).x
 
-    def _refuse_vmap(self, op: int, moved: Tensor) -> None:
-        """A backward may be batched where the call was not."""
+    def _along(self, op: int, moved: Tensor, raw: bool) -> Call:
+        """A call along the plan. A backward may be batched where the call was not."""
         if transforms.in_vmap(moved):
             raise self.calls.refuse(op, True, NotSupported(transforms.NO_VMAP))
+        return Call(self.calls, self.spec, plan=self.plan, raw=raw)
 
 
 def remember(ctx: Any, call: Call, *more: Tensor) -> None:
@@ -81,6 +65,7 @@ def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     keep it alive.
     """
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
+    ctx.as_operator = isinstance(call.calls, ops.Operators)
     ctx.save_for_backward(*(_lasting(tensor) for tensor in (*call.plan, *more)))
     # Else the graph would hold all of it.
     ctx.call = call if transforms.forward_level() >= 0 else None
@@ -95,9 +80,8 @@ def _lasting(tensor: Tensor) -> Tensor:
 def recall(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
     """What :func:`remember` kept. Once only: non-reentrant checkpointing allows no second look."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
-    return Call(owner_of(ctx.owner), ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[
-        _PLAN:
-    ]
+    calls = ops.Operators(ctx.owner) if ctx.as_operator else owner_of(ctx.owner)
+    return Call(calls, ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[_PLAN:]
 
 
 def _solid(tangent: Tensor) -> Tensor:
@@ -121,6 +105,11 @@ def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
     return make_dual(moved, torch.zeros_like(moved), level=transforms.forward_level())
 
 
+def _is_tracked(call: Call, *tensors: Tensor | None) -> bool:
+    """Whether a call must be seen; operators are by themselves."""
+    return not isinstance(call.calls, ops.Operators) and transforms.is_tracked(*tensors)
+
+
 class _Hinted:
     """Says in the error of a lost or disagreeing peer that tangents were moved."""
 
@@ -136,26 +125,27 @@ class _Hinted:
 # dispatch
 
 
+def _is_plain(x: Tensor, scales: Tensor | None, call: Call) -> bool:
+    """Whether rows have gradients: neither cast nor quantised by the caller."""
+    return call.mode is None and scales is None and x.dtype.is_floating_point
+
+
 class _Dispatch(Function):
     @staticmethod
     def forward(
         x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None]:
-        moved, call.plan, arrived = call.calls.run_dispatch(
-            Payload(x, scales), topk_idx, weights, call.spec, call.mode, call.ticket
-        )
-        call.scales = None if moved.scales is None else moved.scales.flatten(0, -2)
-        call.arrived = arrived._replace(source=arrived.source.flatten())
-        rows = moved.x.flatten(0, -2)
-        call.num_rows = rows.shape[0]
-        return rows.data, None if weights is None else arrived.weights.data
+        made = call.calls.run_dispatch(call, Payload(x, scales), topk_idx, weights)
+        moved, call.plan, call.arrived = made
+        call.scales, call.num_rows = moved.scales, moved.x.shape[0]
+        return moved.x, None if weights is None else call.arrived.weights
 
     @staticmethod
     def setup_context(
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
     ) -> None:
         x, scales, _, _, call = inputs
-        ctx.plain = call.mode is None and scales is None and x.dtype.is_floating_point
+        ctx.plain = _is_plain(x, scales, call)
         ids = call.spec.layout is Layout.FLAT and ctx.needs_input_grad[3]
         remember(ctx, call, *((call.arrived.topk_idx,) if ids else ()))
         if not ctx.plain:
@@ -183,31 +173,33 @@ class _Dispatch(Function):
             )
 
 
-def dispatch(
-    calls: Caller,
-    payload: Payload,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    spec: Spec,
-    mode: Quantize | None,
-    ticket: int,
-) -> tuple[Payload, Plan, Arrived]:
+def _dispatched(
+    call: Call, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+) -> Moved:
+    rows, brought = _Dispatch.apply(x, scales, topk_idx, weights, call)  # pyright: ignore
+    arrived = call.arrived if brought is None else call.arrived._replace(weights=brought)
+    return Payload(rows, call.scales), call.plan, arrived
+
+
+def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | None) -> Moved:
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
-    if transforms.by_operator(payload.x):
-        quantize, numbers = 0 if mode is None else mode.value, ops.spec_numbers(spec)
-        flat = ops.dispatch_op(
-            payload.x, payload.scales, topk_idx, weights, calls.number, numbers, quantize, ticket
-        )
-        plan, arrived = Plan(*flat[2 : 2 + _PLAN]), Arrived(*flat[2 + _PLAN :])
-        return Payload(flat[0], flat[1] if flat[1].dim() == 2 else None), plan, arrived
-    call, x = Call(calls, spec, ticket, mode=mode), payload.x
-    if mode is None and payload.scales is None:
+    x, scales = payload
+    if transforms.by_operator(x):
+        return ops.Operators(call.calls.number).run_dispatch(call, payload, topk_idx, weights)
+    if call.mode is None and scales is None:
         x = _joining(x, weights)
     elif weights is not None:
         weights = _joining(weights)
-    rows, brought = _Dispatch.apply(x, payload.scales, topk_idx, weights, call)  # pyright: ignore
-    arrived = call.arrived if brought is None else call.arrived._replace(weights=brought)
-    return Payload(rows, call.scales), call.plan, arrived
+    return _dispatched(call, x, scales, topk_idx, weights)
+
+
+def _dispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
+    *tensors, owner, numbers, mode, ticket = given
+    calls, spec = ops.Operators(owner, below), ops.spec_of(numbers)
+    return ops.joined(*_dispatched(Call(calls, spec, ticket, mode=ops.mode_of(mode)), *tensors))
+
+
+ops.track(ops.dispatch_op, _dispatch_operator)
 
 
 # cached dispatch
@@ -216,55 +208,48 @@ def dispatch(
 class _Redispatch(Function):
     @staticmethod
     def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
-        moved = call.calls.run_redispatch(
-            Payload(x, scales), call.plan, call.spec, call.raw, call.ticket, call.mode
-        )
-        call.scales = moved.scales
-        return moved.x.data
+        rows, call.scales = call.calls.run_redispatch(call, Payload(x, scales))
+        return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, scales, call = inputs
         remember(ctx, call)
-        if call.mode is not None or scales is not None or not x.dtype.is_floating_point:
+        if not _is_plain(x, scales, call):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, _ = recall(ctx)
-        return call.combine(grads[0], raw=ctx.raw)[0], None, None
+        return call.combine(grads[0], raw=call.raw)[0], None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         with _Hinted():
-            return ctx.call.redispatch(_solid(tangents[0]), raw=ctx.raw)
+            return ctx.call.redispatch(_solid(tangents[0]), raw=ctx.call.raw)
 
 
-def redispatch(
-    calls: Caller,
-    payload: Payload,
-    plan: Plan,
-    spec: Spec,
-    ticket: int = NO_TICKET,
-    *,
-    mode: Quantize | None = None,
-    raw: bool = False,
-) -> Payload:
+def redispatch(call: Call, payload: Payload) -> Payload:
     """A cached dispatch, tracked if need be."""
-    if not transforms.is_tracked(payload.x):
-        return calls.run_redispatch(payload, plan, spec, raw, ticket, mode)
-    if transforms.by_operator(payload.x):
-        numbers = ops.spec_numbers(spec, mode)
-        x, scales = ops.redispatch_op(
-            payload.x, payload.scales, list(plan), calls.number, numbers, raw, ticket
-        )
-        return Payload(x, scales if scales.dim() == 2 else None)
-    call = Call(calls, spec, ticket, plan=plan, mode=mode, raw=raw)
-    x = payload.x
-    if mode is None and payload.scales is None:
+    x, scales = payload
+    if not _is_tracked(call, x):
+        return call.calls.run_redispatch(call, payload)
+    if transforms.by_operator(x):
+        return ops.Operators(call.calls.number).run_redispatch(call, payload)
+    if call.mode is None and scales is None:
         x = _joining(x)
-    x = _Redispatch.apply(x, payload.scales, call)  # pyright: ignore
-    return Payload(x, call.scales)
+    return Payload(_Redispatch.apply(x, scales, call), call.scales)  # pyright: ignore
+
+
+def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]:
+    x, scales, plan, owner, numbers, raw, ticket = given
+    calls, spec, mode = ops.Operators(owner, below), ops.spec_of(numbers), ops.mode_of(*numbers[4:])
+    call = Call(calls, spec, ticket, Plan(*plan), mode, raw)
+    rows: Any = _Redispatch.apply(x, scales, call)  # pyright: ignore
+    return rows, ops.or_empty(call.scales, x)
+
+
+ops.track(ops.redispatch_op, _redispatch_operator)
 
 
 # combine
@@ -279,17 +264,7 @@ class _Combine(Function):
         call: Call,
         *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        x, reduced = call.calls.run_combine(
-            rows,
-            call.plan,
-            call.spec,
-            call.ticket,
-            weights=weights,
-            reduce_weights=reduce_weights,
-            bias=bias,
-            raw=call.raw,
-        )
-        return x.data, None if reduced is None else reduced.data
+        return call.calls.run_combine(call, rows, weights, reduce_weights, bias)
 
     @staticmethod
     def setup_context(
@@ -310,7 +285,7 @@ class _Combine(Function):
         grad_rows = grad_weights = grad_reduce = None
         if needs[0] or needs[1]:
             pair = (weighting[0], weighting[1]) if weighting else None
-            grad_rows, grad_weights = gradients.of_combine(call, grad, pair, ctx.raw)
+            grad_rows, grad_weights = gradients.of_combine(call, grad, pair, call.raw)
         if needs[2]:
             grad_reduce = call.redispatch(grad_reduced, raw=True)
         return (
@@ -336,51 +311,33 @@ class _Combine(Function):
         terms = tuple(_solid(term) for term in bias)
         with _Hinted():
             return combine(
-                call.calls,
-                rows,
-                call.plan,
-                call.spec,
-                reduce_weights=reduce,
-                bias=terms,
-                raw=call.raw,
+                Call(call.calls, call.spec, plan=call.plan, raw=call.raw), rows, None, reduce, terms
             )
 
 
 def combine(
-    calls: Caller,
+    call: Call,
     rows: Tensor,
-    plan: Plan,
-    spec: Spec,
-    ticket: int = NO_TICKET,
-    *,
     weights: Tensor | None = None,
     reduce_weights: Tensor | None = None,
     bias: tuple[Tensor, ...] = (),
-    raw: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A combine, tracked if need be."""
-    given: dict[str, Any] = {
-        "weights": weights,
-        "reduce_weights": reduce_weights,
-        "bias": bias,
-        "raw": raw,
-    }
-    if not transforms.is_tracked(rows, weights, reduce_weights, *bias):
-        return calls.run_combine(rows, plan, spec, ticket, **given)
+    if not _is_tracked(call, rows, weights, reduce_weights, *bias):
+        return call.calls.run_combine(call, rows, weights, reduce_weights, bias)
     if transforms.by_operator(rows):
-        numbers = ops.spec_numbers(spec)
-        x, reduced = ops.combine_op(
-            rows,
-            weights,
-            reduce_weights,
-            list(bias),
-            list(plan),
-            calls.number,
-            numbers,
-            raw,
-            ticket,
-        )
-        return x, None if reduce_weights is None else reduced
-    call = Call(calls, spec, ticket, plan=plan, raw=raw)
+        operators = ops.Operators(call.calls.number)
+        return operators.run_combine(call, rows, weights, reduce_weights, bias)
     rows = _joining(rows, weights, reduce_weights, *bias)
     return _Combine.apply(rows, weights, reduce_weights, call, *bias)  # pyright: ignore
+
+
+def _combine_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]:
+    rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
+    calls = ops.Operators(owner, below)
+    call = Call(calls, ops.spec_of(numbers), ticket, Plan(*plan), raw=raw)
+    made: Any = _Combine.apply(rows, weights, reduce, call, *bias)  # pyright: ignore
+    return made[0], ops.or_empty(made[1], rows)
+
+
+ops.track(ops.combine_op, _combine_operator)

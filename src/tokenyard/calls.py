@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import autograd, transforms
+from tokenyard.autograd import Call
 from tokenyard.call_queue import NO_TICKET, When
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine, InPlace
@@ -23,7 +24,7 @@ from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
-from tokenyard.registry import enlist
+from tokenyard.registry import Moved, Request, enlist
 from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
@@ -77,36 +78,37 @@ class Calls(Guard):
     # Called by autograd and by operators
 
     def run_dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        ticket: int,
-    ) -> tuple[Payload, Plan, Arrived]:
-        """A fresh dispatch, or the result of the one behind ``ticket``."""
-        dispatch = self.engine.dispatch
-        return self._run(ticket, "dispatch", dispatch, payload, topk_idx, weights, spec, mode)
+        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
+    ) -> Moved:
+        """A fresh dispatch, or the result of the one behind the ticket. Rows, scales and source are
+        flat; nothing is a view, as it is to be the caller's own.
+        """
+        given = payload, topk_idx, weights, call.spec, call.mode
+        moved, plan, arrived = self._run(call.ticket, "dispatch", self.engine.dispatch, *given)
+        scales = None if moved.scales is None else moved.scales.flatten(0, -2)
+        arrived = arrived._replace(source=arrived.source.flatten(), weights=arrived.weights.data)
+        return Payload(moved.x.flatten(0, -2).data, scales), plan, arrived
 
-    def run_redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        raw: bool,
-        ticket: int,
-        mode: Quantize | None = None,
-    ) -> Payload:
-        """A cached dispatch, or the result of the one behind ``ticket``."""
-        send, options = self.engine.redispatch, {"mode": mode, "raw": raw}
-        return self._run(ticket, "cached dispatch", send, payload, plan, spec, **options)
+    def run_redispatch(self, call: Request, payload: Payload) -> Payload:
+        """A cached dispatch, or the result of the one behind the ticket."""
+        given, options = (payload, call.plan, call.spec), {"mode": call.mode, "raw": call.raw}
+        send = self.engine.redispatch
+        moved = self._run(call.ticket, "cached dispatch", send, *given, **options)
+        return Payload(moved.x.data, moved.scales)
 
     def run_combine(
-        self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
+        self,
+        call: Request,
+        rows: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        bias: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """A combine, or the result of the one behind ``ticket``."""
-        return self._run(ticket, "combine", self.engine.combine, rows, plan, spec, **options)
+        """A combine, or the result of the one behind the ticket."""
+        options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
+        send, given = self.engine.combine, (rows, call.plan, call.spec)
+        x, reduced = self._run(call.ticket, "combine", send, *given, **options, raw=call.raw)
+        return x.data, None if reduced is None else reduced.data
 
     def _run(
         self, ticket: int, op: str, call: Callable[..., Any], *args: Any, **options: Any
@@ -144,7 +146,7 @@ class Calls(Guard):
             if not tracked:
                 moved = self._run(ticket, "dispatch", call)
                 return ahead or self._fresh_fields(asked, *moved)
-            moved = autograd.dispatch(self, payload, ids, weights, spec, mode, ticket)
+            moved = autograd.dispatch(Call(self, spec, ticket, mode=mode), payload, ids, weights)
             scales = moved[0].scales
             options: CallOptions | None = (when.extras or _NO_EXTRAS).get("options")
             if scales is not None and options is not None and options.scales_by_column:
@@ -177,7 +179,7 @@ class Calls(Guard):
         def finish() -> dict[str, Any]:
             if in_place:
                 return self._fields(x, self._run(ticket, "cached dispatch", call), known)
-            moved = autograd.redispatch(self, payload, plan, spec, ticket, mode=mode)
+            moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
             return self._fields(x, moved, known)
 
         return self._waited_for(Received(finish, self._work_of(ticket)), when, ticket)
@@ -210,7 +212,7 @@ class Calls(Guard):
             if not tracked:
                 x, reduced = self._run(ticket, "combine", call)
                 return _combined_fields(x, reduced, reduce)
-            x, reduced = autograd.combine(self, rows, plan, spec, ticket, **options)
+            x, reduced = autograd.combine(Call(self, spec, ticket, plan), rows, **options)
             if out is not None and not ticket:  # a compiler's operators write to nothing given
                 x = out.copy_(x)
             return _combined_fields(x, reduced, reduce)
@@ -241,7 +243,8 @@ class Calls(Guard):
             return topk_weights
         plan = handle.plan
         merged = merge_weights(topk_weights, plan.first_pick)
-        there = autograd.redispatch(self, Payload(merged, None), plan, handle.spec, raw=True).x
+        call = Call(self, handle.spec, plan=plan, raw=True)
+        there = autograd.redispatch(call, Payload(merged, None)).x
         return weights_of_rows(there, plan.slots, plan.picks, handle.num_rows)
 
     # Now or later

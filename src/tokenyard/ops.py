@@ -1,31 +1,24 @@
-"""Custom operators: dispatch and combine for ``torch.compile`` and dispatch modes (``autograd.py``
-has the eager calls).
+"""Custom operators: dispatch and combine as ``torch.compile`` and dispatch modes (selective
+checkpointing, say) see them. ``autograd.py`` gives them their derivatives.
 
-The backward of one is the other: a dispatch's gradient is a combine, a combine's a cached dispatch,
-along the same plan. An operator knows its object by number (``registry.py``).
+An operator knows its object by number (``registry.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.library import (
-    custom_op,
-    register_autograd,  # pyright: ignore[reportUnknownVariableType]
-    register_fake,  # pyright: ignore[reportUnknownVariableType]
-)
 
-from tokenyard import gradients
-from tokenyard.call_queue import NO_TICKET
+from tokenyard.engines.base import Engine
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.registry import Caller, owner_of
+from tokenyard.registry import Caller, Moved, Request, owner_of
 from tokenyard.rows import Payload, RowFormat
 from tokenyard.transforms import forward_level
 from tokenyard.types import Layout, Quantize
@@ -34,6 +27,35 @@ _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
 _NO_TANGENTS = (
     "compiled calls move no tangents (forward-mode AD): make those calls outside of torch.compile"
 )
+_LIBRARY = torch.library.Library("tokenyard", "FRAGMENT")
+
+Below = Callable[..., Any]
+"""``below(operator, *arguments)`` calls an operator as compilers and modes see it, behind autograd.
+"""
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An operator. ``fake``: makes results of the right shapes and dtypes, of tensors without
+    data.
+    """
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # pyright: ignore
+    torch.library.register_fake(f"tokenyard::{name}", fake, lib=_LIBRARY)  # pyright: ignore
+    return getattr(torch.ops.tokenyard, name).default
+
+
+def track(op: Any, function: Callable[..., Any]) -> None:
+    """Let autograd take ``function(below, *arguments)`` for ``op(*arguments)``."""
+
+    def tracked(keyset: Any, *arguments: Any) -> Any:
+        def below(op: Any, *arguments: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)  # pyright: ignore
+
+        return function(below, *arguments)
+
+    _LIBRARY.impl(op, tracked, "Autograd", with_keyset=True)
 
 
 def _called(number: int, op: int, exact: bool = True) -> Caller:
@@ -46,16 +68,13 @@ def _called(number: int, op: int, exact: bool = True) -> Caller:
     return calls
 
 
-def spec_numbers(spec: Spec, mode: Quantize | None = None) -> list[int]:
-    """A ``Spec`` as an operator takes it: ``int[]``, and behind it how a cached dispatch casts, if
-    it does.
-    """
+def _numbers(spec: Spec) -> list[int]:
+    """A ``Spec`` as an operator takes it: ``int[]``."""
     capacity = -1 if spec.capacity is None else spec.capacity
-    cast = [] if mode is None else [mode.value]
-    return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity, *cast]
+    return [spec.layout.value, int(spec.exact), spec.expert_alignment, capacity]
 
 
-def _spec(numbers: Sequence[int]) -> Spec:
+def spec_of(numbers: Sequence[int]) -> Spec:
     layout, exact, alignment, capacity = numbers[:4]
     bound = None if capacity < 0 else capacity
     return Spec(
@@ -63,104 +82,50 @@ def _spec(numbers: Sequence[int]) -> Spec:
     )
 
 
+def mode_of(number: int = 0) -> Quantize | None:
+    return Quantize(number) if number else None
+
+
 def _new_size() -> Any:
     """A size that only the data decides."""
     return cast("Any", torch.library.get_ctx()).new_dynamic_size()
 
 
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """An operator returns tensors: an empty one where there is none."""
     return torch.empty(0, device=like.device) if tensor is None else tensor
 
 
-def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def joined(moved: Payload, plan: Plan, arrived: Arrived) -> tuple[Tensor, ...]:
+    """What an operator returns of a dispatch."""
+    return moved.x, or_empty(moved.scales, moved.x), *plan, *arrived
+
+
+def _apart(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Results of an operator must not share memory; those of engines do (what is empty, tables of
     static shapes).
     """
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
-    shared = [
-        not tensor.numel() or storages[at] in storages[:at] for at, tensor in enumerate(tensors)
-    ]
-    return [
-        tensor.clone() if again else tensor for tensor, again in zip(tensors, shared, strict=True)
-    ]
-
-
-class Moves(NamedTuple):
-    """Calls along a plan as operators (:class:`gradients.Moves`)."""
-
-    plan: Plan
-    owner: int
-    numbers: Sequence[int]
-
-    @property
-    def spec(self) -> Spec:
-        return _spec(self.numbers)
-
-    def combine(
-        self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
-    ) -> tuple[Tensor, Tensor]:
-        return combine_op(
-            rows,
-            None,
-            reduce_weights,
-            [],
-            list(self.plan),
-            self.owner,
-            self.numbers,
-            raw,
-            NO_TICKET,
-        )
-
-    def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
-        return redispatch_op(x, None, list(self.plan), self.owner, self.numbers, raw, NO_TICKET)[0]
+    return tuple(
+        tensor.clone() if not tensor.numel() or storages[at] in storages[:at] else tensor
+        for at, tensor in enumerate(tensors)
+    )
 
 
 # dispatch
 
 
-@custom_op(
-    "tokenyard::dispatch",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
-    "int quantize, int ticket) -> (" + ", ".join(["Tensor"] * (2 + _PLAN + _ARRIVED)) + ")",
-)
-def dispatch_op(
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    owner: int,
-    spec: Sequence[int],
-    quantize: int,
-    ticket: int,
-) -> tuple[Tensor, ...]:
-    mode = Quantize(quantize) if quantize else None
-    calls, payload = _called(owner, DISPATCH, bool(spec[1])), Payload(x, scales)
-    (rows, scales), plan, arrived = calls.run_dispatch(
-        payload, topk_idx, weights, _spec(spec), mode, ticket
-    )
-    scales = _or_empty(scales, x) if scales is None else scales.flatten(0, -2)
-    arrived = arrived._replace(source=arrived.source.flatten())
-    # No view: it may be changed in place.
-    return (
-        rows.flatten(0, -2).data,
-        scales,
-        *_apart((*plan, *arrived)),
-    )
+def _dispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    topk_idx, weights, owner, numbers, quantize, ticket = given
+    spec, mode = spec_of(numbers), mode_of(quantize)
+    calls = _called(owner, DISPATCH, spec.exact)
+    call = Request(calls, spec, ticket, mode=mode)
+    return _apart(joined(*calls.run_dispatch(call, Payload(x, scales), topk_idx, weights)))
 
 
-@register_fake("tokenyard::dispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
-def _(
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    owner: int,
-    spec: Sequence[int],
-    quantize: int,
-    ticket: int,
-) -> tuple[Tensor, ...]:
-    wanted, engine = _spec(spec), owner_of(owner).engine
+def _dispatch_shapes(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    topk_idx, weights, owner, numbers, quantize, _ = given
+    wanted, engine = spec_of(numbers), owner_of(owner).engine
     config = engine.config
     size, top, local = config.world_size, config.num_topk, config.num_local_experts
     route, route_dtype, arrived = engine.route_shapes(topk_idx.shape[0], wanted, _new_size)
@@ -178,18 +143,13 @@ def _(
     def table(*shape: Any) -> Tensor:
         return ints(*shape) if placed else ints(0)
 
-    sent = row_of(Payload(x, scales), Quantize(quantize) if quantize else None)
+    splits = 2 * size + 1 + engine.hop_counts
+    splits += config.matrix_ranks**2 + local if wanted.exact else 0
+    sent = row_of(Payload(x, scales), mode_of(quantize))
     weight_shape = (0,) if weights is None else (rows, top) if flat else (rows,)
     return (
         *_rows_like(x, sent, rows),
-        torch.empty(
-            2 * size
-            + 1
-            + engine.hop_counts
-            + (config.matrix_ranks**2 + local if wanted.exact else 0),
-            dtype=torch.int64,
-            device="cpu",
-        ),
+        torch.empty(splits, dtype=torch.int64, device="cpu"),
         x.new_empty(route, dtype=route_dtype),
         ints(topk_idx.shape[0] if engine.returns_width else 0, engine.returns_width),
         table(arrived, width),
@@ -215,154 +175,114 @@ def _rows_like(x: Tensor, sent: RowFormat, rows: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, weights, ctx.owner, ctx.spec, quantize, _ = inputs
-    ctx.plain, ctx.weighted = not quantize and x.dtype.is_floating_point, weights is not None
-    # Not the weights: they may be changed in place.
-    ctx.save_for_backward(*output[2 : 2 + _PLAN + 1])
-    weights_at = 2 + _PLAN + 1
-    fixed = [t for at, t in enumerate(output) if at != weights_at and (at or not ctx.plain)]
-    ctx.mark_non_differentiable(*fixed)  # a second call would take the first one back
-
-
-def _dispatch_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    # Once only: non-reentrant checkpointing allows no second look.
-    *plan, topk_idx = ctx.saved_tensors
-    rows = grads[0] if ctx.needs_input_grad[0] and ctx.plain else None
-    weights = grads[2 + _PLAN + 1] if ctx.needs_input_grad[3] and ctx.weighted else None
-    moves = Moves(Plan(*plan), ctx.owner, ctx.spec)
-    grad_x, grad_weights = gradients.of_dispatch(moves, rows, weights, topk_idx)
-    return (grad_x, None, None, grad_weights, *(None,) * 4)
-
-
-register_autograd("tokenyard::dispatch", _dispatch_backward, setup_context=_dispatch_context)
+dispatch_op = define(
+    "dispatch(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
+    f"int quantize, int ticket) -> ({', '.join(['Tensor'] * (2 + _PLAN + _ARRIVED))})",
+    _dispatch,
+    _dispatch_shapes,
+)
 
 
 # cached dispatch
 
 
-@custom_op(
-    "tokenyard::redispatch",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, int ticket) "
-    "-> (Tensor, Tensor)",
-)
-def redispatch_op(
-    x: Tensor,
-    scales: Tensor | None,
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    raw: bool,
-    ticket: int,
-) -> tuple[Tensor, Tensor]:
-    mode = Quantize(spec[4]) if spec[4:] else None
-    payload = _called(owner, CACHED).run_redispatch(
-        Payload(x, scales), Plan(*plan), _spec(spec), raw, ticket, mode
-    )
-    return payload.x.data, _or_empty(payload.scales, x)
+def _redispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    plan, owner, numbers, raw, ticket = given
+    calls, mode = _called(owner, CACHED), mode_of(*numbers[4:])
+    call = Request(calls, spec_of(numbers), ticket, Plan(*plan), mode, raw)
+    moved = calls.run_redispatch(call, Payload(x, scales))
+    return moved.x, or_empty(moved.scales, x)
 
 
-@register_fake("tokenyard::redispatch")  # pyright: ignore[reportUntypedFunctionDecorator]
-def _(
-    x: Tensor,
-    scales: Tensor | None,
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    raw: bool,
-    ticket: int,
-) -> tuple[Tensor, Tensor]:
-    known, mode = Plan(*plan), Quantize(spec[4]) if spec[4:] else None
-    rows = (known.slots if raw else known.gather).shape[0] if _spec(spec).placed else _new_size()
+def _redispatch_shapes(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    plan, _, numbers, raw, _ = given
+    known, mode = Plan(*plan), mode_of(*numbers[4:])
+    place = known.slots if raw else known.gather
+    rows = place.shape[0] if spec_of(numbers).placed else _new_size()
     return _rows_like(x, row_of(Payload(x, scales), mode), rows)
 
 
-def _redispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, plan, ctx.owner, ctx.spec, ctx.raw, _ = inputs
-    ctx.save_for_backward(*plan)
-    ctx.mark_non_differentiable(*(output if ctx.spec[4:] else output[1:]))
-
-
-def _redispatch_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    moves = Moves(Plan(*ctx.saved_tensors), ctx.owner, ctx.spec)
-    return (moves.combine(grad, raw=ctx.raw)[0], None, [None] * _PLAN, *(None,) * 4)
-
-
-register_autograd("tokenyard::redispatch", _redispatch_backward, setup_context=_redispatch_context)
+redispatch_op = define(
+    "redispatch(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, "
+    "int ticket) -> (Tensor, Tensor)",
+    _redispatch,
+    _redispatch_shapes,
+)
 
 
 # combine
 
 
-@custom_op(
-    "tokenyard::combine",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
-    "int owner, "
-    "int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
-)
-def combine_op(
-    rows: Tensor,
-    weights: Tensor | None,
-    reduce_weights: Tensor | None,
-    bias: Sequence[Tensor],
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    raw: bool,
-    ticket: int,
-) -> tuple[Tensor, Tensor]:
-    x, reduced = _called(owner, COMBINE).run_combine(
-        rows,
-        Plan(*plan),
-        _spec(spec),
-        ticket,
-        weights=weights,
-        reduce_weights=reduce_weights,
-        bias=tuple(bias),
-        raw=raw,
-    )
-    return x, _or_empty(reduced, rows)
+def _combine(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    weights, reduce_weights, bias, plan, owner, numbers, raw, ticket = given
+    calls = _called(owner, COMBINE)
+    call = Request(calls, spec_of(numbers), ticket, Plan(*plan), raw=raw)
+    x, reduced = calls.run_combine(call, rows, weights, reduce_weights, tuple(bias))
+    return x, or_empty(reduced, rows)
 
 
-@register_fake("tokenyard::combine")  # pyright: ignore[reportUntypedFunctionDecorator]
-def _(
-    rows: Tensor,
-    weights: Tensor | None,
-    reduce_weights: Tensor | None,
-    bias: Sequence[Tensor],
-    plan: Sequence[Tensor],
-    owner: int,
-    spec: Sequence[int],
-    raw: bool,
-    ticket: int,
-) -> tuple[Tensor, Tensor]:
+def _combine_shapes(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    _, reduce_weights, _, plan, *_ = given
     num_tokens = Plan(*plan).first_pick.shape[0]
     reduced = (0,) if reduce_weights is None else (num_tokens, reduce_weights.shape[1])
     return rows.new_empty((num_tokens, rows.shape[1])), rows.new_empty(reduced, dtype=torch.float32)
 
 
-def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, weights, reduce, bias, plan, ctx.owner, ctx.spec, ctx.raw, _ = inputs
-    ctx.weighted, ctx.reduces = weights is not None, reduce is not None
-    ctx.bias_dtypes = [term.dtype for term in bias]
-    ctx.save_for_backward(*plan, *((rows, weights) if weights is not None else ()))
-    if reduce is None:
-        ctx.mark_non_differentiable(output[1])
+combine_op = define(
+    "combine(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
+    "int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
+    _combine,
+    _combine_shapes,
+)
 
 
-def _combine_backward(ctx: Any, grad: Tensor, grad_reduced: Tensor) -> tuple[Any, ...]:
-    saved = list(ctx.saved_tensors)
-    moves, weighting = Moves(Plan(*saved[:_PLAN]), ctx.owner, ctx.spec), saved[_PLAN:]
-    grad_rows = grad_weights = grad_reduce = None
-    if ctx.needs_input_grad[0] or (ctx.weighted and ctx.needs_input_grad[1]):
-        pair = (weighting[0], weighting[1]) if ctx.weighted else None
-        grad_rows, grad_weights = gradients.of_combine(moves, grad, pair, ctx.raw)
-    if ctx.reduces and ctx.needs_input_grad[2]:
-        grad_reduce = moves.redispatch(grad_reduced, raw=True)
-    bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
-    return (grad_rows, grad_weights, grad_reduce, bias, [None] * _PLAN, *(None,) * 4)
+# As calls of an object
 
 
-register_autograd("tokenyard::combine", _combine_backward, setup_context=_combine_context)
+class Operators:
+    """Makes the calls of an object as operators (:class:`registry.Caller`). ``below``: behind
+    autograd.
+    """
+
+    def __init__(self, number: int, below: Below | None = None) -> None:
+        self.number, self._below = number, below
+
+    @property
+    def engine(self) -> Engine:
+        return owner_of(self.number).engine
+
+    def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
+        return owner_of(self.number).refuse(op, exact, error)
+
+    def _call(self, op: Any, *arguments: Any) -> Any:
+        return op(*arguments) if self._below is None else self._below(op, *arguments)
+
+    def run_dispatch(
+        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
+    ) -> Moved:
+        mode = 0 if call.mode is None else call.mode.value
+        how = self.number, _numbers(call.spec), mode, call.ticket
+        x, scales, *rest = self._call(dispatch_op, *payload, topk_idx, weights, *how)
+        moved = Payload(x, scales if scales.dim() == 2 else None)
+        return moved, Plan(*rest[:_PLAN]), Arrived(*rest[_PLAN:])
+
+    def run_redispatch(self, call: Request, payload: Payload) -> Payload:
+        x, scales = self._call(redispatch_op, *payload, *self.along(call), call.raw, call.ticket)
+        return Payload(x, scales if scales.dim() == 2 else None)
+
+    def run_combine(
+        self,
+        call: Request,
+        rows: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        how = *self.along(call), call.raw, call.ticket
+        x, reduced = self._call(combine_op, rows, weights, reduce_weights, list(bias), *how)
+        return x, None if reduce_weights is None else reduced
+
+    def along(self, call: Request) -> tuple[list[Tensor], int, list[int]]:
+        """The plan, the object, and the ``Spec`` with how rows are cast behind it, if they are."""
+        cast = [] if call.mode is None else [call.mode.value]
+        return list(call.plan), self.number, [*_numbers(call.spec), *cast]

@@ -4,6 +4,7 @@ operators are tensors and numbers. The table holds no object alive.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -16,12 +17,12 @@ from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
 
+Moved = tuple[Payload, Plan, Arrived]
+"""What a fresh dispatch brings."""
+
 
 class Caller(Protocol):
-    """Makes the calls of one object (``calls.py``), for autograd and for operators.
-
-    ``ticket``: of a call that was begun before, of which the result is wanted.
-    """
+    """Makes the calls of one object (``calls.py``), for autograd and for operators."""
 
     number: int
 
@@ -33,28 +34,38 @@ class Caller(Protocol):
         ...
 
     def run_dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        ticket: int,
-    ) -> tuple[Payload, Plan, Arrived]: ...
+        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
+    ) -> Moved: ...
 
-    def run_redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        raw: bool,
-        ticket: int,
-        mode: Quantize | None = None,
-    ) -> Payload: ...
+    def run_redispatch(self, call: Request, payload: Payload) -> Payload: ...
 
     def run_combine(
-        self, rows: Tensor, plan: Plan, spec: Spec, ticket: int, **options: Any
+        self,
+        call: Request,
+        rows: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        bias: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(eq=False)
+class Request:
+    """What a call needs besides tensors that are differentiated.
+
+    Attributes:
+        ticket: of a call that was begun before, of which the result is wanted; 0 for none.
+        plan: a :class:`Plan`; of a fresh dispatch once it is made.
+        mode: how rows are cast in the send.
+        raw: rows are in arrival order, whatever the layout.
+    """
+
+    calls: Caller
+    spec: Spec
+    ticket: int = 0
+    plan: Any = None
+    mode: Quantize | None = None
+    raw: bool = False
 
 
 _objects: WeakValueDictionary[int, Caller] = WeakValueDictionary()
