@@ -32,9 +32,7 @@ from tokenyard.validation import Validation
 _log = logging.getLogger("tokenyard")
 
 BESIDE_COLLECTIVES = 32
-"""A ``spare_sms`` for calls that overlap with NCCL's collectives
-(``docs/reference/protocols.md``, Limits).
-"""
+"""A ``spare_sms`` for calls that overlap with NCCL's (``docs/reference/protocols.md``, Limits)."""
 
 
 class ExpertParallel:
@@ -387,9 +385,7 @@ class ExpertParallel:
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank, active=True)
 
     def close(self) -> None:
-        """Finish outstanding calls and let go of connections and buffers. Closing again does
-        nothing.
-        """
+        """Finish outstanding calls, let go of connections and buffers. Again it does nothing."""
         self._calls.close()
 
     def __enter__(self) -> ExpertParallel:

@@ -1,6 +1,4 @@
-"""Plain arguments as callers give them: numbers (Python's, numpy's, or of any other type that says
-what it is), flags, timeouts, devices.
-"""
+"""Plain arguments as callers give them: numbers of whatever type, flags, timeouts, devices."""
 
 from __future__ import annotations
 
@@ -22,18 +20,14 @@ MOST_PICKS = 2**12
 """``num_topk``: merging compares every pick of a token with every other."""
 
 MOST_BYTES = 2**47
-"""Of a region of symmetric memory, and of what an option may count: the address space of a process,
-and of a GPU.
-"""
+"""Of a region of symmetric memory, and of what an option may count: an address space."""
 
 LARGEST = 2**31 - 1
 """Of the whole numbers that an option may be: rows are counted in int32."""
 
 
 def whole(value: Any) -> int | None:
-    """``value`` as an int, or None if it is no whole number. A bool is none, nor is a tensor: it
-    may be on a device.
-    """
+    """``value`` as an int; None of a bool, a tensor (it may be on a device) or a fraction."""
     if type(value) is int:
         return value
     if (
@@ -122,9 +116,7 @@ def check_sizes(sizes: dict[str, Any]) -> dict[str, int]:
 
 
 def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
-    """Sizes that have a default: whole numbers of at least 1, as ints, or None. Bytes may
-    be many.
-    """
+    """Sizes that have a default: whole numbers from 1, as ints, or None. Bytes may be many."""
     given = {name: value for name, value in sizes.items() if value is not None}
     return sizes | {
         name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()

@@ -10,7 +10,7 @@ place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,9 +61,7 @@ class Call(Request):
 
 
 def remember(ctx: Any, call: Call, *more: Tensor) -> None:
-    """Keep what derivatives need; the object itself only by its number, so that a graph does not
-    keep it alive.
-    """
+    """Keep what derivatives need; the object by its number, so that no graph keeps it alive."""
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
     ctx.as_operator = isinstance(call.calls, ops.Operators)
     ctx.save_for_backward(*(_lasting(tensor) for tensor in (*call.plan, *more)))
@@ -245,7 +243,7 @@ def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]
     x, scales, plan, owner, numbers, raw, ticket = given
     calls, spec, mode = ops.Operators(owner, below), ops.spec_of(numbers), ops.mode_of(*numbers[4:])
     call = Call(calls, spec, ticket, Plan(*plan), mode, raw)
-    rows: Any = _Redispatch.apply(x, scales, call)  # pyright: ignore
+    rows = cast("Tensor", _Redispatch.apply(x, scales, call))  # pyright: ignore
     return rows, ops.or_empty(call.scales, x)
 
 
@@ -336,8 +334,9 @@ def _combine_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]:
     rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
     calls = ops.Operators(owner, below)
     call = Call(calls, ops.spec_of(numbers), ticket, Plan(*plan), raw=raw)
-    made: Any = _Combine.apply(rows, weights, reduce, call, *bias)  # pyright: ignore
-    return made[0], ops.or_empty(made[1], rows)
+    made = _Combine.apply(rows, weights, reduce, call, *bias)  # pyright: ignore
+    x, reduced = cast("tuple[Tensor, Tensor | None]", made)
+    return x, ops.or_empty(reduced, rows)
 
 
 ops.track(ops.combine_op, _combine_operator)

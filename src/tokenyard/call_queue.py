@@ -27,9 +27,7 @@ MAX_OUTSTANDING = 8
 
 
 class Waitable(Protocol):
-    """What ``after=`` takes: a CUDA event, a result of an asynchronous call, anything with
-    ``wait()``.
-    """
+    """What ``after=`` takes: a CUDA event, an asynchronous result, anything with ``wait()``."""
 
     def wait(self) -> Any: ...
 
@@ -199,9 +197,7 @@ class CallQueue:
     def _on_stream(
         self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
     ) -> Callable[[], Any]:
-        """``call`` on the communication stream, behind what the current stream holds now (or behind
-        ``after``).
-        """
+        """``call`` on the communication stream, behind ``after`` or the current stream as it is."""
         here = torch.cuda.current_stream(device)
         stream = self._streams.get(here.device_index) or self._streams.setdefault(
             here.device_index, torch.cuda.Stream(device)
@@ -226,9 +222,7 @@ class CallQueue:
         return body
 
     def take(self, ticket: int) -> Any:
-        """Wait for the call behind ``ticket`` (on a GPU: let the current stream wait) and return
-        its result.
-        """
+        """The result behind ``ticket``, once it is there (on a GPU: for the current stream)."""
         future = self._started[ticket]
         try:
             result = _result_of(future)
@@ -250,9 +244,7 @@ class CallQueue:
         return result
 
     def work_of(self, ticket: int) -> Work | None:
-        """What is done when the call behind ``ticket`` is, its result still to be taken; None where
-        nothing was started.
-        """
+        """The call behind ``ticket``, to wait for without its result; None if none was started."""
         issued, future = self._issued.get(ticket), self._started.get(ticket)
         if future is None or (
             isinstance(future, _Made) and (issued is None or future.error is not None)
@@ -277,9 +269,7 @@ class CallQueue:
             done.wait(begun_on)
 
     def disown(self) -> None:
-        """In a forked child (``forks.py``), where what was started never ends: nothing is left here
-        to wait for, or to destroy.
-        """
+        """In a forked child (``forks.py``), where nothing that was started ever ends."""
         for held in (
             self._pool,
             self._started,
@@ -298,9 +288,7 @@ class CallQueue:
 
 
 class Work:
-    """A call under way: on another thread, on a stream (then ``done`` is recorded behind it), or
-    both. It keeps no result.
-    """
+    """A call under way, on a thread, on a stream (``done`` is behind it) or both; no result."""
 
     def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
         self._future, self._done = None if future is None else weakref.ref(future), done
@@ -308,15 +296,11 @@ class Work:
         self._process = os.getpid()
 
     def can_be_waited_for(self) -> bool:
-        """Whether the current stream may wait: events of a CUDA graph's capture are for it alone,
-        and others not for it.
-        """
+        """Whether the current stream may: events of a CUDA graph's capture are for it alone."""
         return self._done is None or self._captured == torch.cuda.is_current_stream_capturing()
 
     def wait(self) -> None:
-        """Wait for it, the current stream instead of the host where it is on a stream; raise what
-        it raised.
-        """
+        """Let the current stream wait, or the host where there is none; raise what it raised."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"this call was begun by process {self._process}, of which this one is a fork: "
@@ -330,9 +314,7 @@ class Work:
 
 
 def _result_of(future: Future[Any] | _Made) -> Any:
-    """Wait for a call and return its result. A signal's handler may end the wait; that is no error
-    of the call.
-    """
+    """Wait for a call. A signal's handler may end the wait; that is no error of the call."""
     try:
         return future.result()
     except BaseException as error:
@@ -383,9 +365,7 @@ def _made(body: Callable[[], Any]) -> _Made:
 
 
 def keep_for(tensors: Any, stream: Any) -> None:
-    """Tell the allocator that ``stream`` uses a tensor, or those in a tuple or list, that are in
-    memory of another stream.
-    """
+    """Tell the allocator that ``stream`` uses tensors, also in tuples, of another stream."""
     if isinstance(tensors, torch.Tensor):
         if tensors.is_cuda and tensors.numel():
             tensors.record_stream(stream)

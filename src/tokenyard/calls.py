@@ -220,17 +220,13 @@ class Calls(Guard):
         return self._waited_for(Combined(finish, self._work_of(ticket)), when, ticket)
 
     def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, H]`` for a combine in place, of an engine that has it
-        (:class:`InPlace`).
-        """
+        """Uninitialised ``[num_rows, H]`` for a combine in place (:class:`InPlace`)."""
         self.check_open()
         make, hidden = cast("InPlace", self.engine).rows_in_place, self.config.hidden
         return self.make("empty_for_combine(), after call", make, num_rows, hidden, dtype)
 
     def come_to_rows_in_place(self, dtype: Any) -> None:
-        """Of a rank that refuses to make rows: the others come to where memory may grow, as much as
-        their dtype asks.
-        """
+        """Of a rank that refuses to make rows: memory may grow where the others come to."""
         if self.engine.in_place:
             self.rows_in_place(0, dtype if dtype in FLOAT_DTYPES else torch.bfloat16)
 
@@ -256,9 +252,7 @@ class Calls(Guard):
             self.check_open()
 
     def _begin(self, call: Callable[..., Any], device: torch.device, when: When, op: str) -> int:
-        """Start a call and return its ticket; ``NO_TICKET`` if it is to be made at once, without
-        extras.
-        """
+        """Start a call and return its ticket; ``NO_TICKET`` of one now, without extras."""
         if when.extras:
             call = partial(call, **when.extras)
         if not when.extras or (when.later and not when.in_two):

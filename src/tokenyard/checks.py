@@ -96,9 +96,7 @@ def _check_no_grad_in_place(given: Sequence[Tensor]) -> None:
 
 
 class _Shape(NamedTuple):
-    """A shape as errors tell it: in symbols, in numbers (a symbol where there is none), and what
-    these are.
-    """
+    """A shape as errors tell it: in symbols, in numbers as far as known, and in words."""
 
     symbols: str
     sizes: tuple[Any, ...]
@@ -213,9 +211,7 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
 def check_picks(
     topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device, config: Config
 ) -> Tensor | None:
-    """Routing of a fresh dispatch; returns the weights as float32. Values of ids are checked by the
-    engine.
-    """
+    """Routing of a fresh dispatch; returns float32 weights. Engines check values of ids."""
     shape = _Shape("[T, K]", (num_tokens, config.num_topk), "tokens of x, num_topk")
     if topk_idx is None:
         raise ValueError(
@@ -301,9 +297,7 @@ def check_handle(handle: Any, owner: int) -> Handle:
 def check_cached(
     handle: Handle, payload: Payload, routing: dict[str, Any], exact: Any, expert_alignment: Any
 ) -> None:
-    """A cached dispatch takes its routing and its shapes from the handle alone, and as many tokens
-    as it had.
-    """
+    """A cached dispatch has routing, shapes and the number of tokens from the handle alone."""
     given = [name for name, value in routing.items() if value is not None]
     given += ["exact"] if exact is not True else []
     given += ["expert_alignment"] if expert_alignment != 1 else []

@@ -12,9 +12,7 @@ MOST_MATRIX_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Sizes that stay for the life of an object. ``timeout`` is in seconds; ``topology`` is None if
-    ranks form no grid.
-    """
+    """Sizes for the life of an object. ``timeout``: seconds; ``topology``: None of no grid."""
 
     num_experts: int
     hidden: int
@@ -43,9 +41,7 @@ class Config:
 
     @property
     def matrix_ranks(self) -> int:
-        """R if every rank is to learn how many rows every rank sends to every rank, else 0: it
-        would grow with R * R.
-        """
+        """R if every rank learns the rows from every rank to every rank, else 0."""
         return self.world_size if self.world_size <= MOST_MATRIX_RANKS else 0
 
     @property

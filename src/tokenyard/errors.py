@@ -43,9 +43,7 @@ class PeerLost(PeerTimeout):
 
 
 def afresh(error: _Error) -> _Error:
-    """The same error without a traceback: to be kept, or raised again. A traceback keeps all that
-    its frames had.
-    """
+    """The same error without a traceback, which keeps all that its frames had."""
     kind = type(error)
     try:
         # Not made again: that may take other arguments than it shows.
@@ -57,15 +55,11 @@ def afresh(error: _Error) -> _Error:
 
 
 def ended_from_outside(error: BaseException) -> BaseException:
-    """``error``, which a signal's handler has raised in a wait, so marked that
-    :func:`is_from_outside` knows it.
-    """
+    """``error`` of a signal's handler in a wait, marked for :func:`is_from_outside`."""
     error.__dict__["_tokenyard_ended_a_wait"] = True
     return error
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether an exception came from outside (Ctrl-C, a signal's handler) while a call was under
-    way, and so ended the call.
-    """
+    """Whether Ctrl-C or a signal's handler raised ``error`` in a call, and so ended it."""
     return not isinstance(error, Exception) or "_tokenyard_ended_a_wait" in error.__dict__

@@ -20,9 +20,7 @@ class Disownable(Protocol):
     """What :func:`watch` takes."""
 
     def disown(self, why: str) -> None:
-        """Called in a child: the parent goes on with this object, and the child must neither use
-        nor destroy what it holds.
-        """
+        """Called in a child, which must neither use nor destroy what this object holds."""
         ...
 
 

@@ -90,8 +90,7 @@ class WireFormat:
         return Quantized(data, scales)
 
     def _scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales of blocks with the largest magnitudes ``amax [T, blocks]``, and the float32
-        factors that they are cast with."""
+        """Scales, and float32 factors to cast with, of the largest magnitudes ``[T, blocks]``."""
         if self.rule == POWER_BELOW:
             return self._scales_below(amax)
         amax = amax.clamp(min=self.smallest)
@@ -148,9 +147,7 @@ class WireFormat:
 
 
 def _power_of_two_at_least(scale: Tensor) -> Tensor:
-    """Biased exponent of the smallest power of two ``>= scale`` (positive normal float32): int32,
-    255 for inf and NaN.
-    """
+    """Biased exponent, int32, of the smallest power of two ``>= scale``; 255 of inf and NaN."""
     bits = scale.view(torch.int32)
     above = (bits & ((1 << _EXPONENT_SHIFT) - 1)) != 0
     return ((bits >> _EXPONENT_SHIFT) + above.to(torch.int32)).clamp(max=255)

@@ -20,9 +20,7 @@ from tokenyard.types import Layout
 
 
 class Moves(Protocol):
-    """Differentiable calls of one object along one plan. ``raw``: rows are in arrival order,
-    whatever the layout.
-    """
+    """Differentiable calls along one plan. ``raw``: rows are in arrival order in any layout."""
 
     @property
     def plan(self) -> Plan: ...
@@ -63,9 +61,7 @@ def of_dispatch(
 
 
 def _in_arrival_order(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) -> Tensor:
-    """Gradients of the weights that a dispatch returned, as ``[Nb, K]`` of arrived rows, 0 where a
-    pick is elsewhere.
-    """
+    """Gradients of returned weights as ``[Nb, K]`` of arrived rows, 0 of picks elsewhere."""
     if spec.layout is Layout.FLAT:
         assert topk_idx is not None
         here = torch.where(topk_idx < 0, 0.0, grad)
@@ -80,9 +76,7 @@ def _in_arrival_order(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | N
 def of_combine(
     moves: Moves, grad: Tensor, weighting: tuple[Tensor, Tensor] | None, raw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of rows and of their weights. ``weighting``: rows and weights, of a weighted
-    combine.
-    """
+    """Gradients of rows, and of weights if ``weighting`` has the rows and weights combined."""
     there = moves.redispatch(grad, raw=raw)
     if weighting is None:
         return there, None

@@ -57,9 +57,7 @@ class Guard:
         )
 
     def check(self) -> None:
-        """Wait for all calls so far; raise what went wrong on the device, or that this object is
-        closed.
-        """
+        """Wait for all calls so far; raise what went wrong, or that this object is closed."""
         if self.closed:  # one that lost a peer says which below
             self.check_open()
         self.make("check(), after call", self.engine.check)
@@ -105,9 +103,7 @@ class Guard:
             raise
 
     def watched(self, call: Callable[[], Result], op: str) -> Callable[[], Result]:
-        """``call``, unless a peer was lost before its turn; notices if one is lost in it, whoever
-        waits for it.
-        """
+        """``call``, unless a peer was lost before its turn; notices one that is lost in it."""
 
         def watched() -> Result:
             if self._lost is not None:
@@ -142,9 +138,7 @@ class Guard:
         self._notice_interrupt(error)
 
     def _notice_interrupt(self, error: BaseException) -> None:
-        """Ctrl-C ends the object: this rank has left a call, and tells the others. A rank alone has
-        left nobody, and goes on.
-        """
+        """Ctrl-C ends the object, as this rank has left a call that others are in."""
         alone = self.config.world_size == 1 and self.engine.waits_on_host
         if is_from_outside(error) and not alone and self._lost is None:
             op, number = self._doing

@@ -62,9 +62,7 @@ def fingerprint_of(
     scaled: bool,
     in_place: bool = False,
 ) -> Fingerprint:
-    """The fingerprint of one call. ``routing`` is the digest that a handle knows, -1
-    without one.
-    """
+    """The fingerprint of one call. ``routing``: the digest that a handle knows, else -1."""
     scales = payload.scales
     return Fingerprint(
         op=op,
@@ -152,9 +150,7 @@ def refuse(header: Tensor, reason: str) -> None:
 
 
 def digest(topk_idx: Tensor) -> Tensor:
-    """A number for ``topk_idx [T, K]``, on its device; other ids or another order give another (in
-    all likelihood).
-    """
+    """A number for ``topk_idx [T, K]``, on its device; another for other ids or orders."""
     flat = topk_idx.reshape(-1).long() + 2
     place = torch.arange(1, flat.numel() + 1, device=flat.device)
     mixed = (flat * 0x9E3779B97F4A7C1 + place) * 0x2545F4914F6CDD1
@@ -175,17 +171,13 @@ def mixed(digests: list[int]) -> int:
 
 
 def matrix_of(headers: Tensor, config: Config) -> list[int]:
-    """Rows from each rank to each (``Config.matrix_ranks``), row by row, from ``headers [R,
-    words]``.
-    """
+    """Rows from each rank to each, row by row (``Config.matrix_ranks``), of all headers."""
     begin = COUNTS + config.most_local_experts
     return host_ints(headers[:, begin : begin + config.matrix_ranks].reshape(-1))
 
 
 def mark_bad_index(header: Tensor, topk_idx: Tensor, num_experts: int) -> None:
-    """Write whether and where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``, without asking the
-    host.
-    """
+    """Write where ``topk_idx [T, K]`` leaves ``[-1, num_experts)``; the host is not asked."""
     if topk_idx.numel() == 0:
         return
     flat = topk_idx.reshape(-1)

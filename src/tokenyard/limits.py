@@ -48,9 +48,7 @@ def most_result_bytes(device: torch.device | None, sharing: int) -> int:
 
 
 def check_symmetric(num_bytes: int, device: torch.device, argument: str) -> None:
-    """Raise unless ``num_bytes`` of symmetric memory can be. ``argument``: what asked for them,
-    with its value.
-    """
+    """Raise unless symmetric memory can be so large. ``argument``: what asked, and its value."""
     most = memory_of(device)
     if num_bytes > most:
         raise ValueError(

@@ -30,14 +30,11 @@ _NO_TANGENTS = (
 _LIBRARY = torch.library.Library("tokenyard", "FRAGMENT")
 
 Below = Callable[..., Any]
-"""``below(operator, *arguments)`` calls an operator as compilers and modes see it, behind autograd.
-"""
+"""``below(operator, *arguments)`` calls an operator behind autograd."""
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """An operator. ``fake``: makes results of the right shapes and dtypes, of tensors without
-    data.
-    """
+    """An operator. ``fake``: makes its results, of tensors without data, by shape and dtype."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # pyright: ignore
@@ -59,9 +56,7 @@ def track(op: Any, function: Callable[..., Any]) -> None:
 
 
 def _called(number: int, op: int, exact: bool = True) -> Caller:
-    """The object of an operator that is called; one of a compiled graph gets tensors without their
-    tangents.
-    """
+    """The object of an operator; tensors of a compiled graph come without their tangents."""
     calls = owner_of(number)
     if forward_level() >= 0:
         raise calls.refuse(op, exact, NotSupported(_NO_TANGENTS))
@@ -102,9 +97,7 @@ def joined(moved: Payload, plan: Plan, arrived: Arrived) -> tuple[Tensor, ...]:
 
 
 def _apart(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Results of an operator must not share memory; those of engines do (what is empty, tables of
-    static shapes).
-    """
+    """Copies of results that share memory (empty ones, static tables): operators' may not."""
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
     return tuple(
         tensor.clone() if not tensor.numel() or storages[at] in storages[:at] else tensor
@@ -240,9 +233,7 @@ combine_op = define(
 
 
 class Operators:
-    """Makes the calls of an object as operators (:class:`registry.Caller`). ``below``: behind
-    autograd.
-    """
+    """Makes calls as operators (:class:`registry.Caller`). ``below``: behind autograd."""
 
     def __init__(self, number: int, below: Below | None = None) -> None:
         self.number, self._below = number, below

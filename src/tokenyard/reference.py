@@ -41,9 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReferenceRows:
-    """What one rank receives, in exact shapes. ``[N]`` below reads ``[L, R * M]`` for
-    ``EXPERT_PADDED``.
-    """
+    """What one rank receives, in exact shapes. ``EXPERT_PADDED``: ``[N]`` is ``[L, R * M]``."""
 
     x: Tensor  # [N, H], dtype of the payload; zeros on padding rows
     scales: Tensor | None  # [N, S] float32 or int32; zeros on padding rows
@@ -179,9 +177,7 @@ def _send(
 
 
 def _split_experts(num_experts: int, num_ranks: int) -> list[range]:
-    """The global experts of each rank: contiguous, the first ``num_experts % num_ranks`` ranks hold
-    one more.
-    """
+    """The experts of each rank, contiguous: the first ``num_experts % num_ranks`` hold more."""
     each, extra = divmod(num_experts, num_ranks)
     ends = list(accumulate((each + (rank < extra) for rank in range(num_ranks)), initial=0))
     return [range(ends[rank], ends[rank + 1]) for rank in range(num_ranks)]
@@ -262,9 +258,7 @@ def _row_of_pick(places: list[Pick | None], topk_idx: Sequence[Tensor]) -> tuple
 
 
 def _gather(sources: Sequence[Tensor], rows: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Copy ``sources`` (per rank ``[T, W]``) bit for bit to their rows, ``[*shape, W]``; other rows
-    are zeros.
-    """
+    """Copy ``sources``, per rank ``[T, W]``, to their rows ``[*shape, W]``; others are zeros."""
     as_bytes = [
         source.clone(memory_format=torch.contiguous_format).view(torch.uint8) for source in sources
     ]

@@ -67,9 +67,7 @@ def lists(matrix: Tensor) -> list[list[int]]:
 
 
 class Pick(NamedTuple):
-    """A merged pick. Picks sort by source rank, then token, then position among the
-    token's picks.
-    """
+    """A merged pick. They sort by source rank, then token, then position in the token."""
 
     source: int
     token: int
@@ -88,9 +86,7 @@ def picks_per_expert(topk_idx: Sequence[Tensor], num_experts: int) -> list[list[
 
 
 def source_ranges(local: list[list[Pick]], num_ranks: int) -> Tensor:
-    """``[L, R, 2]`` int32: where the rows of a source rank begin inside an expert's block, and how
-    many they are.
-    """
+    """``[L, R, 2]`` int32: where a source's rows begin in an expert's block, and how many."""
     counts = torch.zeros(len(local), num_ranks, dtype=torch.int32)
     for expert, picks in enumerate(local):
         for pick in picks:

@@ -1,6 +1,4 @@
-"""The oracle's quantisation: FP8 E4M3 with one scale per group of 128 channels
-(``docs/reference/semantics.md``).
-"""
+"""The oracle's quantisation to FP8 E4M3 (``docs/reference/semantics.md``)."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
 
 
 def _pow2_exponents(scales: Tensor) -> Tensor:
-    """Biased exponent (int32) of the smallest power of two ``>= scales`` (positive normal
-    float32).
-    """
+    """Biased exponent, int32, of the smallest power of two ``>= scales`` (positive, normal)."""
     bits = scales.view(torch.int32)
     has_fraction = (bits & _MANTISSA_MASK) != 0
     return ((bits >> _MANTISSA_BITS) + has_fraction.int()).clamp(max=_NOT_FINITE)
@@ -116,8 +112,6 @@ def _pow2_from_exponents(exponents: Tensor) -> Tensor:
 
 
 def _pack(exponents: Tensor) -> Tensor:
-    """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32, group ``4j + i`` in byte ``i`` (little
-    endian).
-    """
+    """``[T, G]`` exponents to ``[T, ceil(G / 4)]`` int32: group ``4j + i`` in byte ``i``."""
     padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % _EXPONENTS_PER_WORD))
     return padded.contiguous().view(torch.int32)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 
 def sum_rows(rows: Tensor, row_of_pick: Tensor, row_weights: Tensor | None = None) -> Tensor:
-    """One owner's tokens ``[T, W]`` float32: the rows that one rank holds for them, added in pick
-    order.
-    """
+    """Sums ``[T, W]`` float32 of the rows that one rank holds of an owner's, in pick order."""
     rows = rows.flatten(0, -2)
     total = torch.zeros(row_of_pick.shape[0], rows.shape[1])
     for position in range(row_of_pick.shape[1]):
@@ -25,9 +23,7 @@ def sum_rows(rows: Tensor, row_of_pick: Tensor, row_weights: Tensor | None = Non
 
 
 def sum_ranks(rank_sums: Iterable[Tensor], ranks_per_node: int | None, wire: torch.dtype) -> Tensor:
-    """Add the sums of all ranks, float32: ranks of a node in order, then nodes; each hop rounds to
-    ``wire``.
-    """
+    """Add float32 sums: ranks of a node in order, then nodes; each hop rounds to ``wire``."""
     parts = list(rank_sums)
     per_node = ranks_per_node or len(parts)
     nodes = [

@@ -52,9 +52,7 @@ from tokenyard.memory.meeting import Round
 from tokenyard.memory.symmetric import MemoryGroup
 
 REFUSAL_WAIT = 10.0
-"""Most seconds that a rank which refuses its arguments waits for the others, so that they learn
-why.
-"""
+"""Most seconds that a rank which refuses its arguments waits, for the others to learn why."""
 _ROUND, _OLDEST = "round", "oldest round"
 _WHAT = "ExpertParallel(...)"
 
@@ -101,9 +99,7 @@ def place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:
 
 
 def group_store(group: dist.ProcessGroup | MemoryGroup | None) -> dist.Store | None:
-    """The part of the default store in which constructions on ``group`` meet; None for a rank
-    alone.
-    """
+    """The part of the store in which constructions on ``group`` meet; None of a rank alone."""
     if group is None:
         return None
     if isinstance(group, MemoryGroup):
@@ -174,9 +170,7 @@ def agree(
 
 
 def _come(store: dist.Store, rank: int, world_size: int) -> int:
-    """The number of the open round. One that a rank was stopped in, and could not leave in order,
-    is closed first.
-    """
+    """The number of the open round. One that a rank was stopped in is closed first."""
     while True:
         number = int(store.compare_set(_ROUND, "", "1"))
         here = _round(store, rank, world_size, number)
@@ -210,9 +204,7 @@ def _earlier(store: dist.Store, rank: int, world_size: int, number: int) -> str:
 
 
 def _forget(store: dist.Store, world_size: int, number: int) -> None:
-    """Delete the rounds before this one, to which every rank has come: nobody reads them
-    any more.
-    """
+    """Delete the rounds before this one: every rank has come here, so nobody reads them."""
     for earlier in range(int(store.compare_set(_OLDEST, "", "1")), number):
         _round(store, 0, world_size, earlier).forget()
     store.set(_OLDEST, str(number))

@@ -39,9 +39,7 @@ class Later:
             self.__dict__.update(fields)
 
     def work(self) -> Waitable:
-        """What another call waits for to come behind this one, wherever it runs; the result stays
-        with whoever reads it.
-        """
+        """What another call waits for to come behind this one; it takes no result."""
         finished = self._finish is None
         return (
             self
@@ -147,9 +145,7 @@ class Received(Later):
 
 
 def rows_of_experts(handle: Handle) -> list[int]:
-    """Rows of each local expert in a dispatch with exact shapes, unaligned; the host does
-    not wait.
-    """
+    """Rows of each local expert, unaligned, of exact shapes; the host does not wait."""
     known: list[int] = handle.plan.splits.tolist()  # pyright: ignore[reportUnknownVariableType]
     del known[: len(known) - handle.arrived.tokens_per_expert.numel()]
     return known

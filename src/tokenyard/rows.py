@@ -17,9 +17,7 @@ from torch import Tensor
 
 ROW_ALIGNMENT = 16
 SUM_BLOCK_BYTES, SUM_BLOCK_BYTES_CPU = 64 << 20, 8 << 20
-"""Rows are summed in blocks of about this many float32 bytes: memory stays bounded, and on a CPU
-the sum stays in cache.
-"""
+"""Float32 bytes of a block of rows to sum: bounded memory, and on a CPU in cache."""
 
 
 def padded(num_bytes: int) -> int:
@@ -35,9 +33,7 @@ class Payload(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Routing that moves with each row of a fresh dispatch: all picks of its token, whoever holds
-    them.
-    """
+    """Routing that moves with each row: all picks of its token, whoever holds them."""
 
     topk_idx: Tensor  # [T, K] global expert ids, -1 for none
     weights: Tensor | None  # [T, K] float32
@@ -51,9 +47,7 @@ def _word(num_bytes: int) -> torch.dtype:
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """``rows [n, m]`` viewed as bytes. An empty tensor says that it is contiguous, whatever its
-    strides.
-    """
+    """``rows [n, m]`` as bytes. An empty tensor says it is contiguous, whatever its strides."""
     if rows.numel() == 0:
         return torch.empty(
             rows.shape[0],
@@ -65,9 +59,7 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """``rows [n, m]`` viewed as the widest integers that divide a row, so that every dtype moves at
-    the same speed.
-    """
+    """``rows [n, m]`` as the widest integers that divide a row: equally fast in every dtype."""
     if rows.numel() == 0:
         return as_bytes(rows)
     word = _word(rows.shape[1] * rows.element_size())
@@ -78,9 +70,7 @@ def as_words(rows: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: whether the bytes from the first to the last element
-    do.
-    """
+    """Whether the bytes from the first to the last element of two tensors overlap."""
     spans = [
         (
             tensor.data_ptr(),
@@ -134,9 +124,7 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row. A bare payload is not padded, so that a contiguous tensor of rows can
-        be sent as it is.
-        """
+        """Bytes of one row. A bare payload is not padded: contiguous rows are sent as they are."""
         if not self.scale_words and not self.routed and not self.weighted:
             return self.payload_bytes
         words = (
@@ -160,9 +148,7 @@ class RowFormat:
         return buffer.view(dtype)[:, at * each : (at + count) * each]
 
     def payload(self, buffer: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The payload part of ``buffer`` as ``[n, H]``, or as words of ``dtype``: a
-        strided view.
-        """
+        """The payload of ``buffer``, ``[n, H]`` or words of ``dtype``: a strided view."""
         dtype = dtype or self.dtype
         if buffer.numel() == 0:
             return torch.empty(
@@ -187,9 +173,7 @@ class RowFormat:
         return self._words(buffer, behind, self.picks, torch.float32)
 
     def routing(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copies of token ``[n]``, ids ``[n, K]`` and weights ``[n, K]``, read out of the wide rows
-        in one pass.
-        """
+        """Copies of token ``[n]``, ids and weights ``[n, K]``, read in one pass."""
         count = 1 + self.picks * (2 if self.weighted else 1)
         words = self._words(buffer, self.routing_at, count).clone()
         weights = (
@@ -208,9 +192,7 @@ class RowFormat:
     def pack(
         self, payload: Payload, order: Tensor, routing: Routing | None, buffer: Tensor
     ) -> None:
-        """Fill ``buffer [n, row_bytes]`` with the rows of ``payload`` named by ``order [n]`` (-1:
-        any row).
-        """
+        """Fill ``buffer [n, row_bytes]`` with rows ``order [n]`` of ``payload`` (-1: any)."""
         if payload.x.shape[0] and order.numel():
             some = order.clamp(min=0)
             words = as_words(payload.x)
@@ -228,9 +210,7 @@ class RowFormat:
         return self._moved(buffer, lambda part: _take(part, gather))
 
     def spread(self, buffer: Tensor, slots: Tensor, num_rows: int, *, zeros: bool) -> Payload:
-        """``num_rows`` result rows: those named by ``slots [n, J]`` hold the rows of ``buffer``,
-        others zeros or anything.
-        """
+        """``num_rows`` rows: ``slots [n, J]`` hold those of ``buffer``, others zeros or any."""
         return self._moved(buffer, lambda part: _spread(part, slots, num_rows, zeros))
 
     def _moved(self, buffer: Tensor, move: Callable[[Tensor], Tensor]) -> Payload:
@@ -267,9 +247,7 @@ def _spread(rows: Tensor, slots: Tensor, num_rows: int, zeros: bool) -> Tensor:
 
 
 def take_values(values: Tensor, index: Tensor, fill: float) -> Tensor:
-    """``values[index]`` with ``fill`` where ``index`` is -1 (a vector, or rows of a matrix).
-    Branch-free, for compilers.
-    """
+    """``values[index]``, or rows of a matrix; ``fill`` where ``index`` is -1. Branch-free."""
     widened = torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])
     return widened[torch.where(index < 0, values.shape[0], index)]
 

@@ -164,9 +164,7 @@ def node_numbers(topology: Topology | None, hosts: Sequence[str]) -> list[int]:
 
 
 def settle_topology(given: Topology | None, hosts: Sequence[str]) -> tuple[Topology | None, str]:
-    """The grid to work with: the one given, else the one detected. Without one: None, and why there
-    is none.
-    """
+    """The grid given, else the one detected; or None, and why there is none."""
     if given is not None:
         return given, ""
     try:

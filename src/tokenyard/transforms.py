@@ -1,6 +1,4 @@
-"""Which of torch's transforms a call is made in: forward-mode AD, ``torch.func``,
-``torch.vmap``.
-"""
+"""Which of torch's transforms a call is in: forward-mode AD, ``torch.func``, ``torch.vmap``."""
 
 from __future__ import annotations
 
@@ -28,18 +26,14 @@ def in_functorch() -> bool:
 
 
 def outside_functorch() -> Any:
-    """A context in which no transform of ``torch.func`` is active: buffers that are kept may be
-    written there.
-    """
+    """A context outside transforms of ``torch.func``, to write buffers that are kept."""
     if torch.compiler.is_compiling() or not in_functorch():
         return nullcontext()
     return torch._C._DisableFuncTorch()  # pyright: ignore
 
 
 def in_vmap(*tensors: Tensor) -> bool:
-    """Whether ``torch.vmap`` is active, at whatever depth, or any of ``tensors`` is batched by
-    ``is_grads_batched=True``.
-    """
+    """Whether ``torch.vmap`` is active at any depth, or ``is_grads_batched`` for ``tensors``."""
     if any(_FUNCTORCH.is_legacy_batchedtensor(tensor) for tensor in tensors):
         return True
     stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
@@ -93,9 +87,7 @@ def check(later: bool) -> None:
 
 
 def check_tangents(given: tuple[Any, ...], lack: str) -> None:
-    """Raise if any of these has a tangent, which the call would drop. ``lack``: why, and what to
-    do.
-    """
+    """Raise if one has a tangent, which the call would drop. ``lack``: why, what to do."""
     if has_tangent(*given):
         raise NotSupported(f"a tensor of this call has a tangent (forward-mode AD), but {lack}")
 

@@ -121,9 +121,7 @@ class Validation:
         given: tuple[Tensor, ...],
         dtype: torch.dtype,
     ) -> None:
-        """Whether rows of ``dtype`` can be combined in place. ``given``: all tensors of the
-        call.
-        """
+        """Whether rows of ``dtype`` can. ``given``: all tensors of the call."""
         checks.check_combine_in_place(
             self._calls.engine,
             handle,
@@ -168,9 +166,7 @@ class Validation:
         return When(later, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
 
     def _check_engine(self, asked: DispatchRequest, options: CallOptions | None) -> None:
-        """Raise if tangents cannot be moved, or the engine for decoding cannot make a dispatch;
-        others decide themselves.
-        """
+        """Raise if tangents cannot be moved, or the engine for decoding cannot do it."""
         payload, low = asked.payload, self._calls.low
         if asked.mode is not None or payload.scales is not None:
             transforms.check_tangents(
