@@ -27,8 +27,7 @@ from tokenyard.types import Layout
 _PLAN = len(Plan._fields)
 _HINT = (
     " (this call moves tangents: inside forward_ad.dual_level() all calls do, of ranks whose "
-    "tensors have none too, so every rank "
-    "has to enter it)"
+    "tensors have none too, so every rank has to enter it)"
 )
 
 

@@ -57,8 +57,7 @@ class Disowned:
 def _in_child() -> None:
     why = (
         f"belongs to process {os.getppid()}, of which this one is a fork (start processes that "
-        f"need one by 'spawn' or "
-        "'forkserver', or make it, and its process group, in the child)"
+        "need one by 'spawn' or 'forkserver', or make it, and its process group, in the child)"
     )
     for thing in list(_watched):
         thing.disown(why)

@@ -252,9 +252,8 @@ def _check_agreement(rows: list[list[int]]) -> None:
         for peer, row in enumerate(rows):
             if row[at] != rows[0][at]:
                 raise Mismatch(
-                    f"ranks disagree on {name_of(name)}: "
-                    f"rank 0 says {shown(name, rows[0][at])}, rank {peer} says "
-                    f"{shown(name, row[at])}"
+                    f"ranks disagree on {name_of(name)}: rank 0 says {shown(name, rows[0][at])}, "
+                    f"rank {peer} says {shown(name, row[at])}"
                 )
 
 

@@ -53,8 +53,7 @@ def check_symmetric(num_bytes: int, device: torch.device, argument: str) -> None
     if num_bytes > most:
         raise ValueError(
             f"{argument} takes {num_bytes} bytes of symmetric memory on each rank, but {device} "
-            f"has "
-            f"{most} bytes in all: make it smaller"
+            f"has {most} bytes in all: make it smaller"
         )
 
 
@@ -65,8 +64,7 @@ def check_view(config: Config, dtype: torch.dtype, most: int) -> None:
         raise ValueError(
             f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks takes "
             f"{num_bytes} bytes for in_place=True, but it may take {most} (half of the rank's "
-            f"share of "
-            "the memory): make it smaller, or use in_place=False"
+            "share of the memory): make it smaller, or use in_place=False"
         )
 
 
@@ -98,21 +96,18 @@ def check_result(
     if not flat and alignment > 1 and (alignment + tables) * local > LARGEST:
         raise ValueError(
             f"expert_alignment ({alignment}) x {local} local experts makes more rows than int32 "
-            f"counts, "
-            f"{LARGEST}: make it smaller"
+            f"counts, {LARGEST}: make it smaller"
         )
     if alignment > MOST_ALIGNMENT:
         raise ValueError(
             f"expert_alignment ({alignment}) must be at most {MOST_ALIGNMENT}: each expert's block "
-            f"may be "
-            "padded by so many rows; make it smaller"
+            "may be padded by so many rows; make it smaller"
         )
     if tables * (1 if flat else local) > LARGEST:
         raise ValueError(
-            f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks"
-            f"{'' if flat else f' x {local} local experts'} makes more rows than int32 counts, "
-            f"{LARGEST}: make "
-            "it smaller, or use exact=True with engine 'collective'"
+            f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} "
+            f"ranks{'' if flat else f' x {local} local experts'} makes more rows than int32 "
+            f"counts, {LARGEST}: make it smaller, or use exact=True with engine 'collective'"
         )
     _check_bytes(payload, mode, spec, config, most)
 
@@ -132,10 +127,8 @@ def _check_bytes(
     }
     raise ValueError(
         f"{max(taken, key=lambda each: taken[each])} makes a dispatch of {spec.layout.name} take "
-        f"{total} bytes "
-        f"on a rank, whatever is sent, but it may take {most} (half of the rank's share of the "
-        f"memory): "
-        "make it smaller"
+        f"{total} bytes on a rank, whatever is sent, but it may take {most} (half of the rank's "
+        "share of the memory): make it smaller"
     )
 
 

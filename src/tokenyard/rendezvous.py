@@ -81,8 +81,7 @@ def check_group(
     if forks.is_inherited(group):
         raise RuntimeError(
             f"the group belongs to process {os.getppid()}, of which this one is a fork: start "
-            f"processes by 'spawn' or 'forkserver' "
-            "and call init_process_group() in them"
+            "processes by 'spawn' or 'forkserver' and call init_process_group() in them"
         )
     return group
 

@@ -99,8 +99,7 @@ def check_topology(given: Any, world_size: int) -> Topology | None:
     if grid.world_size != world_size:
         raise ValueError(
             f"topology ({grid}) has {grid.world_size} ranks, but the group has {world_size}: "
-            f"num_nodes * ranks_per_node must be "
-            "the number of ranks"
+            "num_nodes * ranks_per_node must be the number of ranks"
         )
     return grid
 
@@ -142,9 +141,8 @@ def detect(hosts: Sequence[str]) -> Topology:
     )
     raise ValueError(
         f"{wanted}, but of {len(hosts)} ranks {'; '.join(shown)}{more}: launch the same number on "
-        f"each host, host after host "
-        f"(as torchrun does), or say topology=(num_nodes, ranks_per_node), or name hosts by "
-        f"{HOST_VARIABLE}"
+        "each host, host after host (as torchrun does), or say topology=(num_nodes, "
+        f"ranks_per_node), or name hosts by {HOST_VARIABLE}"
     )
 
 

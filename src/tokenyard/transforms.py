@@ -13,9 +13,8 @@ from tokenyard.errors import NotSupported
 
 NO_VMAP = (
     "dispatch and combine cannot be batched by torch.vmap, nor by what uses it (torch.func.jacrev, "
-    "jacfwd and hessian, "
-    "is_grads_batched=True): each is one collective call. Loop over the batch, or make it tokens "
-    "with x.flatten(0, 1)"
+    "jacfwd and hessian, is_grads_batched=True): each is one collective call. Loop over the batch, "
+    "or make it tokens with x.flatten(0, 1)"
 )
 _FUNCTORCH: Any = torch._C._functorch  # pyright: ignore
 
