@@ -63,15 +63,12 @@ def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     """Keep what derivatives need; the object by its number, so that no graph keeps it alive."""
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
     ctx.as_operator = isinstance(call.calls, ops.Operators)
-    ctx.save_for_backward(*(_lasting(tensor) for tensor in (*call.plan, *more)))
+    # Autograd does not keep what was made in inference mode.
+    lasting = [each.clone() if each.is_inference() else each for each in (*call.plan, *more)]
+    ctx.save_for_backward(*lasting)
     # Else the graph would hold all of it.
     ctx.call = call if transforms.forward_level() >= 0 else None
     ctx.set_materialize_grads(True)
-
-
-def _lasting(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of one made in inference mode, which autograd does not keep."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def recall(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
@@ -92,11 +89,9 @@ def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
 
     Other ranks' may have one: then theirs come here, and all take part.
     """
-    if (
-        transforms.in_functorch()
-        or not transforms.in_forward_mode()
-        or transforms.has_tangent(moved, *others)
-    ):
+    if transforms.in_functorch() or not transforms.in_forward_mode():
+        return moved
+    if transforms.has_tangent(moved, *others):
         return moved
     make_dual: Any = torch._VF._make_dual  # pyright: ignore  (forward_ad.make_dual imports torch's decompositions)
     return make_dual(moved, torch.zeros_like(moved), level=transforms.forward_level())
@@ -285,13 +280,8 @@ class _Combine(Function):
             grad_rows, grad_weights = gradients.of_combine(call, grad, pair, call.raw)
         if needs[2]:
             grad_reduce = call.redispatch(grad_reduced, raw=True)
-        return (
-            grad_rows,
-            grad_weights,
-            grad_reduce,
-            None,
-            *(grad.to(dtype) for dtype in ctx.bias_dtypes),
-        )
+        bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
+        return (grad_rows, grad_weights, grad_reduce, None, *bias)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:

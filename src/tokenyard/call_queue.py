@@ -162,11 +162,8 @@ class CallQueue:
             )
         self._tickets += 1
         ticket = self._tickets
-        body = (
-            self._on_stream(ticket, call, device, after)
-            if device.type == "cuda"
-            else _on_host(call, after)
-        )
+        on_gpu = device.type == "cuda"
+        body = self._on_stream(ticket, call, device, after) if on_gpu else _on_host(call, after)
         try:
             self._started[ticket] = self._submit(body) if self._threaded else _made(body)
         except BaseException:  # interrupted in the middle of the call
@@ -204,11 +201,7 @@ class CallQueue:
         )
         ready, done = here.record_event() if after is None else after, torch.cuda.Event()
         # The call holds its inputs, which the stream still reads.
-        self._issued[ticket] = (
-            done,
-            here,
-            call,
-        )
+        self._issued[ticket] = done, here, call
 
         def body() -> Any:
             with torch.cuda.stream(stream):
@@ -245,14 +238,10 @@ class CallQueue:
 
     def work_of(self, ticket: int) -> Work | None:
         """The call behind ``ticket``, to wait for without its result; None if none was started."""
-        issued, future = self._issued.get(ticket), self._started.get(ticket)
-        if future is None or (
-            isinstance(future, _Made) and (issued is None or future.error is not None)
-        ):
-            return None
-        return Work(
-            future if isinstance(future, Future) else None, None if issued is None else issued[0]
-        )
+        future, (done, *_) = self._started.get(ticket), self._issued.get(ticket, (None,))
+        if isinstance(future, Future):
+            return Work(future, done)
+        return None if future is None or done is None or future.error else Work(None, done)
 
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
@@ -270,14 +259,8 @@ class CallQueue:
 
     def disown(self) -> None:
         """In a forked child (``forks.py``), where nothing that was started ever ends."""
-        for held in (
-            self._pool,
-            self._started,
-            self._issued,
-            self._halves,
-            self._dropped,
-            self._turn,
-        ):
+        tables = self._started, self._issued, self._halves
+        for held in (self._pool, *tables, self._dropped, self._turn):
             forks.keep_for_ever(held)
         self._started, self._issued, self._halves = {}, {}, {}
 

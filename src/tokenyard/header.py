@@ -206,7 +206,9 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
         PeerError: another rank refused its arguments, or sent counts that cannot be.
     """
     rows = [host_ints(row) for row in headers]
-    _check_own(rows[config.rank], config.num_experts)
+    own = rows[config.rank]
+    if own[STATUS] == BAD_INDEX:
+        raise ValueError(_bad_index(own, config.num_experts))
     for peer, row in enumerate(rows):
         if row[0] != MAGIC:
             raise PeerError(
@@ -214,37 +216,27 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
                 f"same version?"
             )
         if row[STATUS] == REFUSED:
-            text = _text(headers[peer])
-            raise (
-                Mismatch(text)
-                if text.startswith(DISAGREE)
-                else PeerError(f"rank {peer} refused its side of this call: {text}")
-            )
-        if row[STATUS] not in (OK, REFUSED, BAD_INDEX):
+            raw = host_ints(headers[peer, _TEXT : _TEXT + TEXT_WORDS].clone().view(torch.uint8))
+            text = bytes(raw).rstrip(b"\0").decode(errors="replace")
+            if text.startswith(DISAGREE):
+                raise Mismatch(text)
+            raise PeerError(f"rank {peer} refused its side of this call: {text}")
+        if row[STATUS] not in (OK, BAD_INDEX):
             raise PeerError(
                 f"rank {peer} sent a header of unknown status {row[STATUS]}; do all ranks run the "
                 f"same version?"
             )
         if row[STATUS] == BAD_INDEX:
-            where = bad_index_text(
-                row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), config.num_experts
-            )
+            where = _bad_index(row, config.num_experts)
             raise PeerError(f"rank {peer} refused its side of this call: {where}")
     _check_agreement(rows)
     for peer, row in enumerate(rows):
         _check_counts(peer, row, config, max_rows)
 
 
-def _check_own(row: list[int], num_experts: int) -> None:
-    if row[STATUS] == BAD_INDEX:
-        raise ValueError(
-            bad_index_text(row[STATUS + 1], row[STATUS + 2], max(row[STATUS + 3], 1), num_experts)
-        )
-
-
-def _text(row: Tensor) -> str:
-    raw = host_ints(row[_TEXT : _TEXT + TEXT_WORDS].clone().view(torch.uint8))
-    return bytes(raw).rstrip(b"\0").decode(errors="replace")
+def _bad_index(row: list[int], num_experts: int) -> str:
+    at, value, num_picks = row[STATUS + 1 : STATUS + 4]
+    return bad_index_text(at, value, max(num_picks, 1), num_experts)
 
 
 def _check_agreement(rows: list[list[int]]) -> None:
@@ -273,12 +265,15 @@ def shown(name: str, value: int) -> object:
 def _check_counts(peer: int, row: list[int], config: Config, max_rows: int) -> None:
     num_tokens, num_rows, end = row[NUM_TOKENS], row[NUM_ROWS], COUNTS + config.most_local_experts
     counts, sent = row[COUNTS:end], row[end:]
-    possible = 0 <= num_rows <= num_tokens <= MOST_ROWS and all(
-        0 <= count <= num_rows for count in counts
+    possible = (
+        0 <= num_rows <= num_tokens <= MOST_ROWS
+        and num_rows <= max_rows
+        and all(0 <= count <= num_rows for count in counts)
+        and not any(counts[config.num_local_experts :])
+        and all(0 <= rows <= min(num_tokens, max_rows) for rows in sent)
+        and num_rows <= sum(counts) <= num_rows * config.num_topk
     )
-    possible = possible and num_rows <= max_rows and not any(counts[config.num_local_experts :])
-    possible = possible and all(0 <= rows <= min(num_tokens, max_rows) for rows in sent)
-    if not possible or not num_rows <= sum(counts) <= num_rows * config.num_topk:
+    if not possible:
         raise PeerError(
             f"rank {peer} announced impossible counts: {num_rows} rows of {num_tokens} tokens, per "
             f"expert {counts}"

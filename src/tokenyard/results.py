@@ -40,12 +40,9 @@ class Later:
 
     def work(self) -> Waitable:
         """What another call waits for to come behind this one; it takes no result."""
-        finished = self._finish is None
-        return (
-            self
-            if self._work is None or (finished and not self._work.can_be_waited_for())
-            else self._work
-        )
+        if self._work is None or (self._finish is None and not self._work.can_be_waited_for()):
+            return self
+        return self._work
 
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting

@@ -71,18 +71,15 @@ def as_words(rows: Tensor) -> Tensor:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether the bytes from the first to the last element of two tensors overlap."""
-    spans = [
-        (
-            tensor.data_ptr(),
-            sum(
-                (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-            ),
-        )
-        for tensor in (one, other)
-    ]
-    (a, last_a), (b, last_b) = spans
-    end_a, end_b = a + (last_a + 1) * one.itemsize, b + (last_b + 1) * other.itemsize
-    return bool(one.numel() and other.numel()) and a < end_b and b < end_a
+
+    def end(tensor: Tensor) -> int:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * step for size, step in steps)
+        return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+    if not one.numel() or not other.numel():
+        return False
+    return one.data_ptr() < end(other) and other.data_ptr() < end(one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +120,15 @@ class RowFormat:
         return self.scales_at + self.scale_words
 
     @property
+    def _weights_at(self) -> int:
+        return self.routing_at + (1 + self.picks if self.routed else 0)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row. A bare payload is not padded: contiguous rows are sent as they are."""
         if not self.scale_words and not self.routed and not self.weighted:
             return self.payload_bytes
-        words = (
-            self.routing_at
-            + (1 + self.picks if self.routed else 0)
-            + (self.picks if self.weighted else 0)
-        )
-        return padded(words * 4)
+        return padded(4 * (self._weights_at + (self.picks if self.weighted else 0)))
 
     def buffer(self, num_rows: int, device: torch.device) -> Tensor:
         """An uninitialised uint8 buffer ``[num_rows, row_bytes]``."""
@@ -142,22 +138,12 @@ class RowFormat:
         self, buffer: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32
     ) -> Tensor:
         """``count`` 4-byte words from word ``at`` of each row, as ``dtype``."""
-        each = 4 // dtype.itemsize
-        if buffer.numel() == 0:
-            return torch.empty(buffer.shape[0], count * each, dtype=dtype, device=buffer.device)
-        return buffer.view(dtype)[:, at * each : (at + count) * each]
+        return _columns(buffer, dtype, at * 4 // dtype.itemsize, count * 4 // dtype.itemsize)
 
     def payload(self, buffer: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The payload of ``buffer``, ``[n, H]`` or words of ``dtype``: a strided view."""
         dtype = dtype or self.dtype
-        if buffer.numel() == 0:
-            return torch.empty(
-                buffer.shape[0],
-                self.payload_bytes // dtype.itemsize,
-                dtype=dtype,
-                device=buffer.device,
-            )
-        return buffer.view(dtype)[:, : self.payload_bytes // dtype.itemsize]
+        return _columns(buffer, dtype, 0, self.payload_bytes // dtype.itemsize)
 
     def scales(self, buffer: Tensor) -> Tensor:
         return self._words(buffer, self.scales_at, self.scale_words, self.scale_dtype)
@@ -169,17 +155,14 @@ class RowFormat:
         return self._words(buffer, self.routing_at + 1, self.picks)
 
     def weights(self, buffer: Tensor) -> Tensor:
-        behind = self.routing_at + (1 + self.picks if self.routed else 0)
-        return self._words(buffer, behind, self.picks, torch.float32)
+        return self._words(buffer, self._weights_at, self.picks, torch.float32)
 
     def routing(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Copies of token ``[n]``, ids and weights ``[n, K]``, read in one pass."""
-        count = 1 + self.picks * (2 if self.weighted else 1)
-        words = self._words(buffer, self.routing_at, count).clone()
-        weights = (
-            words[:, 1 + self.picks :].contiguous().view(torch.float32) if self.weighted else None
-        )
-        return words[:, 0], words[:, 1 : 1 + self.picks], weights
+        end = 1 + self.picks
+        words = self._words(buffer, self.routing_at, end + self.picks * self.weighted).clone()
+        weights = words[:, end:].contiguous().view(torch.float32) if self.weighted else None
+        return words[:, 0], words[:, 1:end], weights
 
     def vacate(self, buffer: Tensor, unused: Tensor | None = None) -> None:
         """Rows ``unused`` (bool ``[n]``; None: all) are nobody's: token and ids become -1."""
@@ -220,6 +203,13 @@ class RowFormat:
             return Payload(x, None)
         scales = move(self._words(buffer, self.scales_at, self.scale_words))
         return Payload(x, scales.view(self.scale_dtype))
+
+
+def _columns(buffer: Tensor, dtype: torch.dtype, at: int, count: int) -> Tensor:
+    """``count`` elements of ``dtype`` from the one ``at`` of each row of bytes: a view."""
+    if buffer.numel() == 0:
+        return torch.empty(buffer.shape[0], count, dtype=dtype, device=buffer.device)
+    return buffer.view(dtype)[:, at : at + count]
 
 
 def _take(rows: Tensor, gather: Tensor | None) -> Tensor:
@@ -291,11 +281,10 @@ def _sum_block(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
             if which.numel() == 0:
                 continue
             term = _terms(rows, at[which], weights)
-            total = (
-                total.add_(term)
-                if which.numel() == at.numel()
-                else total.index_add_(0, which, term)
-            )
+            if which.numel() == at.numel():
+                total += term
+            else:
+                total.index_add_(0, which, term)
         else:
             term = _terms(rows, at.clamp(min=0), weights)
             total += torch.where((at >= 0).unsqueeze(1), term, 0.0)

@@ -147,10 +147,8 @@ def detect(hosts: Sequence[str]) -> Topology:
 
 
 def _few(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > _MOST_NAMED else ''}"
-    )
+    shown, more = ", ".join(map(str, ranks[:_MOST_NAMED])), len(ranks) > _MOST_NAMED
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if more else ''}"
 
 
 def node_numbers(topology: Topology | None, hosts: Sequence[str]) -> list[int]:
