@@ -98,12 +98,8 @@ class ExpertParallel:
     ) -> None:
         self.group = check_group(group)
         self.rank, self.world_size = place_in(self.group)
-        sizes = {
-            "num_experts": num_experts,
-            "hidden": hidden,
-            "num_topk": num_topk,
-            "max_tokens_per_rank": max_tokens_per_rank,
-        }
+        sizes = {"num_experts": num_experts, "hidden": hidden, "num_topk": num_topk}
+        sizes["max_tokens_per_rank"] = max_tokens_per_rank
         store = group_store(self.group)
         optional = {"buffer_bytes": buffer_bytes, "num_sms": num_sms, "spare_sms": spare_sms}
         refusal: ValueError | None = None
@@ -113,9 +109,8 @@ class ExpertParallel:
             sizes, timeout = check_sizes(sizes), check_timeout(timeout)
             optional = check_optional(optional)
             if engine not in ENGINES:
-                raise ValueError(
-                    f"engine ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}"
-                )
+                known = ", ".join(map(repr, ENGINES))
+                raise ValueError(f"engine ({engine!r}) must be one of {known}")
             where = None if device is None else check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:
@@ -123,19 +118,13 @@ class ExpertParallel:
         hosts = [this_host()]
         if store is not None:
             same = {**sizes, **optional, "engine": engine, "topology": str(grid)}
-            store, hosts = agree(
-                store, self.rank, self.world_size, same, str(refusal or ""), timeout, hosts[0]
-            )
+            place, why = (self.rank, self.world_size), str(refusal or "")
+            store, hosts = agree(store, *place, same, why, timeout, hosts[0])
         if refusal is not None:
             raise refusal
         self.topology, no_grid = settle_topology(grid, hosts)
-        self.config = Config(
-            **sizes,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-            topology=self.topology,
-        )
+        here = {"rank": self.rank, "world_size": self.world_size, "topology": self.topology}
+        self.config = Config(**sizes, **here, timeout=timeout)
         asked = Asked(engine, where, **optional, no_grid=no_grid)
         self._begin(choose(self.group, store, self.config, asked), hosts)
 
@@ -305,11 +294,9 @@ class ExpertParallel:
         device = torch.device("cpu") if self.device is None else self.device
         x = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device=device)
         picks = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=device)
-        exact = self._calls.low is None
-        weights = torch.empty(0, self.config.num_topk, device=device)
-        recv = self.dispatch(
-            x, picks, weights, layout=Layout.FLAT if exact else Layout.EXPERT_PADDED, exact=exact
-        )
+        exact, weights = self._calls.low is None, picks.float()
+        layout = Layout.FLAT if exact else Layout.EXPERT_PADDED
+        recv = self.dispatch(x, picks, weights, layout=layout, exact=exact)
         self.combine(recv.x, recv.handle)
 
     # One rank at a time
@@ -337,9 +324,8 @@ class ExpertParallel:
             return self._calls.rows_in_place(known.num_rows, dtype)
         padded = (self.config.num_local_experts, self.config.padded_rows)
         shape = padded if known.layout is Layout.EXPERT_PADDED else (known.num_rows,)
-        return torch.empty(
-            *shape, self.config.hidden, dtype=dtype, device=known.plan.returns.device
-        )
+        shape, device = (*shape, self.config.hidden), known.plan.returns.device
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def stats(self) -> Stats:
         """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""

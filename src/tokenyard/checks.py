@@ -4,7 +4,6 @@ remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ def check_in_place(
     """Whether rows can be left in symmetric memory, of which they may take ``most_bytes``."""
     _check_view(engine, spec, payload.x.shape[0], config)
     check_view(config, payload.x.dtype, most_bytes)
-    _check_no_grad_in_place([t for t in (payload.x, topk_weights) if isinstance(t, Tensor)])
+    _check_no_grad_in_place(payload.x, topk_weights)
 
 
 def check_combine_in_place(
@@ -48,10 +47,7 @@ def check_combine_in_place(
     config: Config,
     most_bytes: int,
 ) -> None:
-    """Whether rows of ``dtype`` can be combined in place. ``given``: all tensors of the call.
-
-    ``most_bytes``: of symmetric memory that they may take.
-    """
+    """The same of rows of ``dtype`` to combine. ``given``: all tensors of the call."""
     _check_view(engine, handle.spec, handle.num_tokens, config)
     check_view(config, dtype, most_bytes)
     if reduce_weights is not None:
@@ -65,7 +61,7 @@ def check_combine_in_place(
             f"rank has more tokens than max_tokens_per_rank={config.max_tokens_per_rank}; make it "
             f"larger, split the batch, or use in_place=False"
         )
-    _check_no_grad_in_place(given)
+    _check_no_grad_in_place(*given)
 
 
 def _check_view(engine: Engine, spec: Spec, num_tokens: int, config: Config) -> None:
@@ -87,7 +83,7 @@ def _check_view(engine: Engine, spec: Spec, num_tokens: int, config: Config) -> 
         )
 
 
-def _check_no_grad_in_place(given: Sequence[Tensor]) -> None:
+def _check_no_grad_in_place(*given: Any) -> None:
     if is_followed(*given):
         raise ValueError(
             "in_place=True cannot be differentiated: the rows would be gone in the backward; use "
@@ -166,12 +162,8 @@ def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
     if isinstance(x, Quantized):
         return _check_quantized(x, config, quantize)
     _tensor("x", x, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
-    _dtype(
-        "x",
-        x,
-        FLOAT_DTYPES,
-        "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)",
-    )
+    hint = "; wrap quantised data and its scales in tokenyard.Quantized(data, scales)"
+    _dtype("x", x, FLOAT_DTYPES, hint)
     _check_hidden("x", x, config)
     return Payload(x, None)
 
@@ -191,11 +183,8 @@ def _check_quantized(x: Quantized, config: Config, quantize: Quantize | None) ->
             f"quantize={quantize} casts plain rows, but x is already Quantized: leave quantize out"
         )
     data = _tensor("x.data", x.data, _Shape("[T, H]", ("T", config.hidden), "tokens, hidden"))
-    scales = _tensor(
-        "x.scales",
-        x.scales,
-        _Shape("[T, S]", (data.shape[0], "S"), "rows of x.data, scales of each"),
-    )
+    shape = _Shape("[T, S]", (data.shape[0], "S"), "rows of x.data, scales of each")
+    scales = _tensor("x.scales", x.scales, shape)
     _dtype("x.data", data, QUANTIZED_DTYPES)
     _dtype("x.scales", scales, SCALE_DTYPES)
     _check_hidden("x.data", data, config)
@@ -320,14 +309,8 @@ def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
     shape = _Shape("[N, H]", (handle.num_rows, hidden), meaning)
     if handle.layout is Layout.EXPERT_PADDED:
         shape = _Shape("[L, R * M, H]", (local, config.padded_rows, hidden), meaning)
-    _dense(
-        "x",
-        x,
-        shape,
-        FLOAT_DTYPES,
-        handle.plan.returns.device,
-        ": combine sums the experts' output, which is not quantised",
-    )
+    hint = ": combine sums the experts' output, which is not quantised"
+    _dense("x", x, shape, FLOAT_DTYPES, handle.plan.returns.device, hint)
     return x.reshape(-1, config.hidden)
 
 
@@ -354,9 +337,8 @@ def check_weighting(
             raise ValueError(
                 f"reduce_weights belong to FLAT rows, but the layout is {handle.layout.name}"
             )
-        shape = _Shape(
-            "[N, K]", (handle.num_rows, config.num_topk), "the shape of recv.topk_weights"
-        )
+        sizes = handle.num_rows, config.num_topk
+        shape = _Shape("[N, K]", sizes, "the shape of recv.topk_weights")
         _dense("reduce_weights", reduce_weights, shape, FLOAT_DTYPES, device)
     if topk_weights is None:
         return None
@@ -367,10 +349,9 @@ def check_weighting(
 
 def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
     """Bias as a tuple of ``[T, hidden]``; ``out`` of that shape and of the dtype of the rows."""
-    given: Any = bias
-    terms: tuple[Any, ...] = (
-        () if bias is None else tuple(given) if isinstance(bias, (tuple, list)) else (bias,)
-    )
+    terms: tuple[Any, ...] = () if bias is None else (bias,)
+    if isinstance(bias, (tuple, list)):
+        terms = tuple(bias)  # pyright: ignore[reportUnknownArgumentType]
     if len(terms) > 2:
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
     shape = _Shape("[T, H]", (num_tokens, rows.shape[1]), "tokens dispatched, hidden")

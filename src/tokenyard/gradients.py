@@ -22,11 +22,8 @@ from tokenyard.types import Layout
 class Moves(Protocol):
     """Differentiable calls along one plan. ``raw``: rows are in arrival order in any layout."""
 
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def spec(self) -> Spec: ...
+    plan: Plan
+    spec: Spec
 
     def combine(
         self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool

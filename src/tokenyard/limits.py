@@ -115,38 +115,31 @@ def check_result(
 def _check_bytes(
     payload: Payload, mode: Quantize | None, spec: Spec, config: Config, most: int
 ) -> None:
-    tokens, room, padding = _bytes_ahead(payload, mode, spec, config)
+    """Of what a dispatch takes even of nothing, told by the argument that takes most of it."""
+    local, bound, top = config.most_local_experts, config.padded_rows, config.num_topk
+    sent, flat = row_of(payload, mode), spec.layout is Layout.FLAT
+    moved = sent.payload_bytes + 4 * sent.scale_words
+    row = moved + (16 + 12 * top if flat else 20)  # with what describes it
+    tokens = 0 if spec.exact else bound * (2 * moved + 64 * top)  # sent, received, and placed
+    room = padding = 0
+    if spec.capacity is not None:
+        room = spec.capacity * row
+    else:
+        padding = local * (spec.expert_alignment - 1) * row
+        if spec.layout is Layout.EXPERT_PADDED:
+            tokens += local * bound * row
+        elif not spec.exact:
+            tokens += (1 if flat else min(top, local)) * bound * row
     total = tokens + room + padding
     if total <= most:
         return
     taken = {
         f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks": tokens,
         f"capacity ({spec.capacity})": room,
-        f"expert_alignment ({spec.expert_alignment}) x {config.most_local_experts} local "
-        f"experts": padding,
+        f"expert_alignment ({spec.expert_alignment}) x {local} local experts": padding,
     }
     raise ValueError(
         f"{max(taken, key=lambda each: taken[each])} makes a dispatch of {spec.layout.name} take "
         f"{total} bytes on a rank, whatever is sent, but it may take {most} (half of the rank's "
         "share of the memory): make it smaller"
     )
-
-
-def _bytes_ahead(
-    payload: Payload, mode: Quantize | None, spec: Spec, config: Config
-) -> tuple[int, int, int]:
-    """What a dispatch takes even of nothing: by ``max_tokens_per_rank``, by ``capacity``, and by
-    ``expert_alignment``.
-    """
-    local, bound, top = config.most_local_experts, config.padded_rows, config.num_topk
-    sent, flat = row_of(payload, mode), spec.layout is Layout.FLAT
-    moved = sent.payload_bytes + 4 * sent.scale_words
-    row = moved + (16 + 12 * top if flat else 20)  # with what describes it
-    tokens = 0 if spec.exact else bound * (2 * moved + 64 * top)  # sent, received, and placed
-    if spec.capacity is not None:
-        return tokens, spec.capacity * row, 0
-    if spec.layout is Layout.EXPERT_PADDED:
-        tokens += local * bound * row
-    elif not spec.exact:
-        tokens += (1 if flat else min(top, local)) * bound * row
-    return tokens, 0, local * (spec.expert_alignment - 1) * row

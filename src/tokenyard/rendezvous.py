@@ -90,11 +90,8 @@ def place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:
     """This rank and the number of ranks."""
     if group is None:
         return 0, 1
-    return (
-        (group.rank(), group.size())
-        if isinstance(group, MemoryGroup)
-        else (dist.get_rank(group), group.size())
-    )
+    rank = group.rank() if isinstance(group, MemoryGroup) else dist.get_rank(group)
+    return rank, group.size()
 
 
 def group_store(group: dist.ProcessGroup | MemoryGroup | None) -> dist.Store | None:
@@ -196,10 +193,8 @@ def _earlier(store: dist.Store, rank: int, world_size: int, number: int) -> str:
     if first is None:
         return ""
     refusal = json.loads(before.heard().get(first, '{"refusal": ""}'))["refusal"]
-    return (
-        f" (rank {first} had given up an attempt before this "
-        f"one{f': {refusal}' if refusal else ''})"
-    )
+    why = f": {refusal}" if refusal else ""
+    return f" (rank {first} had given up an attempt before this one{why})"
 
 
 def _forget(store: dist.Store, world_size: int, number: int) -> None:

@@ -59,12 +59,8 @@ class Validation:
         self._check_device(payload.x)
         known = weights = None
         if handle is not None:
-            routing = {
-                "topk_idx": topk_idx,
-                "topk_weights": topk_weights,
-                "layout": layout,
-                "capacity": capacity,
-            }
+            routing = {"topk_idx": topk_idx, "topk_weights": topk_weights}
+            routing |= {"layout": layout, "capacity": capacity}
             known = checks.check_handle(handle, self._calls.number)
             checks.check_cached(known, payload, routing, exact, expert_alignment)
             spec = known.spec
@@ -122,15 +118,8 @@ class Validation:
         dtype: torch.dtype,
     ) -> None:
         """Whether rows of ``dtype`` can. ``given``: all tensors of the call."""
-        checks.check_combine_in_place(
-            self._calls.engine,
-            handle,
-            reduce_weights,
-            given,
-            dtype,
-            self._config,
-            self._most_bytes,
-        )
+        engine, limits = self._calls.engine, (self._config, self._most_bytes)
+        checks.check_combine_in_place(engine, handle, reduce_weights, given, dtype, *limits)
 
     def when(
         self,
@@ -174,14 +163,8 @@ class Validation:
             )
         if low is not None:
             transforms.check_tangents((*payload, asked.weights), _NO_TANGENTS)
-            low.check_dispatch(
-                payload,
-                asked.spec,
-                asked.mode,
-                cached=asked.known is not None,
-                in_place=asked.in_place,
-                options=options,
-            )
+            how = {"cached": asked.known is not None, "in_place": asked.in_place}
+            low.check_dispatch(payload, asked.spec, asked.mode, **how, options=options)
 
     def _check_device(self, x: Tensor) -> None:
         if self._device is None and x.device.type not in ("cpu", "cuda"):
