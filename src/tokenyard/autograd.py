@@ -20,7 +20,7 @@ from tokenyard import gradients, ops, transforms
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
 from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE
-from tokenyard.registry import Moved, Request, owner_of
+from tokenyard.ops import Moved, Request, owner_of
 from tokenyard.rows import Payload
 from tokenyard.types import Layout
 

@@ -24,7 +24,7 @@ from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
-from tokenyard.registry import Moved, Request, enlist
+from tokenyard.ops import Moved, Request, enlist
 from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload

@@ -1,13 +1,17 @@
 """Custom operators: dispatch and combine as ``torch.compile`` and dispatch modes (selective
 checkpointing, say) see them. ``autograd.py`` gives them their derivatives.
 
-An operator knows its object by number (``registry.py``).
+An operator, or a graph of autograd, knows its object by number, as arguments of operators are
+tensors and numbers. The table of objects holds none alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +22,6 @@ from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.registry import Caller, Moved, Request, owner_of
 from tokenyard.rows import Payload, RowFormat
 from tokenyard.transforms import forward_level
 from tokenyard.types import Layout, Quantize
@@ -28,6 +31,80 @@ _NO_TANGENTS = (
     "compiled calls move no tangents (forward-mode AD): make those calls outside of torch.compile"
 )
 _LIBRARY = torch.library.Library("tokenyard", "FRAGMENT")
+
+Moved = tuple[Payload, Plan, Arrived]
+"""What a fresh dispatch brings."""
+
+
+class Caller(Protocol):
+    """Makes the calls of one object (``calls.py``), for autograd and for operators."""
+
+    number: int
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
+        """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
+        ...
+
+    def run_dispatch(
+        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
+    ) -> Moved: ...
+
+    def run_redispatch(self, call: Request, payload: Payload) -> Payload: ...
+
+    def run_combine(
+        self,
+        call: Request,
+        rows: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+        bias: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(eq=False)
+class Request:
+    """What a call needs besides tensors that are differentiated.
+
+    Attributes:
+        ticket: of a call that was begun before, of which the result is wanted; 0 for none.
+        plan: a :class:`Plan`; of a fresh dispatch once it is made.
+        mode: how rows are cast in the send.
+        raw: rows are in arrival order, whatever the layout.
+    """
+
+    calls: Caller
+    spec: Spec
+    ticket: int = 0
+    plan: Any = None
+    mode: Quantize | None = None
+    raw: bool = False
+
+
+_objects: WeakValueDictionary[int, Caller] = WeakValueDictionary()
+_unused = count(1)
+
+
+def enlist(calls: Caller) -> int:
+    """A number by which ``calls`` is found while it lives."""
+    number = next(_unused)
+    _objects[number] = calls
+    return number
+
+
+def owner_of(number: int) -> Caller:
+    """The object behind ``number``; a graph may outlive it."""
+    try:
+        return _objects[number]
+    except KeyError:
+        raise RuntimeError(
+            "the ExpertParallel of this graph is closed and gone: keep it until after the backward"
+        ) from None
+
+
+# Operators
 
 Below = Callable[..., Any]
 """``below(operator, *arguments)`` calls an operator behind autograd."""
@@ -233,7 +310,7 @@ combine_op = define(
 
 
 class Operators:
-    """Makes calls as operators (:class:`registry.Caller`). ``below``: behind autograd."""
+    """Makes calls as operators (:class:`Caller`). ``below``: behind autograd."""
 
     def __init__(self, number: int, below: Below | None = None) -> None:
         self.number, self._below = number, below

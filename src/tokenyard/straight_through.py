@@ -13,7 +13,6 @@ from tokenyard import ops, transforms
 from tokenyard.autograd import Call, recall, remember
 from tokenyard.formats import dequantize as dequantized
 from tokenyard.handle import Plan, Spec
-from tokenyard.registry import Caller
 
 
 class _Dequantize(Function):
@@ -60,7 +59,7 @@ ops.track(_dequantize_op, _dequantize_operator)
 
 
 def dequantizer(
-    calls: Caller, sent: Tensor, plan: Plan, spec: Spec
+    calls: ops.Caller, sent: Tensor, plan: Plan, spec: Spec
 ) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
     """Turns received data and scales into rows whose gradient goes to ``sent``."""
     call = Call(calls, spec, plan=plan)

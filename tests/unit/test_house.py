@@ -37,7 +37,7 @@ ORDER = [
     ["kernels"],
     ["engines"],
     ["gradients"],
-    ["registry", "results"],
+    ["results"],
     ["ops"],
     ["autograd", "checks"],
     ["straight_through"],
