@@ -123,8 +123,8 @@ class ExpertParallel:
         if refusal is not None:
             raise refusal
         self.topology, no_grid = settle_topology(grid, hosts)
-        here = {"rank": self.rank, "world_size": self.world_size, "topology": self.topology}
-        self.config = Config(**sizes, **here, timeout=timeout)
+        sizes |= {"rank": self.rank, "world_size": self.world_size}
+        self.config = Config(**sizes, timeout=timeout, topology=self.topology)
         asked = Asked(engine, where, **optional, no_grid=no_grid)
         self._begin(choose(self.group, store, self.config, asked), hosts)
 

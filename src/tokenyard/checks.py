@@ -349,9 +349,10 @@ def check_weighting(
 
 def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
     """Bias as a tuple of ``[T, hidden]``; ``out`` of that shape and of the dtype of the rows."""
+    given: Any = bias
     terms: tuple[Any, ...] = () if bias is None else (bias,)
     if isinstance(bias, (tuple, list)):
-        terms = tuple(bias)  # pyright: ignore[reportUnknownArgumentType]
+        terms = tuple(given)
     if len(terms) > 2:
         raise ValueError(f"bias has {len(terms)} tensors, but may be one tensor or a pair")
     shape = _Shape("[T, H]", (num_tokens, rows.shape[1]), "tokens dispatched, hidden")
