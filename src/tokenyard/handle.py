@@ -16,23 +16,21 @@ from tokenyard.types import Layout
 class Plan(NamedTuple):
     """The integers of one routing, computed once. Nb: rows that arrived; J: most rows that can
     belong together.
+
+    Attributes:
+        splits: int64, CPU: rows to each rank ``[R]``, from each rank ``[R]``, a number for the
+            routing; if the host knows (exact shapes), rows from each rank to each rank ``[R, R]``
+            (on few ranks, see ``Config.matrix_ranks``); ``Engine.hop_counts`` numbers of the
+            engine's own; if the host knows, tokens per local expert ``[L]``.
+        route: the engine's own: token of each row sent ``[S]`` int64 (``engines/hierarchy.py`` puts
+            more behind), or the tables of ``kernels/region.py`` (nvlink), or with ``slots`` behind
+            it (low_latency, ``engines/low_latency_signatures.py``).
     """
 
-    # int64, CPU: rows to each rank [R], from each rank [R], a number for the routing; if the host
-    # knows (exact
     splits: Tensor
-    # shapes), rows from each rank to each rank [R, R] (on few ranks, see ``Config.matrix_ranks``);
-    # ``Engine.hop_counts`` numbers of the engine's own; if the host knows, tokens per local expert
-    # [L] the engine's own: token of each row sent [S] int64 (``engines/hierarchy.py`` puts more
-    # behind), or the tables
     route: Tensor
-    # of ``kernels/region.py`` (nvlink), or with ``slots`` behind it (low_latency,
-    # ``engines/low_latency_signatures.py``) [T, J] places in send order of each token's rows, by
-    # destination; then -1. [T, 0] if ``route`` has them
-    returns: Tensor
-    # [Nb, J] result rows of each arrived row, in pick order; then -1. Empty if rows stay as they
-    # arrive
-    slots: Tensor
+    returns: Tensor  # [T, J] places in send order of a token's rows, by rank; then -1. Or [T, 0]
+    slots: Tensor  # [Nb, J] result rows of each arrived row, in pick order; then -1. Or empty
     picks: Tensor  # [Nb, J] the pick behind each slot
     gather: Tensor  # [rows] the arrived row behind each result row, -1 on padding
     first_pick: Tensor  # [T, K] the pick that each pick was merged into

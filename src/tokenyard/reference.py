@@ -49,9 +49,7 @@ class ReferenceRows:
     topk_weights: Tensor | None  # FLAT: [N, K] float32, 0 where the id is -1
     row_weights: Tensor | None  # expert layouts: [N] float32, 0 on padding rows
     tokens_per_expert: Tensor  # [L] int32, unaligned; counts dropped rows too
-    aligned_tokens_per_expert: (
-        Tensor  # [L] int32, each rounded up to a multiple of expert_alignment
-    )
+    aligned_tokens_per_expert: Tensor  # [L] int32, each up to a multiple of expert_alignment
     # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity.
     expert_offsets: Tensor | None
     # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block.
@@ -160,9 +158,9 @@ def _send(
     topk_weights: Sequence[Tensor] | None,
     mode: Quantize | None,
 ) -> _Sent:
-    payloads = [
-        each if isinstance(each, Quantized) or mode is None else quantize(each, mode) for each in x
-    ]
+    payloads = x
+    if mode is not None:
+        payloads = [each if isinstance(each, Quantized) else quantize(each, mode) for each in x]
     scales = [each.scales for each in payloads if isinstance(each, Quantized)]
     given_weights = [None] * len(topk_idx) if topk_weights is None else topk_weights
     merged = [
@@ -232,11 +230,8 @@ def _places(local: list[list[Pick]], form: _Form) -> list[Pick | None]:
         return list(first_picks.values())
     places: list[Pick | None] = []
     for picks in local:
-        padding = (
-            form.block - len(picks)
-            if form.layout is Layout.EXPERT_PADDED
-            else -len(picks) % form.alignment
-        )
+        padded = form.layout is Layout.EXPERT_PADDED
+        padding = form.block - len(picks) if padded else -len(picks) % form.alignment
         places += [*picks, *[None] * padding]
     return places
 
@@ -331,18 +326,14 @@ def combine(
     for owner in range(len(received)) if owners is None else owners:
         gone = () if absent is None else absent[owner]
         tables = [each.row_of_pick[owner] for each in received]
-        tables = [
-            torch.full_like(table, -1) if rank in gone else table
-            for rank, table in enumerate(tables)
-        ]
+        for rank in gone:
+            tables[rank] = torch.full_like(tables[rank], -1)
         total = sum_ranks(map(sum_rows, rows, tables, row_weights), ranks_per_node, wire)
         own_bias = () if bias is None else bias[owner]
         for addend in own_bias if isinstance(own_bias, tuple) else (own_bias,):
             total = total + addend.float()
         weights = map(sum_rows, reduce_weights or [], tables)
-        reduced = (
-            None if reduce_weights is None else sum_ranks(weights, ranks_per_node, torch.float32)
-        )
+        reduced = sum_ranks(weights, ranks_per_node, torch.float32) if reduce_weights else None
         own = received[owner]
         given = own.owned_topk_weights if topk_weights is None else topk_weights[owner]
         lost = None
