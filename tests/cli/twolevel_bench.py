@@ -20,8 +20,7 @@ from benchmarks.twolevel import ALL_KINDS, TwoLevel
 from benchmarks.twolevel_calls import Counted, GridTruth
 from tokenyard.cli.bench_cases import Batch
 from tokenyard.testing import payload, routing
-from tokenyard.testing.simulator import SimulatedRank, simulate
-from tokenyard.testing.simulator.group import SimulatedGroup
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 from tokenyard.topology import Topology
 
 

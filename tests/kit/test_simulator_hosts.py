@@ -28,11 +28,11 @@ from tokenyard.testing.simulator import (
     AddressError,
     Deadlock,
     RanksFailed,
+    SimulatedGroup,
     SimulatedMemory,
     SimulatedRank,
     simulate,
 )
-from tokenyard.testing.simulator.group import SimulatedGroup
 from tokenyard.testing.virtual import run_in_simulator
 
 

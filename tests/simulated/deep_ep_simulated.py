@@ -23,8 +23,7 @@ from hostile import error_of
 from tokenyard import deep_ep
 from tokenyard.deep_ep.natives import ENGINE_VARIABLE
 from tokenyard.errors import PeerError
-from tokenyard.testing.simulator import SimulatedRank, simulate
-from tokenyard.testing.simulator.group import SimulatedGroup
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
 MOST = 8
 

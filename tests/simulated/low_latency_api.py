@@ -15,8 +15,7 @@ from cases import Case
 from low_latency_bodies import ENGINE, MAJOR, static
 from low_latency_failures import meet
 from tokenyard.testing import Ranks, poisoned
-from tokenyard.testing.simulator import SimulatedRank, simulate
-from tokenyard.testing.simulator.group import SimulatedGroup
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
 NUM_SMS = 2
 """Few programs: each is a coroutine."""

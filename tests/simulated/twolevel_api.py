@@ -19,8 +19,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard.testing import assert_same_bits
-from tokenyard.testing.simulator import SimulatedRank, simulate
-from tokenyard.testing.simulator.group import SimulatedGroup
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
 HIDDEN, TOPK, MOST = 24, 3, 6
 

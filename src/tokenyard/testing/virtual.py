@@ -41,8 +41,7 @@ def run_in_simulator(
 ) -> None:
     """The same on the CPU, under the schedule of ``seed``; kernels are interpreted."""
     _skip_others(engine)
-    from tokenyard.testing.simulator import SimulatedRank, simulate
-    from tokenyard.testing.simulator.group import SimulatedGroup
+    from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
     skipped: list[str] = []
 

@@ -35,8 +35,12 @@ see it at once, and wake late from a wait for it).
 from __future__ import annotations
 
 from tokenyard.testing.simulator.hardware import Hardware
-from tokenyard.testing.simulator.memory import SimulatedMemory
-from tokenyard.testing.simulator.ranks import SimulatedRank, simulate
+from tokenyard.testing.simulator.ranks import (
+    SimulatedGroup,
+    SimulatedMemory,
+    SimulatedRank,
+    simulate,
+)
 from tokenyard.testing.simulator.scheduler import Simulator
 from tokenyard.testing.simulator.simulation_errors import (
     AddressError,
@@ -56,6 +60,7 @@ __all__ = [
     "ProgramError",
     "Race",
     "RanksFailed",
+    "SimulatedGroup",
     "SimulatedMemory",
     "SimulatedRank",
     "SimulationError",

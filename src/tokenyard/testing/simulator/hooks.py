@@ -6,9 +6,10 @@ while a simulation runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -19,49 +20,37 @@ from triton.runtime.interpreter import TensorHandle
 
 from tokenyard.testing import interpreter
 from tokenyard.testing.interpreter_arguments import bind
-from tokenyard.testing.simulator.pages import UNSIGNED, is_run, raw
-from tokenyard.testing.simulator.program import Launch
-
-if TYPE_CHECKING:
-    from tokenyard.testing.simulator.operations import Operations
-    from tokenyard.testing.simulator.program import Program
+from tokenyard.testing.simulator.network import Network
+from tokenyard.testing.simulator.operations import Operations
+from tokenyard.testing.simulator.pages import UNSIGNED, raw
+from tokenyard.testing.simulator.program import Program
 
 _ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
-def launch_of(
-    rank: int,
-    kernel: Any,
-    grid: tuple[int, int, int],
-    threads: int,
-    args: tuple[int, ...],
-    constants: dict[str, Any],
-) -> Launch:
-    """A launch of a ``@triton.jit`` function with int64 arguments and constants; ``threads`` of
-    each program.
-
-    Raises:
-        ValueError: they do not fit, or Triton was imported without ``TRITON_INTERPRET=1``.
-    """
-    bound, function = bind(kernel, args, constants), kernel.rewrite()
-    return Launch(rank, kernel.__name__, grid, threads, lambda: function(**bound))
-
-
 @contextmanager
-def installed(operations: Operations) -> Iterator[None]:
-    """Send what kernels do to ``operations``."""
-    builder = interpreter.Builder
-    methods = _Hooks(operations).methods()
-    before = {name: getattr(builder, name) for name in methods}
+def installed(operations: Operations, network: Network) -> Iterator[None]:
+    """Send what kernels do to ``operations``, and what they ask of NVSHMEM (``kernels/two_net.py``)
+    to ``network``.
+    """
+    changes: list[tuple[Any, str, Any]] = [
+        (interpreter.Builder, name, method) for name, method in _Hooks(operations).methods().items()
+    ]
+    for module in [module for name, module in sys.modules.items() if name.endswith(".two_net")]:
+        changes += [
+            (module, "nvshmem_put_signal", lambda *args: network.put_signal(*map(_number, args))),
+            (module, "nvshmem_fence", network.fence),
+        ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     with interpreter.patched_language(), interpreter.clock(operations.now_ns):
-        for name, method in methods.items():
-            setattr(builder, name, method)
+        for change in changes:
+            setattr(*change)
         try:
             yield
         finally:
-            for name, method in before.items():
-                setattr(builder, name, method)
+            for change in before:
+                setattr(*change)
 
 
 def place(p: Program) -> None:
@@ -110,10 +99,7 @@ class _Hooks:
         shape = ptrs.data.shape
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            size = dtype.itemsize
-            bits = self._operations.load(
-                addresses, lambda: _gather(addresses, size), size, shape, lanes
-            )
+            bits = self._operations.load(addresses, dtype.itemsize, shape, lanes)
             values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
             if lanes is _ALL:
                 return self._noted(TensorHandle(values.reshape(shape), element), addresses, lanes)
@@ -180,18 +166,18 @@ class _Hooks:
         everywhere = scope == ir.MEM_SYNC_SCOPE.SYSTEM
         wide = scope != ir.MEM_SYNC_SCOPE.CTA
         order = (wide and sem in _ACQUIRES, wide and sem in _RELEASES, everywhere)
-        return self._operations.atomic(
-            addresses, size, lambda: _gather(addresses, size), act, order
-        )
+        return self._operations.atomic(addresses, size, act, order)
 
     def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
         """What was read, marked for :meth:`_comparing` if the program is to say what it
         waits for.
         """
-        if self._operations.caller.takes_notes and addresses.size:
+        p = self._operations.caller
+        if p.takes_notes and addresses.size:
             where = addresses.tolist()
             handle.set_attr("read", (where, lanes))
-            self._operations.reads_anew(where)
+            for address in where:
+                p.compared.pop(address, None)
         return handle
 
     def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +192,11 @@ class _Hooks:
                 if "read" in read.attr and "clock" not in other.attr:
                     addresses, lanes = read.attr["read"]
                     values = _spread(other.data, read.data.shape).reshape(-1)[lanes]
-                    self._operations.compares(addresses, values.tolist())
+                    compared = self._operations.caller.compared
+                    for address, value in zip(addresses, values.tolist(), strict=True):
+                        known = compared.setdefault(address, [])
+                        if value not in known:
+                            known.append(value)
             return original(builder, left, right)
 
         return compare
@@ -245,16 +235,6 @@ def _spread(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return data if data.shape == shape else np.broadcast_to(data, shape)
 
 
-def _gather(addresses: np.ndarray, size: int) -> np.ndarray:
-    """What real memory holds."""
-    if is_run(addresses, size):
-        return raw(int(addresses[0]), addresses.size * size).view(UNSIGNED[size]).copy()
-    kind = np.dtype(UNSIGNED[size])
-    return native.load(
-        addresses, np.ones(addresses.size, bool), np.zeros(addresses.size, kind), kind
-    )
-
-
 def _add_narrow(addresses: np.ndarray, data: np.ndarray, dtype: Any) -> np.ndarray:
     """Atomic additions of a float that numpy lacks, one lane after the other."""
     old = np.empty_like(data)
@@ -264,3 +244,9 @@ def _add_narrow(addresses: np.ndarray, data: np.ndarray, dtype: Any) -> np.ndarr
         both = interpreter.widen(np.array([cell[0], data[lane]]), dtype)
         cell[:] = interpreter.narrow(both[:1] + both[1:], dtype)
     return old
+
+
+def _number(value: Any) -> int:
+    """What the interpreter wraps."""
+    handle = getattr(value, "handle", None)
+    return int(getattr(value, "value", value) if handle is None else handle.data.reshape(-1)[0])

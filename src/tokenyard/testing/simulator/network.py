@@ -1,5 +1,3 @@
-# pyright: basic
-# (Triton's interpreter has no types)
 """The network between nodes as NVSHMEM's device calls use it: puts take their time, and arrive in
 any order.
 
@@ -12,22 +10,17 @@ a rank before what the program sends there afterwards.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tokenyard.testing.simulator.machine import Machine
+from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.pages import ByteMap, raw, spans
+from tokenyard.testing.simulator.program import Program
 from tokenyard.testing.simulator.simulation_errors import AddressError
 from tokenyard.testing.simulator.weak import Pending
-
-if TYPE_CHECKING:
-    from tokenyard.testing.simulator.program import Program
-    from tokenyard.testing.simulator.scheduler import Simulator
 
 _ADD = 10
 _UNIT = 8
@@ -50,41 +43,25 @@ class Message:
     over: bool = False
 
 
-@dataclass
-class Fence:
-    """What a program has fenced: the messages that were on their way then."""
-
-    before: list[Message] = field(default_factory=list)
-
-
 class Network:
     """All messages of a simulation. How slow it is comes from the seed."""
 
-    def __init__(self, sim: Simulator) -> None:
-        self._sim = sim
-        self._rng = Random(sim.seed + 1_000_003)
+    def __init__(self, machine: Machine, operations: Operations) -> None:
+        self._machine, self._operations = machine, operations
+        self._rng = Random(machine.seed + 1_000_003)
         self._pace = self._rng.choice((0.02, 0.1, 0.5))
-        self._regions: list[tuple[list[int], int]] = []
-        self._fences: dict[int, Fence] = {}
-        self._on_way: list[Message] = []
-
-    def add_region(self, addresses: list[int], num_bytes: int) -> None:
-        """A symmetric region: where each rank's part begins."""
-        self._regions.append((addresses, num_bytes))
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything is on its way."""
-        return bool(self._on_way)
+        self._fences: dict[int, list[Message]] = {}  # by program: what was on its way then
+        self.regions: list[tuple[list[int], int]] = []  # where each rank's part begins, bytes
+        self.on_way: list[Message] = []
 
     def pass_time(self) -> None:
         """Something may arrive."""
-        if self._on_way and self._rng.random() < self._pace:
+        if self.on_way and self._rng.random() < self._pace:
             self.deliver_one()
 
     def deliver_one(self) -> None:
         """A part of some message arrives, or its signal."""
-        free = [message for message in self._on_way if all(other.over for other in message.behind)]
+        free = [message for message in self.on_way if all(other.over for other in message.behind)]
         message = self._rng.choice(free)
         if message.parts:
             self._deliver_part(message)
@@ -104,39 +81,33 @@ class Network:
         to: int,
     ) -> None:
         """``nvshmemx_putmem_signal_block``: addresses of the caller's own region."""
-        p = self._sim.operations.network_step()
+        p = self._operations.network_call()
         assert operation == _ADD
         assert num_bytes > 0
         where = self._translate(p, target, num_bytes, to)
         self._translate(p, source, num_bytes, to)
-        fenced = self._fences.get(p.serial)
-        behind = (
-            []
-            if fenced is None
-            else [other for other in fenced.before if other.to == to and not other.over]
-        )
-        message = Message(
-            p, to, source, where, self._translate(p, signal, 8, to), value, [(0, num_bytes)], behind
-        )
-        self._on_way.append(message)
+        flag = self._translate(p, signal, 8, to)
+        fenced = self._fences.get(p.serial, ())
+        behind = [each for each in fenced if each.to == to and not each.over]
+        parts = [(0, num_bytes)]
+        self.on_way.append(Message(p, to, source, where, flag, value, parts, behind))
 
     def fence(self) -> None:
         """``nvshmem_fence``."""
-        p = self._sim.operations.network_step()
-        running = self._sim.streams[p.rank].queue[0]
-        mine = [message for message in self._on_way if message.sender.rank == p.rank]
-        before = [
+        p = self._operations.network_call()
+        running = self._machine.streams[p.rank][0]
+        self._fences[p.serial] = [
             message
-            for message in mine
-            if message.sender is p or message.sender.launch is not running
+            for message in self.on_way
+            if message.sender is p
+            or (message.sender.rank == p.rank and message.sender.launch is not running)
         ]
-        self._fences[p.serial] = Fence(before)
 
     # Inside
 
     def _translate(self, p: Program, address: int, num_bytes: int, to: int) -> int:
         """Where the bytes at an address of the caller's own region are at rank ``to``."""
-        for lows, size in self._regions:
+        for lows, size in self.regions:
             at = address - lows[p.rank]
             if 0 <= at < size:
                 if at + num_bytes > size:
@@ -154,48 +125,19 @@ class Network:
         cut = middle if low < middle < high and self._rng.random() < 0.3 else high
         if cut < high:
             message.parts.append((cut, high))
-        data = raw(message.source + low, cut - low).copy().view(np.uint64)
+        data = raw(message.source + low, (cut - low) // _UNIT, np.uint64).copy()
         addresses = np.arange(message.target + low, message.target + cut, _UNIT, dtype=np.uint64)
-        memory = self._sim.memory
+        memory = self._machine.memory
         stores = ByteMap()
         stores.put(spans(addresses, _UNIT), data)
-        memory.deliver(Pending(message.sender.rank, memory.now), stores)
+        memory.write(stores, Pending(message.sender.rank, memory.now))
 
     def _signal(self, message: Message) -> None:
-        cell = raw(message.signal, 8).view(np.int64)
-        before = cell.copy().view(np.uint64)
-        cell += message.value
-        where = np.array([message.signal], np.uint64)
-        self._sim.memory.after_atomic(
-            Pending(message.sender.rank, self._sim.memory.now), spans(where, 8), before
-        )
-        self._sim.alarms.ring_at(where)
-        self._sim.happened()
+        memory, before = self._machine.memory, raw(message.signal, 1, np.uint64).copy()
+        raw(message.signal, 1, np.int64)[0] += message.value
+        where = spans(np.array([message.signal], np.uint64), 8)
+        memory.after_atomic(Pending(message.sender.rank, memory.now), where, before)
+        self._machine.happened()
         message.over = True
         message.behind = []
-        self._on_way.remove(message)
-
-
-@contextmanager
-def installed(network: Network) -> Iterator[None]:
-    """Inside, NVSHMEM's calls of kernels are messages of ``network``."""
-
-    def numbers(call: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: call(*(int(_plain(arg)) for arg in args))
-
-    exchanged = {"nvshmem_put_signal": numbers(network.put_signal), "nvshmem_fence": network.fence}
-    modules = [module for name, module in sys.modules.items() if name.endswith(".two_net")]
-    before = [(module, name, getattr(module, name)) for module in modules for name in exchanged]
-    for module, name, _ in before:
-        setattr(module, name, exchanged[name])
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def _plain(value: Any) -> Any:
-    """A number that the interpreter wraps."""
-    handle = getattr(value, "handle", None)
-    return getattr(value, "value", value) if handle is None else handle.data.reshape(-1)[0]
+        self.on_way.remove(message)

@@ -9,11 +9,14 @@ result.
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+_native: Any = importlib.import_module("triton._C.libtriton").interpreter
 
 SHIFT = 10
 PAGE = 1 << SHIFT
@@ -21,10 +24,10 @@ _LOW = PAGE - 1
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Addresses: TypeAlias = NDArray[np.uint64]
+Values: TypeAlias = NDArray[np.unsignedinteger[Any]]
 Index: TypeAlias = "slice | NDArray[np.intp]"
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_ONES = {size: np.array(np.iinfo(kind).max, kind) for size, kind in UNSIGNED.items()}
 _STEPS = {size: np.arange(4096, dtype=np.uint64) * np.uint64(size) for size in UNSIGNED}
 
 
@@ -35,11 +38,23 @@ class Span(NamedTuple):
     lanes: Index
     cells: Index
 
+    def extent(self, size: int) -> tuple[int, int]:
+        """First byte in the page, and the end of the last."""
+        if isinstance(self.cells, slice):
+            return self.cells.start * size, self.cells.stop * size
+        return int(self.cells.min()) * size, (int(self.cells.max()) + 1) * size
 
-def raw(address: int, count: int) -> Bytes:
-    """Real memory as an array."""
-    there: Any = (ctypes.c_uint8 * count).from_address(address)
-    return np.frombuffer(there, np.uint8)
+    def touched(self, size: int) -> Bytes:
+        """0xFF for its bytes in the page."""
+        have = np.zeros(PAGE, np.uint8)
+        have.view(UNSIGNED[size])[self.cells] = ~UNSIGNED[size](0)
+        return have
+
+
+def raw(address: int, count: int, kind: Any = np.uint8) -> Any:
+    """Real memory as an array of so many elements."""
+    there: Any = (ctypes.c_uint8 * (count * np.dtype(kind).itemsize)).from_address(address)
+    return np.frombuffer(there, kind)
 
 
 def is_run(addresses: Addresses, size: int) -> bool:
@@ -48,6 +63,15 @@ def is_run(addresses: Addresses, size: int) -> bool:
     if count > _STEPS[size].size or int(addresses[-1]) - int(addresses[0]) != (count - 1) * size:
         return False
     return bool((addresses - addresses[0] == _STEPS[size][:count]).all())
+
+
+def gather(addresses: Addresses, size: int) -> Values:
+    """What real memory holds."""
+    kind: Any = UNSIGNED[size]
+    if is_run(addresses, size):
+        return raw(int(addresses[0]), addresses.size, kind).copy()
+    zeros = np.zeros(addresses.size, kind)
+    return _native.load(addresses, np.ones(addresses.size, bool), zeros, zeros.dtype)
 
 
 def spans(addresses: Addresses, size: int) -> list[Span]:
@@ -88,26 +112,30 @@ class Page:
         self.data: Bytes = np.zeros(PAGE, np.uint8)
         self.have: Bytes = np.zeros(PAGE, np.uint8)
 
+    def known(self) -> tuple[int, Bytes, Bytes]:
+        """First known byte; ``have`` and ``data`` from there to the last one."""
+        have = self.have.tobytes()
+        low, high = max(have.find(b"\xff"), 0), have.rfind(b"\xff") + 1
+        return low, self.have[low:high], self.data[low:high]
+
 
 class ByteMap(dict[int, Page]):
-    """Pages by number."""
+    """Pages by number. ``map[number]`` makes a page if need be."""
 
-    def page(self, number: int) -> Page:
-        """The page, made if need be."""
-        found = self.get(number)
-        if found is None:
-            found = self[number] = Page()
-        return found
+    def __missing__(self, number: int) -> Page:
+        page = self[number] = Page()
+        return page
 
-    def put(self, where: list[Span], values: NDArray[np.unsignedinteger[Any]]) -> None:
+    def put(self, where: list[Span], values: Values) -> None:
         """Know these lanes' values."""
-        kind, size = values.dtype, values.itemsize
+        kind: Any = values.dtype.type
+        ones = ~kind(0)
         for number, lanes, cells in where:
-            page = self.page(number)
+            page = self[number]
             page.data.view(kind)[cells] = values[lanes]
-            page.have.view(kind)[cells] = _ONES[size]
+            page.have.view(kind)[cells] = ones
 
-    def over(self, where: list[Span], values: NDArray[np.unsignedinteger[Any]]) -> None:
+    def over(self, where: list[Span], values: Values) -> None:
         """Write what is known of these lanes over ``values``."""
         kind = values.dtype
         for number, lanes, cells in where:
@@ -119,17 +147,6 @@ class ByteMap(dict[int, Page]):
     def touches(self, where: list[Span]) -> bool:
         """Whether any page of these lanes is there."""
         return any(span.page in self for span in where)
-
-    def absorb(self, newer: ByteMap) -> None:
-        """Put all of ``newer`` over this, and empty it."""
-        for number, page in newer.items():
-            mine = self.get(number)
-            if mine is None:
-                self[number] = page
-            else:
-                lay_over(mine.data, page.data, page.have)
-                mine.have |= page.have
-        newer.clear()
 
     def forget(self, other: ByteMap) -> None:
         """Know no longer what ``other`` knows."""
@@ -159,12 +176,9 @@ class ByteMap(dict[int, Page]):
         kind = UNSIGNED[size]
         for number, _, cells in where:
             mine = self.get(number)
-            if mine is None:
+            if mine is None or not (have := mine.have.view(kind)[cells]).any():
                 continue
-            have = mine.have.view(kind)[cells]
-            if not have.any():
-                continue
-            page = into.page(number)
+            page = into[number]
             old, data = page.data.view(kind), mine.data.view(kind)
             old[cells] = (old[cells] & ~have) | (data[cells] & have)
             page.have.view(kind)[cells] |= have
@@ -175,9 +189,3 @@ def lay_over(data: Bytes, newer: Bytes, have: Bytes) -> None:
     """Copy the bytes of ``newer`` for which ``have`` is 0xFF."""
     data &= ~have
     data |= newer & have
-
-
-def extent(page: Page) -> tuple[int, int]:
-    """First known byte and the end of the last; equal if there is none."""
-    known = page.have.tobytes()
-    return max(known.find(b"\xff"), 0), known.rfind(b"\xff") + 1

@@ -1,55 +1,47 @@
-"""Launches and their programs."""
+"""Launches, their programs, and what wakes programs that sleep."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import greenlet
 import numpy as np
 
-from tokenyard.testing.simulator.pages import Addresses, ByteMap
-from tokenyard.testing.simulator.weak import Pending
+from tokenyard.testing.simulator.pages import PAGE, SHIFT, Addresses
+from tokenyard.testing.simulator.weak import Pending, Written
 
 Key = tuple[int, int, int, int]
 """Of a read: first address, last, lanes, bytes of an element."""
 
 _MOST_SEEN = 4096
 _NOTED_ROUNDS = 4
+_WORD = 8
+_LONG = 64
 
 
+@dataclass(eq=False)
 class Launch:
-    """A kernel on one rank's stream: ``call(index)`` runs one of its ``grid`` programs, of
-    ``threads`` threads each.
+    """A kernel on one rank's stream: ``call()`` runs one of its ``grid`` programs, of ``threads``
+    threads each.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        call: Callable[[], Any],
-    ) -> None:
-        self.rank, self.name, self.grid, self.threads, self.call = rank, name, grid, threads, call
-        self.size = grid[0] * grid[1] * grid[2]
-        self.started = 0
-        self.running: list[Program] = []
-        self.left_behind: list[Program] = []  # ended, with stores that are still pending
+    rank: int
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
+    call: Callable[[], Any]
+    started: int = 0
+    running: list[Program] = field(default_factory=list["Program"])
+    left_behind: list[Program] = field(default_factory=list["Program"])
+    """Ended, with stores that are still pending."""
 
     @property
-    def over(self) -> bool:
-        """Whether all programs have ended."""
-        return self.started == self.size and not self.running
-
-
-class Stream:
-    """One rank's launches, one after the other."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Launch] = deque()
+    def size(self) -> int:
+        """Number of programs."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 class Program(Pending):
@@ -57,9 +49,10 @@ class Program(Pending):
 
     def __init__(self, launch: Launch, number: int, serial: int, speed: float, now: int) -> None:
         super().__init__(launch.rank, now)
-        self.launch, self.number, self.serial, self.speed = launch, number, serial, speed
+        self.launch, self.serial, self.speed = launch, serial, speed
         x, rest = number % launch.grid[0], number // launch.grid[0]
         self.index = (x, rest % launch.grid[1], rest // launch.grid[1])
+        self.name = f"rank {launch.rank}, {launch.name}[{number}]"
         self.error: BaseException | None = None
         self._greenlet: greenlet.greenlet | None = None
         self.asleep = False
@@ -71,11 +64,6 @@ class Program(Pending):
         self.reads_clock = False
         self.seen: dict[Key, bytes] = {}
         self.round: dict[Key, Addresses] = {}
-
-    @property
-    def name(self) -> str:
-        """Who this is, for people."""
-        return f"rank {self.rank}, {self.launch.name}[{self.number}]"
 
     @property
     def frame(self) -> FrameType | None:
@@ -96,7 +84,7 @@ class Program(Pending):
 
     def end(self) -> None:
         """Unwind it if it has not ended."""
-        if self._greenlet is not None and not self._greenlet.dead:
+        if self._greenlet:
             self._greenlet.throw(greenlet.GreenletExit)
 
     def _run(self) -> None:
@@ -133,10 +121,50 @@ class Program(Pending):
         self.round[key] = addresses
         return None
 
-    def pending(self) -> ByteMap:
-        """Give away all stores that are still pending."""
-        stores, self.fenced = self.fenced, ByteMap()
-        stores.absorb(self.fresh)
-        self.fenced_log.clear()
-        self.fresh_log.clear()
-        return stores
+    def polled(self) -> list[tuple[int, int]]:
+        """Addresses that it reads round after round, and bytes of an element there."""
+        return [
+            (address, key[-1])
+            for key, addresses in self.round.items()
+            for address in addresses.tolist()
+        ]
+
+
+class Alarms:
+    """Words of memory (8 bytes) by page, each with the programs that sleep until it is written.
+
+    Args:
+        wake: called once for a program that is woken.
+    """
+
+    def __init__(self, wake: Callable[[Program], None]) -> None:
+        self._wake = wake
+        self._pages: dict[int, dict[int, list[tuple[Program, int]]]] = {}
+
+    def set(self, p: Program) -> None:
+        """Wake ``p`` when anything changes that it read in its round, or alone before."""
+        words = {first >> 3 for first, _, count, _ in p.seen if count == 1}
+        for addresses in p.round.values():
+            words.update((addresses >> np.uint64(3)).tolist())
+        for word in words:
+            sleepers = self._pages.setdefault(word * _WORD >> SHIFT, {}).setdefault(word, [])
+            if len(sleepers) > _LONG:
+                sleepers[:] = [each for each in sleepers if _sleeps(*each)]
+            sleepers.append((p, p.nap))
+
+    def ring(self, where: list[Written]) -> None:
+        """These bytes have been written. Who wakes first does not hang on where memory lies."""
+        woken: dict[int, Program] = {}
+        for page, low, have in where:
+            sleepers = self._pages.get(page, {})
+            for word in list(sleepers):
+                at = word * _WORD % PAGE - low
+                if at < have.size and at + _WORD > 0 and have[max(at, 0) : at + _WORD].any():
+                    woken |= {p.serial: p for p, nap in sleepers.pop(word) if _sleeps(p, nap)}
+        for _, p in sorted(woken.items()):
+            self._wake(p)
+
+
+def _sleeps(p: Program, nap: int) -> bool:
+    """Whether it still sleeps as it did then."""
+    return p.asleep and p.nap == nap

@@ -45,28 +45,6 @@ def check_rank(rank: int, world_size: int, what: str) -> None:
         )
 
 
-def check_size(size: int) -> None:
-    """Raise unless a region can have so many bytes.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if size < 1:
-        raise ValueError(f"size ({size}) must be at least 1: give the number of bytes")
-
-
-def check_num_warps(num_warps: int) -> None:
-    """Raise unless a program can have so many warps.
-
-    Raises:
-        ValueError: they are no power of two.
-    """
-    if num_warps < 1 or num_warps & (num_warps - 1):
-        raise ValueError(
-            f"num_warps ({num_warps}) must be a power of two from 1 on, as Triton takes it"
-        )
-
-
 def grid_of(grid: Grid) -> tuple[int, int, int]:
     """A grid of one to three dimensions as three.
 

@@ -5,14 +5,17 @@ in one process.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.errors import PeerTimeout
 from tokenyard.memory.store import CooperativeStore
+from tokenyard.memory.symmetric import Region
 from tokenyard.testing.simulator.host import Host
-from tokenyard.testing.simulator.memory import SimulatedMemory
 from tokenyard.testing.simulator.scheduler import Simulator
 
 _T = TypeVar("_T")
@@ -38,12 +41,11 @@ class World:
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
         self.store = SimulatedStore(sim)
-        self._gathered: dict[Any, dict[int, int]] = {}
+        self._gathered: dict[Any, dict[int, Any]] = {}
         self._regions: dict[Any, list[Tensor]] = {}
-        self._closed: dict[Any, list[list[int]]] = {}
 
-    def gathered(self, key: Any) -> dict[int, int]:
-        """One number per rank."""
+    def gathered(self, key: Any) -> dict[int, Any]:
+        """Something of each rank that has come."""
         return self._gathered.setdefault(key, {})
 
     def regions(self, key: Any, num_bytes: int) -> list[Tensor]:
@@ -53,18 +55,9 @@ class World:
                 torch.from_numpy(self.sim.allocate(num_bytes, f"region {key[1]} of rank {rank}"))
                 for rank in range(self.sim.world_size)
             ]
-            self.sim.network.add_region([part.data_ptr() for part in self._regions[key]], num_bytes)
+            lows = [part.data_ptr() for part in self._regions[key]]
+            self.sim.network.regions.append((lows, num_bytes))
         return self._regions[key]
-
-    def retired(self, key: Any, addresses: list[int]) -> list[int]:
-        """Addresses of regions that a rank has closed: all ranks' once the last has, none
-        before.
-        """
-        closed = self._closed.setdefault(key, [])
-        closed.append(addresses)
-        return (
-            [each for part in closed for each in part] if len(closed) == self.sim.world_size else []
-        )
 
 
 class SimulatedRank:
@@ -81,20 +74,8 @@ class SimulatedRank:
         self.world, self.rank = world, rank
         self.sim, self.store = world.sim, world.store
         self.world_size, self.device = world.sim.world_size, torch.device("cpu")
-        self._memories = 0
+        self.memories = 0  # the n-th ones of all ranks belong together
         self.memory = SimulatedMemory(self)
-
-    def next_memory(self) -> int:
-        """The number of one more memory of this rank; the n-th ones of all ranks belong
-        together.
-        """
-        self._memories += 1
-        return self._memories
-
-    def launch(self, kernel: Any, grid: int, *args: int, **constants: Any) -> None:
-        """Queue programs on this rank's stream; others may go on before this returns."""
-        self.sim.launch(self.rank, kernel, grid, *args, **constants)
-        self.pause()
 
     def pause(self) -> None:
         """Let others go on, or not."""
@@ -113,11 +94,163 @@ class SimulatedRank:
         current_host(self.sim).pause(what, ready, self.sim.now_ns + int(timeout * _NANOSECONDS))
         return ready()
 
+
+class SimulatedMemory:
+    """Regions of all ranks in this process; launches go to the rank's simulated stream. See
+    :class:`SymmetricMemory`.
+
+    Args:
+        here: the rank.
+        timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
+        num_sms: programs that a kernel of this rank may have.
+
+    Attributes:
+        ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by
+            NVSHMEM's calls.
+        maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
+    """
+
+    def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
+        self.rank, self.world_size, self.device = here.rank, here.world_size, here.device
+        self.num_sms = num_sms
+        self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
+        self._here, self._sim, self._timeout = here, here.sim, timeout
+        here.memories += 1
+        self._number = here.memories
+        self._regions: list[int] = []
+        self._allocated = 0
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Collective: a zeroed region on every rank, with zones around it that no program may
+        touch.
+
+        Raises:
+            PeerTimeout: a rank did not come.
+            ValueError: sizes differ, or are no positive multiple of 16.
+        """
+        self._allocated += 1
+        sizes = self._here.world.gathered((self._number, self._allocated))
+        sizes[self.rank] = num_bytes
+        self._sim.happened()
+        if not self.wait_until(
+            lambda: len(sizes) == self.world_size, self._timeout, "waits for peers in allocate()"
+        ):
+            missing = [rank for rank in range(self.world_size) if rank not in sizes]
+            raise PeerTimeout(
+                f"rank {self.rank} waited {self._timeout} s in allocate() for rank(s) {missing}",
+                missing[0],
+            )
+        for peer in range(self.world_size):
+            if sizes[peer] != sizes[0]:
+                raise ValueError(
+                    f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank "
+                    f"{peer} {sizes[peer]}"
+                )
+        if num_bytes <= 0 or num_bytes % 16:
+            raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
+        parts = self._here.world.regions((self._number, self._allocated), num_bytes)
+        self._regions.append(parts[self.rank].data_ptr())
+        each = self.world_size if self.maps_all else self.ranks_per_node or self.world_size
+        near = [
+            part.data_ptr() if peer // each == self.rank // each else 0
+            for peer, part in enumerate(parts)
+        ]
+        return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
+
+    def host_words(self, count: int) -> Tensor:
+        """Zeroed int64 ``[count]`` that this rank's programs may touch."""
+        words = torch.zeros(count, dtype=torch.int64)
+        self._sim.register(words, self.rank, f"host words of rank {self.rank}", shared=True)
+        return words
+
+    def tensors(self) -> AbstractContextManager[Any]:
+        """Nothing to do: programs run in this process."""
+        return nullcontext()
+
+    def bind(
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        num_warps: int,
+        max_registers: int | None = None,
+        **constants: Any,
+    ) -> Callable[..., None]:
+        """``kernel``, to be queued with integers.
+
+        Raises:
+            ValueError: more programs than the simulation's ``resident``.
+        """
+        del max_registers
+        resident = self._sim.resident
+        if resident is not None and grid > resident:
+            raise ValueError(
+                f"grid ({grid}) of {kernel.__name__} must be at most {resident}: that many fit "
+                f"together"
+            )
+
+        def launch(*args: int) -> None:
+            self._sim.launch(self.rank, kernel, grid, *args, num_warps=num_warps, **constants)
+            self._here.pause()
+
+        return launch
+
+    def gate(self) -> None:
+        """Nothing: launching never blocks here."""
+
+    def wait_until(
+        self, ready: Callable[[], bool], timeout: float, what: str = "waits in wait_until()"
+    ) -> bool:
+        """Let others run until ``ready()``; False after ``timeout`` seconds of the
+        simulated clock.
+        """
+        return self._here.wait_until(ready, timeout, what)
+
     def settle(self) -> None:
-        """Let others run until this rank's stream is empty."""
-        queue = self.sim.streams[self.rank].queue
-        current_host(self.sim).pause("waits for its stream in settle()", lambda: not queue)
-        self.sim.memory.publish_rank(self.rank)
+        """Wait until all launches of this rank have run. All that they have stored is then seen by
+        everybody.
+        """
+        queue = self._sim.streams[self.rank]
+        current_host(self._sim).pause("waits for its stream in settle()", lambda: not queue)
+        self._sim.memory.publish(self.rank)
+
+    def close(self) -> None:
+        """This rank is done with its regions. As with mapped memory, peers may still return credits
+        to them; once all ranks have closed theirs, no program may touch them any more."""
+        regions, self._regions = self._regions, []
+        if regions:
+            closed = self._here.world.gathered(("closed", self._number))
+            closed[self.rank] = regions
+            if len(closed) == self.world_size:
+                for address in (each for part in closed.values() for each in part):
+                    self._sim.addresses.close(address)
+
+
+class SimulatedGroup:
+    """See :class:`tokenyard.memory.symmetric.MemoryGroup`.
+
+    Args:
+        here: the rank, inside its own body.
+    """
+
+    def __init__(self, here: SimulatedRank) -> None:
+        self._here = here
+
+    def rank(self) -> int:
+        """This rank."""
+        return self._here.rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._here.world_size
+
+    def open_store(self) -> dist.Store:
+        """The part of the store in which constructions meet."""
+        return dist.PrefixStore("objects", self._here.store)
+
+    def open_memory(self, timeout: float) -> SimulatedMemory:
+        """Memory for one more object."""
+        return SimulatedMemory(self._here, timeout)
 
 
 def current_host(sim: Simulator) -> Host:

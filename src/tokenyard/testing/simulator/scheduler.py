@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from random import Random
 from typing import Any
 
 import greenlet
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenyard.testing.simulator import failure_report, hooks, program_limits
-from tokenyard.testing.simulator.addresses import GUARD, AddressBook
-from tokenyard.testing.simulator.alarms import Alarms
-from tokenyard.testing.simulator.hardware import Hardware
+from tokenyard.memory.programs import bind
+from tokenyard.testing.simulator import hooks, program_limits
+from tokenyard.testing.simulator.addresses import GUARD
 from tokenyard.testing.simulator.host import Host
+from tokenyard.testing.simulator.machine import Machine
 from tokenyard.testing.simulator.network import Network
-from tokenyard.testing.simulator.network import installed as connected
 from tokenyard.testing.simulator.operations import Operations
-from tokenyard.testing.simulator.program import Launch, Program, Stream
-from tokenyard.testing.simulator.simulation_errors import ProgramError, RanksFailed, SimulationError
-from tokenyard.testing.simulator.standstill import Standstill
-from tokenyard.testing.simulator.weak import WeakMemory
+from tokenyard.testing.simulator.program import Launch, Program
+from tokenyard.testing.simulator.simulation_errors import ProgramError, SimulationError
+from tokenyard.testing.simulator.standstill import Standstill, raise_errors
 
 _MOST_SLEEP = 20_000
 """Steps after which sleepers look again: whether a poller has come round is a guess, and others may
@@ -29,7 +26,7 @@ never be at rest.
 """
 
 
-class Simulator:
+class Simulator(Machine):
     """Runs programs and host code of all ranks, one step of one of them at a time, in an order that
     the seed decides.
 
@@ -77,36 +74,12 @@ class Simulator:
         program_limits.check_options(world_size, resident, hardware)
         for rank in kill or ():
             program_limits.check_rank(rank, world_size, "kill")
-        self.world_size, self.seed, self.timeouts, self.resident = (
-            world_size,
-            seed,
-            timeouts,
-            resident,
-        )
-        self.rng = Random(seed)
-        self.hardware = Hardware.draw(self.rng)._replace(**hardware)
-        self.now_ns, self.steps, self.trace = 1_000_000, 0, list[int]()
-        self.addresses = AddressBook(strict)
-        self.alarms = Alarms(self.wake)
-        self.memory = WeakMemory(world_size, self.rng, self.hardware.stale, self.alarms.ring)
+        super().__init__(world_size, seed, resident, strict, kill or {}, hardware)
         self.operations = Operations(self, tick_ns, max_steps)
-        self.network = Network(self)
-        self.streams = [Stream() for _ in range(world_size)]
-        self.hosts: list[Host] = []
-        self.live: dict[int, Program] = {}
-        self.dead: set[int] = set()
-        self.running: Program | None = None
-        self.counters: list[
-            Callable[[], int]
-        ] = []  # change whenever something else happens that host code could wait for
-        self._kill = sorted((step, rank) for rank, step in (kill or {}).items())
-        self._speeds = self.hardware.speeds(self.rng, world_size)
-        self._standstill = Standstill(self)
-        self._ready: list[Program] = []
-        self._serial = self._events = self._woken_at = 0
-        self._errors: dict[int, BaseException] = {}
+        self.network = Network(self, self.operations)
+        self._standstill = Standstill(self, timeouts)
+        self._started = self._woken_at = 0
         self._kept: list[Any] = []
-        self._hub = greenlet.getcurrent()
 
     # What there is
 
@@ -116,7 +89,8 @@ class Simulator:
         Raises:
             ValueError: ``size`` is less than 1.
         """
-        program_limits.check_size(size)
+        if size < 1:
+            raise ValueError(f"size ({size}) must be at least 1: give the number of bytes")
         whole = np.zeros(size + 3 * GUARD, np.uint8)
         start = -(-(whole.ctypes.data + GUARD) // GUARD) * GUARD - whole.ctypes.data
         self._kept.append(whole)
@@ -163,16 +137,17 @@ class Simulator:
                 do not fit the kernel.
         """
         program_limits.check_rank(rank, self.world_size, "launch()")
-        program_limits.check_num_warps(num_warps)
-        launch = hooks.launch_of(
-            rank, kernel, program_limits.grid_of(grid), 32 * num_warps, args, constants
-        )
-        if not launch.size:
-            return
-        queue = self.streams[rank].queue
-        queue.append(launch)
-        if len(queue) == 1:
-            self._start_programs(queue[0])
+        if num_warps < 1 or num_warps & (num_warps - 1):
+            raise ValueError(
+                f"num_warps ({num_warps}) must be a power of two from 1 on, as Triton takes it"
+            )
+        dims = program_limits.grid_of(grid)
+        bound, function = bind(kernel, args, constants), kernel.rewrite()
+        launch = Launch(rank, kernel.__name__, dims, 32 * num_warps, lambda: function(**bound))
+        if launch.size:
+            self.streams[rank].append(launch)
+            if len(self.streams[rank]) == 1:
+                self._start_programs(launch)
 
     def kill(self, rank: int, at_step: int) -> None:
         """Let a rank's programs and host code stop for ever at that step.
@@ -181,48 +156,7 @@ class Simulator:
             ValueError: there is no such rank.
         """
         program_limits.check_rank(rank, self.world_size, "kill()")
-        self._kill = sorted([*self._kill, (at_step, rank)])
-
-    # What happened
-
-    @property
-    def version(self) -> int:
-        """Changes whenever something happened that somebody could wait for."""
-        return self.memory.now + self._events + sum(count() for count in self.counters)
-
-    def happened(self) -> None:
-        """Something happened that somebody could wait for."""
-        self._events += 1
-
-    @property
-    def kill_is_due(self) -> bool:
-        """Whether a rank must die before anything else."""
-        return bool(self._kill) and self.steps >= self._kill[0][0]
-
-    # What programs call in their coroutines
-
-    def give_way(self, p: Program) -> None:
-        """Let somebody else go on, or the same program again."""
-        self._ready.append(p)
-        self._hub.switch()
-
-    def sleep(self, p: Program) -> None:
-        """Let others go on until something has changed that ``p`` has read."""
-        p.asleep = True
-        p.nap += 1
-        self.alarms.set(p)
-        self._hub.switch()
-
-    def wake(self, p: Program) -> None:
-        """End a program's sleep."""
-        p.asleep = False
-        self._ready.append(p)
-
-    def wake_all(self) -> None:
-        """End all sleeps."""
-        for p in self.live.values():
-            if p.asleep:
-                self.wake(p)
+        self.kills = sorted([*self.kills, (at_step, rank)])
 
     # The run
 
@@ -234,34 +168,26 @@ class Simulator:
             ProgramError: a program raised.
             RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
         """
-        self._hub = greenlet.getcurrent()
-        with hooks.installed(self.operations), connected(self.network):
+        self.hub = greenlet.getcurrent()
+        with hooks.installed(self.operations, self.network):
             try:
                 while self._run_one():
                     if self.kill_is_due:
-                        self._let_die(self._kill.pop(0)[1])
+                        self._let_die(self.kills.pop(0)[1])
                 for rank in set(range(self.world_size)) - self.dead:
-                    self.memory.publish_rank(rank)
+                    self.memory.publish(rank)
             finally:
                 self._end_all()
-        self.raise_errors("")
+        raise_errors(self)
 
     def run_hosts(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """:meth:`run` with host code, one function per rank. Their results."""
-        self.hosts = [Host(rank, body, self._speeds[rank]) for rank, body in enumerate(bodies)]
+        self.hosts = [Host(rank, body, self.speeds[rank]) for rank, body in enumerate(bodies)]
         everybody = list(self.hosts)
         for host in everybody:
             host.start()
         self.run()
         return [host.result for host in everybody]
-
-    def raise_errors(self, more: str) -> None:
-        """Raise if host code has raised."""
-        if self._errors:
-            first = next(iter(self._errors.values()))
-            raise RanksFailed(
-                failure_report.failures(self._errors, self.seed) + more, dict(self._errors)
-            ) from first
 
     def _run_one(self) -> bool:
         """Let somebody go on. False if all have ended."""
@@ -271,18 +197,18 @@ class Simulator:
             self.wake_all()
         if self.hardware.late and self.rng.random() < self.hardware.late:
             self._leak_late()
-        for _ in range(8 if self._ready or self.hosts else 0):
-            at = self.rng.randrange(len(self._ready) + len(self.hosts))
-            if at >= len(self._ready):
-                host = self.hosts[at - len(self._ready)]
+        for _ in range(8 if self.ready or self.hosts else 0):
+            at = self.rng.randrange(len(self.ready) + len(self.hosts))
+            if at >= len(self.ready):
+                host = self.hosts[at - len(self.ready)]
                 if self._may_run(host) and self.rng.random() < host.speed:
                     self._resume_host(host)
                     return True
-            elif self._ready[at].speed >= 1.0 or self.rng.random() < self._ready[at].speed:
+            elif self.ready[at].speed >= 1.0 or self.rng.random() < self.ready[at].speed:
                 self._resume(at)
                 return True
-        if self._ready:
-            self._resume(self.rng.randrange(len(self._ready)))
+        if self.ready:
+            self._resume(self.rng.randrange(len(self.ready)))
             return True
         for host in self.hosts:
             if self._may_run(host):
@@ -290,14 +216,14 @@ class Simulator:
                 return True
         if not self.live and all(host.rank in self.dead for host in self.hosts):
             return False
-        if self.network.pending:
+        if self.network.on_way:
             self.network.deliver_one()
         else:
             self._standstill.resolve()
         return True
 
     def _resume(self, at: int) -> None:
-        ready = self._ready
+        ready = self.ready
         p, ready[at] = ready[at], ready[-1]
         ready.pop()
         self.trace.append(p.serial)
@@ -332,7 +258,7 @@ class Simulator:
         if host.over:
             self.hosts.remove(host)
             if host.error is not None:
-                self._errors[host.rank] = host.error
+                self.errors[host.rank] = host.error
 
     # Launches
 
@@ -340,13 +266,13 @@ class Simulator:
         while launch.started < launch.size and (
             self.resident is None or len(launch.running) < self.resident
         ):
-            self._serial += 1
-            speed = self.hardware.speed(self.rng, self._speeds[launch.rank])
-            p = Program(launch, launch.started, self._serial, speed, self.memory.now)
+            self._started += 1
+            speed = self.hardware.speed(self.rng, self.speeds[launch.rank])
+            p = Program(launch, launch.started, self._started, speed, self.memory.now)
             launch.started += 1
             launch.running.append(p)
             self.live[p.serial] = p
-            self._ready.append(p)
+            self.ready.append(p)
 
     def _ended(self, p: Program) -> None:
         if p.error is None:
@@ -360,8 +286,8 @@ class Simulator:
         p.launch.running.remove(p)
         p.launch.left_behind.append(p)
         self._events += 1
-        queue = self.streams[p.rank].queue
-        if p.launch.over:
+        queue = self.streams[p.rank]
+        if p.launch.started == p.launch.size and not p.launch.running:
             self._finish(p.launch)
             queue.popleft()
         if queue:
@@ -375,10 +301,10 @@ class Simulator:
         """
         exposed = [p for p in launch.left_behind if p.exposed]
         for p in launch.left_behind:
-            self.memory.bundle(p, p.pending())
+            self.memory.bundle(p, p.give_away())
         self.memory.publish_private(launch.rank, self.addresses.shared)
         if exposed:
-            self.memory.publish_rank(launch.rank)
+            self.memory.publish(launch.rank)
         for p in exposed:  # its threads may have lagged behind until now
             self.operations.check_late_reads(p)
         launch.left_behind.clear()
@@ -386,7 +312,7 @@ class Simulator:
     def _leak_late(self) -> None:
         rank = self.rng.randrange(self.world_size)
         self.memory.publish_one(rank)
-        queue = self.streams[rank].queue
+        queue = self.streams[rank]
         if queue and queue[0].left_behind:
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
@@ -394,7 +320,7 @@ class Simulator:
         """What an ended program never released need not arrive at once: a flag may, before the data
         that was stored first.
         """
-        if not (p.fresh_log or p.fenced_log):
+        if not (p.fresh.log or p.fenced.log):
             return
         if (self.hardware.early or self.hardware.late) and self.rng.random() < 0.75:
             self.memory.leak(p)
@@ -405,11 +331,11 @@ class Simulator:
             self.memory.leak(p)  # some of what it had under way still arrives
             del self.live[p.serial]
             p.nap += 1
-        self._ready = [p for p in self._ready if p.rank != rank]
+        self.ready = [p for p in self.ready if p.rank != rank]
 
     def _end_all(self) -> None:
         for stream in self.streams:
-            for launch in stream.queue:
+            for launch in stream:
                 for p in launch.running:
                     p.end()
         for host in list(self.hosts):

@@ -1,29 +1,30 @@
-"""What to do when everybody waits."""
+"""What to do, and to say, when everybody waits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tokenyard.testing.simulator import failure_report
-from tokenyard.testing.simulator.simulation_errors import Deadlock
-
-if TYPE_CHECKING:
-    from tokenyard.testing.simulator.program import Program
-    from tokenyard.testing.simulator.scheduler import Simulator
+from tokenyard.testing.simulator.hooks import roles
+from tokenyard.testing.simulator.machine import Machine
+from tokenyard.testing.simulator.pages import raw
+from tokenyard.testing.simulator.program import Program
+from tokenyard.testing.simulator.simulation_errors import Deadlock, RanksFailed
 
 _PATIENCE = (16, 100, 3000)
 _SECOND = 1_000_000_000
+_MOST_LINES = 40
+_MOST_PLACES = 8
 
 
 class Standstill:
     """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then
     let hardware finish all that it has begun, and believe it again; then believe it of those that
-    wait without a deadline, for long; then let the clock jump, or report a deadlock.
+    wait without a deadline, for long; then let the clock jump if ``timeouts``, or report a
+    deadlock.
     """
 
-    def __init__(self, sim: Simulator) -> None:
-        self._sim = sim
+    def __init__(self, machine: Machine, timeouts: bool) -> None:
+        self._machine, self._timeouts = machine, timeouts
         self._version, self._tries = -1, 0
 
     def resolve(self) -> None:
@@ -33,7 +34,7 @@ class Standstill:
             Deadlock: there is no way, or a timeout would be the only one and is not to be.
             RanksFailed: the same, after host code of other ranks has raised.
         """
-        self._tries = self._tries + 1 if self._version == self._sim.version else 0
+        self._tries = self._tries + 1 if self._version == self._machine.version else 0
         if self._tries == 0:
             self._wake_all(_PATIENCE[0])
         elif self._tries == 1:
@@ -42,60 +43,114 @@ class Standstill:
         elif self._tries > 2 or not self._wake_the_patient():
             self._jump()
             self._tries = -1
-        self._version = self._sim.version
+        self._version = self._machine.version
 
     def _wake_all(self, patience: int, notes: bool = False) -> None:
-        for p in self._sim.live.values():
+        for p in self._machine.live.values():
             p.patience, p.notes = patience, notes
-        self._sim.wake_all()
-        for host in self._sim.hosts:
+        self._machine.wake_all()
+        for host in self._machine.hosts:
             host.checked = -1
 
     def _wake_the_patient(self) -> bool:
         """Let programs that have no deadline, neither of their own nor another's, go on for long:
         they may count their rounds. False: there are none."""
-        waiting = [p for p in self._sim.live.values() if p.asleep]
-        timed = {(p.rank, address) for p in waiting if p.reads_clock for address in _polled(p)}
-        patient = [
-            p
-            for p in waiting
-            if not p.reads_clock and not any((p.rank, address) in timed for address in _polled(p))
-        ]
+        waiting = [p for p in self._machine.live.values() if p.asleep]
+        polled = {p.serial: {(p.rank, address) for address, _ in p.polled()} for p in waiting}
+        timed = {place for p in waiting if p.reads_clock for place in polled[p.serial]}
+        patient = [p for p in waiting if not p.reads_clock and not polled[p.serial] & timed]
         for p in patient:
             p.patience, p.notes = _PATIENCE[2], False
-            self._sim.wake(p)
+            self._machine.wake(p)
         return bool(patient)
 
     def _finish_stores(self) -> None:
         """All stores reach everybody, and nobody sees the past."""
-        sim = self._sim
-        for p in sim.live.values():
-            sim.memory.flush(p)
-        for rank, stream in enumerate(sim.streams):
-            sim.memory.publish_rank(rank)
-            for p in stream.queue[0].left_behind if stream.queue and rank not in sim.dead else ():
-                sim.memory.flush(p)
-        for p in sim.live.values():
-            p.view = p.rank_view = sim.memory.now
+        machine, memory = self._machine, self._machine.memory
+        for p in machine.live.values():
+            memory.write(p.give_away(), p)
+        for rank, queue in enumerate(machine.streams):
+            memory.publish(rank)
+            for p in queue[0].left_behind if queue and rank not in machine.dead else ():
+                memory.write(p.give_away(), p)
+        for p in machine.live.values():
+            p.view = p.rank_view = memory.now
 
     def _jump(self) -> None:
-        sim = self._sim
-        waiting = [p for p in sim.live.values() if p.asleep]
-        deadlines = [p.deadline for p in waiting if p.deadline is not None]
-        deadlines += [sim.now_ns + _SECOND for p in waiting if p.deadline is None and p.reads_clock]
-        deadlines += [
-            host.deadline
-            for host in sim.hosts
-            if host.deadline is not None and host.rank not in sim.dead
-        ]
-        if not deadlines or not sim.timeouts:
-            programs = list(sim.live.values())
-            sim.raise_errors(failure_report.waiters(sim, programs))
-            raise Deadlock(failure_report.deadlock(sim, programs, bool(deadlines)))
-        sim.now_ns = max(sim.now_ns, min(deadlines)) + 1
+        machine = self._machine
+        waiting = [p for p in machine.live.values() if p.asleep]
+        hosts = [host for host in machine.hosts if host.rank not in machine.dead]
+        deadlines = [each.deadline for each in (*waiting, *hosts) if each.deadline is not None]
+        if any(p.deadline is None and p.reads_clock for p in waiting):
+            deadlines.append(machine.now_ns + _SECOND)
+        if not deadlines or not self._timeouts:
+            raise_errors(machine, _waiters(machine))
+            ways = (
+                "they would time out; timeouts=True lets them"
+                if deadlines
+                else "none of them has a timeout"
+            )
+            raise Deadlock(
+                f"nobody can go on after step {machine.steps} (seed {machine.seed}); {ways}"
+                + _waiters(machine)
+            )
+        machine.now_ns = max(machine.now_ns, min(deadlines)) + 1
         self._wake_all(0)
 
 
-def _polled(p: Program) -> Iterator[int]:
-    """Addresses that it reads round after round."""
-    return (address for addresses in p.round.values() for address in addresses.tolist())
+def raise_errors(machine: Machine, more: str = "") -> None:
+    """Raise if host code has raised. ``more`` is said after that.
+
+    Raises:
+        RanksFailed: it has; the first error is the cause.
+    """
+    errors = machine.errors
+    parts = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
+    if errors:
+        text = f"{'; '.join(parts)} (seed {machine.seed}){more}"
+        raise RanksFailed(text, dict(errors)) from next(iter(errors.values()))
+
+
+def _waiters(machine: Machine) -> str:
+    """One line for each."""
+    dead = machine.dead
+    lines = [_program(machine, p) for p in machine.live.values()]
+    lines += [f"rank {h.rank}, host: {h.waits_for}" for h in machine.hosts if h.rank not in dead]
+    lines += _not_started(machine)
+    lines += [f"rank {rank} is dead" for rank in sorted(dead)]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more"]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _program(machine: Machine, p: Program) -> str:
+    read = sorted(p.polled(), key=lambda place: place[0] not in p.compared)  # what it looks for
+    places = [_place(machine, address, size, p.compared.get(address, [])) for address, size in read]
+    if len(places) > _MOST_PLACES:
+        places[_MOST_PLACES:] = [f"... {len(places) - _MOST_PLACES} more"]
+    inside = " > ".join(roles(p))
+    return f"{p.name}" + (f", in {inside}," if inside else "") + f" waits at {'; '.join(places)}"
+
+
+def _place(machine: Machine, address: int, size: int, wants: list[Any]) -> str:
+    value = int.from_bytes(raw(address, size).tobytes(), "little", signed=True)
+    compared = f", compared with {', '.join(str(want) for want in wants)}" if wants else ""
+    return f"{machine.addresses.describe(address)} saw {value}{compared}"
+
+
+def _not_started(machine: Machine) -> list[str]:
+    lines: list[str] = []
+    for rank, queue in enumerate(machine.streams):
+        for place, launch in enumerate(queue):
+            left = launch.size - launch.started
+            if place > 0:
+                why = f"{launch.size} programs wait for the launch before them"
+            elif left:
+                why = (
+                    f"{left} of its {launch.size} programs have not started, because "
+                    f"{len(launch.running)} others fill the rank (resident={machine.resident})"
+                )
+            else:
+                continue
+            lines.append(f"rank {rank}, {launch.name}: {why}")
+    return lines

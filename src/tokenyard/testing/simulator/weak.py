@@ -14,25 +14,20 @@ from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tokenyard.testing.simulator.pages import (
     PAGE,
     SHIFT,
-    UNSIGNED,
     Addresses,
     ByteMap,
     Bytes,
-    Index,
     Page,
     Span,
-    extent,
+    Values,
     lay_over,
     raw,
     spans,
 )
-
-Values: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 Written: TypeAlias = "tuple[int, int, Bytes]"
 """Part of a write: a page, the first byte in it, and 0xFF for bytes from there on that are written.
@@ -46,25 +41,24 @@ _MOST_READS = 4096
 
 
 class Lanes(NamedTuple):
-    """Lanes of a tensor of this shape (``taking``: which of its flat elements take part), which has
-    one for each thread.
+    """Lanes of a tensor of this shape (``taking``: slice or indices of those of its flat elements
+    that take part), which has one for each thread.
     """
 
     shape: tuple[int, ...]
-    taking: Index
+    taking: Any
     addresses: Addresses
 
     def is_same(self, other: Lanes) -> bool:
         """Whether each thread touches the places that it touches in ``other``, and no other thread
         does.
         """
-        if self.shape != other.shape or not np.array_equal(self.addresses, other.addresses):
-            return False
-        if isinstance(self.taking, slice) or isinstance(other.taking, slice):
-            same = type(self.taking) is type(other.taking)
-        else:
-            same = np.array_equal(self.taking, other.taking)
-        return same and np.unique(self.addresses).size == self.addresses.size
+        return (
+            self.shape == other.shape
+            and np.array_equal(self.addresses, other.addresses)
+            and np.array_equal(self.taking, other.taking)
+            and np.unique(self.addresses).size == self.addresses.size
+        )
 
 
 class Read(NamedTuple):
@@ -75,22 +69,44 @@ class Read(NamedTuple):
     lanes: Lanes | None
 
 
+class Stores(ByteMap):
+    """Pending stores. ``log``: their lanes and bytes of an element, but for what has leaked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[Addresses, int]] = []
+
+    def absorb(self, newer: Stores) -> None:
+        """Put all of ``newer`` over this, and empty it."""
+        for number, page in newer.items():
+            mine = self.setdefault(number, page)
+            if mine is not page:
+                lay_over(mine.data, page.data, page.have)
+                mine.have |= page.have
+        self.log += newer.log
+        newer.clear()
+        newer.log.clear()
+
+
 class Pending:
     """One program's part of the memory model."""
 
     def __init__(self, rank: int, now: int) -> None:
         self.rank = rank
-        self.fresh, self.fenced = ByteMap(), ByteMap()
-        self.fresh_log: list[tuple[Addresses, int]] = []
-        self.fenced_log: list[tuple[Addresses, int]] = []
+        self.fresh, self.fenced = Stores(), Stores()
         # Writes up to here are seen: all of them, and those of programs of the same rank (at least
         # as many)
         self.view = self.rank_view = now
         self.acquired = self.rank_acquired = now  # the same, once the program passes a barrier
-        self.reads: list[
-            Read
-        ] = []  # since the last barrier: threads may lag behind and not have read yet
+        # Since the last barrier: threads may lag behind and not have read yet
+        self.reads: list[Read] = []
         self.exposed: list[tuple[int, Read]] = []  # those of them before a release, with its number
+
+    def give_away(self) -> Stores:
+        """All stores; none are pending any more."""
+        self.fenced.absorb(self.fresh)
+        stores, self.fenced = self.fenced, Stores()
+        return stores
 
 
 class Record(NamedTuple):
@@ -104,6 +120,11 @@ class Record(NamedTuple):
     low: int
     have: Bytes
     old: Bytes
+
+    @property
+    def part(self) -> slice:
+        """Of the page."""
+        return slice(self.low, self.low + self.have.size)
 
 
 class Bundle(NamedTuple):
@@ -128,25 +149,21 @@ class WeakMemory:
         self.now = 0
         self._past: dict[int, list[Record]] = {}
         self._bundles: list[list[Bundle]] = [[] for _ in range(world_size)]
-        self._told: dict[
-            tuple[int, int], int
-        ] = {}  # the newest view of the rank's programs that released at an address
+        # The newest view of the rank's programs that released at an address
+        self._told: dict[tuple[int, int], int] = {}
 
     # What programs do
 
     def store(self, p: Pending, addresses: Addresses, where: list[Span], values: Values) -> None:
         """A plain store."""
         p.fresh.put(where, values)
-        p.fresh_log.append((addresses, values.itemsize))
+        p.fresh.log.append((addresses, values.itemsize))
 
     def barrier(self, p: Pending) -> None:
         """All threads of the program meet: one may release for all, and all see what one has
         acquired.
         """
-        if p.fresh:
-            p.fenced.absorb(p.fresh)
-            p.fenced_log += p.fresh_log
-            p.fresh_log.clear()
+        p.fenced.absorb(p.fresh)
         p.view, p.rank_view = max(p.view, p.acquired), max(p.rank_view, p.rank_acquired)
         p.reads.clear()
         p.exposed.clear()
@@ -165,20 +182,15 @@ class WeakMemory:
         if p.reads:
             p.exposed += [(self.now, read) for read in p.reads]
             p.reads.clear()
+        stores, p.fenced = p.fenced, Stores()
         if everywhere:
             seen = max(p.rank_view, p.rank_acquired)
-            self._publish_bundles(
-                p.rank, lambda bundle: bundle.writer is p or bundle.number <= seen
-            )
-            self._write(p.fenced, p)
+            self.publish(p.rank, lambda bundle: bundle.writer is p or bundle.number <= seen)
+            self.write(stores, p)
         else:
-            self.bundle(p, p.fenced)
-        p.fenced = ByteMap()
-        p.fenced_log.clear()
-        for address in addresses.tolist():
-            self._told[p.rank, address] = max(
-                p.view, p.acquired, self._told.get((p.rank, address), 0)
-            )
+            self.bundle(p, stores)
+        for place in ((p.rank, address) for address in addresses.tolist()):
+            self._told[place] = max(p.view, p.acquired, self._told.get(place, 0))
 
     def load(
         self, p: Pending, where: list[Span], values: Values, lanes: Lanes | None = None
@@ -214,18 +226,19 @@ class WeakMemory:
         for stores in (*(bundle.stores for bundle in self._bundles[p.rank]), p.fenced, p.fresh):
             if stores.touches(where):
                 stores.take(where, size, ours)
-        self._write(ours, p)
+        self.write(ours, p)
 
     def after_atomic(self, p: Pending, where: list[Span], old: Values) -> None:
         """An atomic has changed real memory, which held ``old``."""
         before = ByteMap()
         before.put(where, old)
         self.now += 1
-        for number, page in before.items():
-            low, high = extent(page)
-            self._remember(
-                number, Record(self.now, self.now, p, low, page.have[low:high], page.data[low:high])
-            )
+        self._written(
+            [
+                self._remember(number, Record(self.now, self.now, p, *page.known()))
+                for number, page in before.items()
+            ]
+        )
 
     def overwritten(self, p: Pending) -> tuple[int, Pending] | None:
         """A place that ``p`` read without a barrier before a release, and that another program has
@@ -236,8 +249,10 @@ class WeakMemory:
                 for record in reversed(self._past.get(span.page, ())):
                     if record.number <= number:
                         break
-                    if record.writer is not p and _meets(record, span, size):
-                        return (span.page << SHIFT) + _extent(span, size)[0], record.writer
+                    if record.writer is p:
+                        continue
+                    if (span.touched(size)[record.part] & record.have).any():
+                        return (span.page << SHIFT) + span.extent(size)[0], record.writer
         return None
 
     def rereads(
@@ -250,15 +265,10 @@ class WeakMemory:
         for read in (*p.reads, *(read for _, read in p.exposed)):
             for span in read.where:
                 mine = stored.get(span.page)
-                if mine is not None and bool((_lanes(span, read.size) & _lanes(mine, size)).any()):
-                    if (
-                        lanes is not None
-                        and read.lanes is not None
-                        and read.size == size
-                        and read.lanes.is_same(lanes)
-                    ):
+                if mine is not None and (span.touched(read.size) & mine.touched(size)).any():
+                    if lanes and read.lanes and read.size == size and lanes.is_same(read.lanes):
                         break
-                    return (span.page << SHIFT) + _extent(mine, size)[0]
+                    return (span.page << SHIFT) + mine.extent(size)[0]
         return None
 
     # What hardware does
@@ -267,7 +277,7 @@ class WeakMemory:
         """Some of the program's stores, or parts of them, become visible to all."""
         out = ByteMap()
         for _ in range(self._rng.randint(1, 3)):
-            logs = [log for log in (p.fresh_log, p.fenced_log) if log]
+            logs = [stores.log for stores in (p.fresh, p.fenced) if stores.log]
             if not logs:
                 break
             log = self._rng.choice(logs)
@@ -282,19 +292,7 @@ class WeakMemory:
             where = spans(addresses, size)
             p.fenced.take(where, size, out)
             p.fresh.take(where, size, out)
-        self._write(out, p)
-
-    def deliver(self, p: Pending, stores: ByteMap) -> None:
-        """Stores of a device on behalf of ``p`` become visible to all."""
-        self._write(stores, p)
-
-    def flush(self, p: Pending) -> None:
-        """All of the program's stores become visible to all."""
-        p.fenced.absorb(p.fresh)
-        self._write(p.fenced, p)
-        p.fenced, p.fresh = ByteMap(), ByteMap()
-        p.fenced_log.clear()
-        p.fresh_log.clear()
+        self.write(out, p)
 
     def bundle(self, p: Pending, stores: ByteMap) -> None:
         """These stores, which ``p`` gives away, become visible to its rank."""
@@ -304,70 +302,60 @@ class WeakMemory:
         bundles = self._bundles[p.rank]
         bundles.append(Bundle(self.now, p, stores))
         if len(bundles) > _MOST_BUNDLES:
-            self._publish(bundles.pop(0))
+            self.publish_one(p.rank)
 
     def publish_private(self, rank: int, shared: Callable[[int, int], Bytes]) -> None:
         """Bundled stores to memory that no other rank can see go to real memory: the host may free
         it soon. ``shared(low, size)``: 0xFF for bytes that another can see."""
         for bundle in self._bundles[rank]:
             private = bundle.stores.split(lambda number: shared(number << SHIFT, PAGE))
-            self._write(private, bundle.writer, bundle.number)
+            self.write(private, bundle.writer, bundle.number)
         self._bundles[rank] = [bundle for bundle in self._bundles[rank] if bundle.stores]
 
-    def publish_rank(self, rank: int) -> None:
-        """All bundles of a rank become visible to all."""
-        self._publish_bundles(rank, lambda _: True)
+    def publish(self, rank: int, which: Callable[[Bundle], bool] = lambda _: True) -> None:
+        """Bundles of a rank, all or some, become visible to all."""
+        bundles = self._bundles[rank]
+        self._bundles[rank] = [bundle for bundle in bundles if not which(bundle)]
+        for bundle in bundles:
+            if which(bundle):
+                self.write(bundle.stores, bundle.writer, bundle.number)
 
     def publish_one(self, rank: int) -> None:
         """The oldest bundle of a rank becomes visible to all."""
-        if self._bundles[rank]:
-            self._publish(self._bundles[rank].pop(0))
+        oldest = [bundle.number for bundle in self._bundles[rank][:1]]
+        self.publish(rank, lambda bundle: bundle.number in oldest)
+
+    def write(self, stores: ByteMap, writer: Pending, since: int | None = None) -> None:
+        """To real memory, which all see. ``stores`` must not be changed any more. ``since``: the
+        number of the bundle that they were in.
+        """
+        if not stores:
+            return
+        self.now += 1
+        where: list[Written] = []
+        for number, page in stores.items():
+            low, have, data = page.known()
+            if have.size:
+                memory = raw((number << SHIFT) + low, have.size)
+                record = Record(self.now, since or self.now, writer, low, have, memory.copy())
+                where.append(self._remember(number, record))
+                lay_over(memory, data, have)
+        self._written(where)
+        for bundle in self._bundles[writer.rank]:  # same place, same rank: what comes later stays
+            if since is None or bundle.number < since:
+                bundle.stores.forget(stores)
 
     def forget_past(self) -> None:
         """No program runs that could look back."""
         self._past.clear()
         self._told.clear()
 
-    # Inside
-
-    def _publish_bundles(self, rank: int, which: Callable[[Bundle], bool]) -> None:
-        bundles = self._bundles[rank]
-        if bundles:
-            going = [bundle for bundle in bundles if which(bundle)]
-            self._bundles[rank] = [bundle for bundle in bundles if not which(bundle)]
-            for bundle in going:
-                self._publish(bundle)
-
-    def _publish(self, bundle: Bundle) -> None:
-        self._write(bundle.stores, bundle.writer, bundle.number)
-
-    def _write(self, stores: ByteMap, writer: Pending, since: int | None = None) -> None:
-        """To real memory. ``stores`` must not be changed any more."""
-        if not stores:
-            return
-        self.now += 1
-        where: list[Written] = []
-        for number, page in stores.items():
-            low, high = extent(page)
-            if low == high:
-                continue
-            have = page.have[low:high]
-            memory = raw((number << SHIFT) + low, high - low)
-            self._remember(
-                number, Record(self.now, since or self.now, writer, low, have, memory.copy())
-            )
-            lay_over(memory, page.data[low:high], have)
-            where.append((number, low, have))
-        self._written(where)
-        for bundle in self._bundles[writer.rank]:  # same place, same rank: what comes later stays
-            if since is None or bundle.number < since:
-                bundle.stores.forget(stores)
-
-    def _remember(self, number: int, record: Record) -> None:
-        records = self._past.setdefault(number, [])
+    def _remember(self, page: int, record: Record) -> Written:
+        records = self._past.setdefault(page, [])
         records.append(record)
         if len(records) % _MOST_RECORDS == 0:
-            records[:] = [record for record in records if record.number > self.now - _WINDOW]
+            records[:] = [each for each in records if each.number > self.now - _WINDOW]
+        return page, record.low, record.have
 
     def _look_back(self, p: Pending, where: list[Span], values: Values) -> bool:
         """Put older values into some lanes."""
@@ -378,9 +366,8 @@ class WeakMemory:
         for span in where:
             records = self._past.get(span.page)
             if records and records[-1].number > target:
-                ByteMap(
-                    {span.page: _undo(p, records, target, _extent(span, values.itemsize))}
-                ).over([span], older)
+                past = _undo(p, records, target, *span.extent(values.itemsize))
+                ByteMap({span.page: past}).over([span], older)
         if first < 0.5:  # torn: one part only
             middle = int(cut * values.size)
             part = slice(middle, None) if first < 0.25 else slice(0, middle)
@@ -391,40 +378,18 @@ class WeakMemory:
         return differs
 
 
-def _extent(span: Span, size: int) -> tuple[int, int]:
-    """First byte of a span in its page, and the end of its last."""
-    if isinstance(span.cells, slice):
-        return span.cells.start * size, span.cells.stop * size
-    return int(span.cells.min()) * size, (int(span.cells.max()) + 1) * size
-
-
-def _meets(record: Record, span: Span, size: int) -> bool:
-    """Whether a write has hit lanes of a span."""
-    return bool(
-        (_lanes(span, size)[record.low : record.low + record.have.size] & record.have).any()
-    )
-
-
-def _lanes(span: Span, size: int) -> Bytes:
-    """0xFF for the bytes of a span in its page."""
-    have = np.zeros(PAGE, np.uint8)
-    have.view(UNSIGNED[size])[span.cells] = ~UNSIGNED[size](0)
-    return have
-
-
-def _undo(p: Pending, records: list[Record], target: int, extent: tuple[int, int]) -> Page:
-    """What bytes ``extent`` of a page held after write ``target``, where that was something else
-    and ``p`` may still see it.
+def _undo(p: Pending, records: list[Record], target: int, low: int, high: int) -> Page:
+    """What bytes from ``low`` to ``high`` of a page held after write ``target``, where that was
+    something else and ``p`` may still see it.
     """
-    low, high = extent
     past = Page()
     seen = np.zeros_like(past.have)
     for record in reversed(records):
         if record.number <= target:
             break
-        if record.low >= high or record.low + record.have.size <= low:
+        part = record.part
+        if part.start >= high or part.stop <= low:
             continue
-        part = slice(record.low, record.low + record.have.size)
         have = record.have & ~seen[part]
         if record.writer is p or (record.writer.rank == p.rank and record.since <= p.rank_view):
             seen[part] |= have
