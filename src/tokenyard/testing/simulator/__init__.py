@@ -2,25 +2,9 @@
 on the CPU, in one process.
 
 One seed is one schedule and one kind of (weak) hardware: the same seed gives the same run, switch
-by switch. A test runs a body under many seeds; whatever goes wrong comes back as an exception that
-names the seed::
-
-    # TRITON_INTERPRET=1 must be set before Triton is imported.
-    from tokenyard.testing.simulator import simulate
-
-    def body(ranks):  # runs once per rank: .rank, .world_size, .memory, .store, .sim
-        region = ranks.memory.allocate(4096)  # a SymmetricMemory, as engines use it
-        for rank, address in enumerate(region.addresses.tolist()):
-            ranks.sim.name(address, 8 * ranks.world_size, f"barrier[{rank}]")
-        out = torch.zeros(1024)  # kernels of a rank may touch any host tensor by its address
-        launch = ranks.memory.bind(my_kernel, 4, num_warps=4, H=64)
-        launch(region.addresses.data_ptr(), out.data_ptr())
-        ranks.memory.settle()  # other ranks run meanwhile
-        return out
-
-    for seed in range(100):
-        # Options: see Simulator (timeouts=, kill=, resident=, strict=).
-        results = simulate(4, body, seed=seed)
+by switch. :func:`simulate` runs a body once per rank; a test does so under many seeds, and whatever
+goes wrong comes back as an exception that names the seed. ``docs/how-to/simulator.md`` has an
+example. ``TRITON_INTERPRET=1`` must be set before Triton is imported.
 
 Without host code: ``sim = Simulator(world_size, seed=...)``, ``sim.allocate``, ``sim.register``,
 ``sim.launch(rank, kernel, grid, *args, num_warps=4, **constants)``, ``sim.run()``.
@@ -34,7 +18,7 @@ see it at once, and wake late from a wait for it).
 
 from __future__ import annotations
 
-from tokenyard.testing.simulator.hardware import Hardware
+from tokenyard.testing.simulator.machine import Hardware
 from tokenyard.testing.simulator.ranks import (
     SimulatedGroup,
     SimulatedMemory,

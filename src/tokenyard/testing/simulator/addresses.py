@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class AddressBook:
 
     def name(self, low: int, size: int, name: str) -> None:
         """Call ``size`` bytes from ``low`` on ``name`` in messages."""
-        self._names.insert(bisect_right(self._names, (low, size, name)), (low, size, name))
+        insort(self._names, (low, size, name))
 
     def describe(self, address: int) -> str:
         """A name for an address, as good as known."""
@@ -139,16 +139,12 @@ class AddressBook:
         Raises:
             AddressError: it may not; the message lacks who it was.
         """
-        if addresses.size == 1:
-            low = int(addresses[0])
-            high = low + size
-        else:
-            low, high = int(addresses.min()), int(addresses.max()) + size
+        one = addresses.size == 1  # quicker
+        low = int(addresses[0] if one else addresses.min())
+        high = size + (low if one else int(addresses.max()))
         if (low | int(np.bitwise_or.reduce(addresses))) & (size - 1):
             raise AddressError(f"{size} bytes at {self.describe(low)}: not aligned to {size}")
-        if addresses.size > 1 and bisect_right(self._lows, low) != bisect_right(
-            self._lows, high - 1
-        ):
+        if bisect_right(self._lows, low) != bisect_right(self._lows, high - 1):
             for address in addresses.tolist():
                 self._check_range(rank, address, address + size)
         else:
@@ -158,12 +154,12 @@ class AddressBook:
                     self._check_mapped(page)
 
     def _check_range(self, rank: int, low: int, high: int) -> None:
-        at = bisect_right(self._lows, low) - 1
-        zone = self._zones[at] if at >= 0 and low < self._zones[at].high else None
+        zone = self.zone(low)
         if zone is None:
-            if at + 1 < len(self._lows) and high > self._lows[at + 1]:
+            after = bisect_right(self._lows, low)
+            if after < len(self._lows) and high > self._lows[after]:
                 raise AddressError(
-                    f"{high - low} bytes at {low:#x} reach into {self._zones[at + 1].name}"
+                    f"{high - low} bytes at {low:#x} reach into {self._zones[after].name}"
                 )
             if self._strict:
                 raise AddressError(f"{high - low} bytes at {low:#x}, which is no registered memory")

@@ -19,9 +19,8 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
 from tokenyard.testing import interpreter
-from tokenyard.testing.interpreter_arguments import bind
+from tokenyard.testing.simulator.machine import Machine
 from tokenyard.testing.simulator.network import Network
-from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.pages import UNSIGNED, raw
 from tokenyard.testing.simulator.program import Program
 
@@ -30,12 +29,12 @@ _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 @contextmanager
-def installed(operations: Operations, network: Network) -> Iterator[None]:
-    """Send what kernels do to ``operations``, and what they ask of NVSHMEM (``kernels/two_net.py``)
+def installed(machine: Machine, network: Network) -> Iterator[None]:
+    """Send what kernels do to ``machine``, and what they ask of NVSHMEM (``kernels/two_net.py``)
     to ``network``.
     """
     changes: list[tuple[Any, str, Any]] = [
-        (interpreter.Builder, name, method) for name, method in _Hooks(operations).methods().items()
+        (interpreter.Builder, name, method) for name, method in _Hooks(machine).methods().items()
     ]
     for module in [module for name, module in sys.modules.items() if name.endswith(".two_net")]:
         changes += [
@@ -43,7 +42,7 @@ def installed(operations: Operations, network: Network) -> Iterator[None]:
             (module, "nvshmem_fence", network.fence),
         ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    with interpreter.patched_language(), interpreter.clock(operations.now_ns):
+    with interpreter.patched_language(), interpreter.clock(machine.read_clock):
         for change in changes:
             setattr(*change)
         try:
@@ -72,8 +71,8 @@ def roles(p: Program) -> list[str]:
 
 
 class _Hooks:
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Of the builder, by name. (Functions: they are called with the builder first.)"""
@@ -85,7 +84,7 @@ class _Hooks:
             "create_masked_store": lambda _, *args, **kwargs: self.store(*args, **kwargs),
             "create_atomic_rmw": lambda builder, *args: self.rmw(builder, *args),
             "create_atomic_cas": lambda builder, *args: self.cas(builder, *args),
-            "create_barrier": lambda _: self._operations.barrier(),
+            "create_barrier": lambda _: self._machine.barrier(),
         }
         for name in ("SLE", "SLT", "SGE", "SGT", "ULE", "ULT", "UGE", "UGT", "EQ", "NE"):
             methods[f"create_icmp{name}"] = self._comparing(getattr(builder, f"create_icmp{name}"))
@@ -99,7 +98,7 @@ class _Hooks:
         shape = ptrs.data.shape
         addresses, lanes = _lanes(ptrs.data, mask)
         if addresses.size:
-            bits = self._operations.load(addresses, dtype.itemsize, shape, lanes)
+            bits = self._machine.load(addresses, dtype.itemsize, shape, lanes)
             values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
             if lanes is _ALL:
                 return self._noted(TensorHandle(values.reshape(shape), element), addresses, lanes)
@@ -117,7 +116,7 @@ class _Hooks:
         if addresses.size:
             shape = ptrs.data.shape
             data = _spread(value.data, shape).reshape(-1)[lanes]
-            self._operations.store(addresses, data.view(UNSIGNED[data.itemsize]), shape, lanes)
+            self._machine.store(addresses, data.view(UNSIGNED[data.itemsize]), shape, lanes)
 
     def rmw(
         self, builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any
@@ -166,13 +165,13 @@ class _Hooks:
         everywhere = scope == ir.MEM_SYNC_SCOPE.SYSTEM
         wide = scope != ir.MEM_SYNC_SCOPE.CTA
         order = (wide and sem in _ACQUIRES, wide and sem in _RELEASES, everywhere)
-        return self._operations.atomic(addresses, size, act, order)
+        return self._machine.atomic(addresses, size, act, order)
 
     def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
         """What was read, marked for :meth:`_comparing` if the program is to say what it
         waits for.
         """
-        p = self._operations.caller
+        p = self._machine.caller
         if p.takes_notes and addresses.size:
             where = addresses.tolist()
             handle.set_attr("read", (where, lanes))
@@ -187,12 +186,12 @@ class _Hooks:
         def compare(builder: Any, left: Any, right: Any) -> Any:
             if "clock" in left.attr or "clock" in right.attr:
                 distance = int(right.data.reshape(-1)[0]) - int(left.data.reshape(-1)[0])
-                self._operations.compares_clock(abs(distance))
+                self._machine.compares_clock(abs(distance))
             for read, other in ((left, right), (right, left)):
                 if "read" in read.attr and "clock" not in other.attr:
                     addresses, lanes = read.attr["read"]
                     values = _spread(other.data, read.data.shape).reshape(-1)[lanes]
-                    compared = self._operations.caller.compared
+                    compared = self._machine.caller.compared
                     for address, value in zip(addresses, values.tolist(), strict=True):
                         known = compared.setdefault(address, [])
                         if value not in known:

@@ -40,10 +40,7 @@ class Host:
         self._ending = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=f"host of rank {rank}", daemon=True)
-
-    def start(self) -> None:
-        """Make the thread; it waits for its first :meth:`resume`."""
-        self._thread.start()
+        self._thread.start()  # it waits for its first :meth:`resume`
 
     def resume(self) -> None:
         """From the scheduler: let it run until it waits or ends."""

@@ -16,7 +16,6 @@ from random import Random
 import numpy as np
 
 from tokenyard.testing.simulator.machine import Machine
-from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.pages import ByteMap, raw, spans
 from tokenyard.testing.simulator.program import Program
 from tokenyard.testing.simulator.simulation_errors import AddressError
@@ -46,8 +45,8 @@ class Message:
 class Network:
     """All messages of a simulation. How slow it is comes from the seed."""
 
-    def __init__(self, machine: Machine, operations: Operations) -> None:
-        self._machine, self._operations = machine, operations
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._rng = Random(machine.seed + 1_000_003)
         self._pace = self._rng.choice((0.02, 0.1, 0.5))
         self._fences: dict[int, list[Message]] = {}  # by program: what was on its way then
@@ -81,7 +80,7 @@ class Network:
         to: int,
     ) -> None:
         """``nvshmemx_putmem_signal_block``: addresses of the caller's own region."""
-        p = self._operations.network_call()
+        p = self._machine.network_call()
         assert operation == _ADD
         assert num_bytes > 0
         where = self._translate(p, target, num_bytes, to)
@@ -94,7 +93,7 @@ class Network:
 
     def fence(self) -> None:
         """``nvshmem_fence``."""
-        p = self._operations.network_call()
+        p = self._machine.network_call()
         running = self._machine.streams[p.rank][0]
         self._fences[p.serial] = [
             message

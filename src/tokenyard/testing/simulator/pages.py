@@ -76,16 +76,12 @@ def gather(addresses: Addresses, size: int) -> Values:
 
 def spans(addresses: Addresses, size: int) -> list[Span]:
     """Split flat, not empty ``addresses`` by page."""
-    first, count = int(addresses[0]), addresses.size
-    if count == 1:
-        cell = (first & _LOW) // size
-        return [Span(first >> SHIFT, slice(0, 1), slice(cell, cell + 1))]
-    if is_run(addresses, size):
-        return _run_spans(first, count, size)
+    if addresses.size == 1 or is_run(addresses, size):
+        return _run_spans(int(addresses[0]), addresses.size, size)
     pages = (addresses >> np.uint64(SHIFT)).astype(np.int64)
     cells = ((addresses & np.uint64(_LOW)) // np.uint64(size)).astype(np.intp)
     if (pages == pages[0]).all():
-        return [Span(int(pages[0]), slice(0, count), cells)]
+        return [Span(int(pages[0]), slice(0, addresses.size), cells)]
     order = np.argsort(pages, kind="stable")
     cuts = np.flatnonzero(np.diff(pages[order])) + 1
     return [Span(int(pages[lanes[0]]), lanes, cells[lanes]) for lanes in np.split(order, cuts)]
@@ -143,10 +139,6 @@ class ByteMap(dict[int, Page]):
             if page is not None:
                 have = page.have.view(kind)[cells]
                 values[lanes] = (values[lanes] & ~have) | (page.data.view(kind)[cells] & have)
-
-    def touches(self, where: list[Span]) -> bool:
-        """Whether any page of these lanes is there."""
-        return any(span.page in self for span in where)
 
     def forget(self, other: ByteMap) -> None:
         """Know no longer what ``other`` knows."""

@@ -19,7 +19,6 @@ Key = tuple[int, int, int, int]
 _MOST_SEEN = 4096
 _NOTED_ROUNDS = 4
 _WORD = 8
-_LONG = 64
 
 
 @dataclass(eq=False)
@@ -56,7 +55,7 @@ class Program(Pending):
         self.error: BaseException | None = None
         self._greenlet: greenlet.greenlet | None = None
         self.asleep = False
-        self.nap = 0  # counts sleeps, so that old alarms are recognised
+        self.alarms: list[dict[Program, list[int]]] = []  # where :class:`Alarms` has it
         self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
         self.notes = False  # whether it is to note what it compares with what it has read
         self.compared: dict[int, list[Any]] = {}  # address -> values, since the last read of it
@@ -131,15 +130,16 @@ class Program(Pending):
 
 
 class Alarms:
-    """Words of memory (8 bytes) by page, each with the programs that sleep until it is written.
+    """Places in memory, each with the programs that sleep until it is written.
 
     Args:
-        wake: called once for a program that is woken.
+        wake: called for a program that is to wake; it calls :meth:`forget`.
     """
 
     def __init__(self, wake: Callable[[Program], None]) -> None:
         self._wake = wake
-        self._pages: dict[int, dict[int, list[tuple[Program, int]]]] = {}
+        # By page and program: the words (8 bytes) there, by their first byte in the page
+        self._pages: dict[int, dict[Program, list[int]]] = {}
 
     def set(self, p: Program) -> None:
         """Wake ``p`` when anything changes that it read in its round, or alone before."""
@@ -147,24 +147,24 @@ class Alarms:
         for addresses in p.round.values():
             words.update((addresses >> np.uint64(3)).tolist())
         for word in words:
-            sleepers = self._pages.setdefault(word * _WORD >> SHIFT, {}).setdefault(word, [])
-            if len(sleepers) > _LONG:
-                sleepers[:] = [each for each in sleepers if _sleeps(*each)]
-            sleepers.append((p, p.nap))
+            there = self._pages.setdefault(word * _WORD >> SHIFT, {})
+            there.setdefault(p, []).append(word * _WORD % PAGE)
+            p.alarms.append(there)
 
     def ring(self, where: list[Written]) -> None:
         """These bytes have been written. Who wakes first does not hang on where memory lies."""
-        woken: dict[int, Program] = {}
+        woken: set[Program] = set()
         for page, low, have in where:
-            sleepers = self._pages.get(page, {})
-            for word in list(sleepers):
-                at = word * _WORD % PAGE - low
-                if at < have.size and at + _WORD > 0 and have[max(at, 0) : at + _WORD].any():
-                    woken |= {p.serial: p for p, nap in sleepers.pop(word) if _sleeps(p, nap)}
-        for _, p in sorted(woken.items()):
+            high = low + have.size
+            for p, words in self._pages.get(page, {}).items():
+                near = (word - low for word in words if word < high and word + _WORD > low)
+                if any(have[max(at, 0) : at + _WORD].any() for at in near):
+                    woken.add(p)
+        for p in sorted(woken, key=lambda p: p.serial):
             self._wake(p)
 
-
-def _sleeps(p: Program, nap: int) -> bool:
-    """Whether it still sleeps as it did then."""
-    return p.asleep and p.nap == nap
+    def forget(self, p: Program) -> None:
+        """It sleeps no more."""
+        for there in p.alarms:
+            there.pop(p, None)
+        p.alarms.clear()

@@ -42,22 +42,10 @@ class World:
         self.sim = sim
         self.store = SimulatedStore(sim)
         self._gathered: dict[Any, dict[int, Any]] = {}
-        self._regions: dict[Any, list[Tensor]] = {}
 
     def gathered(self, key: Any) -> dict[int, Any]:
         """Something of each rank that has come."""
         return self._gathered.setdefault(key, {})
-
-    def regions(self, key: Any, num_bytes: int) -> list[Tensor]:
-        """All ranks' parts of a region; whoever comes first makes them."""
-        if key not in self._regions:
-            self._regions[key] = [
-                torch.from_numpy(self.sim.allocate(num_bytes, f"region {key[1]} of rank {rank}"))
-                for rank in range(self.sim.world_size)
-            ]
-            lows = [part.data_ptr() for part in self._regions[key]]
-            self.sim.network.regions.append((lows, num_bytes))
-        return self._regions[key]
 
 
 class SimulatedRank:
@@ -140,20 +128,25 @@ class SimulatedMemory:
                 f"rank {self.rank} waited {self._timeout} s in allocate() for rank(s) {missing}",
                 missing[0],
             )
-        for peer in range(self.world_size):
-            if sizes[peer] != sizes[0]:
-                raise ValueError(
-                    f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank "
-                    f"{peer} {sizes[peer]}"
-                )
+        for peer in [rank for rank in range(self.world_size) if sizes[rank] != sizes[0]]:
+            raise ValueError(
+                f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} "
+                f"{sizes[peer]}"
+            )
         if num_bytes <= 0 or num_bytes % 16:
             raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
-        parts = self._here.world.regions((self._number, self._allocated), num_bytes)
+        parts = self._here.world.gathered(("parts", self._number, self._allocated))
+        if not parts:  # whoever comes first makes them
+            for peer in range(self.world_size):
+                name = f"region {self._allocated} of rank {peer}"
+                parts[peer] = torch.from_numpy(self._sim.allocate(num_bytes, name))
+            lows = [part.data_ptr() for part in parts.values()]
+            self._sim.network.regions.append((lows, num_bytes))
         self._regions.append(parts[self.rank].data_ptr())
         each = self.world_size if self.maps_all else self.ranks_per_node or self.world_size
         near = [
             part.data_ptr() if peer // each == self.rank // each else 0
-            for peer, part in enumerate(parts)
+            for peer, part in parts.items()
         ]
         return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
 

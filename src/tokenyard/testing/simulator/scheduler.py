@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import greenlet
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenyard.memory.programs import bind
-from tokenyard.testing.simulator import hooks, program_limits
+from tokenyard.testing.interpreter_arguments import bind
+from tokenyard.testing.simulator import hooks
 from tokenyard.testing.simulator.addresses import GUARD
 from tokenyard.testing.simulator.host import Host
 from tokenyard.testing.simulator.machine import Machine
 from tokenyard.testing.simulator.network import Network
-from tokenyard.testing.simulator.operations import Operations
 from tokenyard.testing.simulator.program import Launch, Program
 from tokenyard.testing.simulator.simulation_errors import ProgramError, SimulationError
 from tokenyard.testing.simulator.standstill import Standstill, raise_errors
+
+Grid: TypeAlias = "int | np.integer[Any] | Sequence[int]"
 
 _MOST_SLEEP = 20_000
 """Steps after which sleepers look again: whether a poller has come round is a guess, and others may
@@ -58,28 +60,16 @@ class Simulator(Machine):
         trace: who ran, switch by switch: programs by serial number, host code as ``-1 - rank``.
     """
 
-    def __init__(
-        self,
-        world_size: int = 1,
-        *,
-        seed: int = 0,
-        timeouts: bool = False,
-        resident: int | None = None,
-        strict: bool = False,
-        kill: dict[int, int] | None = None,
-        tick_ns: int = 10,
-        max_steps: int = 20_000_000,
-        **hardware: Any,
-    ) -> None:
-        program_limits.check_options(world_size, resident, hardware)
-        for rank in kill or ():
-            program_limits.check_rank(rank, world_size, "kill")
-        super().__init__(world_size, seed, resident, strict, kill or {}, hardware)
-        self.operations = Operations(self, tick_ns, max_steps)
-        self.network = Network(self, self.operations)
-        self._standstill = Standstill(self, timeouts)
-        self._started = self._woken_at = 0
-        self._kept: list[Any] = []
+    _started = _woken_at = 0
+
+    @cached_property
+    def network(self) -> Network:
+        """What nodes without common memory send each other."""
+        return Network(self)
+
+    @cached_property
+    def _standstill(self) -> Standstill:
+        return Standstill(self)
 
     # What there is
 
@@ -93,7 +83,7 @@ class Simulator(Machine):
             raise ValueError(f"size ({size}) must be at least 1: give the number of bytes")
         whole = np.zeros(size + 3 * GUARD, np.uint8)
         start = -(-(whole.ctypes.data + GUARD) // GUARD) * GUARD - whole.ctypes.data
-        self._kept.append(whole)
+        self.kept.append(whole)
         self.addresses.add(whole.ctypes.data + start, size, None, name, GUARD, shared=True)
         return whole[start : start + size]
 
@@ -108,9 +98,9 @@ class Simulator(Machine):
             ValueError: there is no such rank.
         """
         if rank is not None:
-            program_limits.check_rank(rank, self.world_size, "register()")
-        first, low, size = program_limits.extent(buffer)
-        self._kept.append(buffer)
+            self.check_rank(rank, "register()")
+        first, low, size = _extent(buffer)
+        self.kept.append(buffer)
         if size:
             self.addresses.add(low, size, rank, name, shared=shared or rank is None)
         return first
@@ -123,7 +113,7 @@ class Simulator(Machine):
         self,
         rank: int,
         kernel: Any,
-        grid: program_limits.Grid,
+        grid: Grid,
         *args: int,
         num_warps: int = 4,
         **constants: Any,
@@ -136,12 +126,12 @@ class Simulator(Machine):
             ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments
                 do not fit the kernel.
         """
-        program_limits.check_rank(rank, self.world_size, "launch()")
+        self.check_rank(rank, "launch()")
         if num_warps < 1 or num_warps & (num_warps - 1):
             raise ValueError(
                 f"num_warps ({num_warps}) must be a power of two from 1 on, as Triton takes it"
             )
-        dims = program_limits.grid_of(grid)
+        dims = _grid_of(grid)
         bound, function = bind(kernel, args, constants), kernel.rewrite()
         launch = Launch(rank, kernel.__name__, dims, 32 * num_warps, lambda: function(**bound))
         if launch.size:
@@ -155,7 +145,7 @@ class Simulator(Machine):
         Raises:
             ValueError: there is no such rank.
         """
-        program_limits.check_rank(rank, self.world_size, "kill()")
+        self.check_rank(rank, "kill()")
         self.kills = sorted([*self.kills, (at_step, rank)])
 
     # The run
@@ -169,7 +159,7 @@ class Simulator(Machine):
             RanksFailed: host code did. Deadlock, Livelock, Race, AddressError: as they say.
         """
         self.hub = greenlet.getcurrent()
-        with hooks.installed(self.operations, self.network):
+        with hooks.installed(self, self.network):
             try:
                 while self._run_one():
                     if self.kill_is_due:
@@ -184,8 +174,6 @@ class Simulator(Machine):
         """:meth:`run` with host code, one function per rank. Their results."""
         self.hosts = [Host(rank, body, self.speeds[rank]) for rank, body in enumerate(bodies)]
         everybody = list(self.hosts)
-        for host in everybody:
-            host.start()
         self.run()
         return [host.result for host in everybody]
 
@@ -207,16 +195,14 @@ class Simulator(Machine):
             elif self.ready[at].speed >= 1.0 or self.rng.random() < self.ready[at].speed:
                 self._resume(at)
                 return True
+        host = None if self.ready else next(filter(self._may_run, self.hosts), None)
         if self.ready:
             self._resume(self.rng.randrange(len(self.ready)))
-            return True
-        for host in self.hosts:
-            if self._may_run(host):
-                self._resume_host(host)
-                return True
-        if not self.live and all(host.rank in self.dead for host in self.hosts):
+        elif host is not None:
+            self._resume_host(host)
+        elif not self.live and all(host.rank in self.dead for host in self.hosts):
             return False
-        if self.network.on_way:
+        elif self.network.on_way:
             self.network.deliver_one()
         else:
             self._standstill.resolve()
@@ -241,12 +227,12 @@ class Simulator(Machine):
         if host.checked == self.version:
             return False
         try:
-            if host.ready():
-                return True
+            ready = host.ready()
         except Exception:
             return True  # it will raise in the host's own code
-        host.checked = self.version
-        return False
+        if not ready:
+            host.checked = self.version
+        return ready
 
     def _resume_host(self, host: Host) -> None:
         self.trace.append(-1 - host.rank)
@@ -267,7 +253,7 @@ class Simulator(Machine):
             self.resident is None or len(launch.running) < self.resident
         ):
             self._started += 1
-            speed = self.hardware.speed(self.rng, self.speeds[launch.rank])
+            speed = self.hardware.speed(self.rng, "program") * self.speeds[launch.rank]
             p = Program(launch, launch.started, self._started, speed, self.memory.now)
             launch.started += 1
             launch.running.append(p)
@@ -275,13 +261,16 @@ class Simulator(Machine):
             self.ready.append(p)
 
     def _ended(self, p: Program) -> None:
-        if p.error is None:
-            self.operations.check_late_reads(p)
-        elif isinstance(p.error, SimulationError):
+        if isinstance(p.error, SimulationError):
             raise p.error
-        else:
+        if p.error is not None:
             raise ProgramError(f"{p.name} raised {p.error!r} (seed {self.seed})") from p.error
-        self._leak_at_end(p)
+        self.check_late_reads(p)
+        # What it never released need not arrive at once: a flag may, before the data that was
+        # stored first
+        leaks = (p.fresh.log or p.fenced.log) and (self.hardware.early or self.hardware.late)
+        if leaks and self.rng.random() < 0.75:
+            self.memory.leak(p)
         del self.live[p.serial]
         p.launch.running.remove(p)
         p.launch.left_behind.append(p)
@@ -306,7 +295,7 @@ class Simulator(Machine):
         if exposed:
             self.memory.publish(launch.rank)
         for p in exposed:  # its threads may have lagged behind until now
-            self.operations.check_late_reads(p)
+            self.check_late_reads(p)
         launch.left_behind.clear()
 
     def _leak_late(self) -> None:
@@ -316,21 +305,12 @@ class Simulator(Machine):
         if queue and queue[0].left_behind:
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
-    def _leak_at_end(self, p: Program) -> None:
-        """What an ended program never released need not arrive at once: a flag may, before the data
-        that was stored first.
-        """
-        if not (p.fresh.log or p.fenced.log):
-            return
-        if (self.hardware.early or self.hardware.late) and self.rng.random() < 0.75:
-            self.memory.leak(p)
-
     def _let_die(self, rank: int) -> None:
         self.dead.add(rank)
         for p in [p for p in self.live.values() if p.rank == rank]:
             self.memory.leak(p)  # some of what it had under way still arrives
             del self.live[p.serial]
-            p.nap += 1
+            self.alarms.forget(p)
         self.ready = [p for p in self.ready if p.rank != rank]
 
     def _end_all(self) -> None:
@@ -340,3 +320,38 @@ class Simulator(Machine):
                     p.end()
         for host in list(self.hosts):
             host.end()
+
+
+def _grid_of(grid: Grid) -> tuple[int, int, int]:
+    """A grid of one to three dimensions as three.
+
+    Raises:
+        ValueError: there are more or none, or one is negative.
+    """
+    dims = [int(grid)] if isinstance(grid, int | np.integer) else [int(dim) for dim in grid]
+    if not 1 <= len(dims) <= 3:
+        raise ValueError(
+            f"a grid ({grid}) must have 1 to 3 dimensions, not {len(dims)}: fold some into one"
+        )
+    if min(dims) < 0:
+        raise ValueError(
+            f"a grid ({grid}) must not be negative: give the number of programs, 0 for no work"
+        )
+    x, y, z = (*dims, 1, 1)[:3]
+    return x, y, z
+
+
+def _extent(buffer: Any) -> tuple[int, int, int]:
+    """Of an array or CPU tensor: address of its first element, its lowest address, and bytes from
+    there to the end of its highest element; strides may leave gaps between."""
+    shape: list[int] = list(buffer.shape)
+    if isinstance(buffer, np.ndarray):
+        first, strides, size = int(buffer.ctypes.data), list(buffer.strides), buffer.itemsize
+    else:
+        first, size = int(buffer.data_ptr()), int(buffer.element_size())
+        strides = [stride * size for stride in buffer.stride()]
+    if 0 in shape:
+        return first, first, 0
+    reaches = [(dim - 1) * stride for dim, stride in zip(shape, strides, strict=True)]
+    low, high = sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches)
+    return first, first + low, high - low + size

@@ -23,8 +23,8 @@ class Standstill:
     deadlock.
     """
 
-    def __init__(self, machine: Machine, timeouts: bool) -> None:
-        self._machine, self._timeouts = machine, timeouts
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._version, self._tries = -1, 0
 
     def resolve(self) -> None:
@@ -83,7 +83,7 @@ class Standstill:
         deadlines = [each.deadline for each in (*waiting, *hosts) if each.deadline is not None]
         if any(p.deadline is None and p.reads_clock for p in waiting):
             deadlines.append(machine.now_ns + _SECOND)
-        if not deadlines or not self._timeouts:
+        if not deadlines or not machine.timeouts:
             raise_errors(machine, _waiters(machine))
             ways = (
                 "they would time out; timeouts=True lets them"

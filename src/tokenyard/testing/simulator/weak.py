@@ -200,14 +200,13 @@ class WeakMemory:
         """
         if len(p.reads) < _MOST_READS:
             p.reads.append(Read(where, values.itemsize, lanes))
-        stale = False
-        if self.now > p.view and self._rng.random() < self._stale:
-            stale = self._look_back(p, where, values)
+        looks_back = self.now > p.view and self._rng.random() < self._stale
+        stale = looks_back and self._look_back(p, where, values)
         bundles = self._bundles[p.rank]
         if bundles:
             hides = self._rng.random() < self._stale
             for bundle in bundles:
-                if not bundle.stores.touches(where):
+                if not any(span.page in bundle.stores for span in where):
                     continue
                 newer = np.array(values)
                 bundle.stores.over(where, newer)
@@ -215,17 +214,15 @@ class WeakMemory:
                     values[:] = newer
                 else:
                     stale = stale or bool((newer != values).any())
-        for stores in (p.fenced, p.fresh):
-            if stores:
-                stores.over(where, values)
+        p.fenced.over(where, values)
+        p.fresh.over(where, values)
         return stale
 
     def before_atomic(self, p: Pending, where: list[Span], size: int) -> None:
         """An atomic works on real memory: stores of its rank to the same place go there first."""
         ours = ByteMap()
         for stores in (*(bundle.stores for bundle in self._bundles[p.rank]), p.fenced, p.fresh):
-            if stores.touches(where):
-                stores.take(where, size, ours)
+            stores.take(where, size, ours)
         self.write(ours, p)
 
     def after_atomic(self, p: Pending, where: list[Span], old: Values) -> None:
@@ -296,13 +293,11 @@ class WeakMemory:
 
     def bundle(self, p: Pending, stores: ByteMap) -> None:
         """These stores, which ``p`` gives away, become visible to its rank."""
-        if not stores:
-            return
-        self.now += 1
-        bundles = self._bundles[p.rank]
-        bundles.append(Bundle(self.now, p, stores))
-        if len(bundles) > _MOST_BUNDLES:
-            self.publish_one(p.rank)
+        if stores:
+            self.now += 1
+            self._bundles[p.rank].append(Bundle(self.now, p, stores))
+            if len(self._bundles[p.rank]) > _MOST_BUNDLES:
+                self.publish_one(p.rank)
 
     def publish_private(self, rank: int, shared: Callable[[int, int], Bytes]) -> None:
         """Bundled stores to memory that no other rank can see go to real memory: the host may free
