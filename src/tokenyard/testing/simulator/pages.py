@@ -76,12 +76,16 @@ def gather(addresses: Addresses, size: int) -> Values:
 
 def spans(addresses: Addresses, size: int) -> list[Span]:
     """Split flat, not empty ``addresses`` by page."""
-    if addresses.size == 1 or is_run(addresses, size):
-        return _run_spans(int(addresses[0]), addresses.size, size)
+    first, count = int(addresses[0]), addresses.size
+    if count == 1:  # most are, so this is to be quick
+        cell = (first & _LOW) // size
+        return [Span(first >> SHIFT, slice(0, 1), slice(cell, cell + 1))]
+    if is_run(addresses, size):
+        return _run_spans(first, count, size)
     pages = (addresses >> np.uint64(SHIFT)).astype(np.int64)
     cells = ((addresses & np.uint64(_LOW)) // np.uint64(size)).astype(np.intp)
     if (pages == pages[0]).all():
-        return [Span(int(pages[0]), slice(0, addresses.size), cells)]
+        return [Span(int(pages[0]), slice(0, count), cells)]
     order = np.argsort(pages, kind="stable")
     cuts = np.flatnonzero(np.diff(pages[order])) + 1
     return [Span(int(pages[lanes[0]]), lanes, cells[lanes]) for lanes in np.split(order, cuts)]

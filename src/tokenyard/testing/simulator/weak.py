@@ -214,8 +214,9 @@ class WeakMemory:
                     values[:] = newer
                 else:
                     stale = stale or bool((newer != values).any())
-        p.fenced.over(where, values)
-        p.fresh.over(where, values)
+        for stores in (p.fenced, p.fresh):
+            if stores:
+                stores.over(where, values)
         return stale
 
     def before_atomic(self, p: Pending, where: list[Span], size: int) -> None:
