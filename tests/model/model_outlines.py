@@ -79,7 +79,7 @@ for range(begin, end, k.ring.chunk)
   if ok
     send_chunk(payload)
     add_release(tail)
-tl.store(sent_to(peers.state, to, channel, k.ranks, k.channels))
+tl.store(sent_to(peers.state, to, channel, k))
 """,  # model_rings.send
     ("dispatch", "send_chunk"): """
 for range(0, count, k.rows_sent)
@@ -94,7 +94,7 @@ while (taken < total) & ok
   if ok
     receive_chunk(routing)
     add_release(head)
-tl.store(taken_from(peers.state, source, channel, k.ranks, k.channels))
+tl.store(taken_from(peers.state, source, channel, k))
 """,  # model_rings.receive
     ("dispatch", "receive_chunk"): """
 for range(0, count, k.rows_received)
@@ -114,7 +114,7 @@ for range(begin, end, k.ring.chunk)
   if ok
     send_sums_chunk(parts)
     add_release(tail)
-tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels))
+tl.store(sent_to(peers.state, source, channel, k))
 """,  # model_rings.send
     ("combine", "send_sums_chunk"): """
 for range(0, chunk.count, k.tiles.rows_sent)

@@ -3,18 +3,18 @@
 TWOLEVEL_OUTLINES = {
     ("two_dispatch", "_send_turn"): """
 if left > 0
-  load_acquire(head_of(mine, to, turn.channel, k.ranks, k.channels))
+  load_acquire(head_of(mine, to, turn.channel, k))
   else
     if seen >= want
       send_chunk(payload)
       owe(tail)
       tl.store(turn.done)
       if left == 0
-        tl.store(sent_to(peers.state, to, turn.channel, k.ranks, k.channels))
+        tl.store(sent_to(peers.state, to, turn.channel, k))
 """,  # model_twolevel.send_near
     ("two_dispatch", "_receive_turn"): """
 if left > 0
-  load_acquire(tail_of(mine, source, turn.channel, k.ranks, k.channels))
+  load_acquire(tail_of(mine, source, turn.channel, k))
   else
     if seen >= want
       receive_chunk(routing)
@@ -100,7 +100,7 @@ if left > 0
 """,  # model_twolevel.combine_far
     ("two_combine", "_combine"): """
 load_acquire(words(mine + net_head(node, c, k)))
-look_at_all(tail_of(mine, node * P + q, c, k.ranks, k.channels))
+look_at_all(tail_of(mine, node * P + q, c, k))
 while (i < end) & ok
   if ok
     _combine_rows(parts)
@@ -128,14 +128,14 @@ if left == 0
 """,  # model_twolevel.combine_far
     ("two_combine", "_send_turn"): """
 if left > 0
-  load_acquire(head_of(mine, s, c, k.ranks, k.channels))
+  load_acquire(head_of(mine, s, c, k))
   else
     if seen >= want
       send_sums_chunk(parts)
       owe(tail)
       tl.store(turn.done)
       if left == 0
-        tl.store(sent_to(peers.state, s, c, k.ranks, k.channels))
+        tl.store(sent_to(peers.state, s, c, k))
 """,  # model_twolevel.send_near
     ("two_combine_reduce", "reduce"): """
 look_at_all(words(tails))
@@ -189,14 +189,14 @@ else
       tl.store(turn.done)
 """,  # model_rings.greet
     ("two_letters", "all_are_here"): """
-look_at_all(hello_of(mine, r, k.ranks, k.channels))
+look_at_all(hello_of(mine, r, k))
 else
   if here
     in_same_call(state)
 """,  # model_rings.greet
     ("two_letters", "say_hello_to_all"): """
-tl.store(tag_of(bases, half, me, R, C))
-add_release(hello_of(bases, me, R, C))
+tl.store(tag_of(bases, half, me, k))
+add_release(hello_of(bases, me, k))
 tl.store(words(mine + here))
 for range(R)
   if to // P != me // P

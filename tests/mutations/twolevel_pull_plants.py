@@ -69,9 +69,9 @@ PULLER = {
         "wrong row",
         "two_pull",
         change(
-            "landing_of(..., channels_, channel=channel_)",
+            "landing_of(..., k_, channel=channel_)",
             "combine_turn",
-            channel_="(channel_ + 1) % channels_",
+            channel_="(channel_ + 1) % k_.channels",
         ),
         part="pulls channels",
     ),

@@ -97,16 +97,20 @@ PLACER = {
         "wrong row",
         "two_direct",
         change(
-            "landing_of(..., channels_, channel=channel_)",
+            "landing_of(..., k_, channel=channel_)",
             "place_turn",
-            channel_="(channel_ + 1) % channels_",
+            channel_="(channel_ + 1) % k_.channels",
         ),
         part="views channels",
     ),
     "placer: landings of the next rank": mutation(
         "wrong row",
         "two_direct",
-        change("landing_of(..., near_, _, q=q_)", "place_turn", q_="(q_ + 1) % near_"),
+        change(
+            "landing_of(..., k_, q=q_)",
+            "place_turn",
+            q_="(q_ + 1) % k_.grid.ranks_per_node",
+        ),
         part="views",
     ),
     "direct: done before the rows": mutation(

@@ -54,6 +54,7 @@ class CombineConfig(NamedTuple):
     """What is known of a combine when its kernel is compiled."""
 
     ranks: int
+    plan_ranks: int  # the same
     rank_bins: int  # the next power of two
     channels: int
     row: RowLayout  # of a sum on the wire: weights follow its payload
@@ -176,15 +177,15 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
 @triton.jit
 def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
     """Partial sums of this channel's rows from ``source``, into its ring (me, channel)."""
-    begin = tl.load(in_bound(plan, source, channel, k.ranks, k.channels))
-    end = tl.load(in_bound(plan, source, channel + 1, k.ranks, k.channels))
-    first = tl.load(first_in(plan, source, k.ranks, k.channels))
+    begin = tl.load(in_bound(plan, source, channel, k))
+    end = tl.load(in_bound(plan, source, channel + 1, k))
+    first = tl.load(first_in(plan, source, k))
     mine, there = peer_base(peers.regions, peers.rank), peer_base(peers.regions, source)
     ring = there + k.ring.first_byte
     ring = ring + (peers.rank * k.channels + channel).to(tl.int64) * k.ring.num_bytes
-    tail = tail_of(there, peers.rank, channel, k.ranks, k.channels)
-    sent = tl.load(sent_to(peers.state, source, channel, k.ranks, k.channels))
-    head = head_of(mine, source, channel, k.ranks, k.channels)
+    tail = tail_of(there, peers.rank, channel, k)
+    sent = tl.load(sent_to(peers.state, source, channel, k))
+    head = head_of(mine, source, channel, k)
     want = sent
     ok = wait_at_least(head, want, peers.state, ON_ROOM, source, channel) >= want
     for i in range(begin, end, k.ring.chunk):
@@ -197,7 +198,7 @@ def send_sums(peers, plan, parts, source, channel, k: tl.constexpr):
             send_sums_chunk(parts, ring, chunk, k)
             add_release(tail, count.to(tl.int64), None)
     tl.debug_barrier()
-    tl.store(sent_to(peers.state, source, channel, k.ranks, k.channels), sent + end - begin)
+    tl.store(sent_to(peers.state, source, channel, k), sent + end - begin)
 
 
 @triton.jit
@@ -240,19 +241,17 @@ def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: t
 
 
 @triton.jit
-def _add_weights(
-    plan, parts, sums, t, here, num_tokens, mine, first, me, channel, k: tl.constexpr
-):  # fmt: skip
+def _add_weights(plan, parts, sums, t, here, num_tokens, mine, first, me, channel, k: tl.constexpr):
     """Store the sums of the weights of tokens ``t [B]``: see :func:`_add_rows`."""
     K: tl.constexpr = k.picks
     RING: tl.constexpr = k.ring.num_bytes
     pick = tl.arange(0, triton.next_power_of_2(K))
     weight = tl.zeros((k.tiles.rows_summed, triton.next_power_of_2(K)), tl.float32)
     for d in tl.static_range(k.ranks):
-        places = place_of(plan, t, num_tokens, k.ranks, k.channels)
+        places = place_of(plan, t, num_tokens, k)
         place = tl.load(places + d, mask=here, other=-1)
         mask = (place >= 0)[:, None] & (pick < K)[None, :]
-        low = tl.load(out_bound(plan, d, channel, k.ranks, k.channels))
+        low = tl.load(out_bound(plan, d, channel, k))
         slot = (place - low) % k.ring.slots
         row = mine + k.ring.first_byte + (d * k.channels + channel).to(tl.int64) * RING
         row = row + slot.to(tl.int64) * k.row.slot_bytes + k.row.scales_at
@@ -277,25 +276,25 @@ def _reduce(peers, plan, parts, sums, num_tokens, channel, k: tl.constexpr):
     share = (num_tokens + k.channels - 1) // k.channels
     t1 = tl.minimum(channel * share + share, num_tokens)
     mine = peer_base(peers.regions, me)
-    bases_at = taken_from(peers.state, r, channel, k.ranks, k.channels)
+    bases_at = taken_from(peers.state, r, channel, k)
     bases = tl.load(bases_at, mask=remote, other=0)
-    lows_at = out_bound(plan, r, channel, k.ranks, k.channels)
+    lows_at = out_bound(plan, r, channel, k)
     lows = tl.load(lows_at, mask=r < k.ranks, other=0)
     regions = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
-    heads = head_of(regions, me, channel, k.ranks, k.channels)
-    first = tl.load(first_in(plan, me, k.ranks, k.channels))
+    heads = head_of(regions, me, channel, k)
+    first = tl.load(first_in(plan, me, k))
     taken, seen = tl.zeros((k.rank_bins,), tl.int64), tl.zeros((k.rank_bins,), tl.int64)
     freed = tl.zeros((k.rank_bins,), tl.int64)
     ok = True
     for t0 in range(channel * share, t1, B):
         t = t0 + b
         here = t < t1
-        table = place_of(plan, t, num_tokens, k.ranks, k.channels)[:, None] + r[None, :]
+        table = place_of(plan, t, num_tokens, k)[:, None] + r[None, :]
         places = tl.load(table, mask=here[:, None] & (r < k.ranks)[None, :], other=-1)
         upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)
         upto = tl.where(remote, upto, 0)
         if ok & (tl.max((upto > seen).to(tl.int32)) > 0):
-            tails = tail_of(mine, r, channel, k.ranks, k.channels)
+            tails = tail_of(mine, r, channel, k)
             number = channel + (r * 0)
             tails = wait_for_all(tails, bases + upto, remote, peers.state, ON_ROWS, number)
             ok = lacking(tails, bases + upto, remote) == 0
@@ -328,7 +327,7 @@ def combine_kernel(
     elif (pid >= 0) & (pid < k.ranks * k.channels):
         send_sums(peers, plan, parts, (me + pid // k.channels) % k.ranks, channel, k)
     elif pid == k.ranks * k.channels:
-        greet(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+        greet(regions, state, tag, k)
 
 
 # The host's side
@@ -380,7 +379,8 @@ def bind_combine(
     round_bytes = tiles.rows_summed * tiles.block_summed * token_bytes
     bias0, bias1 = types_of(bias)
     k = CombineConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, row=row_layout(form),
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
+        row=row_layout(form),
         ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
         dtype=kernel_type(dtype), slots_per_row=slots_per_row, by_expert=by_expert,
         weighted=weighted, picks=picks, bias0=bias0, bias1=bias1, tiles=tiles,

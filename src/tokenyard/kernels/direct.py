@@ -64,6 +64,7 @@ class DirectConfig(NamedTuple):
     """What is known of a dispatch in place when its kernel is compiled."""
 
     ranks: int
+    plan_ranks: int  # the same
     rank_bins: int  # the next power of two
     channels: int
     writers: int  # programs
@@ -211,27 +212,27 @@ def direct_kernel(
         calls = tl.load(words(state) + DIRECT_CALLS)
         mine = peer_base(regions, me)
         if pid == 0:
-            say_hello(regions, state, tag, k.ranks, k.channels, k.rank_bins)
-        firsts = tl.load(first_out(plan, r, k.ranks, k.channels), mask=r < k.ranks, other=0)
+            say_hello(regions, state, tag, k)
+        firsts = tl.load(first_out(plan, r, k), mask=r < k.ranks, other=0)
         parts = tl.load(words(buffers) + r, mask=r < k.ranks, other=0)
         bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
         views = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
-        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):
+        if greeted(regions, state, tag, k):
             for t0 in range(pid * k.rows_sent, num_tokens, k.writers * k.rows_sent):
                 t = t0 + tl.arange(0, k.rows_sent)
                 here = t < num_tokens
-                table = place_of(plan, t, num_tokens, k.ranks, k.channels)[:, None] + r[None, :]
+                table = place_of(plan, t, num_tokens, k)[:, None] + r[None, :]
                 places = tl.load(table, mask=here[:, None] & (r < k.ranks)[None, :], other=-1)
                 rows = tl.where(places >= 0, places + firsts[None, :], -1)
                 write_rows(
                     payload, t, here, rows, views, me + 1 + pid, k.in_memory, k.ranks,
                     k.cast.mode > 0, k,
                 )  # fmt: skip
-            dones = done_of(bases, me, k.ranks, k.channels)
+            dones = done_of(bases, me, k)
             one = tl.full((k.rank_bins,), 1, tl.int64)
             add_release(dones, one, r < k.ranks)
         if pid == 0:
-            dones, want = done_of(mine, r, k.ranks, k.channels), (calls + 1) * k.writers + (r * 0)
+            dones, want = done_of(mine, r, k), (calls + 1) * k.writers + (r * 0)
             wait_for_all(dones, want, r < k.ranks, state, ON_END, r, MORE=False)
             count_call(state)
             tl.store(words(state) + DIRECT_CALLS, calls + 1)
@@ -253,14 +254,14 @@ def unpack_kernel(
         s, c = pid // k.channels, pid % k.channels
         me = tl.load(words(state) + RANK).to(tl.int32)
         routing = Routing(plan=plan, rank=me, num_tokens=0, num_experts=num_experts, num_rows=0)
-        experts = experts_of(routing, k.ranks)
+        experts = experts_of(routing, k)
         result = Result(
             rows=0, scales=0, expert_ids=expert_ids, picks=0, weights=weights, source=source,
             arrivals=arrivals, slots=slots,
         )  # fmt: skip
-        a0 = tl.load(first_in(plan, s, k.plan_ranks, k.channels))
-        end = tl.load(in_bound(plan, s, c + 1, k.plan_ranks, k.channels))
-        for i0 in range(tl.load(in_bound(plan, s, c, k.plan_ranks, k.channels)), end, k.rows):
+        a0 = tl.load(first_in(plan, s, k))
+        end = tl.load(in_bound(plan, s, c + 1, k))
+        for i0 in range(tl.load(in_bound(plan, s, c, k)), end, k.rows):
             i = i0 + tl.arange(0, k.rows)
             batch = Batch(index=a0 + i, arrival=a0 + i, here=i < end)
             unpack_flat(metadata, batch, s, experts, result, k.metadata_words, k.placing)
@@ -280,8 +281,8 @@ def bind_direct(
     cut, shape, ranks = workspace.shape.direct, workspace.shape, workspace.memory.world_size
     row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
     k = DirectConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, writers=shape.writers,
-        row=row, in_memory=strides_in_memory(row), cast=cast_of(form, mode, dtype),
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
+        writers=shape.writers, row=row, in_memory=strides_in_memory(row), cast=cast_of(form, mode, dtype),
         rows_sent=rows_sent(cut, form, mode, block, 8), block=block,
     )  # fmt: skip
     return workspace.memory.bind(

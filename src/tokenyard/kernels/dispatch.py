@@ -129,9 +129,7 @@ def zero_padding(routing, local, result, channel, k: tl.constexpr):
     """
     row: tl.constexpr = k.row
     for expert in range(channel, local, k.channels):
-        block = block_of(
-            routing.plan, expert + 0, local, routing.num_tokens, k.plan_ranks, k.channels
-        )
+        block = block_of(routing.plan, expert + 0, local, routing.num_tokens, k)
         begin = tl.load(block)
         end = tl.minimum(tl.load(block + 1), routing.num_rows)
         for place in range(begin, end):
@@ -174,10 +172,10 @@ def put_own_batch(payload, batch, experts, routing, result, ring, slot, k: tl.co
 @triton.jit
 def put_own_rows(payload, routing, result, ring, begin, end, k: tl.constexpr):
     """Place rows ``begin`` .. ``end - 1`` for this rank itself."""
-    experts = experts_of(routing, k.ranks)
-    order = order_of(routing.plan, routing.rank, routing.num_tokens, k.plan_ranks, k.channels)
+    experts = experts_of(routing, k)
+    order = order_of(routing.plan, routing.rank, routing.num_tokens, k)
     b = tl.arange(0, k.rows_sent)
-    first = tl.load(first_in(routing.plan, routing.rank, k.plan_ranks, k.channels))
+    first = tl.load(first_in(routing.plan, routing.rank, k))
     for i0 in range(begin, end, k.rows_sent):
         i = i0 + b
         here = i < end
@@ -218,13 +216,13 @@ def send_chunk(payload, order, ring, begin, count, first, k: tl.constexpr):
 @triton.jit
 def send_rows(peers, routing, payload, ring, to, channel, k: tl.constexpr):
     """Send this channel's rows for rank ``to`` through ``ring``, their ring there."""
-    begin = tl.load(out_bound(routing.plan, to, channel, k.plan_ranks, k.channels))
-    end = tl.load(out_bound(routing.plan, to, channel + 1, k.plan_ranks, k.channels))
-    order = order_of(routing.plan, to, routing.num_tokens, k.plan_ranks, k.channels)
+    begin = tl.load(out_bound(routing.plan, to, channel, k))
+    end = tl.load(out_bound(routing.plan, to, channel + 1, k))
+    order = order_of(routing.plan, to, routing.num_tokens, k)
     mine = peer_base(peers.regions, peers.rank)
-    tail = tail_of(peer_base(peers.regions, to), peers.rank, channel, k.ranks, k.channels)
-    sent = tl.load(sent_to(peers.state, to, channel, k.ranks, k.channels))
-    head = head_of(mine, to, channel, k.ranks, k.channels)
+    tail = tail_of(peer_base(peers.regions, to), peers.rank, channel, k)
+    sent = tl.load(sent_to(peers.state, to, channel, k))
+    head = head_of(mine, to, channel, k)
     want = sent
     ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # the ring is drained
     for i in range(begin, end, k.ring.chunk):
@@ -236,7 +234,7 @@ def send_rows(peers, routing, payload, ring, to, channel, k: tl.constexpr):
             send_chunk(payload, order, ring, i, count, begin, k)
             add_release(tail, count.to(tl.int64), None)
     tl.debug_barrier()
-    tl.store(sent_to(peers.state, to, channel, k.ranks, k.channels), sent + end - begin)
+    tl.store(sent_to(peers.state, to, channel, k), sent + end - begin)
 
 
 @triton.jit
@@ -246,7 +244,7 @@ def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.cons
     Row 0 becomes arrival row ``first``.
     """
     row: tl.constexpr = k.row
-    experts = experts_of(routing, k.ranks)
+    experts = experts_of(routing, k)
     b, several = tl.arange(0, k.rows_received), tl.arange(0, TOGETHER)
     for j in range(0, count, k.rows_received):
         i, here = begin + j + b, j + b < count
@@ -272,21 +270,21 @@ def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.cons
 @triton.jit
 def receive_rows(peers, routing, result, source, channel, k: tl.constexpr):
     """Take this channel's rows of rank ``source`` out of their ring here, to their places."""
-    begin = tl.load(in_bound(routing.plan, source, channel, k.plan_ranks, k.channels))
-    end = tl.load(in_bound(routing.plan, source, channel + 1, k.plan_ranks, k.channels))
-    first = tl.load(first_in(routing.plan, source, k.plan_ranks, k.channels)) + begin
+    begin = tl.load(in_bound(routing.plan, source, channel, k))
+    end = tl.load(in_bound(routing.plan, source, channel + 1, k))
+    first = tl.load(first_in(routing.plan, source, k)) + begin
     mine = peer_base(peers.regions, peers.rank)
     ring = (
         mine + k.ring.first_byte + (source * k.channels + channel).to(tl.int64) * k.ring.num_bytes
     )
-    head = head_of(peer_base(peers.regions, source), peers.rank, channel, k.ranks, k.channels)
-    base = tl.load(taken_from(peers.state, source, channel, k.ranks, k.channels))
+    head = head_of(peer_base(peers.regions, source), peers.rank, channel, k)
+    base = tl.load(taken_from(peers.state, source, channel, k))
     total = end - begin
     taken = total * 0
     ok = True
     while (taken < total) & ok:
         want = base + taken + 1
-        tail = tail_of(mine, source, channel, k.ranks, k.channels)
+        tail = tail_of(mine, source, channel, k)
         seen = wait_at_least(tail, want, peers.state, ON_ROWS, source, channel)
         ok = seen >= want
         if ok:
@@ -295,7 +293,7 @@ def receive_rows(peers, routing, result, source, channel, k: tl.constexpr):
             add_release(head, count.to(tl.int64), None)
             taken += count
     tl.debug_barrier()
-    tl.store(taken_from(peers.state, source, channel, k.ranks, k.channels), base + total)
+    tl.store(taken_from(peers.state, source, channel, k), base + total)
 
 
 @triton.jit(repr=shown_as("nvlink::dispatch"))
@@ -307,7 +305,7 @@ def dispatch_kernel(
     :func:`dispatch_rows` launch it."""
     pid = tl.program_id(0)
     if k.placing.fresh:  # launched before the host knew the counts
-        go = tl.load(go_of(plan, k.plan_ranks, k.channels))
+        go = tl.load(go_of(plan, k))
         pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -323,18 +321,18 @@ def dispatch_kernel(
         place = (me * k.channels + channel).to(tl.int64)
         ring = peer_base(regions, to) + k.ring.first_byte + place * k.ring.num_bytes
         if to == me:
-            begin = tl.load(out_bound(plan, me, channel, k.plan_ranks, k.channels))
-            end = tl.load(out_bound(plan, me, channel + 1, k.plan_ranks, k.channels))
+            begin = tl.load(out_bound(plan, me, channel, k))
+            end = tl.load(out_bound(plan, me, channel + 1, k))
             put_own_rows(payload, routing, result, ring, begin, end, k)
             if k.padding:
-                zero_padding(routing, num_experts_of(routing, k.ranks), result, channel, k)
+                zero_padding(routing, num_experts_of(routing, k), result, channel, k)
         else:
             send_rows(peers, routing, payload, ring, to, channel, k)
     elif (pid >= 0) & (pid < (2 * k.ranks - 1) * k.channels):
         source = (me + k.ranks - (pid - k.ranks * k.channels) // k.channels - 1) % k.ranks
         receive_rows(peers, routing, result, source, channel, k)
     elif pid == (2 * k.ranks - 1) * k.channels:
-        greet(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+        greet(regions, state, tag, k)
 
 
 # The host's side

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.place import ints
 from tokenyard.kernels.region import (
     arrival_of, block_of, bounds_of, first_back, first_expert, first_in, first_out, header_of,
-    in_bound, matrix_of, out_bound, start_of,
+    in_bound, ints, matrix_of, out_bound, start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import STATUS, add_release, words
 from tokenyard.kernels.two_letters import post_letters, to_letter
@@ -79,8 +78,7 @@ def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl
     ``totals``: the last row of ``before``. AT_ONCE headers are on their way at a time.
     """
     R: tl.constexpr = k.ranks
-    C: tl.constexpr = k.channels
-    P: tl.constexpr = k.ranks_per_node
+    P: tl.constexpr = k.grid.ranks_per_node
     W: tl.constexpr = k.header_words
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
     w, r = tl.arange(0, k.header_bins), tl.arange(0, k.rank_bins)
@@ -89,11 +87,9 @@ def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl
         to = d0 + tl.arange(0, AT_ONCE)
         there = to < R
         base = tl.load(words(regions) + to, mask=there & (to // P == me // P), other=0)
-        to_header, to_matrix = header_of(base, half, me, R, C, W), matrix_of(base, half, me, R, C)
+        to_header, to_matrix = header_of(base, half, me, k), matrix_of(base, half, me, k)
         if P < R:
-            to_header, to_matrix = to_letter(
-                to_header, to_matrix, regions, me, half, to, R, C, P, W, k.far_at
-            )
+            to_header, to_matrix = to_letter(to_header, to_matrix, regions, me, half, to, k)
         total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
         v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
         expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
@@ -115,7 +111,6 @@ def _complete_experts(
     """Where rows of local experts ``e`` from sources ``s`` go in a result by expert: ``pairs
     [ranks, experts]`` of them."""
     known, here = s < k.ranks, e < local
-    D: tl.constexpr = k.plan_ranks
     plan, tokens, num_rows = routing.plan, routing.num_tokens, routing.num_rows
     begin = tl.cumsum(pairs, 0) - pairs
     aligned = (counts + alignment - 1) // alignment * alignment
@@ -134,9 +129,9 @@ def _complete_experts(
             lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
             tl.store(ints(tables.overflow), lost)
     mask = known[:, None] & here[None, :]
-    starts = start_of(plan, e[None, :], s[:, None], tokens, D, k.channels)
+    starts = start_of(plan, e[None, :], s[:, None], tokens, k)
     tl.store(starts, start[None, :] + begin, mask=mask)
-    block = block_of(plan, e, local, tokens, D, k.channels)
+    block = block_of(plan, e, local, tokens, k)
     tl.store(block, start + counts, mask=here)
     tl.store(block + 1, start + (counts if k.padded else aligned), mask=here)
 
@@ -149,7 +144,6 @@ def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr)
     """
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
-    D: tl.constexpr = k.plan_ranks
     plan, me, num_experts = routing.plan, routing.rank, routing.num_experts
     s, c = tl.arange(0, k.rank_bins), tl.arange(0, k.channel_bins)
     e, d = tl.arange(0, k.local_bins), tl.arange(0, k.rank_bins)
@@ -157,22 +151,22 @@ def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr)
     both = known[:, None] & (c < C)[None, :]
     local = first_expert(me + 1, num_experts, R) - first_expert(me, num_experts, R)
     here = e < local
-    headers = header_of(mine, half, s, R, C, k.header_words)
-    matrix = matrix_of(mine, half, s, R, C)
+    headers = header_of(mine, half, s, k)
+    matrix = matrix_of(mine, half, s, k)
     # all loads before a store
-    bounds = tl.load(bounds_of(mine, half, s, R, C)[:, None] + c[None, :], mask=both, other=0)
+    bounds = tl.load(bounds_of(mine, half, s, k)[:, None] + c[None, :], mask=both, other=0)
     rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
     mask = known[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
     pairs = headers[:, None] + _COUNTS_AT + e[None, :]
     pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
-    tl.store(in_bound(plan, s, 0, D, C)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
-    tl.store(in_bound(plan, s, C, D, C), rows.to(tl.int32), mask=known)
-    tl.store(first_in(plan, s, D, C), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    tl.store(in_bound(plan, s, 0, k)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
+    tl.store(in_bound(plan, s, C, k), rows.to(tl.int32), mask=known)
+    tl.store(first_in(plan, s, k), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     earlier = tl.where((s < me)[:, None], table, 0)
-    tl.store(first_out(plan, d, D, C), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    tl.store(first_out(plan, d, k), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
     before = tl.where((d < me)[None, :] & (d[None, :] != s[:, None]), table, 0)
-    tl.store(first_back(plan, s, D, C), tl.sum(before, axis=1).to(tl.int32), mask=known)
+    tl.store(first_back(plan, s, k), tl.sum(before, axis=1).to(tl.int32), mask=known)
     counts = tl.sum(pairs, axis=0)
     tl.store(ints(tables.tokens_per_expert) + e, counts, mask=here)
     if k.by_expert:
@@ -189,24 +183,22 @@ def exchange(
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     D: tl.constexpr = k.plan_ranks
+    P: tl.constexpr = k.grid.ranks_per_node
     plan, me = routing.plan, routing.rank
     r = tl.arange(0, k.rank_bins)
-    tl.store(out_bound(plan, r, c, D, C), before, mask=r < D)
-    near = (r < R) & (r // k.ranks_per_node == me // k.ranks_per_node)
+    tl.store(out_bound(plan, r, c, k), before, mask=r < D)
+    near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(bounds_of(bases, half, me, R, C) + c, before.to(tl.int64), mask=near)
+    tl.store(bounds_of(bases, half, me, k) + c, before.to(tl.int64), mask=near)
     if c == C - 1:
         totals = hist + C * k.columns + C * k.columns
-        tl.store(out_bound(plan, r, C, D, C), before + ranks, mask=r < D)
+        tl.store(out_bound(plan, r, C, k), before + ranks, mask=r < D)
         tl.store(totals + r, before + ranks)
         experts_before(hist, totals + k.rank_bins, C, routing.num_experts, k)
         tl.debug_barrier()
         status = words(tl.load(words(state) + STATUS))
         said = _said(picks, marks, said, status, routing.num_tokens, k)
         _send_headers(regions, me, totals, said, half, routing.num_experts, room, tag, k)
-        if k.ranks_per_node < R:
-            post_letters(
-                regions, state, me, half, hist, R, C, k.channel_bins, k.ranks_per_node,
-                k.header_words, k.columns, k.far_at, k.network,
-            )  # fmt: skip
-    add_release(arrival_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)
+        if P < R:
+            post_letters(regions, state, me, half, hist, k)
+    add_release(arrival_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)

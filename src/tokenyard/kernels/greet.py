@@ -13,7 +13,7 @@ It also names a silent peer from which no row was to come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,14 +26,20 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 
 
+class GreetConfig(NamedTuple):
+    """What is known of a call without rows when its kernel is compiled."""
+
+    ranks: int
+    rank_bins: int  # the next power of two
+    channels: int
+
+
 @triton.jit
-def in_same_call(
-    state, mine, call, tag, mask, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
-):
-    """Whether peers that have greeted, those of ``mask [bins]``, are in this ``call``. Gives up on
-    one that is not."""
-    r = tl.arange(0, bins)
-    theirs = tag_of(mine, (call % 2).to(tl.int32), r, ranks, channels)
+def in_same_call(state, mine, call, tag, mask, k: tl.constexpr):
+    """Whether the peers of ``mask [rank_bins]``, who have greeted, are in this ``call``. Gives up
+    on one that is not."""
+    r = tl.arange(0, k.rank_bins)
+    theirs = tag_of(mine, (call % 2).to(tl.int32), r, k)
     theirs = tl.load(theirs, mask=mask, other=0)
     peer = tl.max(tl.where(mask & (theirs != tag), r, -1))
     if peer >= 0:
@@ -42,36 +48,32 @@ def in_same_call(
 
 
 @triton.jit
-def greeted(
-    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
-):  # fmt: skip
+def greeted(regions, state, tag, k: tl.constexpr):
     """Whether all peers have come to this same call. For programs that leave before the call is
     counted."""
-    r = tl.arange(0, bins)
+    r = tl.arange(0, k.rank_bins)
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    hellos = hello_of(mine, r, ranks, channels)
-    seen = wait_for_all(hellos, want, r < ranks, state, ON_GREETING, r, MORE=False)
-    ok = lacking(seen, want, r < ranks) == 0
+    hellos = hello_of(mine, r, k)
+    seen = wait_for_all(hellos, want, r < k.ranks, state, ON_GREETING, r, MORE=False)
+    ok = lacking(seen, want, r < k.ranks) == 0
     if ok:
-        ok = in_same_call(state, mine, call, tag, r < ranks, ranks, channels, bins)
+        ok = in_same_call(state, mine, call, tag, r < k.ranks, k)
     return ok
 
 
 @triton.jit
-def say_hello(
-    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
-):  # fmt: skip
+def say_hello(regions, state, tag, k: tl.constexpr):
     """Tell all peers that this rank has come to the call."""
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
     half = (call % 2).to(tl.int32)
     note_call(state, tag, call)
-    r = tl.arange(0, bins)
-    bases = tl.load(words(regions) + r, mask=r < ranks, other=0)
-    tl.store(tag_of(bases, half, me, ranks, channels), tag + (r * 0), mask=r < ranks)
-    hellos = hello_of(bases, me, ranks, channels)
-    add_release(hellos, tl.full((bins,), 1, tl.int64), r < ranks)
+    r = tl.arange(0, k.rank_bins)
+    bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
+    tl.store(tag_of(bases, half, me, k), tag + (r * 0), mask=r < k.ranks)
+    hellos = hello_of(bases, me, k)
+    add_release(hellos, tl.full((k.rank_bins,), 1, tl.int64), r < k.ranks)
 
 
 @triton.jit
@@ -83,22 +85,18 @@ def count_call(state):
 
 
 @triton.jit
-def greet(
-    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
-):  # fmt: skip
+def greet(regions, state, tag, k: tl.constexpr):
     """Greet, wait for the others, compare tags, and count the call."""
-    say_hello(regions, state, tag, ranks, channels, bins)
-    greeted(regions, state, tag, ranks, channels, bins)
+    say_hello(regions, state, tag, k)
+    greeted(regions, state, tag, k)
     count_call(state)
 
 
 @triton.jit(repr=shown_as("nvlink::greet"))
-def greet_kernel(
-    regions, state, tag, ranks: tl.constexpr, channels: tl.constexpr, bins: tl.constexpr
-):  # fmt: skip
+def greet_kernel(regions, state, tag, k: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
     if not given_up(state):
-        greet(regions, state, tag, ranks, channels, bins)
+        greet(regions, state, tag, k)
 
 
 # The host's side
@@ -106,10 +104,9 @@ def greet_kernel(
 
 def bind_greet(workspace: Any) -> Callable[..., None]:
     """Compile and load the kernel of a call without rows."""
-    return workspace.memory.bind(
-        greet_kernel, 1, num_warps=4, ranks=workspace.memory.world_size,
-        channels=workspace.shape.channels, bins=workspace.rank_bins,
-    )  # fmt: skip
+    ranks, channels = workspace.memory.world_size, workspace.shape.channels
+    k = GreetConfig(ranks, workspace.rank_bins, channels)
+    return workspace.memory.bind(greet_kernel, 1, num_warps=4, k=k)
 
 
 def greet_all(launch: Callable[..., None], workspace: Any, tag: int) -> None:

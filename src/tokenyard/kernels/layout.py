@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.place import ints
-from tokenyard.kernels.region import owner_of
+from tokenyard.kernels.region import ints, owner_of
 
 
 class LayoutConfig(NamedTuple):

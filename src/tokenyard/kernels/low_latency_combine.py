@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import (
-    Sizes, Stages, address, count_of, epoch_of, flag_of, ints, slot_of, slots_in, weight_of,
+    Sizes, Stages, address, count_of, epoch_of, flag_of, slot_of, slots_in, weight_of,
     with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_picks import merged_weights
@@ -43,7 +43,7 @@ from tokenyard.kernels.low_latency_waits import (
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
-from tokenyard.kernels.region import owner_of, peer_base
+from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.region import ints
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
@@ -220,12 +221,6 @@ def value_in(word):
 
 
 # Local state
-
-
-@triton.jit
-def ints(address):
-    """``address`` as a pointer to int32."""
-    return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit

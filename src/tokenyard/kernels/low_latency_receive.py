@@ -12,7 +12,6 @@ from tokenyard.kernels.low_latency_memory import (
     block_of,
     count_of,
     flag_of,
-    ints,
     pairs_of,
     present_of,
     slot_of,
@@ -28,7 +27,7 @@ from tokenyard.kernels.low_latency_waits import (
 )
 from tokenyard.kernels.payload import as_words, zero_row
 from tokenyard.kernels.place import floats
-from tokenyard.kernels.region import first_expert, peer_base
+from tokenyard.kernels.region import first_expert, ints, peer_base
 from tokenyard.kernels.sync import words
 
 

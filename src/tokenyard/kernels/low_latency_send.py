@@ -13,7 +13,6 @@ from tokenyard.kernels.low_latency_memory import (
     STATUS,
     count_of,
     flag_of,
-    ints,
     slot_of,
     with_call,
 )
@@ -28,7 +27,7 @@ from tokenyard.kernels.low_latency_picks import (
 from tokenyard.kernels.low_latency_waits import are_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
 from tokenyard.kernels.place import floats
-from tokenyard.kernels.region import first_expert, owner_of, peer_base
+from tokenyard.kernels.region import first_expert, ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
 
 _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)

@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import (
-    OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, ints, late_of, value_in,
+    OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, late_of, value_in,
     vote_of,
 )  # fmt: skip
-from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.region import ints, peer_base
 from tokenyard.kernels.sync import now_ns, words
 
 SPINS = tl.constexpr(16)

@@ -46,23 +46,17 @@ def floats(address):
 
 
 @triton.jit
-def ints(address):
-    """``address`` as a pointer to int32."""
-    return address.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def experts_of(routing, ranks: tl.constexpr):
+def experts_of(routing, k: tl.constexpr):
     """The experts of this rank."""
-    first = first_expert(routing.rank, routing.num_experts, ranks)
-    return Experts(first=first, end=first_expert(routing.rank + 1, routing.num_experts, ranks))
+    first = first_expert(routing.rank, routing.num_experts, k.ranks)
+    return Experts(first=first, end=first_expert(routing.rank + 1, routing.num_experts, k.ranks))
 
 
 @triton.jit
-def num_experts_of(routing, ranks: tl.constexpr):
+def num_experts_of(routing, k: tl.constexpr):
     """How many these are."""
-    end = first_expert(routing.rank + 1, routing.num_experts, ranks)
-    return end - first_expert(routing.rank, routing.num_experts, ranks)
+    end = first_expert(routing.rank + 1, routing.num_experts, k.ranks)
+    return end - first_expert(routing.rank, routing.num_experts, k.ranks)
 
 
 @triton.jit
@@ -104,7 +98,7 @@ def unpack_by_expert(metadata, arrival, source, experts, routing, result, k: tl.
     mine = (ids >= experts.first) & (ids < experts.end)
     rank = tl.load(m + 1 + how.topk + pick, mask=mine, other=0)
     local = tl.where(mine, ids - experts.first, 0)
-    starts = start_of(routing.plan, local, source, routing.num_tokens, k.plan_ranks, k.channels)
+    starts = start_of(routing.plan, local, source, routing.num_tokens, k)
     start = tl.load(starts, mask=mine, other=0)
     slot = tl.where(mine & (start + rank < routing.num_rows), start + rank, -1)
     nth = tl.cumsum((slot >= 0).to(tl.int32), 0) - 1

@@ -38,9 +38,11 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.exchange import NO_PICK, complete, exchange, experts_before, sum_before
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.place import floats, ints
-from tokenyard.kernels.region import TICKETS, arrival_of, order_of, owner_of, peer_base, place_of
-from tokenyard.kernels.structs import Routing
+from tokenyard.kernels.place import floats
+from tokenyard.kernels.region import (
+    TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
+)  # fmt: skip
+from tokenyard.kernels.structs import Grid, Routing
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
 )  # fmt: skip
@@ -58,7 +60,6 @@ class PlanConfig(NamedTuple):
     ranks: int
     plan_ranks: int  # destinations: ranks, then nodes if there are several
     rank_bins: int  # of these
-    ranks_per_node: int  # ranks if there is one node
     channels: int
     channel_bins: int
     topk: int
@@ -75,8 +76,7 @@ class PlanConfig(NamedTuple):
     by_expert: bool  # results are in the order of experts
     padded: bool  # with room for all rows of every rank in each expert's block
     exact: bool  # the host learns the counts, and decides
-    far_at: int  # bytes of the region before the signals between nodes
-    network: bool  # letters cross by NVSHMEM
+    grid: Grid  # of nodes, for letters: one node of all ranks in engine nvlink
 
 
 class Picks(NamedTuple):
@@ -170,11 +170,11 @@ def _count_tile(
     owner = owner_of(merged, routing.num_experts, k.ranks)[:, :, None]
     hit = owner == r[None, None, :]
     if k.plan_ranks > k.ranks:  # nodes stand behind the ranks
-        hit = hit | ((owner >= 0) & (owner // k.ranks_per_node + k.ranks == r[None, None, :]))
+        hit = hit | ((owner >= 0) & (owner // k.grid.ranks_per_node + k.ranks == r[None, None, :]))
     hit = tl.max(hit.to(tl.int32), axis=1)
     place = tl.cumsum(hit, 0) - hit + ranks[None, :]
     goes = (t < t1)[:, None] & (r < k.plan_ranks)[None, :]
-    places = place_of(routing.plan, t, routing.num_tokens, k.plan_ranks, k.channels)[:, None]
+    places = place_of(routing.plan, t, routing.num_tokens, k)[:, None]
     tl.store(places + r[None, :], tl.where(hit > 0, place, -1), mask=goes)
     flat = tl.reshape(merged, [k.tokens * k.topk_bins])
     counts = hist_row + k.rank_bins
@@ -215,14 +215,14 @@ def _settle_tile(tables, routing, before_row, before, tb, t1, k: tl.constexpr):
     )  # fmt: skip
     goes = (t < t1)[:, None] & (r < k.plan_ranks)[None, :]
     tokens = routing.num_tokens
-    at = place_of(routing.plan, t, tokens, k.plan_ranks, k.channels)[:, None] + r[None, :]
+    at = place_of(routing.plan, t, tokens, k)[:, None] + r[None, :]
     place = tl.load(at, mask=goes, other=-1)
     # several threads load one place of a small tile: all of them before one stores it
     tl.debug_barrier()
     goes = goes & (place >= 0)
     place += before[None, :]
     tl.store(at, place, mask=goes)
-    order = order_of(routing.plan, r, tokens, k.plan_ranks, k.channels)[None, :]
+    order = order_of(routing.plan, r, tokens, k)[None, :]
     tl.store(order + place, t[:, None] + (r * 0)[None, :], mask=goes)
     if k.by_expert:
         inside = (t < t1)[:, None] & (pick < k.topk)[None, :]
@@ -242,21 +242,14 @@ def _conclude(
 ):  # fmt: skip
     """Step 3, when all is there, by program 0 and the judge."""
     plan, me = routing.plan, routing.rank
-    if k.ranks_per_node < k.ranks:
-        open_letters(
-            mine, me, half, plan, k.ranks, k.plan_ranks, k.channels, k.channel_bins, k.rank_bins,
-            k.ranks_per_node, k.header_words, k.header_bins, k.far_at,
-        )  # fmt: skip
+    if k.grid.ranks_per_node < k.ranks:
+        open_letters(mine, me, half, plan, k)
     if c == JUDGE:
         judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, k)
     if c == 0:
         complete(mine, half, routing, tables, most_rows, alignment, k)
-        if k.ranks_per_node < k.ranks:
-            note_landings(
-                mine, me, half, plan, routing.num_tokens, routing.num_experts, k.ranks,
-                k.plan_ranks, k.channels, k.channel_bins, k.rank_bins, k.ranks_per_node,
-                k.header_words, k.far_at,
-            )  # fmt: skip
+        if k.grid.ranks_per_node < k.ranks:
+            note_landings(mine, half, routing, k)
 
 
 @triton.jit(repr=shown_as("plan"))
@@ -272,7 +265,7 @@ def plan_kernel(
     """
     C: tl.constexpr = k.channels
     # letters are opened by one program
-    JUDGE: tl.constexpr = 1 if k.ranks_per_node == k.ranks and C > 1 else 0
+    JUDGE: tl.constexpr = 1 if k.grid.ranks_per_node == k.ranks and C > 1 else 0
     c = tl.program_id(0)
     if given_up(state):
         return  # peers may be in other calls
@@ -309,7 +302,7 @@ def plan_kernel(
             _settle_tile(tables, routing, before_row, before, tb, t1, k)
         if (c == 0) | (c == JUDGE):
             mine = peer_base(regions, me)
-            arrivals, wants = arrival_of(mine, r, k.ranks, C), want + (r * 0)
+            arrivals, wants = arrival_of(mine, r, k), want + (r * 0)
             if c == JUDGE:
                 seen = wait_for_all(arrivals, wants, r < k.ranks, state, ON_COUNTS, r, MORE=False)
                 there = lacking(seen, wants, r < k.ranks) == 0
@@ -342,13 +335,18 @@ def bind_plan(
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
     k = PlanConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
-        ranks_per_node=ranks_per_node, channels=channels, channel_bins=bins(channels),
+        channels=channels, channel_bins=bins(channels),
         topk=num_topk, topk_bins=top, expert_bins=workspace.expert_bins,
         local_bins=bins(workspace.header_words - head.COUNTS),
         columns=workspace.rank_bins + workspace.expert_bins, header_words=workspace.header_words,
         header_bins=bins(workspace.header_words), metadata_words=metadata_words,
         tokens=max(1, min(32, MOST_COMPARED // top**2, together)), wide=wide, weighted=weighted,
-        by_expert=by_expert, padded=padded, exact=exact, far_at=far_at, network=network,
+        by_expert=by_expert, padded=padded, exact=exact,
+        grid=Grid(
+            nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node, local_bins=0,
+            header_words=workspace.header_words, first_byte=far_at, network=network, mapped=False,
+            workers=0,
+        ),
     )  # fmt: skip
     return workspace.memory.bind(plan_kernel, channels, num_warps=8, max_registers=None, k=k)
 

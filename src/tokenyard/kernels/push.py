@@ -59,6 +59,7 @@ class PushConfig(NamedTuple):
     same in all calls of an object."""
 
     ranks: int
+    plan_ranks: int  # the same
     rank_bins: int  # the next power of two
     channels: int
     pushers: int  # programs
@@ -96,9 +97,9 @@ def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
     TURN: tl.constexpr = k.pushers // OTHERS if k.pushers > OTHERS else 1
     r = tl.arange(0, k.rank_bins)
     others = (r < R) & (r != me)
-    counts = tl.load(in_bound(plan, r, C, R, C), mask=others, other=0)
-    firsts = tl.load(first_in(plan, r, R, C), mask=others, other=0)
-    backs = tl.load(first_back(plan, r, R, C), mask=others, other=0)
+    counts = tl.load(in_bound(plan, r, C, k), mask=others, other=0)
+    firsts = tl.load(first_in(plan, r, k), mask=others, other=0)
+    backs = tl.load(first_back(plan, r, k), mask=others, other=0)
     bases = tl.load(words(landings) + r, mask=others, other=0)
     chunks = (tl.max(counts) + CHUNK - 1) // CHUNK
     for unit in range(tl.program_id(0), chunks * OTHERS, k.pushers):
@@ -112,7 +113,7 @@ def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
             to = as_words(base + landing_rows_at(R, k.chunks), k.row.word_bits) + back * k.row.words
             source = as_words(x, k.row.word_bits) + row * k.row.words
             _copy(source, to, count * k.row.words, k.copied)
-            raise_release(landed_of(base, me, i, k.chunks), call)
+            raise_release(landed_of(base, me, i, k), call)
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _places(plan, t, num_tokens, k: tl.constexpr):
     """Places of tokens ``t [B]`` among this rank's rows to each rank: ``[B, rank_bins]``, -1 where
     one does not go."""
     r = tl.arange(0, k.rank_bins)
-    table = place_of(plan, t, num_tokens, k.ranks, k.channels)[:, None] + r[None, :]
+    table = place_of(plan, t, num_tokens, k)[:, None] + r[None, :]
     mask = (t < num_tokens)[:, None] & (r < k.ranks)[None, :]
     return tl.load(table, mask=mask, other=-1)
 
@@ -137,7 +138,7 @@ def _landed(state, landing, places, me, call, k: tl.constexpr):
     high = tl.max(tl.where(far, places, -CHUNK), axis=0) // CHUNK
     chunk = low[:, None] + tl.arange(0, EACH)[None, :]
     needed = tl.reshape(chunk <= high[:, None], [k.rank_bins * EACH])
-    flags = tl.reshape(landed_of(landing, r[:, None], chunk, k.chunks), [k.rank_bins * EACH])
+    flags = tl.reshape(landed_of(landing, r[:, None], chunk, k), [k.rank_bins * EACH])
     chunk = tl.reshape(chunk, [k.rank_bins * EACH])
     want = call + chunk * 0
     seen = wait_for_all(flags, want, needed, state, ON_LANDING, chunk, MORE=False, EACH=EACH)
@@ -161,9 +162,9 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
     PARTS: tl.constexpr = (H + k.span - 1) // k.span
     me = peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
-    sent = tl.load(out_bound(plan, r, C, R, C), mask=(r < R) & (r != me), other=0)
+    sent = tl.load(out_bound(plan, r, C, k), mask=(r < R) & (r != me), other=0)
     starts = landing + landing_rows_at(R, k.chunks) + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
-    starts = tl.where(r == me, x + tl.load(first_in(plan, me, R, C)).to(tl.int64) * ROW, starts)
+    starts = tl.where(r == me, x + tl.load(first_in(plan, me, k)).to(tl.int64) * ROW, starts)
     pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
     first = tl.program_id(0) - k.pushers
     places = _places(plan, first // PARTS * k.tokens + b, num_tokens, k)
@@ -213,8 +214,8 @@ def push_kernel(
         me = tl.load(words(state) + RANK).to(tl.int32)
         call = tl.load(words(state) + EPOCH) + 1
         if pid == 0:
-            say_hello(regions, state, tag, k.ranks, k.channels, k.rank_bins)
-        if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins):
+            say_hello(regions, state, tag, k)
+        if greeted(regions, state, tag, k):
             if pid < k.pushers:
                 _push_rows(plan, landings, x, me, call, k)
             else:
@@ -249,8 +250,8 @@ def bind_push(workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]) -> C
     )
     bias0, bias1 = types_of(bias)
     k = PushConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels, pushers=shape.pushers,
-        reducers=shape.gatherers, row=row_layout(form), chunk=push.chunk,
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
+        pushers=shape.pushers, reducers=shape.gatherers, row=row_layout(form), chunk=push.chunk,
         chunks=chunks_of(workspace),
         copied=min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
         tokens=tokens, block=block, span=whole if gather.stages > 1 else block, stages=stages,

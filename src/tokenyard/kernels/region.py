@@ -1,6 +1,7 @@
 # pyright: basic
 """Where things lie: the symmetric region, a rank's local state, a plan's tables. Host and kernels
-use the same tables: parts in their order, from whose sizes all offsets follow.
+use the same tables: parts in their order, from whose sizes all offsets follow. ``k`` of kernels'
+functions is any struct of constants with ``ranks``, ``plan_ranks`` and ``channels``.
 
 R ranks, C channels, W words of a header, L local experts, T tokens. The symmetric region, in int64
 words:
@@ -107,86 +108,85 @@ def landing_rows_at(ranks: int, chunks: int) -> int:
 
 
 @triton.jit
+def ints(address):
+    """``address`` as a pointer to int32."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def peer_base(peers, rank):
     """Address of ``rank``'s symmetric region."""
     return tl.load(words(peers) + rank)
 
 
-@triton.jit
-def tail_of(base, source, channel, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``source``: rows it has put into my ring (source, channel), in total. ``base`` is
-    my region."""
-    return words(base) + source * C + channel
+# Words of the symmetric region (``base``), of the receive buffer, and of the local state
 
 
 @triton.jit
-def head_of(base, destination, channel, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``destination``: rows that it took out of its ring (me, channel), in total."""
-    return words(base) + signal_at("heads", R, C) + destination * C + channel
+def _signals(base, part: tl.constexpr, k: tl.constexpr):
+    return words(base) + signal_at(part, k.ranks, k.channels)
 
 
 @triton.jit
-def hello_of(base, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: data calls it has entered."""
-    return words(base) + signal_at("hellos", R, C) + peer
+def tail_of(base, source, channel, k: tl.constexpr):
+    return words(base) + source * k.channels + channel
 
 
 @triton.jit
-def arrival_of(base, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: its channels that have sent me their counts, in total."""
-    return words(base) + signal_at("arrivals", R, C) + peer
+def head_of(base, destination, channel, k: tl.constexpr):
+    return _signals(base, "heads", k) + destination * k.channels + channel
 
 
 @triton.jit
-def done_of(base, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: its programs that have written all their rows of a dispatch in place, in
-    total."""
-    return words(base) + signal_at("dones", R, C) + peer
+def hello_of(base, peer, k: tl.constexpr):
+    return _signals(base, "hellos", k) + peer
 
 
 @triton.jit
-def tag_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: what its current data call is."""
-    return words(base) + signal_at("tags", R, C) + half * R + peer
+def arrival_of(base, peer, k: tl.constexpr):
+    return _signals(base, "arrivals", k) + peer
 
 
 @triton.jit
-def matrix_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: rows it sends to each rank, or has room for, its tag. ``[R + 2]``."""
-    return words(base) + signal_at("matrix", R, C) + (half * R + peer) * (R + 2)
+def done_of(base, peer, k: tl.constexpr):
+    return _signals(base, "dones", k) + peer
 
 
 @triton.jit
-def bounds_of(base, half, peer, R: tl.constexpr, C: tl.constexpr):
-    """Written by ``peer``: rows to me in its channels before each one. ``[C]``."""
-    return words(base) + signal_at("bounds", R, C) + (half * R + peer) * C
+def tag_of(base, half, peer, k: tl.constexpr):
+    return _signals(base, "tags", k) + half * k.ranks + peer
 
 
 @triton.jit
-def header_of(base, half, peer, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """Written by ``peer``: its header for me. ``[W]``."""
-    return words(base) + signal_at("headers", R, C) + (half * R + peer) * W
+def matrix_of(base, half, peer, k: tl.constexpr):
+    return _signals(base, "matrix", k) + (half * k.ranks + peer) * (k.ranks + 2)
 
 
 @triton.jit
-def landed_of(base, source, chunk, CHUNKS: tl.constexpr):
-    """Written by ``source``: the last data call in which it has put this chunk here. ``base`` is my
-    landing."""
-    return words(base) + source * CHUNKS + chunk
+def bounds_of(base, half, peer, k: tl.constexpr):
+    return _signals(base, "bounds", k) + (half * k.ranks + peer) * k.channels
 
 
 @triton.jit
-def sent_to(state, rank, channel, R: tl.constexpr, C: tl.constexpr):
-    """Local: rows put into ``rank``'s ring (me, channel), in total. One program touches it per
-    kernel."""
-    return words(state) + _STATE + rank * C + channel
+def header_of(base, half, peer, k: tl.constexpr):
+    return _signals(base, "headers", k) + (half * k.ranks + peer) * k.header_words
 
 
 @triton.jit
-def taken_from(state, rank, channel, R: tl.constexpr, C: tl.constexpr):
-    """Local: rows taken out of my ring (rank, channel), in total. One program touches it per
-    kernel."""
-    return words(state) + _STATE + R * C + rank * C + channel
+def landed_of(base, source, chunk, k: tl.constexpr):
+    return words(base) + source * k.chunks + chunk
+
+
+@triton.jit
+def sent_to(state, rank, channel, k: tl.constexpr):
+    """Rows put into ``rank``'s ring (me, channel), in total. One program touches it per kernel."""
+    return words(state) + _STATE + rank * k.channels + channel
+
+
+@triton.jit
+def taken_from(state, rank, channel, k: tl.constexpr):
+    """Rows taken out of my ring (rank, channel), in total. One program touches it per kernel."""
+    return words(state) + _STATE + k.ranks * k.channels + rank * k.channels + channel
 
 
 @triton.jit
@@ -206,68 +206,74 @@ def first_expert(rank, E, R: tl.constexpr):
     return rank * (E // R) + tl.minimum(rank, E % R)
 
 
-# A plan's tables: int32
+# A plan's tables: int32. ``k.plan_ranks`` destinations
 
 
 @triton.jit
-def out_bound(plan, rank, channel, R: tl.constexpr, C: tl.constexpr):
-    """First place of ``channel`` among my rows to ``rank``; channel C: their number. ``[R, C +
-    1]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + rank * (C + 1) + channel
+def out_bound(plan, rank, channel, k: tl.constexpr):
+    """First place of ``channel`` among my rows to ``rank``; behind the last channel: their number.
+    ``[ranks, channels + 1]``."""
+    return ints(plan) + rank * (k.channels + 1) + channel
 
 
 @triton.jit
-def in_bound(plan, rank, channel, R: tl.constexpr, C: tl.constexpr):
-    """The same for rows from ``rank`` to me. ``[R, C + 1]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + (R + rank) * (C + 1) + channel
+def in_bound(plan, rank, channel, k: tl.constexpr):
+    """The same for rows from ``rank`` to me."""
+    return ints(plan) + (k.plan_ranks + rank) * (k.channels + 1) + channel
 
 
 @triton.jit
-def first_in(plan, rank, R: tl.constexpr, C: tl.constexpr):
-    """The arrival row where rows from ``rank`` begin here. ``[R]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + plan_at("first_in", R, C) + rank
+def first_in(plan, rank, k: tl.constexpr):
+    """The arrival row where rows from ``rank`` begin here. ``[ranks]``."""
+    return ints(plan) + plan_at("first_in", k.plan_ranks, k.channels) + rank
 
 
 @triton.jit
-def first_out(plan, rank, R: tl.constexpr, C: tl.constexpr):
-    """The arrival row where my rows begin on ``rank``. ``[R]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + plan_at("first_out", R, C) + rank
+def first_out(plan, rank, k: tl.constexpr):
+    """The arrival row where my rows begin on ``rank``. ``[ranks]``."""
+    return ints(plan) + plan_at("first_out", k.plan_ranks, k.channels) + rank
 
 
 @triton.jit
-def go_of(plan, R: tl.constexpr, C: tl.constexpr):
+def go_of(plan, k: tl.constexpr):
     """1 if rows may move: all ranks agree on the call, and all have room for what they get. The
     same on every rank."""
-    return plan.to(tl.pointer_type(tl.int32)) + plan_at("go", R, C)
+    return ints(plan) + plan_at("go", k.plan_ranks, k.channels)
 
 
 @triton.jit
-def first_back(plan, rank, R: tl.constexpr, C: tl.constexpr):
-    """The row of ``rank``'s landing where rows from me begin. ``[R]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + plan_at("first_back", R, C) + rank
+def first_back(plan, rank, k: tl.constexpr):
+    """The row of ``rank``'s landing where rows from me begin. ``[ranks]``."""
+    return ints(plan) + plan_at("first_back", k.plan_ranks, k.channels) + rank
 
 
 @triton.jit
-def order_of(plan, rank, tokens, R: tl.constexpr, C: tl.constexpr):
-    """Token behind each place among my rows to ``rank``. ``[R, T]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + _head(R, C) + rank.to(tl.int64) * tokens
+def _tables(plan, k: tl.constexpr):
+    return ints(plan) + _head(k.plan_ranks, k.channels)
 
 
 @triton.jit
-def place_of(plan, token, tokens, R: tl.constexpr, C: tl.constexpr):
-    """Place of ``token`` among my rows to each rank, -1 where it does not go. ``[T, R]``."""
-    return plan.to(tl.pointer_type(tl.int32)) + _head(R, C) + (token.to(tl.int64) + tokens) * R
+def order_of(plan, rank, tokens, k: tl.constexpr):
+    """Token behind each place among my rows to ``rank``. ``[ranks, tokens]``."""
+    return _tables(plan, k) + rank.to(tl.int64) * tokens
 
 
 @triton.jit
-def start_of(plan, expert, rank, tokens, R: tl.constexpr, C: tl.constexpr):
-    """Result row where rows of local ``expert`` from ``rank`` begin. ``[L, R]``."""
-    tables = plan.to(tl.pointer_type(tl.int32)) + _head(R, C)
-    return tables + 2 * R * tokens.to(tl.int64) + expert * R + rank
+def place_of(plan, token, tokens, k: tl.constexpr):
+    """Place of ``token`` among my rows to each rank; -1: it does not go. ``[tokens, ranks]``."""
+    return _tables(plan, k) + (token.to(tl.int64) + tokens) * k.plan_ranks
 
 
 @triton.jit
-def block_of(plan, expert, experts, tokens, R: tl.constexpr, C: tl.constexpr):
-    """End of the rows of local ``expert``, and end of its block. ``[L, 2]``."""
-    start = _head(R, C) + 2 * R * tokens.to(tl.int64) + experts * R
-    return plan.to(tl.pointer_type(tl.int32)) + start + expert * 2
+def start_of(plan, expert, rank, tokens, k: tl.constexpr):
+    """Result row where rows of local ``expert`` from ``rank`` begin. ``[experts, ranks]``."""
+    R: tl.constexpr = k.plan_ranks
+    return _tables(plan, k) + 2 * R * tokens.to(tl.int64) + expert * R + rank
+
+
+@triton.jit
+def block_of(plan, expert, experts, tokens, k: tl.constexpr):
+    """End of the rows of local ``expert``, and end of its block. ``[experts, 2]``."""
+    R: tl.constexpr = k.plan_ranks
+    start = _head(R, k.channels) + 2 * R * tokens.to(tl.int64) + experts * R
+    return ints(plan) + start + expert * 2

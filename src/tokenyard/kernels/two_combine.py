@@ -146,7 +146,7 @@ def _end_combine(
     others, heads = (q < P) & (q != peers.rank % P), heads.to(tl.int64)
     owe(state, turn, q, heads, taken - before, others & (taken > before), k)
     tail = net_tail(link.home, c, k)
-    account = net_bytes(state, link.node, k.ranks, k.grid.nodes, k.channels)
+    account = net_bytes(state, link.node, k)
     if k.grid.mapped:
         n = (i - link.done).to(tl.int64)
         tl.atomic_add(account, n * k.row.slot_bytes, sem="relaxed", scope="gpu")
@@ -164,7 +164,7 @@ def _end_combine(
     tl.store(turn.done, i.to(tl.int64))
     tl.store(moved_of(state, 0, link.node * P + q, c, k), taken, mask=others)
     if left == 0:
-        bases_at = taken_from(state, link.node * P + q, c, k.ranks, k.channels)
+        bases_at = taken_from(state, link.node * P + q, c, k)
         tl.store(bases_at, bases + taken, mask=others)
         tl.store(net_sent_to(state, link.node, c, k), link.base + link.end - link.begin)
     return left
@@ -183,18 +183,18 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
         owner=node * P + local, base=base, begin=lo, end=hi, done=i0,
     )  # fmt: skip
     mine, others = link.mine, (q < P) & (q != local)
-    a0 = tl.load(first_in(plan, link.owner, k.plan_ranks, k.channels))
-    a0 = a0 + tl.load(in_bound(plan, link.owner, c, k.plan_ranks, k.channels))
+    a0 = tl.load(first_in(plan, link.owner, k))
+    a0 = a0 + tl.load(in_bound(plan, link.owner, c, k))
     cap = tl.load(table_rows(plan, k))
-    experts = num_experts_of(routing, k.ranks)
+    experts = num_experts_of(routing, k)
     table = table_of(routing, experts, cap, other(node, link.home), k)
     here = staging_at(other(node, link.home), c, k)
     there = ring_at(0, other(link.home, node), c, k)
     ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else mine + here
     regions = tl.load(words(peers.regions) + link.home * P + q, mask=others, other=0)
-    heads = head_of(regions, link.owner, c, k.ranks, k.channels)
+    heads = head_of(regions, link.owner, c, k)
     taken_at = moved_of(state, 0, node * P + q, c, k)
-    bases_at = taken_from(state, node * P + q, c, k.ranks, k.channels)
+    bases_at = taken_from(state, node * P + q, c, k)
     bases = tl.load(bases_at, mask=others, other=0)
     before = tl.load(taken_at, mask=others & (i0 > 0), other=0)
     taken = before
@@ -202,7 +202,7 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
     # ring and staging are drained before the first row
     want = base + tl.maximum(end - net.slots, 0)
     room = load_acquire(words(mine + net_head(node, c, k)))
-    tails = look_at_all(tail_of(mine, node * P + q, c, k.ranks, k.channels), others)
+    tails = look_at_all(tail_of(mine, node * P + q, c, k), others)
     tl.debug_barrier()
     if reports(turn.step, room < want, False):
         give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
@@ -236,8 +236,8 @@ def _combine_turn(peers, routing, parts, node, turn, k: tl.constexpr):
     Returns the rows that are left, as all turns do.
     """
     c = turn.channel
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
     i0 = tl.load(turn.done).to(tl.int32)
     base = tl.load(net_sent_to(peers.state, node, c, k))
     left = hi - lo - i0
@@ -252,17 +252,17 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
     has ``s``'s local index."""
     P: tl.constexpr = k.grid.ranks_per_node
     plan, c, me = routing.plan, turn.channel, peers.rank
-    lo = tl.load(in_bound(plan, s, c, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(plan, s, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(plan, s, c, k))
+    hi = tl.load(in_bound(plan, s, c + 1, k))
     i = tl.load(turn.done).to(tl.int32)
-    base = tl.load(sent_to(peers.state, s, c, k.ranks, k.channels))
+    base = tl.load(sent_to(peers.state, s, c, k))
     left = hi - lo - i
     if left > 0:
         n = tl.minimum(left, k.ring.chunk)
         # the ring is drained before the first row
         want = base + tl.maximum(i + n - k.ring.slots, 0)
         mine = peer_base(peers.regions, me)
-        seen = load_acquire(head_of(mine, s, c, k.ranks, k.channels))
+        seen = load_acquire(head_of(mine, s, c, k))
         tl.debug_barrier()
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, False):
@@ -272,15 +272,15 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
             as_me = s // P * P + me % P
             ring = there + k.ring.first_byte
             ring = ring + (as_me * k.channels + c).to(tl.int64) * k.ring.num_bytes
-            begin, first = lo + i, tl.load(first_in(plan, s, k.plan_ranks, k.channels))
+            begin, first = lo + i, tl.load(first_in(plan, s, k))
             chunk = Chunk(begin=begin, count=n, low=lo, first=first)
             send_sums_chunk(parts, ring, chunk, k)
-            tail = tail_of(there, as_me, c, k.ranks, k.channels).to(tl.int64)
+            tail = tail_of(there, as_me, c, k).to(tl.int64)
             owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                tl.store(sent_to(peers.state, s, c, k.ranks, k.channels), base + hi - lo)
+                tl.store(sent_to(peers.state, s, c, k), base + hi - lo)
     return left
 
 

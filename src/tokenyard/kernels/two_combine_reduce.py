@@ -13,9 +13,7 @@ import triton.language as tl
 from tokenyard.kernels.region import (
     first_in, head_of, out_bound, peer_base, place_of, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.sync import (
-    add_release, give_up_on_one, lacking, look_at_all, words,
-)  # fmt: skip
+from tokenyard.kernels.sync import add_release, give_up_on_one, lacking, look_at_all, words
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
     ON_BOTH, moved_of, net_bytes, net_head, net_tail,
@@ -48,7 +46,7 @@ def return_network_credits(peers, mine, local, channel, owed, last, k: tl.conste
         amount = tl.sum(tl.where(r == k.ranks + node, owed, 0))
         if (amount >= k.network_ring.credit) | (last & (amount > 0)):
             to = home * 0 + node * P + local
-            account = net_bytes(peers.state, node, k.ranks, k.grid.nodes, k.channels)
+            account = net_bytes(peers.state, node, k)
             credit(account, mine, to, rest_at(k), net_head(home, channel, k), amount)
             owed = tl.where(r == k.ranks + node, 0, owed)
     return owed
@@ -61,7 +59,7 @@ def _heads(peers, mine, near, far, channel, k: tl.constexpr):
     P: tl.constexpr = k.grid.ranks_per_node
     r, me = tl.arange(0, k.rank_bins), peers.rank
     regions = tl.load(words(peers.regions) + r, mask=near, other=0)
-    heads = head_of(regions, me, channel, k.ranks, k.channels)
+    heads = head_of(regions, me, channel, k)
     if k.grid.mapped:
         node = tl.maximum(r - k.ranks, 0)
         theirs = tl.load(words(peers.regions) + node * P + me % P, mask=far, other=0)
@@ -100,7 +98,7 @@ def _end_reduce(
     tl.store(turn.done, i.to(tl.int64))
     tl.store(moved_of(state, 0, r, c, k), taken, mask=near | far)
     if left == 0:
-        near_at = taken_from(state, r, c, k.ranks, k.channels)
+        near_at = taken_from(state, r, c, k)
         far_at = net_taken_from(state, tl.maximum(r - k.ranks, 0), c, k)
         tl.store(near_at, bases + taken, mask=near)
         tl.store(far_at, bases + taken, mask=far)
@@ -114,7 +112,6 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     R: tl.constexpr = k.ranks
     P: tl.constexpr = k.grid.ranks_per_node
     D: tl.constexpr = k.plan_ranks
-    C: tl.constexpr = k.channels
     plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tiles.rows_summed)
     q, home, local = tl.arange(0, k.grid.local_bins), me // P, me % P
@@ -122,17 +119,17 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     far = (r >= R) & (r < D) & (r != R + home)
     awaited = near | far
     mine, node = peer_base(peers.regions, me), tl.maximum(r - R, 0)
-    near_at, far_at = taken_from(state, r, c, R, C), net_taken_from(state, node, c, k)
+    near_at, far_at = taken_from(state, r, c, k), net_taken_from(state, node, c, k)
     taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
     bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
     before = tl.load(taken_at, mask=awaited & (share.done > 0), other=0)
     taken = before
     owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
-    lows = tl.load(out_bound(plan, r, c, D, C), mask=r < D, other=0)
+    lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
     heads = _heads(peers, mine, near, far, c, k)
-    a0, my_low = tl.load(first_in(plan, me, D, C)), tl.sum(tl.where(r == me, lows, 0))
-    low_near = tl.load(out_bound(plan, home * P + q, c, D, C), mask=q < P, other=0)
-    tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, R, C).to(tl.int64))
+    a0, my_low = tl.load(first_in(plan, me, k)), tl.sum(tl.where(r == me, lows, 0))
+    low_near = tl.load(out_bound(plan, home * P + q, c, k), mask=q < P, other=0)
+    tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, k).to(tl.int64))
     found = look_at_all(words(tails), awaited)
     tl.debug_barrier()
     i, ok = share.done, True
@@ -140,7 +137,7 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     while (i < end) & ok:
         t = share.first + i + b
         here = t < share.end
-        table = place_of(plan, t, routing.num_tokens, D, C)[:, None]
+        table = place_of(plan, t, routing.num_tokens, k)[:, None]
         places_at, known = table + r[None, :], here[:, None] & (r < D)[None, :]
         places = tl.load(places_at, mask=known, other=-1)
         upto = tl.maximum(tl.max(places - lows[None, :] + 1, axis=0).to(tl.int64), taken)

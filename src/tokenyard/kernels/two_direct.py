@@ -96,13 +96,11 @@ def _near_turn(peers, routing, payload, buffers, turn, ready, k: tl.constexpr):
     if (left > 0) & ready:
         b, q = tl.arange(0, k.rows_sent), tl.arange(0, k.grid.local_bins)
         home, near = me // P, (q < P)[None, :]
-        firsts = tl.load(
-            first_out(routing.plan, home * P + q, k.plan_ranks, k.channels), mask=q < P, other=0
-        )
+        firsts = tl.load(first_out(routing.plan, home * P + q, k), mask=q < P, other=0)
         n = tl.minimum(left, k.network_ring.chunk)
         for j in range(0, n, k.rows_sent):
             t, here = c * share + i0 + j + b, j + b < n
-            table = place_of(routing.plan, t, routing.num_tokens, k.plan_ranks, k.channels)[:, None]
+            table = place_of(routing.plan, t, routing.num_tokens, k)[:, None]
             places = tl.load(table + home * P + q[None, :], mask=here[:, None] & near, other=-1)
             rows = tl.where(places >= 0, places + firsts[None, :], -1)
             write_rows(
@@ -121,8 +119,8 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = grid.ranks_per_node
     plan, c, me = routing.plan, turn.channel, peers.rank
-    lo = tl.load(in_bound(plan, k.ranks + node, c, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(plan, k.ranks + node, c, k))
+    hi = tl.load(in_bound(plan, k.ranks + node, c + 1, k))
     i0 = tl.load(turn.done).to(tl.int32)
     base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0
@@ -139,12 +137,10 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
             give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif (seen >= want) & ready & (turn.step == ON_TIME):
             cap = tl.load(table_rows(plan, k))
-            local = num_experts_of(routing, k.ranks)
+            local = num_experts_of(routing, k)
             number = other(node, home)
             table = table_of(routing, local, cap, number, k)
-            landings = landing_of(
-                plan, routing.num_tokens, local, number, q, c, k.plan_ranks, P, k.channels
-            )
+            landings = landing_of(plan, routing.num_tokens, local, number, q, c, k)
             landings = tl.load(landings, mask=near, other=0)
             ring = ring_at(mine, number, c, k)
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)

@@ -119,8 +119,8 @@ def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
     """Rows of this channel for this rank itself. Returns the rows left, as all turns do."""
     place = (peers.rank * k.channels + turn.channel).to(tl.int64)
     ring = peer_base(peers.regions, peers.rank) + k.ring.first_byte + place * k.ring.num_bytes
-    lo = tl.load(out_bound(routing.plan, peers.rank, turn.channel, k.plan_ranks, k.channels))
-    hi = tl.load(out_bound(routing.plan, peers.rank, turn.channel + 1, k.plan_ranks, k.channels))
+    lo = tl.load(out_bound(routing.plan, peers.rank, turn.channel, k))
+    hi = tl.load(out_bound(routing.plan, peers.rank, turn.channel + 1, k))
     i = tl.load(turn.done).to(tl.int32)
     left = hi - lo - i
     tl.debug_barrier()
@@ -135,17 +135,17 @@ def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
 @triton.jit
 def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
     """A chunk of rows of this channel for rank ``to`` into its ring (me, channel)."""
-    lo = tl.load(out_bound(routing.plan, to, turn.channel, k.plan_ranks, k.channels))
-    hi = tl.load(out_bound(routing.plan, to, turn.channel + 1, k.plan_ranks, k.channels))
+    lo = tl.load(out_bound(routing.plan, to, turn.channel, k))
+    hi = tl.load(out_bound(routing.plan, to, turn.channel + 1, k))
     i = tl.load(turn.done).to(tl.int32)
-    base = tl.load(sent_to(peers.state, to, turn.channel, k.ranks, k.channels))
+    base = tl.load(sent_to(peers.state, to, turn.channel, k))
     left = hi - lo - i
     if left > 0:
         n = tl.minimum(left, k.ring.chunk)
         # the ring is drained before the first row
         want = base + tl.maximum(i + n - k.ring.slots, 0)
         mine = peer_base(peers.regions, peers.rank)
-        seen = load_acquire(head_of(mine, to, turn.channel, k.ranks, k.channels))
+        seen = load_acquire(head_of(mine, to, turn.channel, k))
         tl.debug_barrier()
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, False):
@@ -154,16 +154,14 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
             there = peer_base(peers.regions, to)
             place = (peers.rank * k.channels + turn.channel).to(tl.int64)
             ring = there + k.ring.first_byte + place * k.ring.num_bytes
-            order = order_of(routing.plan, to, routing.num_tokens, k.plan_ranks, k.channels)
+            order = order_of(routing.plan, to, routing.num_tokens, k)
             send_chunk(payload, order, ring, lo + i, n, lo, k)
-            tail = tail_of(there, peers.rank, turn.channel, k.ranks, k.channels).to(tl.int64)
+            tail = tail_of(there, peers.rank, turn.channel, k).to(tl.int64)
             owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                tl.store(
-                    sent_to(peers.state, to, turn.channel, k.ranks, k.channels), base + hi - lo
-                )
+                tl.store(sent_to(peers.state, to, turn.channel, k), base + hi - lo)
     return left
 
 
@@ -174,15 +172,15 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
     Credits go to the local rank that put them there.
     """
     P: tl.constexpr = k.grid.ranks_per_node
-    lo = tl.load(in_bound(routing.plan, source, turn.channel, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(routing.plan, source, turn.channel + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(routing.plan, source, turn.channel, k))
+    hi = tl.load(in_bound(routing.plan, source, turn.channel + 1, k))
     i = tl.load(turn.done).to(tl.int32)
-    base = tl.load(taken_from(peers.state, source, turn.channel, k.ranks, k.channels))
+    base = tl.load(taken_from(peers.state, source, turn.channel, k))
     left = hi - lo - i
     if left > 0:
         mine, me = peer_base(peers.regions, peers.rank), peers.rank
         want = base + i + 1
-        seen = load_acquire(tail_of(mine, source, turn.channel, k.ranks, k.channels))
+        seen = load_acquire(tail_of(mine, source, turn.channel, k))
         tl.debug_barrier()
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, source // P != me // P):
@@ -190,17 +188,17 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
         elif seen >= want:
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i, left), k.ring.chunk)
             putter = peer_base(peers.regions, me // P * P + source % P)
-            head = head_of(putter, source // P * P + me % P, turn.channel, k.ranks, k.channels)
+            head = head_of(putter, source // P * P + me % P, turn.channel, k)
             place = (source * k.channels + turn.channel).to(tl.int64)
             ring = mine + k.ring.first_byte + place * k.ring.num_bytes
-            first = tl.load(first_in(routing.plan, source, k.plan_ranks, k.channels)) + lo
+            first = tl.load(first_in(routing.plan, source, k)) + lo
             receive_chunk(routing, result, source, ring, i, n, first, k)
             head = head.to(tl.int64)
             owe(peers.state, turn, 0, head, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
-                taken = taken_from(peers.state, source, turn.channel, k.ranks, k.channels)
+                taken = taken_from(peers.state, source, turn.channel, k)
                 tl.store(taken, base + hi - lo)
     return left
 
@@ -248,7 +246,7 @@ def two_dispatch_kernel(
     grid: tl.constexpr = k.grid
     pid = tl.program_id(0)
     if k.placing.fresh:  # launched before the host knew the counts
-        go = tl.load(go_of(plan, k.plan_ranks, k.channels))
+        go = tl.load(go_of(plan, k))
         pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -266,7 +264,7 @@ def two_dispatch_kernel(
         begin_tasks(state, worker, c, TASKS, k)
         if k.padding:
             if worker == grid.workers - 1:
-                zero_padding(routing, num_experts_of(routing, k.ranks), result, c, k)
+                zero_padding(routing, num_experts_of(routing, k), result, c, k)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):

@@ -42,7 +42,7 @@ def _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.c
     state, c = peers.state, turn.channel
     at, count = first.to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
     num_bytes = count * k.row.slot_bytes
-    account = net_bytes(state, node, k.ranks, grid.nodes, k.channels)
+    account = net_bytes(state, node, k)
     tail = net_tail(home, c, k)
     if grid.mapped:
         tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
@@ -63,8 +63,8 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
     grid: tl.constexpr = k.grid
     net: tl.constexpr = k.network_ring
     state, c = peers.state, turn.channel
-    lo = tl.load(out_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
-    hi = tl.load(out_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(out_bound(routing.plan, k.ranks + node, c, k))
+    hi = tl.load(out_bound(routing.plan, k.ranks + node, c + 1, k))
     i = tl.load(turn.done).to(tl.int32)
     base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i
@@ -83,9 +83,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
             here = staging_at(other(node, home), c, k)
             there = ring_at(0, other(home, node), c, k)
             ring = peer_base(peers.regions, to) + there if grid.mapped else mine + here
-            order = order_of(
-                routing.plan, k.ranks + node, routing.num_tokens, k.plan_ranks, k.channels
-            )
+            order = order_of(routing.plan, k.ranks + node, routing.num_tokens, k)
             first = i % net.slots  # chunks begin at multiples of net.chunk, and so the ring ends
             _pack_chunk(routing, payload, order, ring, first, lo, i, n, k)
             _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k)

@@ -91,7 +91,7 @@ def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.co
             counter, to = peers.rank % grid.ranks_per_node, peer_base(peers.regions, source) + head
             owe(peers.state, turn, counter, to, owed.to(tl.int64), None, k)
         else:
-            account = net_bytes(peers.state, node, k.ranks, grid.nodes, k.channels)
+            account = net_bytes(peers.state, node, k)
             credit(account, mine, source, rest_at(k), head, owed.to(tl.int64))
 
 
@@ -177,9 +177,9 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
     grid: tl.constexpr = k.grid
     state, c, q = peers.state, turn.channel, tl.arange(0, grid.local_bins)
     put_at = moved_of(state, 0, hop.node * grid.ranks_per_node + q, c, k)
-    sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k.ranks, k.channels)
+    sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k)
     put_here = (counts - before).to(tl.int64)
-    tails = tail_of(bases, hop.source, c, k.ranks, k.channels).to(tl.int64)
+    tails = tail_of(bases, hop.source, c, k).to(tl.int64)
     owe(state, turn, q, tails, put_here, beside & (put_here > 0), k)
     left -= moved
     done = hop.done + moved
@@ -205,18 +205,18 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
     near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
     cap = tl.load(table_rows(plan, k))
-    experts = experts_of(routing, k.ranks)
+    experts = experts_of(routing, k)
     local, number = experts.end - experts.first, other(hop.node, hop.home)
     table = table_of(routing, local, cap, number, k)
-    from_source = tl.load(in_bound(plan, hop.source, c, k.plan_ranks, k.channels))
-    a0 = tl.load(first_in(plan, hop.source, k.plan_ranks, k.channels)) + from_source
-    most = tl.load(in_bound(plan, hop.source, c + 1, k.plan_ranks, k.channels)) - from_source
+    from_source = tl.load(in_bound(plan, hop.source, c, k))
+    a0 = tl.load(first_in(plan, hop.source, k)) + from_source
+    most = tl.load(in_bound(plan, hop.source, c + 1, k)) - from_source
     ring = ring_at(hop.mine, number, c, k)
     rings = k.ring.first_byte + (hop.source * k.channels + c).to(tl.int64) * k.ring.num_bytes
     bases = tl.load(words(peers.regions) + hop.home * P + q, mask=beside, other=0)
-    heads = head_of(hop.mine, hop.node * P + q, c, k.ranks, k.channels)
+    heads = head_of(hop.mine, hop.node * P + q, c, k)
     put_at = moved_of(state, 0, hop.node * P + q, c, k)
-    sent = tl.load(sent_to(state, hop.node * P + q, c, k.ranks, k.channels), mask=beside, other=0)
+    sent = tl.load(sent_to(state, hop.node * P + q, c, k), mask=beside, other=0)
     before = tl.load(put_at, mask=near & (hop.done > 0), other=0).to(tl.int32)
     counts = before
     n = tl.minimum(tl.minimum((seen - hop.base).to(tl.int32) - hop.done, left), k.ring.chunk)
@@ -259,8 +259,8 @@ def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
     into the rings (source, channel) of the other local ranks that need them."""
     grid: tl.constexpr = k.grid
     c = turn.channel
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
     i0 = tl.load(turn.done).to(tl.int32)
     base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0

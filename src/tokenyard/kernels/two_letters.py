@@ -27,8 +27,9 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.greet import count_call, greeted, in_same_call
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
-    EPOCH, arrival_of, bounds_of, first_expert, first_out, header_of, hello_of, in_bound, matrix_of,
+    EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of,
     peer_base, tag_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import Grid, grid_of
@@ -61,37 +62,37 @@ class TwoGreetConfig(NamedTuple):
 
 
 @triton.jit
-def to_letter(
-    to_header, to_matrix, peers, me, half, to, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
-    W: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
+def to_letter(to_header, to_matrix, peers, me, half, to, k: tl.constexpr):
     """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and
     ``to_matrix`` there, or my outbox."""
-    letter = peer_base(peers, me) + letter_at(1, half, to, R, P, C, W, FAR)
+    P: tl.constexpr = k.grid.ranks_per_node
+    letter = peer_base(peers, me) + letter_at(1, half, to, k)
     far = to // P != me // P
     header = tl.where(far, letter, to_header.to(tl.int64))
-    return words(header), words(tl.where(far, letter + W * 8, to_matrix.to(tl.int64)))
+    return words(header), words(tl.where(far, letter + k.header_words * 8, to_matrix.to(tl.int64)))
 
 
 @triton.jit
-def post_letters(
-    peers, state, me, half, hist, R: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, HIST: tl.constexpr, FAR: tl.constexpr, NET: tl.constexpr,
-):  # fmt: skip
+def post_letters(peers, state, me, half, hist, k: tl.constexpr):
     """Complete the letters whose headers are in the outbox, and put them."""
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    P: tl.constexpr = k.grid.ranks_per_node
+    W: tl.constexpr = k.header_words
     mine = peer_base(peers, me)
-    c = tl.arange(0, CP)
+    HIST: tl.constexpr = k.columns
+    c = tl.arange(0, k.channel_bins)
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
-            here = letter_at(1, half, to, R, P, C, W, FAR)
+            here = letter_at(1, half, to, k)
             bounds = words(mine + here) + W + R + 2
             to_rank = tl.load(hist + c * HIST + to, mask=c < C, other=0)
             to_node = tl.load(hist + c * HIST + R + to // P, mask=c < C, other=0)
             tl.store(bounds + c, (tl.cumsum(to_rank, 0) - to_rank).to(tl.int64), mask=c < C)
             tl.store(bounds + C + c, (tl.cumsum(to_node, 0) - to_node).to(tl.int64), mask=c < C)
             tl.store(bounds + 2 * C, tl.sum(to_node).to(tl.int64))
-            SHORT: tl.constexpr = short_letter_words(R, C, W)
+            SHORT: tl.constexpr = short_letter_words(R, C, k.header_words)
             LONG: tl.constexpr = letter_words(R, P, C, W)
             rail = to % P == me % P
             for beside in range(0, tl.where(rail, P, 0)):
@@ -100,77 +101,79 @@ def post_letters(
                 beside_at = words(mine + here) + SHORT + q * C + c
                 tl.store(beside_at, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
             num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
-            there = letter_at(0, half, me, R, P, C, W, FAR)
-            counter = arrival_of(mine, me, R, C).to(tl.int64) - mine
-            account = net_bytes(state, to // P, R, R // P, C)
+            there = letter_at(0, half, me, k)
+            counter = arrival_of(mine, me, k).to(tl.int64) - mine
+            account = net_bytes(state, to // P, k)
             count = tl.full((), C, tl.int64)
-            put(peers, account, mine, to, there, here, num_bytes, counter, count, 1, NET)
+            put(peers, account, mine, to, there, here, num_bytes, counter, count, 1, k.grid.network)
 
 
 @triton.jit
-def open_letters(
-    mine, me, half, plan, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
-    RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
+def open_letters(mine, me, half, plan, k: tl.constexpr):
     """Bring what letters say to where near ranks write it, and note what comes through the
     network."""
-    c, w, r = tl.arange(0, CP), tl.arange(0, WP), tl.arange(0, RP)
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    P: tl.constexpr = k.grid.ranks_per_node
+    W: tl.constexpr = k.header_words
+    c, w = tl.arange(0, k.channel_bins), tl.arange(0, k.header_bins)
+    r = tl.arange(0, k.rank_bins)
     for rank in range(R):
         s = rank + 0
         if s // P != me // P:
-            letter = words(mine + letter_at(0, half, s, R, P, C, W, FAR))
+            letter = words(mine + letter_at(0, half, s, k))
             said = w < W
-            header = header_of(mine, half, s, R, C, W) + w
+            header = header_of(mine, half, s, k) + w
             tl.store(header, tl.load(letter + w, mask=said, other=0), mask=said)
             row = tl.load(letter + W + r, mask=r < R + 2, other=0)
-            tl.store(matrix_of(mine, half, s, R, C) + r, row, mask=r < R + 2)
+            tl.store(matrix_of(mine, half, s, k) + r, row, mask=r < R + 2)
             bounds = tl.load(letter + W + R + 2 + c, mask=c < C, other=0)
-            tl.store(bounds_of(mine, half, s, R, C) + c, bounds, mask=c < C)
+            tl.store(bounds_of(mine, half, s, k) + c, bounds, mask=c < C)
             if s % P == me % P:
                 through = tl.load(letter + W + R + 2 + C + c, mask=c < C, other=0)
-                tl.store(in_bound(plan, R + s // P, 0, D, C) + c, through.to(tl.int32), mask=c < C)
+                tl.store(in_bound(plan, R + s // P, 0, k) + c, through.to(tl.int32), mask=c < C)
                 total = tl.load(letter + W + R + 2 + 2 * C)
-                tl.store(in_bound(plan, R + s // P, C, D, C), total.to(tl.int32))
+                tl.store(in_bound(plan, R + s // P, C, k), total.to(tl.int32))
     tl.debug_barrier()
 
 
 @triton.jit
-def note_landings(
-    mine, me, half, plan, T, E, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    CP: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, W: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
+def note_landings(mine, half, routing, k: tl.constexpr):
     """Where rows that this rank forwards begin at the ranks of its node, from letters and the
     matrix."""
-    SHORT: tl.constexpr = short_letter_words(R, C, W)
+    R: tl.constexpr = k.ranks
+    C: tl.constexpr = k.channels
+    P: tl.constexpr = k.grid.ranks_per_node
+    SHORT: tl.constexpr = short_letter_words(R, C, k.header_words)
     PP: tl.constexpr = triton.next_power_of_2(P)
-    c, s, q = tl.arange(0, CP), tl.arange(0, RP), tl.arange(0, PP)
-    home, local = me // P, first_expert(me + 1, E, R) - first_expert(me, E, R)
+    me = routing.rank
+    c, s, q = tl.arange(0, k.channel_bins), tl.arange(0, k.rank_bins), tl.arange(0, PP)
+    home, local = me // P, num_experts_of(routing, k)
     both = (q < P)[:, None] & (c < C)[None, :]
     for g in range(R // P):
         node = g + 0
         if node != home:
             source = node * P + me % P
-            rows = matrix_of(mine, half, s, R, C)[:, None] + home * P + q[None, :]
+            rows = matrix_of(mine, half, s, k)[:, None] + home * P + q[None, :]
             earlier = tl.load(rows, mask=(s < source)[:, None] & (q < P)[None, :], other=0)
-            letter = words(mine + letter_at(0, half, source, R, P, C, W, FAR)) + SHORT
+            letter = words(mine + letter_at(0, half, source, k)) + SHORT
             bounds = tl.load(letter + q[:, None] * C + c[None, :], mask=both, other=0)
-            at = landing_of(plan, T, local, other(node, home), q[:, None], c[None, :], D, P, C)
+            number, tokens = other(node, home), routing.num_tokens
+            at = landing_of(routing.plan, tokens, local, number, q[:, None], c[None, :], k)
             tl.store(at, (tl.sum(earlier, axis=0)[:, None] + bounds).to(tl.int32), mask=both)
 
 
 @triton.jit
-def lacks_table(
-    mine, state, half, plan, room, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    RP: tl.constexpr, W: tl.constexpr, HOST: tl.constexpr,
-):  # fmt: skip
+def lacks_table(mine, state, half, plan, room, k: tl.constexpr):
     """Whether a rank has more tokens than another's forwarders have room for: the upper half of
     ``room``. Notes this rank's."""
-    r = tl.arange(0, RP)
-    tokens = tl.load(header_of(mine, half, r, R, C, W) + _TOKENS_AT, mask=r < R, other=0)
-    rooms = tl.load(matrix_of(mine, half, r, R, C) + R, mask=r < R, other=2**62) >> 32
+    R: tl.constexpr = k.ranks
+    r = tl.arange(0, k.rank_bins)
+    tokens = tl.load(header_of(mine, half, r, k) + _TOKENS_AT, mask=r < R, other=0)
+    rooms = tl.load(matrix_of(mine, half, r, k) + R, mask=r < R, other=2**62) >> 32
     most, least = tl.max(tokens), tl.min(rooms)
-    tl.store(first_out(plan, R, D, C), (room >> 32).to(tl.int32))
-    if not HOST:  # otherwise the host sees to it
+    tl.store(first_out(plan, R, k), (room >> 32).to(tl.int32))
+    if not k.exact:  # otherwise the host sees to it
         if most > least:
             give_up(state, DISAGREED, ON_COUNTS, tl.argmax(tokens, 0), 0, least, most)
     return (most > least).to(tl.int32)
@@ -180,7 +183,6 @@ def lacks_table(
 def say_hello_to_all(regions, state, tag, k: tl.constexpr):
     """As ``say_hello``: near ranks by stores, the others by puts."""
     R: tl.constexpr = k.ranks
-    C: tl.constexpr = k.channels
     P: tl.constexpr = k.grid.ranks_per_node
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
     half = (call % 2).to(tl.int32)
@@ -188,17 +190,17 @@ def say_hello_to_all(regions, state, tag, k: tl.constexpr):
     r = tl.arange(0, k.rank_bins)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(tag_of(bases, half, me, R, C), tag + (r * 0), mask=near)
-    add_release(hello_of(bases, me, R, C), tl.full((k.rank_bins,), 1, tl.int64), near)
+    tl.store(tag_of(bases, half, me, k), tag + (r * 0), mask=near)
+    add_release(hello_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
     mine = peer_base(regions, me)
     here = tag_at(half, k)
     tl.store(words(mine + here), tag)
-    there = tag_of(mine, half, me, R, C).to(tl.int64) - mine
-    counter = hello_of(mine, me, R, C).to(tl.int64) - mine
+    there = tag_of(mine, half, me, k).to(tl.int64) - mine
+    counter = hello_of(mine, me, k).to(tl.int64) - mine
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
-            account = net_bytes(state, to // P, R, R // P, C)
+            account = net_bytes(state, to // P, k)
             num_bytes, count = tl.full((), 8, tl.int64), tl.full((), 1, tl.int64)
             network: tl.constexpr = k.grid.network
             put(regions, account, mine, to, there, here, num_bytes, counter, count, 1, network)
@@ -235,13 +237,13 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
     want = call + 1 + (r * 0)
-    seen = look_at_all(hello_of(mine, r, k.ranks, k.channels), r < k.ranks)
+    seen = look_at_all(hello_of(mine, r, k), r < k.ranks)
     tl.debug_barrier()
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_GREETING, r, want, seen, others)
     elif here:
-        here = in_same_call(state, mine, call, tag, others, k.ranks, k.channels, k.rank_bins)
+        here = in_same_call(state, mine, call, tag, others, k)
     return here
 
 
@@ -251,7 +253,7 @@ def two_greet_kernel(regions, state, tag, k: tl.constexpr):
     a :class:`TwoGreetConfig`; :func:`bind_two_greet` makes the launch."""
     if not given_up(state):
         say_hello_to_all(regions, state, tag, k)
-        greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+        greeted(regions, state, tag, k)
         count_call(state)
 
 

@@ -72,11 +72,9 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     ROW: tl.constexpr = hidden * k.dtype.primitive_bitwidth // 8
     q = tl.arange(0, k.grid.local_bins)
     cap = tl.load(table_rows(routing.plan, k))
-    local, number = num_experts_of(routing, k.ranks), other(link.node, link.home)
+    local, number = num_experts_of(routing, k), other(link.node, link.home)
     table = table_of(routing, local, cap, number, k)
-    landings = landing_of(
-        routing.plan, routing.num_tokens, local, number, q, channel, k.plan_ranks, P, k.channels
-    )
+    landings = landing_of(routing.plan, routing.num_tokens, local, number, q, channel, k)
     rows_at = starts + tl.load(landings, mask=q < P, other=0).to(tl.int64) * ROW
     here = staging_at(number, channel, k)
     there = ring_at(0, other(link.home, link.node), channel, k)
@@ -103,8 +101,8 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = k.grid.ranks_per_node
     state, c, me = peers.state, turn.channel, peers.rank
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k.plan_ranks, k.channels))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k.plan_ranks, k.channels))
+    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
+    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
     i0 = tl.load(turn.done).to(tl.int32)
     base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i0
@@ -125,7 +123,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
             there, here = _sum_chunk(peers, routing, starts, link, b, n, c, k)
             at, num = (i0 % net.slots).to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
             num_bytes = num * k.row.slot_bytes
-            account = net_bytes(state, node, k.ranks, k.grid.nodes, k.channels)
+            account = net_bytes(state, node, k)
             tail = net_tail(home, c, k)
             if k.grid.mapped:
                 tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
@@ -169,8 +167,8 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     before = tl.load(taken_at, mask=far & (share.done > 0), other=0)
     taken = before
     owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
-    lows = tl.load(out_bound(plan, r, c, D, k.channels), mask=r < D, other=0)
-    firsts = tl.load(first_out(plan, home * P + q, D, k.channels), mask=q < P, other=0)
+    lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
+    firsts = tl.load(first_out(plan, home * P + q, k), mask=q < P, other=0)
     rows_at = starts + firsts.to(tl.int64) * ROW
     found = look_at_all(words(mine + net_tail(node, c, k)), far)
     tl.debug_barrier()
@@ -179,7 +177,7 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     while (i < end) & ok:
         t = share.first + i + b
         here = t < share.end
-        table = place_of(plan, t, routing.num_tokens, D, k.channels)[:, None]
+        table = place_of(plan, t, routing.num_tokens, k)[:, None]
         places = tl.load(table + r[None, :], mask=here[:, None] & (r < D)[None, :], other=-1)
         inside = here[:, None] & (q < P)[None, :]
         at = tl.load(table + home * P + q[None, :], mask=inside, other=-1)

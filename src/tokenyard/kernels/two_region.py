@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.region import _head, before, first_out, plan_at
+from tokenyard.kernels.region import _head, before, first_out, ints, plan_at
 from tokenyard.kernels.sync import STATE_WORDS, words
 
 _STATE = tl.constexpr(STATE_WORDS)
@@ -143,14 +143,13 @@ def net_head(node, channel, k: tl.constexpr):
 
 
 @triton.jit
-def letter_at(
-    outbox: tl.constexpr, half, peer, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
+def letter_at(outbox: tl.constexpr, half, peer, k: tl.constexpr):
     """The letter from ``peer``, or mine to it (``outbox``)."""
-    LW: tl.constexpr = letter_words(R, P, C, W)
-    first: tl.constexpr = before("letters", signal_table(R, R // P, C, W))
-    return FAR + (first + ((outbox * 2 + half) * R + peer) * LW).to(tl.int64) * 8
+    W: tl.constexpr = k.grid.header_words
+    LW: tl.constexpr = letter_words(k.ranks, k.grid.ranks_per_node, k.channels, W)
+    first: tl.constexpr = before("letters", signal_table(k.ranks, k.grid.nodes, k.channels, W))
+    at = first + ((outbox * 2 + half) * k.ranks + peer) * LW
+    return k.grid.first_byte + at.to(tl.int64) * 8
 
 
 @triton.jit
@@ -203,9 +202,9 @@ def net_taken_from(state, node, channel, k: tl.constexpr):
 
 
 @triton.jit
-def net_bytes(state, node, R: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+def net_bytes(state, node, k: tl.constexpr):
     """Bytes of all kinds that this rank has put to ``node``, in total."""
-    return words(state) + state_at("bytes", R, G, C) + node
+    return words(state) + state_at("bytes", k.ranks, k.grid.nodes, k.channels) + node
 
 
 @triton.jit
@@ -249,26 +248,28 @@ def other(node, mine):
 @triton.jit
 def table_rows(plan, k: tl.constexpr):
     """Rows of each node's part of the forwarders' table."""
-    return first_out(plan, k.ranks, k.plan_ranks, k.channels)
+    return first_out(plan, k.ranks, k)
+
+
+@triton.jit
+def _landings(plan, tokens, local, k: tl.constexpr):
+    """Landings, behind the tables that plans of one node have. ``local``: experts of this rank."""
+    D: tl.constexpr = k.plan_ranks
+    return ints(plan) + (_head(D, k.channels) + 2 * D * tokens.to(tl.int64) + local * (D + 2))
 
 
 @triton.jit
 def table_of(routing, local, cap, number, k: tl.constexpr):
-    """The forwarders' table of the other node of this ``number``, ``[cap, P]``. ``local``: experts
-    of this rank."""
+    """The forwarders' table of the other node of this ``number``, ``[cap, P]``."""
     P: tl.constexpr = k.grid.ranks_per_node
     LANDINGS: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
-    D: tl.constexpr = k.plan_ranks
-    start = _head(D, k.channels) + 2 * D * routing.num_tokens.to(tl.int64) + local * (D + 2)
-    plan = routing.plan.to(tl.pointer_type(tl.int32))
-    return plan + (start + LANDINGS) + number * cap.to(tl.int64) * P
+    tables = _landings(routing.plan, routing.num_tokens, local, k)
+    return tables + LANDINGS + number * cap.to(tl.int64) * P
 
 
 @triton.jit
-def landing_of(
-    plan, tokens, local, number, q, channel, D: tl.constexpr, P: tl.constexpr, C: tl.constexpr
-):
+def landing_of(plan, tokens, local, number, q, channel, k: tl.constexpr):
     """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the
-    other node's rank of my local index. ``local``: experts of this rank."""
-    start = _head(D, C) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
-    return plan.to(tl.pointer_type(tl.int32)) + start + (number * P + q) * C + channel
+    other node's rank of my local index."""
+    at = (number * k.grid.ranks_per_node + q) * k.channels + channel
+    return _landings(plan, tokens, local, k) + at

@@ -39,10 +39,10 @@ def end_in_views(regions, state, k: tl.constexpr):
     near = (r < k.ranks) & (r // P == me // P)
     calls = tl.load(words(state) + DIRECT_CALLS)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    dones = done_of(bases, me, k.ranks, k.channels)
+    dones = done_of(bases, me, k)
     add_release(dones, tl.full((k.rank_bins,), 1, tl.int64), near)
     if tl.program_id(0) == 0:
-        dones = done_of(peer_base(regions, me), r, k.ranks, k.channels)
+        dones = done_of(peer_base(regions, me), r, k)
         want = (calls + 1) * programs + (r * 0)
         # this rank's workers have deadlines of their own, and know better whom they lack
         if wait_beside(dones, want, r == me, state):

@@ -47,16 +47,16 @@ def _tell_host(mine, me, half, header_out, most_rows, k: tl.constexpr):
     W: tl.constexpr = k.header_words
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
     w, r = tl.arange(0, k.header_bins), tl.arange(0, k.rank_bins)
-    own = tl.load(header_of(mine, half, me, R, k.channels, W) + w, mask=w < W, other=0)
+    own = tl.load(header_of(mine, half, me, k) + w, mask=w < W, other=0)
     doubts = tl.full((), 0, tl.int64)
     for s0 in range(0, R, AT_ONCE):
         s = s0 + tl.arange(0, AT_ONCE)
         known = (s < R)[:, None]
         mask = known & (w < W)[None, :]
-        from_header = header_of(mine, half, s, R, k.channels, W)[:, None] + w[None, :]
+        from_header = header_of(mine, half, s, k)[:, None] + w[None, :]
         v = tl.load(from_header, mask=mask, other=0)
         in_matrix = known & (r < R)[None, :]
-        from_matrix = matrix_of(mine, half, s, R, k.channels)[:, None] + r[None, :]
+        from_matrix = matrix_of(mine, half, s, k)[:, None] + r[None, :]
         row = tl.load(from_matrix, mask=in_matrix, other=0)
         tl.store(words(header_out) + 3 + s[:, None] * W + w[None, :], v, mask=mask)
         to_matrix = words(header_out) + 3 + R * W + s[:, None] * R + r[None, :]
@@ -74,16 +74,14 @@ def _tell_host(mine, me, half, header_out, most_rows, k: tl.constexpr):
 
 
 @triton.jit
-def judge(
-    mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, k: tl.constexpr
-):  # fmt: skip
+def judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, k: tl.constexpr):
     """Store the verdict of the plan with constants ``k`` (``PlanConfig``). Without a host that
     decides, rows move: a rank that disagrees or announces more than ``most_rows`` has ended the
     object."""
     R: tl.constexpr = k.ranks
     s, d = tl.arange(0, k.rank_bins), tl.arange(0, k.rank_bins)
-    headers = header_of(mine, half, s, R, k.channels, k.header_words)
-    matrix = matrix_of(mine, half, s, R, k.channels)
+    headers = header_of(mine, half, s, k)
+    matrix = matrix_of(mine, half, s, k)
     # all loads before anybody waits for one
     tags = tl.load(matrix + R + 1, mask=s < R, other=0)
     rooms = tl.load(matrix + R, mask=s < R, other=0) & MOST
@@ -98,12 +96,9 @@ def judge(
             give_up(state, DISAGREED, ON_COUNTS, tl.argmax(said, 0), 0, most_rows, most)
     _disagree(state, tag, tags, said, k)
     crowded = tl.max(((s < R) & (tl.sum(table, axis=0) > rooms)).to(tl.int32))
-    if k.ranks_per_node < R:
-        crowded |= lacks_table(
-            mine, state, half, plan, room, R, k.plan_ranks, k.channels, k.rank_bins,
-            k.header_words, k.exact,
-        )  # fmt: skip
-    go = go_of(plan, k.plan_ranks, k.channels)
+    if k.grid.ranks_per_node < R:
+        crowded |= lacks_table(mine, state, half, plan, room, k)
+    go = go_of(plan, k)
     if k.exact:
         tl.store(go, ((doubts == 0) & (crowded == 0)).to(tl.int32))
         tl.store(words(header_out) + 1, doubts)
