@@ -54,21 +54,26 @@ class CombineConfig(NamedTuple):
     """What is known of a combine when its kernel is compiled."""
 
     ranks: int
-    plan_ranks: int  # the same
-    rank_bins: int  # the next power of two
+    plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
+    rank_bins: int  # a power of two, not less than plan_ranks
     channels: int
     row: RowLayout  # of a sum on the wire: weights follow its payload
-    ring: RingLayout
     dtype: Any  # of rows, also on the wire
-    slots_per_row: int  # result rows that one arrival row can have
-    by_expert: bool  # rows are in the order of experts: those of an arrival row are summed first
-    weighted: bool  # and multiplied by weights before
-    picks: int  # weights per arrival row that are summed too; 0: none
     bias0: Any  # dtype of a term that is added to sums, None: none
     bias1: Any
     tiles: Tiles
-    batches: int  # steps of a reducer between two returns of credits
     stages: int  # rounds of loads of a reducer that are under way at once
+    # a combine in place has no rings inside nodes, and only rows in arrival order
+    ring: RingLayout = RingLayout(0, 0, 0, 0)
+    slots_per_row: int = 0  # result rows that one arrival row can have
+    by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
+    weighted: bool = False  # and multiplied by weights before
+    picks: int = 0  # weights per arrival row that are summed too; 0: none
+    batches: int = 0  # steps of a reducer of engine nvlink between two returns of credits
+    # of engine twolevel only
+    grid: Any = None  # a Grid
+    network_ring: Any = None  # a NetworkRing
+    turn: int = 0  # tokens of a reducer's turn
 
 
 class Partials(NamedTuple):
@@ -128,6 +133,16 @@ def partial_rows(parts, a, here, w, k: tl.constexpr):
         mask = here[:, None] & (w < H)[None, :]
         at = rows + a.to(tl.int64)[:, None] * H + w[None, :]
         return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def load_rows(rows, here, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of rows at the addresses ``rows [B]``; zeros where not ``here``."""
+    BITS: tl.constexpr = k.dtype.primitive_bitwidth
+    ALIGNED: tl.constexpr = 16 if k.row.hidden * BITS // 8 % 16 == 0 else BITS // 8
+    rows = tl.multiple_of(rows.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
+    mask = here[:, None] & (w < k.row.hidden)[None, :]
+    return tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -207,14 +222,11 @@ def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: t
     ``lows [bins]``: places whose rows stand in slot 0. ``mine``, ``first``: my region, and my first
     own arrival row."""
     r = tl.arange(0, k.rank_bins)
-    dtype: tl.constexpr = k.dtype
     hidden: tl.constexpr = k.row.hidden
     B: tl.constexpr = k.tiles.rows_summed
     BLOCK: tl.constexpr = k.tiles.block_summed
     RING: tl.constexpr = k.ring.num_bytes
-    BITS: tl.constexpr = dtype.primitive_bitwidth
-    ROW: tl.constexpr = hidden * BITS // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    ROW: tl.constexpr = hidden * k.dtype.primitive_bitwidth // 8
     own = tl.sum(tl.where(r[None, :] == me, places, 0), axis=1)
     for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
         w = k0 + tl.arange(0, BLOCK)
@@ -231,9 +243,7 @@ def _add_rows(parts, sums, t, here, places, lows, mine, first, me, channel, k: t
                 got = got & (d != me)
             else:  # this rank's own rows are taken where they are
                 row = tl.where(d == me, parts.rows + (first + place).to(tl.int64) * ROW, row)
-            rows = tl.multiple_of(row.to(tl.pointer_type(dtype))[:, None], (ALIGNED, ALIGNED))
-            mask = got[:, None] & (w < hidden)[None, :]
-            v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            v = load_rows(row, got, w, k)
             if k.by_expert:
                 v = tl.where(d == me, v_own, v)
             total = total + v.to(tl.float32)

@@ -67,12 +67,18 @@ class DirectConfig(NamedTuple):
     plan_ranks: int  # the same
     rank_bins: int  # the next power of two
     channels: int
-    writers: int  # programs
     row: RowLayout
     in_memory: Strides  # of the payload that is sent
     cast: Cast
     rows_sent: int  # tokens in flight
     block: int  # words of each row in flight
+    writers: int = 0  # programs of engine nvlink
+    # of engine twolevel only
+    in_slot: Any = None  # Strides of rows in a network ring
+    grid: Any = None  # a Grid
+    network_ring: Any = None  # a NetworkRing
+    placing: Any = None  # a Placing
+    rows_forwarded: int = 0  # rows in flight of a forwarder
 
 
 class UnpackConfig(NamedTuple):
@@ -282,8 +288,9 @@ def bind_direct(
     row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
     k = DirectConfig(
         ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
-        writers=shape.writers, row=row, in_memory=strides_in_memory(row), cast=cast_of(form, mode, dtype),
-        rows_sent=rows_sent(cut, form, mode, block, 8), block=block,
+        writers=shape.writers, row=row, in_memory=strides_in_memory(row),
+        cast=cast_of(form, mode, dtype), block=block,
+        rows_sent=rows_sent(cut, form, mode, block, 8),
     )  # fmt: skip
     return workspace.memory.bind(
         direct_kernel, shape.writers, num_warps=cut.num_warps, max_registers=cut.max_registers, k=k

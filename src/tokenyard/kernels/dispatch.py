@@ -81,6 +81,12 @@ class DispatchConfig(NamedTuple):
     rows_received: int
     block: int  # words of each row in flight
     padding: bool  # blocks of experts end in rows of zeros
+    # of engine twolevel only
+    grid: Any = None  # a Grid
+    network_ring: Any = None  # a NetworkRing
+    rows_forwarded: int = 0  # rows in flight of a forwarder
+    forward_block: int = 0  # words of each
+    at_once: bool = False  # it reads a row once for all its places, the result's among them
 
 
 @triton.jit
@@ -338,10 +344,28 @@ def dispatch_kernel(
 # The host's side
 
 
+def config_of(
+    workspace: Any, cut: Any, form: Any, mode: Any, dtype: Any, placing: Placing, most: int,
+    **more: Any,
+) -> DispatchConfig:  # fmt: skip
+    """Constants of a dispatch through rings, with at most ``most`` rows in flight."""
+    row, slots = row_layout(form), workspace.slots(form)
+    block = min(power_of_two_at_least(form.words), cut.block)
+    sent, received = rows_sent(cut, form, mode, block, most), cut.rows_of(block, most)
+    return DispatchConfig(
+        ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
+        plan_ranks=workspace.plan_ranks, channels=workspace.shape.channels, row=row,
+        in_memory=strides_in_memory(row), in_slot=strides_in_slots(row),
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, cut.chunk_of(slots)),
+        cast=cast_of(form, mode, dtype), placing=placing,
+        rows_sent=1 if placing.by_expert else sent,
+        rows_received=1 if placing.by_expert else received, block=block, **more,
+    )  # fmt: skip
+
+
 def bind_dispatch(
     workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
-    by_expert: bool, padding: bool, fresh: bool = False, weighted: bool = False,
-    static: bool = False,
+    padding: bool, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one kind of call. May wait for the device.
 
@@ -351,35 +375,14 @@ def bind_dispatch(
         mode, dtype: how rows are cast on their way (None: not), and what the input holds.
         slots_per_row: columns of ``slots``.
         padding: blocks of experts end in rows of zeros.
+        placed: flags of a :class:`Placing`.
     """
-    cut, ranks, channels = (
-        workspace.shape.dispatch,
-        workspace.memory.world_size,
-        workspace.shape.channels,
-    )
-    row, slots = row_layout(form), workspace.slots(form)
-    block, chunk = min(power_of_two_at_least(form.words), cut.block), cut.chunk_of(slots)
-    placing = placing_of(
-        num_topk, slots_per_row, by_expert=by_expert, fresh=fresh, weighted=weighted, static=static
-    )
-    k = DispatchConfig(
-        ranks=ranks,
-        rank_bins=workspace.rank_bins,
-        plan_ranks=ranks,
-        channels=channels,
-        row=row,
-        in_memory=strides_in_memory(row),
-        in_slot=strides_in_slots(row),
-        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
-        cast=cast_of(form, mode, dtype),
-        placing=placing,
-        rows_sent=1 if by_expert else rows_sent(cut, form, mode, block, chunk),
-        rows_received=1 if by_expert else cut.rows_of(block, chunk),
-        block=block,
-        padding=padding,
-    )
+    cut, ranks = workspace.shape.dispatch, workspace.memory.world_size
+    placing = placing_of(num_topk, slots_per_row, **placed)
+    most = cut.chunk_of(workspace.slots(form))
+    k = config_of(workspace, cut, form, mode, dtype, placing, most, padding=padding)
     return workspace.memory.bind(
-        dispatch_kernel, (2 * ranks - 1) * channels + 1, num_warps=cut.num_warps,
+        dispatch_kernel, (2 * ranks - 1) * k.channels + 1, num_warps=cut.num_warps,
         max_registers=cut.max_registers, k=k,
     )  # fmt: skip
 

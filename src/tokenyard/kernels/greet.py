@@ -30,8 +30,9 @@ class GreetConfig(NamedTuple):
     """What is known of a call without rows when its kernel is compiled."""
 
     ranks: int
-    rank_bins: int  # the next power of two
+    rank_bins: int  # a power of two, not less than the ranks, and nodes if there are several
     channels: int
+    grid: Any = None  # a Grid, in engine twolevel
 
 
 @triton.jit

@@ -198,8 +198,9 @@ def place_rows(
 
 
 def placing_of(
-    num_topk: int, slots_per_row: int, *, by_expert: bool, fresh: bool, weighted: bool, static: bool
-) -> Placing:
+    num_topk: int, slots_per_row: int, *, by_expert: bool, fresh: bool = False,
+    weighted: bool = False, static: bool = False,
+) -> Placing:  # fmt: skip
     """See :class:`Placing`."""
     return Placing(
         num_topk, power_of_two_at_least(num_topk), slots_per_row, by_expert, fresh, weighted, static

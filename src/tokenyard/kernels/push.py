@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import Sums, store_sums, types_of
+from tokenyard.kernels.combine import Sums, load_rows, store_sums, types_of
 from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words
@@ -155,10 +155,7 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     H: tl.constexpr = k.row.hidden
-    dtype: tl.constexpr = k.dtype
-    BITS: tl.constexpr = dtype.primitive_bitwidth
-    ROW: tl.constexpr = H * BITS // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
     PARTS: tl.constexpr = (H + k.span - 1) // k.span
     me = peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
@@ -181,11 +178,7 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
                 for d in tl.static_range(R):
                     place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
                     row = tl.sum(tl.where(r == d, starts, 0)) + place.to(tl.int64) * ROW
-                    rows = row.to(tl.pointer_type(dtype))[:, None]
-                    rows = tl.multiple_of(rows, (ALIGNED, ALIGNED))
-                    mask = (place >= 0)[:, None] & (w < H)[None, :]
-                    v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-                    total = total + v.to(tl.float32)
+                    total = total + load_rows(row, place >= 0, w, k).to(tl.float32)
                 store_sums(sums, total, t, t < num_tokens, w, k)
         places = _places(plan, (i + k.reducers) // PARTS * k.tokens + b, num_tokens, k)
 

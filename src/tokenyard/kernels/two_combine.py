@@ -35,9 +35,9 @@ import triton.language as tl
 
 from tokenyard.kernels.combine import (
     Chunk,
+    CombineConfig,
     Partials,
     Sums,
-    Tiles,
     send_sums_chunk,
     tiles_of,
     types_of,
@@ -48,7 +48,7 @@ from tokenyard.kernels.region import (
     first_in, head_of, in_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Grid, NetworkRing, Peers, RingLayout, Routing, RowLayout, Turn, grid_of, network_ring_of,
+    Peers, RingLayout, Routing, Turn, grid_of, network_ring_of,
     row_layout,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
@@ -70,31 +70,6 @@ from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports,
 )  # fmt: skip
 from tokenyard.kernels.triton_types import kernel_type
-
-
-class TwoCombineConfig(NamedTuple):
-    """What is known of a combine over two levels when its kernel is compiled. See
-    ``CombineConfig``."""
-
-    ranks: int
-    rank_bins: int  # a power of two, not less than plan_ranks
-    plan_ranks: int
-    channels: int
-    grid: Grid
-    row: RowLayout
-    network_ring: NetworkRing
-    dtype: Any
-    bias0: Any
-    bias1: Any
-    turn: int  # tokens of a reducer's turn
-    tiles: Tiles  # rows_summed: of combiners too
-    stages: int
-    # a combine in place has no rings inside nodes, and only rows in arrival order
-    ring: RingLayout = RingLayout(0, 0, 0, 0)
-    slots_per_row: int = 0
-    by_expert: bool = False
-    weighted: bool = False
-    picks: int = 0
 
 
 class Link(NamedTuple):
@@ -312,7 +287,7 @@ def two_combine_kernel(
     regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, num_experts,
     k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`TwoCombineConfig`; :func:`bind_two_combine` makes the
+    """See the module. ``k`` is a ``CombineConfig``; :func:`bind_two_combine` makes the
     launch."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -360,11 +335,11 @@ def bind_sums(
     kernel: Any, cut: Any, workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...],
     **constants: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load a kernel that takes a :class:`TwoCombineConfig`, and the number of experts
+    """Compile and load a kernel that takes a ``CombineConfig``, and the number of experts
     behind the arguments of the launch."""
     grid, (bias0, bias1) = grid_of(workspace), types_of(bias)
     ranks = grid.nodes * grid.ranks_per_node
-    k = TwoCombineConfig(
+    k = CombineConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
         channels=workspace.shape.channels, grid=grid, row=row_layout(form),
         network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype), bias0=bias0,

@@ -24,19 +24,19 @@ need greetings, which wait for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.direct import Buffers, write_rows
+from tokenyard.kernels.direct import Buffers, DirectConfig, write_rows
 from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of, rows_sent
-from tokenyard.kernels.place import Placing, num_experts_of, placing_of
+from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, peer_base, place_of
 from tokenyard.kernels.structs import (
-    Cast, Grid, NetworkRing, Payload, Peers, Routing, RowLayout, Strides, Turn, grid_of,
+    Payload, Peers, Routing, Turn, grid_of,
     network_ring_of, row_layout, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
@@ -60,26 +60,6 @@ from tokenyard.kernels.two_turns import (
 )
 from tokenyard.kernels.two_views import end_in_views
 from tokenyard.routing import power_of_two_at_least
-
-
-class TwoDirectConfig(NamedTuple):
-    """What is known of a dispatch in place over two levels when its kernel is compiled. See
-    ``TwoDispatchConfig``."""
-
-    ranks: int
-    rank_bins: int  # a power of two, not less than plan_ranks
-    plan_ranks: int
-    channels: int
-    grid: Grid
-    row: RowLayout
-    in_memory: Strides
-    in_slot: Strides
-    network_ring: NetworkRing
-    cast: Cast
-    placing: Placing
-    rows_sent: int  # rows in flight of those who read the input
-    rows_forwarded: int  # and of a forwarder
-    block: int  # words of each
 
 
 @triton.jit
@@ -197,7 +177,7 @@ def two_direct_kernel(
     regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
     num_experts, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``direct_kernel``. ``k`` is a :class:`TwoDirectConfig`;
+    """See the module, and ``direct_kernel``. ``k`` is a ``DirectConfig``;
     :func:`bind_two_direct` makes the launch."""
     grid: tl.constexpr = k.grid
     pid = tl.where(given_up(state), -1, tl.program_id(0))
@@ -256,13 +236,11 @@ def bind_two_direct(
     row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
     most = max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node))
     ranks = grid.nodes * grid.ranks_per_node
-    k = TwoDirectConfig(
+    k = DirectConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
         channels=workspace.shape.channels, grid=grid, row=row, in_memory=strides_in_memory(row),
         in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(form, mode, dtype),
-        placing=placing_of(
-            num_topk, 1, by_expert=False, fresh=form.meta_words > 0, weighted=False, static=False
-        ),
+        placing=placing_of(num_topk, 1, by_expert=False, fresh=form.meta_words > 0),
         rows_sent=rows_sent(cut, form, mode, block, network.chunk),
         rows_forwarded=cut.rows_of(block, min(network.chunk, most)), block=block,
     )  # fmt: skip

@@ -31,15 +31,20 @@ back: ``NQ >= NCHUNK + CREDIT - 1``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.dispatch import put_own_rows, receive_chunk, send_chunk, zero_padding
+from tokenyard.kernels.dispatch import (
+    config_of,
+    put_own_rows,
+    receive_chunk,
+    send_chunk,
+    zero_padding,
+)
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import cast_of, rows_sent
-from tokenyard.kernels.place import Placing, num_experts_of, placing_of
+from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
     first_in,
     go_of,
@@ -53,8 +58,8 @@ from tokenyard.kernels.region import (
     taken_from,
 )
 from tokenyard.kernels.structs import (
-    Cast, Grid, NetworkRing, Payload, Peers, Result, RingLayout, Routing, RowLayout, Strides, Turn,
-    grid_of, network_ring_of, row_layout, strides_in_memory, strides_in_slots,
+    Payload, Peers, Result, Routing, Turn,
+    grid_of, network_ring_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     ON_ROOM,
@@ -87,31 +92,6 @@ from tokenyard.routing import power_of_two_at_least
 MOST_FORWARDED = 64
 """Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of
 128."""
-
-
-class TwoDispatchConfig(NamedTuple):
-    """What is known of a dispatch over two levels when its kernel is compiled. See
-    ``DispatchConfig``."""
-
-    ranks: int
-    rank_bins: int  # a power of two, not less than plan_ranks
-    plan_ranks: int
-    channels: int
-    grid: Grid
-    row: RowLayout
-    in_memory: Strides
-    in_slot: Strides
-    ring: RingLayout
-    network_ring: NetworkRing
-    cast: Cast
-    placing: Placing
-    rows_sent: int
-    rows_received: int
-    rows_forwarded: int  # rows in flight of a forwarder
-    block: int
-    forward_block: int  # words of each row in flight of a forwarder
-    padding: bool
-    at_once: bool  # a forwarder reads a row once for all its places, the result's among them
 
 
 @triton.jit
@@ -241,7 +221,7 @@ def two_dispatch_kernel(
     regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
     forced, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`TwoDispatchConfig`; :func:`bind_two_dispatch` makes the
+    """See the module. ``k`` is a ``DispatchConfig``; :func:`bind_two_dispatch` makes the
     launch."""
     grid: tl.constexpr = k.grid
     pid = tl.program_id(0)
@@ -290,42 +270,21 @@ def two_dispatch_kernel(
 
 def bind_two_dispatch(
     workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
-    by_expert: bool, padding: bool, fresh: bool = False, weighted: bool = False,
-    static: bool = False,
+    padding: bool, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """As ``bind_dispatch``, of a ``TwoGround``; ``dispatch_rows`` launches it."""
     cut, forward, grid = workspace.tuning.dispatch, workspace.tuning.forward, grid_of(workspace)
-    row, slots, network = row_layout(form), workspace.slots(form), network_ring_of(workspace, form)
-    whole, block = (
-        min(power_of_two_at_least(n), cut.block) for n in (form.slot_bytes // 4, form.words)
-    )
-    chunk, ranks = cut.chunk_of(slots), grid.nodes * grid.ranks_per_node
-    most = min(chunk, network.chunk)
+    network = network_ring_of(workspace, form)
+    placing = placing_of(num_topk, slots_per_row, **placed)
+    whole = min(power_of_two_at_least(form.slot_bytes // 4), cut.block)
+    most = min(cut.chunk_of(workspace.slots(form)), network.chunk)
     forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
-    placing = placing_of(
-        num_topk, slots_per_row, by_expert=by_expert, fresh=fresh, weighted=weighted, static=static
-    )
-    k = TwoDispatchConfig(
-        ranks=ranks,
-        rank_bins=workspace.rank_bins,
-        plan_ranks=ranks + grid.nodes,
-        channels=workspace.shape.channels,
-        grid=grid,
-        row=row,
-        in_memory=strides_in_memory(row),
-        in_slot=strides_in_slots(row),
-        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
-        network_ring=network,
-        cast=cast_of(form, mode, dtype),
-        placing=placing,
-        rows_sent=1 if by_expert else rows_sent(cut, form, mode, block, most),
-        rows_received=1 if by_expert else cut.rows_of(block, most),
-        rows_forwarded=1 if by_expert else forward.rows_of(whole, forwarded),
-        block=block,
-        forward_block=whole,
-        padding=padding,
-        at_once=grid.ranks_per_node > 1 and form.bits == 32 and not by_expert,
-    )
+    k = config_of(
+        workspace, cut, form, mode, dtype, placing, most, padding=padding, grid=grid,
+        network_ring=network, forward_block=whole,
+        rows_forwarded=1 if placing.by_expert else forward.rows_of(whole, forwarded),
+        at_once=grid.ranks_per_node > 1 and form.bits == 32 and not placing.by_expert,
+    )  # fmt: skip
     return workspace.memory.bind(
         two_dispatch_kernel, workspace.num_programs, num_warps=cut.num_warps,
         max_registers=cut.max_registers, k=k,

@@ -58,7 +58,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
     """A chunk of rows of this channel for ``node`` into the network ring of its rank of my local
     index.
 
-    ``k``: a ``TwoDispatchConfig``, or another struct with its fields.
+    ``k``: a ``DispatchConfig``, or another struct with its fields.
     """
     grid: tl.constexpr = k.grid
     net: tl.constexpr = k.network_ring

@@ -19,20 +19,20 @@ sent behind its call n, for which it needed mine: it has read that, and the put 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.greet import count_call, greeted, in_same_call
+from tokenyard.kernels.greet import GreetConfig, count_call, greeted, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
     EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of,
     peer_base, tag_of,
 )  # fmt: skip
-from tokenyard.kernels.structs import Grid, grid_of
+from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
     DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up,
     lacking, look_at_all, note_call, words,
@@ -50,15 +50,6 @@ from tokenyard.kernels.two_region import (
 from tokenyard.kernels.two_turns import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
-
-
-class TwoGreetConfig(NamedTuple):
-    """What is known of a call without rows when its kernel is compiled."""
-
-    ranks: int
-    rank_bins: int  # a power of two, not less than ranks and nodes together
-    channels: int
-    grid: Grid
 
 
 @triton.jit
@@ -250,7 +241,7 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
 @triton.jit(repr=shown_as("twolevel::greet"))
 def two_greet_kernel(regions, state, tag, k: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it. ``k`` is
-    a :class:`TwoGreetConfig`; :func:`bind_two_greet` makes the launch."""
+    a ``GreetConfig``; :func:`bind_two_greet` makes the launch."""
     if not given_up(state):
         say_hello_to_all(regions, state, tag, k)
         greeted(regions, state, tag, k)
@@ -263,7 +254,7 @@ def two_greet_kernel(regions, state, tag, k: tl.constexpr):
 def bind_two_greet(workspace: Any) -> Callable[..., None]:
     """Compile and load the kernel of a call without rows, of a ``TwoGround``."""
     grid = grid_of(workspace)
-    k = TwoGreetConfig(
+    k = GreetConfig(
         ranks=grid.nodes * grid.ranks_per_node, rank_bins=workspace.rank_bins,
         channels=workspace.shape.channels, grid=grid,
     )  # fmt: skip

@@ -257,7 +257,7 @@ def _turn(peers, home, routing, starts, sums, tag, turn, ready, k: tl.constexpr)
 def two_pull_kernel(
     regions, state, plan, views, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
 ):
-    """See the module. ``k`` is a ``TwoCombineConfig``, ``views`` the table of views;
+    """See the module. ``k`` is a ``CombineConfig``, ``views`` the table of views;
     :func:`bind_two_pull` and :func:`combine_in_views` launch it."""
     P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))

@@ -252,10 +252,10 @@ def table_rows(plan, k: tl.constexpr):
 
 
 @triton.jit
-def _landings(plan, tokens, local, k: tl.constexpr):
-    """Landings, behind the tables that plans of one node have. ``local``: experts of this rank."""
+def _landings_at(tokens, local, k: tl.constexpr):
+    """Words of a plan before the landings. ``local``: experts of this rank."""
     D: tl.constexpr = k.plan_ranks
-    return ints(plan) + (_head(D, k.channels) + 2 * D * tokens.to(tl.int64) + local * (D + 2))
+    return _head(D, k.channels) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
 
 
 @triton.jit
@@ -263,13 +263,13 @@ def table_of(routing, local, cap, number, k: tl.constexpr):
     """The forwarders' table of the other node of this ``number``, ``[cap, P]``."""
     P: tl.constexpr = k.grid.ranks_per_node
     LANDINGS: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
-    tables = _landings(routing.plan, routing.num_tokens, local, k)
-    return tables + LANDINGS + number * cap.to(tl.int64) * P
+    start = _landings_at(routing.num_tokens, local, k)
+    return ints(routing.plan) + (start + LANDINGS) + number * cap.to(tl.int64) * P
 
 
 @triton.jit
 def landing_of(plan, tokens, local, number, q, channel, k: tl.constexpr):
     """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the
     other node's rank of my local index."""
-    at = (number * k.grid.ranks_per_node + q) * k.channels + channel
-    return _landings(plan, tokens, local, k) + at
+    start = _landings_at(tokens, local, k)
+    return ints(plan) + start + (number * k.grid.ranks_per_node + q) * k.channels + channel

@@ -6,7 +6,7 @@ rings.
 Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and
 gives credit behind these reads; or all greetings, for views (``kernels/two_views.py``).
 
-``k`` of functions here: a ``TwoCombineConfig``.
+``k`` of functions here: a ``CombineConfig``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows, store_sums
+from tokenyard.kernels.combine import load_rows, partial_rows, store_sums
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.two_region import other, ring_at
 
@@ -68,10 +68,7 @@ def _inner_slot(rows, rank, number, k: tl.constexpr):
 def node_sum(parts, rows, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32."""
     q = tl.arange(0, k.grid.local_bins)
-    hidden: tl.constexpr = k.row.hidden
-    BITS: tl.constexpr = k.dtype.primitive_bitwidth
-    ROW: tl.constexpr = hidden * BITS // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
     if k.by_expert:
         mine_at = tl.sum(tl.where((q == rows.local)[None, :], rows.at, 0), axis=1)
         v_own = partial_rows(parts, rows.own, mine_at >= 0, w, k)
@@ -84,9 +81,7 @@ def node_sum(parts, rows, w, k: tl.constexpr):
             got = got & (p != rows.local)
         else:  # this rank's own rows are taken where they are
             row = tl.where(p == rows.local, parts.rows + rows.own.to(tl.int64) * ROW, row)
-        row = tl.multiple_of(row.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
-        mask = got[:, None] & (w < hidden)[None, :]
-        v = tl.load(row + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        v = load_rows(row, got, w, k)
         if k.by_expert:
             v = tl.where(p == rows.local, v_own, v)
         total = total + v.to(tl.float32)
@@ -113,18 +108,12 @@ def view_sum(starts, at, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32, of rows
     ``at [B, local_bins]`` (-1: none) behind ``starts [local_bins]``."""
     q = tl.arange(0, k.grid.local_bins)
-    hidden: tl.constexpr = k.row.hidden
-    BITS: tl.constexpr = k.dtype.primitive_bitwidth
-    ROW: tl.constexpr = hidden * BITS // 8
-    ALIGNED: tl.constexpr = 16 if ROW % 16 == 0 else BITS // 8
+    ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
     total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
     for p in tl.static_range(k.grid.ranks_per_node):
         number = tl.sum(tl.where((q == p)[None, :], at, 0), axis=1)
         row = tl.sum(tl.where(q == p, starts, 0)) + number.to(tl.int64) * ROW
-        rows = tl.multiple_of(row.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
-        mask = (number >= 0)[:, None] & (w < hidden)[None, :]
-        v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        total = total + v.to(tl.float32)
+        total = total + load_rows(row, number >= 0, w, k).to(tl.float32)
     return total
 
 
