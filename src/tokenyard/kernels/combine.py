@@ -29,6 +29,7 @@ import triton.language as tl
 
 from tokenyard.kernels.greet import greet
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.payload import add_term, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
@@ -136,27 +137,13 @@ def partial_rows(parts, a, here, w, k: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, here, w, k: tl.constexpr):
-    """Channels ``w [BLOCK]`` of rows at the addresses ``rows [B]``; zeros where not ``here``."""
-    BITS: tl.constexpr = k.dtype.primitive_bitwidth
-    ALIGNED: tl.constexpr = 16 if k.row.hidden * BITS // 8 % 16 == 0 else BITS // 8
-    rows = tl.multiple_of(rows.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
-    mask = here[:, None] & (w < k.row.hidden)[None, :]
-    return tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def store_sums(sums, total, t, here, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of tokens ``t [B]``, those ``here``: ``total [B, BLOCK]`` (float32),
     then biases, rounded."""
     at = t.to(tl.int64)[:, None] * k.row.hidden + w[None, :]
     mask = here[:, None] & (w < k.row.hidden)[None, :]
-    if k.bias0 is not None:
-        term = tl.load(sums.bias0.to(tl.pointer_type(k.bias0)) + at, mask=mask, other=0.0)
-        total = total + term.to(tl.float32)
-    if k.bias1 is not None:
-        term = tl.load(sums.bias1.to(tl.pointer_type(k.bias1)) + at, mask=mask, other=0.0)
-        total = total + term.to(tl.float32)
+    total = add_term(total, sums.bias0, k.bias0, at, mask)
+    total = add_term(total, sums.bias1, k.bias1, at, mask)
     to = tl.multiple_of(sums.rows.to(tl.pointer_type(k.dtype)), 16)
     tl.store(to + at, total.to(k.dtype), mask=mask, cache_modifier=".cs")
 
@@ -371,15 +358,8 @@ def bind_combine(
     workspace: Any, form: Any, dtype: Any, slots_per_row: int, picks: int, bias: tuple[Any, ...],
     *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one kind of call: see ``bind_dispatch``.
-
-    Args:
-        dtype: of rows; ``bias``: of terms, up to two.
-        slots_per_row: columns of ``slots``.
-        picks: columns of weights that are summed too.
-        by_expert: rows are in the order of experts.
-        weighted: and multiplied by weights.
-    """
+    """Compile and load the kernel for one kind of call: see ``bind_dispatch``. Arguments: as in
+    :class:`CombineConfig`, with torch dtypes."""
     shape, ranks = workspace.shape, workspace.memory.world_size
     send, reduce, slots = shape.send, shape.reduce, workspace.slots(form)
     chunk, grid = send.chunk_of(slots), ranks * shape.channels + 1

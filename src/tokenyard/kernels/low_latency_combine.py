@@ -42,6 +42,7 @@ from tokenyard.kernels.low_latency_waits import (
     wait_weights,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.payload import add_term
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
@@ -246,12 +247,8 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         w = w0 + tl.arange(0, k.added_block)
         total = _sum_of_ranks(mine, got, t, w, call, k)
         at = t.to(tl.int64) * H + w
-        if k.bias0 is not None:
-            bias = tl.load(sent.bias0.to(tl.pointer_type(k.bias0)) + at, mask=w < H, other=0.0)
-            total = total + bias.to(tl.float32)
-        if k.bias1 is not None:
-            bias = tl.load(sent.bias1.to(tl.pointer_type(k.bias1)) + at, mask=w < H, other=0.0)
-            total = total + bias.to(tl.float32)
+        total = add_term(total, sent.bias0, k.bias0, at, w < H)
+        total = add_term(total, sent.bias1, k.bias1, at, w < H)
         sums = tl.multiple_of(result.sums.to(tl.pointer_type(k.dtype)), 16)
         tl.store(sums + at, total.to(k.dtype), mask=w < H)
     if k.lost:

@@ -50,6 +50,25 @@ def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr
 
 
 @triton.jit
+def load_rows(rows, here, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of rows at the addresses ``rows [B]``; zeros where not ``here``."""
+    BITS: tl.constexpr = k.dtype.primitive_bitwidth
+    ALIGNED: tl.constexpr = 16 if k.row.hidden * BITS // 8 % 16 == 0 else BITS // 8
+    rows = tl.multiple_of(rows.to(tl.pointer_type(k.dtype))[:, None], (ALIGNED, ALIGNED))
+    mask = here[:, None] & (w < k.row.hidden)[None, :]
+    return tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def add_term(total, terms, dtype: tl.constexpr, at, mask):
+    """``total``, and the terms of ``dtype`` ``at`` their places; None: there are none."""
+    if dtype is not None:
+        term = tl.load(terms.to(tl.pointer_type(dtype)) + at, mask=mask, other=0.0)
+        total = total + term.to(tl.float32)
+    return total
+
+
+@triton.jit
 def copy_row_to(src, dst, dst_rows, here, N: tl.constexpr, BLOCK: tl.constexpr):
     """``dst[dst_rows[j]] = src`` for the rows ``here``: one read, several writes; N words each."""
     for at in range(0, N, BLOCK):

@@ -39,10 +39,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import Sums, load_rows, store_sums, types_of
+from tokenyard.kernels.combine import Sums, store_sums, types_of
 from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words
+from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, landing_rows_at, out_bound, place_of,
 )  # fmt: skip

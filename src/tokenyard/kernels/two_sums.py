@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import load_rows, partial_rows, store_sums
+from tokenyard.kernels.combine import partial_rows, store_sums
+from tokenyard.kernels.payload import load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.two_region import other, ring_at
 
