@@ -139,7 +139,7 @@ tl.store(bases_at)
 for range(tl.program_id(0), chunks * OTHERS, k.pushers)
   if count > 0
     _copy(source)
-    raise_release(landed_of(base, me, i, k.chunks))
+    raise_release(landed_of(base, me, i, k))
 """,  # no model: nobody waits in it
     ("push", "_sum_rows"): """
 for range(first, pieces, k.reducers)
@@ -153,7 +153,7 @@ for range(first, pieces, k.reducers)
 if not given_up(state)
   if pid == 0
     say_hello(regions)
-  if greeted(regions, state, tag, k.ranks, k.channels, k.rank_bins)
+  if greeted(regions, state, tag, k)
     if pid < k.pushers
       _push_rows(plan)
     else

@@ -71,11 +71,11 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
         return {ours: constants[name] for name, ours in names.items() if name in constants}
     sizes = {"slots": k.ring.slots, "chunk": k.ring.chunk}
     if hasattr(k, "tiles"):
-        sizes |= {"batch": k.tiles.rows_summed, "batches": getattr(k, "batches", 1)}
+        sizes |= {"batch": k.tiles.rows_summed, "batches": k.batches}
     else:
-        sizes["batch"] = getattr(k, "rows_forwarded", k.rows_received)
-    if hasattr(k, "network_ring"):
-        far = k.network_ring
+        sizes["batch"] = k.rows_forwarded or k.rows_received
+    far = k.network_ring
+    if far is not None:
         sizes |= {"far_slots": far.slots, "far_chunk": far.chunk, "credit": far.credit}
     return sizes
 

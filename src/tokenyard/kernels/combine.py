@@ -70,7 +70,7 @@ class CombineConfig(NamedTuple):
     by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
     weighted: bool = False  # and multiplied by weights before
     picks: int = 0  # weights per arrival row that are summed too; 0: none
-    batches: int = 0  # steps of a reducer of engine nvlink between two returns of credits
+    batches: int = 1  # steps of a reducer of engine nvlink between two returns of credits
     # of engine twolevel only
     grid: Any = None  # a Grid
     network_ring: Any = None  # a NetworkRing
