@@ -75,7 +75,7 @@ NETWORK_SENDER = {
 }
 
 _EARLY = """return_credits(
-    peers, hop.mine, hop.home, hop.source, hop.node, turn, hop.done, hop.done + n, left == n, k
+    peers, hop.mine, hop.home, hop.peer, hop.node, turn, hop.done, hop.done + n, left == n, k
 )"""
 _ADD = "add_release(words(at_), count_, None)"
 

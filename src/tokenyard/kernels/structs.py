@@ -167,6 +167,20 @@ class Turn(NamedTuple):
     step: Any
 
 
+class Hop(NamedTuple):
+    """A turn of a forwarder or combiner of engine twolevel: rows of another node's ``peer`` that
+    are forwarded here, or sums that are made here for it."""
+
+    node: Any  # of the peer
+    home: Any  # this rank's
+    peer: Any
+    mine: Any  # address of this rank's region
+    base: Any  # rows that the network ring has seen in earlier calls
+    begin: Any  # this channel's rows among those of the node: the first
+    end: Any  # and the end
+    done: Any  # rows of earlier turns
+
+
 # The host's side
 
 

@@ -28,7 +28,7 @@ waits for senders only, which wait for it only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -48,7 +48,7 @@ from tokenyard.kernels.region import (
     first_in, head_of, in_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Peers, RingLayout, Routing, Turn, grid_of, network_ring_of,
+    Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of,
     row_layout,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
@@ -70,19 +70,6 @@ from tokenyard.kernels.two_turns import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports,
 )  # fmt: skip
 from tokenyard.kernels.triton_types import kernel_type
-
-
-class Link(NamedTuple):
-    """A combiner's turn: sums for ``owner``, of ``node``, that are made in node ``home``."""
-
-    node: Any
-    home: Any
-    owner: Any
-    mine: Any  # address of this rank's region
-    base: Any  # rows put into the network ring in earlier calls
-    begin: Any  # this channel's rows among those for the node: the first
-    end: Any  # and the end
-    done: Any  # rows summed in earlier turns
 
 
 @triton.jit
@@ -125,14 +112,14 @@ def _end_combine(
     if k.grid.mapped:
         n = (i - link.done).to(tl.int64)
         tl.atomic_add(account, n * k.row.slot_bytes, sem="relaxed", scope="gpu")
-        tail = peer_base(peers.regions, link.owner) + tail
+        tail = peer_base(peers.regions, link.peer) + tail
         owe(state, turn, peers.rank % P, tail, n, None, k)
     elif i == end:
         first = link.done // net.chunk * net.chunk
         at = (first % net.slots).to(tl.int64) * k.row.slot_bytes
         n = (end - first).to(tl.int64)
         put(
-            peers.regions, account, link.mine, link.owner, there + at, here + at,
+            peers.regions, account, link.mine, link.peer, there + at, here + at,
             n * k.row.slot_bytes, tail, n, 2, True,
         )  # fmt: skip
     left = link.end - link.begin - i
@@ -153,21 +140,21 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
     P: tl.constexpr = k.grid.ranks_per_node
     plan, state, c, local = routing.plan, peers.state, turn.channel, peers.rank % P
     b, q = tl.arange(0, k.tiles.rows_summed), tl.arange(0, k.grid.local_bins)
-    link = Link(
+    link = Hop(
         mine=peer_base(peers.regions, peers.rank), node=node, home=peers.rank // P,
-        owner=node * P + local, base=base, begin=lo, end=hi, done=i0,
+        peer=node * P + local, base=base, begin=lo, end=hi, done=i0,
     )  # fmt: skip
     mine, others = link.mine, (q < P) & (q != local)
-    a0 = tl.load(first_in(plan, link.owner, k))
-    a0 = a0 + tl.load(in_bound(plan, link.owner, c, k))
+    a0 = tl.load(first_in(plan, link.peer, k))
+    a0 = a0 + tl.load(in_bound(plan, link.peer, c, k))
     cap = tl.load(table_rows(plan, k))
     experts = num_experts_of(routing, k)
     table = table_of(routing, experts, cap, other(node, link.home), k)
     here = staging_at(other(node, link.home), c, k)
     there = ring_at(0, other(link.home, node), c, k)
-    ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else mine + here
+    ring = peer_base(peers.regions, link.peer) + there if k.grid.mapped else mine + here
     regions = tl.load(words(peers.regions) + link.home * P + q, mask=others, other=0)
-    heads = head_of(regions, link.owner, c, k)
+    heads = head_of(regions, link.peer, c, k)
     taken_at = moved_of(state, 0, node * P + q, c, k)
     bases_at = taken_from(state, node * P + q, c, k)
     bases = tl.load(bases_at, mask=others, other=0)

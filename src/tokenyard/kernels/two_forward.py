@@ -14,7 +14,6 @@ time, and the rest at the end.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -31,7 +30,7 @@ from tokenyard.kernels.region import (
     sent_to,
     tail_of,
 )
-from tokenyard.kernels.structs import Batch
+from tokenyard.kernels.structs import Batch, Hop
 from tokenyard.kernels.sync import (
     TIMED_OUT,
     give_up,
@@ -47,19 +46,6 @@ from tokenyard.kernels.two_region import (
     ring_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_turns import ON_TIME, owe, reports
-
-
-class Hop(NamedTuple):
-    """A forwarder's turn: rows of ``source``, of ``node``, that are forwarded in node ``home``."""
-
-    node: Any
-    home: Any
-    source: Any
-    mine: Any  # address of this rank's region
-    base: Any  # rows taken out of the network ring in earlier calls
-    begin: Any  # this channel's rows among those from the node: the first
-    end: Any  # and the end
-    done: Any  # rows forwarded in earlier turns
 
 
 @triton.jit
@@ -158,12 +144,10 @@ def _place_batch(peers, routing, result, ring, hop, batch, experts, k: tl.conste
     slots = in_slots(ring, k.row)
     if k.at_once:
         place_metadata(
-            slots, batch, hop.source, experts, result, k.in_slot, k.row.scale_words, k.placing
+            slots, batch, hop.peer, experts, result, k.in_slot, k.row.scale_words, k.placing
         )
     else:
-        place_rows(
-            slots, batch, hop.source, experts, routing, result, k.in_slot, k.forward_block, k
-        )
+        place_rows(slots, batch, hop.peer, experts, routing, result, k.in_slot, k.forward_block, k)
 
 
 @triton.jit
@@ -179,14 +163,14 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
     put_at = moved_of(state, 0, hop.node * grid.ranks_per_node + q, c, k)
     sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k)
     put_here = (counts - before).to(tl.int64)
-    tails = tail_of(bases, hop.source, c, k).to(tl.int64)
+    tails = tail_of(bases, hop.peer, c, k).to(tl.int64)
     owe(state, turn, q, tails, put_here, beside & (put_here > 0), k)
     left -= moved
     done = hop.done + moved
     tl.store(turn.done, done.to(tl.int64))
     tl.store(put_at, counts.to(tl.int64), mask=q < grid.ranks_per_node)
     return_credits(
-        peers, hop.mine, hop.home, hop.source, hop.node, turn, hop.done, done, left == 0, k
+        peers, hop.mine, hop.home, hop.peer, hop.node, turn, hop.done, done, left == 0, k
     )
     if left == 0:
         tl.store(sent_at, sent + counts, mask=beside)
@@ -208,11 +192,11 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     experts = experts_of(routing, k)
     local, number = experts.end - experts.first, other(hop.node, hop.home)
     table = table_of(routing, local, cap, number, k)
-    from_source = tl.load(in_bound(plan, hop.source, c, k))
-    a0 = tl.load(first_in(plan, hop.source, k)) + from_source
-    most = tl.load(in_bound(plan, hop.source, c + 1, k)) - from_source
+    from_source = tl.load(in_bound(plan, hop.peer, c, k))
+    a0 = tl.load(first_in(plan, hop.peer, k)) + from_source
+    most = tl.load(in_bound(plan, hop.peer, c + 1, k)) - from_source
     ring = ring_at(hop.mine, number, c, k)
-    rings = k.ring.first_byte + (hop.source * k.channels + c).to(tl.int64) * k.ring.num_bytes
+    rings = k.ring.first_byte + (hop.peer * k.channels + c).to(tl.int64) * k.ring.num_bytes
     bases = tl.load(words(peers.regions) + hop.home * P + q, mask=beside, other=0)
     heads = head_of(hop.mine, hop.node * P + q, c, k)
     put_at = moved_of(state, 0, hop.node * P + q, c, k)
@@ -273,7 +257,7 @@ def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
             give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif seen >= want:
             hop = Hop(
-                node=node, home=home, source=source, mine=mine, base=base, begin=lo, end=hi, done=i0
+                node=node, home=home, peer=source, mine=mine, base=base, begin=lo, end=hi, done=i0
             )
             left = _forward(peers, routing, result, hop, turn, seen, left, k)
     return left

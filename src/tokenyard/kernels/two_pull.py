@@ -32,12 +32,12 @@ from tokenyard.kernels.combine import Sums, Tiles
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
-from tokenyard.kernels.structs import Peers, Routing, Turn
+from tokenyard.kernels.structs import Hop, Peers, Routing, Turn
 from tokenyard.kernels.sync import (
     RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.two_combine import Link, bind_sums, token_bytes
+from tokenyard.kernels.two_combine import bind_sums, token_bytes
 from tokenyard.kernels.two_combine_reduce import return_network_credits, share_of
 from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
 from tokenyard.kernels.two_net import put
@@ -78,7 +78,7 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     rows_at = starts + tl.load(landings, mask=q < P, other=0).to(tl.int64) * ROW
     here = staging_at(number, channel, k)
     there = ring_at(0, other(link.home, link.node), channel, k)
-    ring = peer_base(peers.regions, link.owner) + there if k.grid.mapped else link.mine + here
+    ring = peer_base(peers.regions, link.peer) + there if k.grid.mapped else link.mine + here
     # chunks begin at multiples of network_ring.chunk, and so does the end of the ring
     first = link.done % k.network_ring.slots
     for j in range(0, n, B):
@@ -109,8 +109,8 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     if left > 0:
         b = tl.arange(0, k.tiles.rows_summed)
         mine, home, owner = peer_base(peers.regions, me), me // P, node * P + me % P
-        link = Link(
-            node=node, home=home, owner=owner, mine=mine, base=base, begin=lo, end=hi, done=i0
+        link = Hop(
+            node=node, home=home, peer=owner, mine=mine, base=base, begin=lo, end=hi, done=i0
         )
         n = tl.minimum(left, net.chunk)
         # ring and staging are drained before the first row
