@@ -14,7 +14,7 @@ from tokenyard.cli.bench_baselines import exchange_back, exchanges, gather, scat
 from tokenyard.cli.bench_cases import Batch, Call, engine_calls, share
 from tokenyard.cli.bench_inputs import Case
 
-FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
+FRESH, PLAIN, DIRECT, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ KINDS = {
     "fp8": Kind("dispatch FP8", CAST, bar_us=270),
     "fused": Kind("dispatch BF16, FP8 on the wire", {"quantize": "fp8"}, bar_us=280),
     "major": Kind("dispatch FP8, expert-major", {**CAST, "layout": "expert_major"}, bar_us=330),
-    VIEW: Kind("dispatch BF16, in place", {"in_place": True}, bar_us=465),
+    DIRECT: Kind("dispatch BF16, in place", {"in_place": True}, bar_us=465),
     "view8": Kind("dispatch FP8, in place", {**CAST, "in_place": True}, bar_us=245),
     BACK: Kind("combine BF16", bar_us=490, combine=True),
     BACK_IN_PLACE: Kind("combine BF16, in place", {"in_place": True}, bar_us=475, combine=True),
 }
-IN_PLACE = (VIEW, "view8", BACK_IN_PLACE)
+IN_PLACE = (DIRECT, "view8", BACK_IN_PLACE)
 IN_PLACE_ENGINES = ("nvlink", "twolevel")
 BARS_RANKS = 4
 """Bars are for the wire traffic of this many ranks; fewer move less."""

@@ -20,11 +20,11 @@ from benchmarks.calls import (
     BACK,
     BACK_IN_PLACE,
     BARS_RANKS,
+    DIRECT,
     FRESH,
     KINDS,
     PLAIN,
     SMS_BARS_US,
-    VIEW,
     collectives,
     library_calls,
     rows_of,
@@ -99,14 +99,14 @@ class Suite:
         main, many = self.case(self.tokens), self.case(self.overfull_tokens(num_ranks))
         over = [replace(main, sms=sms) for sms in self.sms]
         rings = [many, replace(many, rings=self.roomy_bytes(num_ranks))]
-        curve = (FRESH, PLAIN, VIEW, BACK, BACK_IN_PLACE)
+        curve = (FRESH, PLAIN, DIRECT, BACK, BACK_IN_PLACE)
         judged = num_ranks == BARS_RANKS and self.engine == "nvlink"
 
         def bars(_: Case) -> Mapping[str, float | None]:
             return BARS if judged else {}
 
         def few(case: Case) -> Mapping[str, float | None]:
-            return {VIEW: SMS_BARS_US.get(case.sms or 0)} if num_ranks == BARS_RANKS else {}
+            return {DIRECT: SMS_BARS_US.get(case.sms or 0)} if num_ranks == BARS_RANKS else {}
 
         found = {
             MAIN: [Table(section=MAIN, cases=[main], kinds=tuple(KINDS), bars=bars,
@@ -116,7 +116,7 @@ class Suite:
             TOKENS: [Table(section=TOKENS, cases=[self.case(each)], kinds=curve, beside={})
                      for each in self.curve],
             BOUNDED: [Table(section=BOUNDED, cases=rings, kinds=(PLAIN, BACK))],
-            SMS: [Table(section=SMS, cases=over, kinds=(VIEW, PLAIN, BACK, BACK_IN_PLACE),
+            SMS: [Table(section=SMS, cases=over, kinds=(DIRECT, PLAIN, BACK, BACK_IN_PLACE),
                         bars=few)],
         }  # fmt: skip
         return [table for section in self.sections for table in found[section]]

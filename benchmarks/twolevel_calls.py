@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth
-from benchmarks.calls import BACK, BACK_IN_PLACE, PLAIN, VIEW
+from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, PLAIN
 from tokenyard.cli.bench_cases import COMBINE, Batch, Call, share
 from tokenyard.cli.bench_inputs import Case, Traffic
 from tokenyard.routing import tokens_in_ranks
@@ -27,7 +27,7 @@ BAR_GBS, BAR_SMS, BAR_GRID = 100.0, 24, "2x2"
 multiprocessors on such a grid.
 """
 
-ALL_KINDS = (PLAIN, "fp8", "fused", BACK, VIEW, BACK_IN_PLACE)
+ALL_KINDS = (PLAIN, "fp8", "fused", BACK, DIRECT, BACK_IN_PLACE)
 BOTH_WAYS = (PLAIN, BACK)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.calls import BACK, BACK_IN_PLACE, KINDS, PLAIN, VIEW
+from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
 from benchmarks.record import (
     MB,
     NO_TIME,
@@ -21,7 +21,7 @@ from benchmarks.twolevel_calls import BAR_GBS, BAR_GRID, BAR_SMS, NCCL, TwoLevel
 from tokenyard.cli.bench_inputs import NUM_INPUTS
 from tokenyard.cli.bench_report import Measurement, number
 
-WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (VIEW, BACK_IN_PLACE)}
+WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (DIRECT, BACK_IN_PLACE)}
 """Kinds of dispatch and combine that the bar is for, together."""
 
 

@@ -44,7 +44,7 @@ AS_TWO_BY_TWO = RECORDS / "twolevel-4xh200-dev-20261122.json"
 class Line(NamedTuple):
     """A measured time beside a prediction."""
 
-    leg: str
+    call: str
     work: Workload
     us: float
     terms: Terms
@@ -80,7 +80,7 @@ def unseen_lines(rates: Rates) -> list[Line]:
 
 def _lines(record: Path, rates: Rates) -> list[Line]:
     return [
-        Line(point.leg, point.work, point.us, predict(point.leg, point.work, rates))
+        Line(point.call, point.work, point.us, predict(point.call, point.work, rates))
         for point in read(record)
     ]
 
@@ -93,7 +93,7 @@ TURNS: dict[str, tuple[str, Dtype]] = {
     "dispatch FP8": ("dispatch", "fp8"),
     "combine BF16": ("combine", "bf16"),
 }
-"""Calls in the record of four GPUs that a plan speaks of: leg, dtype."""
+"""Calls in the record of four GPUs that a plan speaks of: call, dtype."""
 LAST_SHAPES = {24: "24, as it is now but", 132: "all 132, by turns, 2 workers"}
 """SMs, and how the runs of that shape begin in the record of two GPUs."""
 
@@ -111,23 +111,23 @@ def _two_by_two(rates: Rates) -> list[Line]:
     lines: list[Line] = []
     for row in record["rows"]:
         if row["what"] in TURNS:
-            leg, dtype = TURNS[row["what"]]
+            call, dtype = TURNS[row["what"]]
             rings = (
                 {} if row["rings_mb"] is None else {"buffer_bytes": round(row["rings_mb"] * 1e6)}
             )
             work = _as_nodes(nodes, gpus, row["tokens"], dtype, row["num_sms"], **rings)
-            lines.append(Line(leg, work, row["us"], over_nvlink(leg, work, rates)))
+            lines.append(Line(call, work, row["us"], over_nvlink(call, work, rates)))
     return sorted(lines, key=_order)
 
 
 def _two_by_one(rates: Rates) -> list[Line]:
     record: dict[str, Any] = json.loads(AS_TWO_BY_ONE.read_text())
     lines: list[Line] = []
-    for leg in ("combine", "dispatch"):
+    for call in ("combine", "dispatch"):
         for sms, beginning in LAST_SHAPES.items():
             [run] = [run for run in record["runs"] if run["what"].startswith(beginning)]
             work = _as_nodes(2, 1, record["tokens"], "bf16", sms)
-            lines.append(Line(leg, work, run[f"{leg}_us"], over_nvlink(leg, work, rates)))
+            lines.append(Line(call, work, run[f"{call}_us"], over_nvlink(call, work, rates)))
     return sorted(lines, key=_order)
 
 
@@ -147,12 +147,12 @@ def _as_nodes(
     )
 
 
-def over_nvlink(leg: str, work: Workload, rates: Rates) -> Terms:
+def over_nvlink(call: str, work: Workload, rates: Rates) -> Terms:
     """A call of engine twolevel without a network: one more copy of each row that crosses, and one
     link for both levels.
     """
     moved, sizes = known_traffic(work, "uniform"), twolevel_sizes(work)
-    if leg == "combine":
+    if call == "combine":
         terms, row_bytes = twolevel_combine(work, moved, sizes, rates), work.back_bytes
         link, gbs, programs = rates.combine, rates.turns_back_gbs, sizes.reducers
     else:
@@ -179,7 +179,7 @@ def machines(rates: Rates) -> list[Plan]:
 
 
 def lines_table(lines: list[Line]) -> str:
-    """Sorted by leg, dtype, SMs, tokens, rings."""
+    """Sorted by call, dtype, SMs, tokens, rings."""
     rows = [
         f"| {_call(line)} | {line.work.gpus_per_node} | {line.work.tokens} | {line.work.sms} | "
         f"{_times(line)} |"
@@ -209,7 +209,7 @@ def turns_table(lines: Iterable[Line]) -> str:
     for line in lines:
         work, moved = line.work, known_traffic(line.work, "uniform")
         crossing = moved.nic.busiest * (
-            work.back_bytes if line.leg == "combine" else work.row_bytes
+            work.back_bytes if line.call == "combine" else work.row_bytes
         )
         cells = [
             _call(line),
@@ -249,11 +249,11 @@ def _table(first: str, heads: list[str], rows: list[str]) -> str:
 
 
 def _order(line: Line) -> tuple[str, str, int, int, int]:
-    return line.leg, line.work.dtype, -line.work.sms, line.work.tokens, -line.work.buffer_bytes
+    return line.call, line.work.dtype, -line.work.sms, line.work.tokens, -line.work.buffer_bytes
 
 
 def _name(line: Line) -> str:
-    return f"{line.leg.replace('_', ' ')} {line.work.dtype}"
+    return f"{line.call.replace('_', ' ')} {line.work.dtype}"
 
 
 def _call(line: Line) -> str:

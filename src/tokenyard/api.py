@@ -16,7 +16,7 @@ from tokenyard.calls import Calls
 from tokenyard.config import Config
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.select import Asked, Choice, choose
+from tokenyard.engines.select import Choice, Request, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH
@@ -125,8 +125,8 @@ class ExpertParallel:
         self.topology, no_grid = settle_topology(grid, hosts)
         sizes |= {"rank": self.rank, "world_size": self.world_size}
         self.config = Config(**sizes, timeout=timeout, topology=self.topology)
-        asked = Asked(engine, where, **optional, no_grid=no_grid)
-        self._begin(choose(self.group, store, self.config, asked), hosts)
+        request = Request(engine, where, **optional, no_grid=no_grid)
+        self._begin(choose(self.group, store, self.config, request), hosts)
 
     def _begin(self, choice: Choice, hosts: list[str]) -> None:
         """Make the engine. ``hosts``: of each rank."""
@@ -194,13 +194,13 @@ class ExpertParallel:
         shape, how = (layout, exact, expert_alignment, capacity), (after, return_hook, options)
         try:
             when = check.when(async_op, *how, checks.is_cast(topk_weights))
-            asked = check.dispatch(
+            request = check.dispatch(
                 x, topk_idx, topk_weights, handle, shape, quantize, in_place, when, options
             )
         except (ValueError, NotSupported) as error:
             op = DISPATCH if handle is None else CACHED
             raise calls.refuse(op, exact is not False, error) from None
-        return calls.dispatch(asked) if handle is None else calls.redispatch(asked)
+        return calls.dispatch(request) if handle is None else calls.redispatch(request)
 
     @overload
     def combine(
@@ -281,10 +281,10 @@ class ExpertParallel:
         try:
             derives = checks.is_copied(x) or topk_weights is not None or reduce_weights is not None
             when = check.when(async_op, *how, derives)
-            asked = check.combine(x, handle, weights, bias, out, in_place, when, options)
+            request = check.combine(x, handle, weights, bias, out, in_place, when, options)
         except (ValueError, NotSupported) as error:
             raise calls.refuse(COMBINE, True, error) from None
-        combined = calls.combine(asked)
+        combined = calls.combine(request)
         return combined if when.later or reduce_weights is not None else combined.x
 
     def warmup(self) -> None:

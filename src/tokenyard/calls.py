@@ -123,19 +123,19 @@ class Calls(Guard):
 
     # Called by the API
 
-    def dispatch(self, asked: DispatchRequest) -> Received:
+    def dispatch(self, request: DispatchRequest) -> Received:
         """A fresh dispatch."""
-        payload, topk_idx, weights, spec, mode, _, in_place, when = asked
+        payload, topk_idx, weights, spec, mode, _, in_place, when = request
         tracked = not in_place and transforms.is_tracked(payload.x, weights)
         if tracked or when.later:
-            return self._dispatch_later(asked, tracked)
+            return self._dispatch_later(request, tracked)
         self._wait_before(when)
         send, options = self.engine.dispatch, {"in_place": in_place} | (when.extras or _NO_EXTRAS)
         moved = self.make("dispatch", send, payload, topk_idx, weights, spec, mode, **options)
-        return Received(fields=self._fresh_fields(asked, *moved))
+        return Received(fields=self._fresh_fields(request, *moved))
 
-    def _dispatch_later(self, asked: DispatchRequest, tracked: bool) -> Received:
-        payload, ids, weights, spec, mode, _, in_place, when = asked
+    def _dispatch_later(self, request: DispatchRequest, tracked: bool) -> Received:
+        payload, ids, weights, spec, mode, _, in_place, when = request
         assert ids is not None
         still, fixed = Payload(payload.x.detach(), payload.scales), transforms.detached(weights)
         call = partial(self.engine.dispatch, still, ids, fixed, spec, mode, in_place=in_place)
@@ -145,25 +145,25 @@ class Calls(Guard):
         def finish() -> dict[str, Any]:
             if not tracked:
                 moved = self._run(ticket, "dispatch", call)
-                return ahead or self._fresh_fields(asked, *moved)
+                return ahead or self._fresh_fields(request, *moved)
             moved = autograd.dispatch(Call(self, spec, ticket, mode=mode), payload, ids, weights)
             scales = moved[0].scales
             options: CallOptions | None = (when.extras or _NO_EXTRAS).get("options")
             if scales is not None and options is not None and options.scales_by_column:
                 scales = by_column(scales.view(*self._padded, scales.shape[1]))  # it has rows
                 moved = Payload(moved[0].x, scales), *moved[1:]
-            return self._fresh_fields(asked, *moved)
+            return self._fresh_fields(request, *moved)
 
         if when.in_two and not tracked:
-            ahead = self._fresh_fields(asked, *self.queue.held(ticket).ahead())
+            ahead = self._fresh_fields(request, *self.queue.held(ticket).ahead())
         received = Received(finish, self._work_of(ticket))
         if ahead is not None:
             received.ahead = Received(fields=ahead)
         return self._waited_for(received, when, ticket)
 
-    def redispatch(self, asked: DispatchRequest) -> Received:
+    def redispatch(self, request: DispatchRequest) -> Received:
         """A cached dispatch: the rows, with the routing that the handle knows."""
-        payload, _, _, _, mode, known, in_place, when = asked
+        payload, _, _, _, mode, known, in_place, when = request
         assert known is not None
         plan, spec, x = known.plan, known.spec, payload.x
         if not when.later and (in_place or not transforms.is_tracked(x)):
@@ -184,9 +184,9 @@ class Calls(Guard):
 
         return self._waited_for(Received(finish, self._work_of(ticket)), when, ticket)
 
-    def combine(self, asked: CombineRequest) -> Combined:
+    def combine(self, request: CombineRequest) -> Combined:
         """A combine."""
-        rows, handle, weights, at_owner, reduce, bias, out, in_place, when = asked
+        rows, handle, weights, at_owner, reduce, bias, out, in_place, when = request
         plan, spec = handle.plan, handle.spec
         if at_owner is not None:
             weights = self._fetch_weights(at_owner, handle)
@@ -275,9 +275,9 @@ class Calls(Guard):
     # Results
 
     def _fresh_fields(
-        self, asked: DispatchRequest, received: Payload, plan: Plan, arrived: Arrived
+        self, request: DispatchRequest, received: Payload, plan: Plan, arrived: Arrived
     ) -> dict[str, Any]:
-        spec, ids = asked.spec, asked.topk_idx
+        spec, ids = request.spec, request.topk_idx
         assert ids is not None
         padded = spec.layout is Layout.EXPERT_PADDED
         handle = Handle(
@@ -285,12 +285,12 @@ class Calls(Guard):
             spec=spec,
             num_tokens=ids.shape[0],
             num_rows=self._padded_rows if padded else received.x.shape[0],
-            has_weights=asked.weights is not None,
+            has_weights=request.weights is not None,
             index_dtype=ids.dtype,
             plan=plan,
             arrived=arrived,
         )
-        return self._fields(asked.payload.x, received, handle)
+        return self._fields(request.payload.x, received, handle)
 
     def _fields(self, sent: Tensor, received: Payload, handle: Handle) -> dict[str, Any]:
         shape = self._padded if handle.spec.layout is Layout.EXPERT_PADDED else (handle.num_rows,)

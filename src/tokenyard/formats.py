@@ -166,10 +166,10 @@ FORMATS = {
 }
 """How a dispatch with ``quantize=`` sends rows."""
 
-BY_SCALE = {form.scale: form for form in reversed(FORMATS.values())}
+BY_SCALE = {wire_format.scale: wire_format for wire_format in reversed(FORMATS.values())}
 """How rows are dequantised that came with scales of a dtype."""
 
-SCALE_DTYPES = tuple(dict.fromkeys(form.scale for form in FORMATS.values()))
+SCALE_DTYPES = tuple(dict.fromkeys(wire_format.scale for wire_format in FORMATS.values()))
 
 
 def row_of(payload: Payload, mode: Quantize | None) -> RowFormat:
@@ -189,12 +189,13 @@ def given(data: Tensor, scales: Tensor) -> Payload:
     Raises:
         ValueError: scales of single bytes are not one per block.
     """
-    form, num_scales = BY_SCALE[scales.dtype], scales.shape[1]
-    if scales.dtype.itemsize < WORD and num_scales != form.num_scales(data.shape[1]):
+    wire_format, num_scales = BY_SCALE[scales.dtype], scales.shape[1]
+    if scales.dtype.itemsize < WORD and num_scales != wire_format.num_scales(data.shape[1]):
         raise ValueError(
             f"x.scales has shape {list(scales.shape)}, but {scales.dtype} scales of "
             f"{data.shape[1]} channels must be [T, S] = "
-            f"{[scales.shape[0], form.num_scales(data.shape[1])]}: one per {form.block} channels"
+            f"{[scales.shape[0], wire_format.num_scales(data.shape[1])]}: one per "
+            f"{wire_format.block} channels"
         )
     missing = -num_scales * scales.dtype.itemsize % WORD
     if missing:
@@ -204,9 +205,9 @@ def given(data: Tensor, scales: Tensor) -> Payload:
 
 def scales_received(scales: Tensor, hidden: int) -> Tensor:
     """Scales ``[..., S]`` of rows of ``hidden`` channels, without what makes their words whole."""
-    form = BY_SCALE[scales.dtype]
-    whole = form.scale.itemsize == WORD or scales.shape[-1] == form.num_scales(hidden)
-    return scales if whole else scales[..., : form.num_scales(hidden)]
+    wire_format = BY_SCALE[scales.dtype]
+    whole = wire_format.scale.itemsize == WORD or scales.shape[-1] == wire_format.num_scales(hidden)
+    return scales if whole else scales[..., : wire_format.num_scales(hidden)]
 
 
 def cast_payload(payload: Payload, mode: Quantize | None) -> Payload:

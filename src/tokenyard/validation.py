@@ -75,9 +75,9 @@ class Validation:
         if in_place:
             engine, most = self._calls.engine, self._most_bytes
             checks.check_in_place(engine, spec, payload, topk_weights, config, most)
-        asked = DispatchRequest(payload, topk_idx, weights, spec, quantize, known, in_place, when)
-        self._check_engine(asked, options)
-        return asked
+        request = DispatchRequest(payload, topk_idx, weights, spec, quantize, known, in_place, when)
+        self._check_engine(request, options)
+        return request
 
     def combine(
         self,
@@ -154,17 +154,17 @@ class Validation:
         extras: dict[str, Any] = {} if options is None else {"options": options}
         return When(later, after, return_hook, extras | ({"in_two": True} if return_hook else {}))
 
-    def _check_engine(self, asked: DispatchRequest, options: CallOptions | None) -> None:
+    def _check_engine(self, request: DispatchRequest, options: CallOptions | None) -> None:
         """Raise if tangents cannot be moved, or the engine for decoding cannot do it."""
-        payload, low = asked.payload, self._calls.low
-        if asked.mode is not None or payload.scales is not None:
+        payload, low = request.payload, self._calls.low
+        if request.mode is not None or payload.scales is not None:
             transforms.check_tangents(
                 payload, "quantised rows carry none: dispatch plain rows, or x.detach()"
             )
         if low is not None:
-            transforms.check_tangents((*payload, asked.weights), _NO_TANGENTS)
-            how = {"cached": asked.known is not None, "in_place": asked.in_place}
-            low.check_dispatch(payload, asked.spec, asked.mode, **how, options=options)
+            transforms.check_tangents((*payload, request.weights), _NO_TANGENTS)
+            how = {"cached": request.known is not None, "in_place": request.in_place}
+            low.check_dispatch(payload, request.spec, request.mode, **how, options=options)
 
     def _check_device(self, x: Tensor) -> None:
         if self._device is None and x.device.type not in ("cpu", "cuda"):

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 import nvlink_compile
-from low_latency_plants import planted
+from low_latency_mutations import planted
 from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
 from tokenyard.config import Config
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.low_latency_workspace import kernel_config
+from tokenyard.engines.low_latency_workspace import low_latency_tuning
 from tokenyard.handle import Spec
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
@@ -55,7 +55,7 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
         timeout=5.0,
     )
     engine = LowLatencyEngine(
-        config, memory, Stats.zeros(0, RANKS), kernel_config(SMS, RANKS, tokens), None
+        config, memory, Stats.zeros(0, RANKS), low_latency_tuning(SMS, RANKS, tokens), None
     )
     x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
     weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)

@@ -28,11 +28,11 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from nvlink_plants import planted
+from nvlink_mutations import planted
 from tokenyard.config import Config
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, nvlink_tuning
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
@@ -140,9 +140,11 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         world_size=RANKS,
         timeout=5.0,
     )
-    shape = shape_for(num_sms, RANKS, all_sms=num_sms == SMS)
-    blame = FailureReports(dist.HashStore(), 0, 1.0)
-    engine = NvlinkEngine(config, memory, Stats.zeros(0, RANKS), shape, DEFAULT_BUFFER_BYTES, blame)
+    tuning = nvlink_tuning(num_sms, RANKS, all_sms=num_sms == SMS)
+    failures = FailureReports(dist.HashStore(), 0, 1.0)
+    engine = NvlinkEngine(
+        config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures
+    )
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
     fp8 = Payload(cast.data, cast.scales)

@@ -19,7 +19,7 @@ from nvlink_pool import without_devices
 pytestmark = without_devices
 
 TREE = Path(__file__).parents[2]
-FEW = "^(greet_kernel|unpack_kernel) .*@132"
+FEW = "^(call_barrier_kernel|unpack_kernel) .*@132"
 """Variants that compile fast."""
 
 PTX = """
@@ -139,12 +139,14 @@ def test_a_changed_kernel_is_reported_and_no_other(tmp_path: Path) -> None:
         and ", 0 compiled" in again
     )
 
-    greet = tree / "src" / "tokenyard" / "kernels" / "greet.py"
-    text = greet.read_text()
+    call_barrier = tree / "src" / "tokenyard" / "kernels" / "call_barrier.py"
+    text = call_barrier.read_text()
     assert text.count("tl.store(words(state) + EPOCH, calls + 1)") == 1
-    greet.write_text(text.replace("EPOCH, calls + 1)", "EPOCH, calls + 2)"))
+    call_barrier.write_text(text.replace("EPOCH, calls + 1)", "EPOCH, calls + 2)"))
     assert ", 1 compiled" in _run("record", after, "--tree", tree, "--known", before)[1]
     status, said = _run("compare", before, after)
     assert status == 1 and said.count("differs") == 1, said
-    assert f"{count - 1} of {count:4} identical" in said and "differs\ngreet_kernel" in said, said
+    assert (
+        f"{count - 1} of {count:4} identical" in said and "differs\ncall_barrier_kernel" in said
+    ), said
     assert _run("compare", before, before)[0] == 0

@@ -110,7 +110,7 @@ def test_every_put_through_the_network_is_fenced(everything: Facts) -> None:
     through = {name: each for name, each in everything.items() if name.endswith("network")}
     assert {name.split()[0] for name in waiting(through)} == {
         "plan_kernel",
-        "two_greet_kernel",
+        "two_call_barrier_kernel",
         "two_dispatch_kernel",
         "two_combine_kernel",
         "two_direct_kernel",

@@ -24,7 +24,7 @@ from tokenyard.config import Config
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.twolevel import TwolevelEngine
-from tokenyard.engines.twolevel_ground import tuning_for
+from tokenyard.engines.twolevel_workspace import twolevel_tuning
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
@@ -48,8 +48,8 @@ class Mapping(Recorder):
 
 
 def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launch]:
-    """The launches worth their seconds. ``mapped``: the network is for letters and
-    greetings only.
+    """The launches worth their seconds. ``mapped``: the network is for node headers and
+    announcements only.
     """
     memory: Any = Mapping() if mapped else Recorder()
     memory.ranks_per_node = GRID.ranks_per_node if network else 0
@@ -63,7 +63,7 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
         timeout=5.0,
         topology=GRID,
     )
-    tuning = tuning_for(num_sms, GRID, all_sms=num_sms == SMS)
+    tuning = twolevel_tuning(num_sms, GRID, all_sms=num_sms == SMS)
     engine = TwolevelEngine(
         config,
         memory,
@@ -131,7 +131,7 @@ def narrow_rows() -> Launch:
         timeout=5.0,
         topology=grid,
     )
-    tuning = tuning_for(8, grid, all_sms=True)
+    tuning = twolevel_tuning(8, grid, all_sms=True)
     engine = TwolevelEngine(
         config,
         memory,

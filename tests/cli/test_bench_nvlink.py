@@ -19,7 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import nvlink
 from benchmarks.__main__ import app
 from benchmarks.batches import DeviceTruth
-from benchmarks.calls import BACK, BACK_IN_PLACE, FRESH, KINDS, PLAIN, VIEW
+from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, FRESH, KINDS, PLAIN
 from benchmarks.clock import QueuedClock
 from benchmarks.nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Suite, run_suite
 from benchmarks.nvlink_report import losses, markdown
@@ -277,16 +277,23 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert {call.get("quantize") for call in calls} == {None, ty.Quantize.FP8}
     over = [(line.case.sms, line.kind, line.bar_us) for line in lines if line.section == SMS]
-    assert over[:4] == [(8, VIEW, 560), (8, PLAIN, None), (8, BACK, None), (8, BACK_IN_PLACE, None)]
+    assert over[:4] == [
+        (8, DIRECT, 560),
+        (8, PLAIN, None),
+        (8, BACK, None),
+        (8, BACK_IN_PLACE, None),
+    ]
     assert over[4:] == [
-        (24, VIEW, 490),
+        (24, DIRECT, 490),
         (24, PLAIN, None),
         (24, BACK, None),
         (24, BACK_IN_PLACE, None),
     ]
     assert [options["num_sms"] for options in made][-4:] == [8, 8, 24, 24]
     assert {options["engine"] for options in made} == {"nvlink"}
-    assert [line.case.tokens for line in lines if line.section == TOKENS and line.kind == VIEW] == [
+    assert [
+        line.case.tokens for line in lines if line.section == TOKENS and line.kind == DIRECT
+    ] == [
         4,
         30,
     ]
@@ -300,7 +307,7 @@ def test_every_kind_of_call_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("flip", "wrong"),
-    [("in place", {VIEW, "view8"}), ("combine", {BACK}), ("combine in place", {BACK_IN_PLACE})],
+    [("in place", {DIRECT, "view8"}), ("combine", {BACK}), ("combine in place", {BACK_IN_PLACE})],
 )
 def test_wrong_bits_get_no_time(
     flip: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch

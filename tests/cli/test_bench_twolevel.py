@@ -21,7 +21,7 @@ import tokenyard as ty
 from benchmarks import __main__ as command
 from benchmarks import twolevel as network
 from benchmarks.__main__ import app
-from benchmarks.calls import BACK, BACK_IN_PLACE, KINDS, PLAIN, VIEW
+from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
 from benchmarks.record import Network
 from benchmarks.twolevel import (
     ALL_KINDS,
@@ -63,13 +63,13 @@ FACTS: dict[str, Any] = {
     "commit": "abc",
     "command": "tokenyard bench",
 }
-DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[VIEW].name
+DISPATCH, DISPATCH_IN_PLACE = KINDS[PLAIN].name, KINDS[DIRECT].name
 COMBINE_NAME, BACK_IN_PLACE_NAME = KINDS[BACK].name, KINDS[BACK_IN_PLACE].name
 NAMES = [KINDS[kind].name for kind in ALL_KINDS]
 KIND_OF = {kind.name: name for name, kind in KINDS.items()}
 NCCL = ""
 """The engine of a collective."""
-VIEW_BYTES = 1000
+IN_PLACE_BYTES = 1000
 
 
 # What must cross, and what must come
@@ -165,13 +165,13 @@ class Pretended:
     def dispatch(self, x: Any, *args: Any, in_place: bool = False, **options: Any) -> ty.Received:
         recv = self.ep.dispatch(x, *args, **options)
         if in_place:
-            self.view = VIEW_BYTES
+            self.view = IN_PLACE_BYTES
             recv.x.flatten()[3] += self.spoil == "in place"
         return recv
 
     def empty_for_combine(self, handle: ty.Handle, *, in_place: bool) -> torch.Tensor:
         assert in_place
-        self.view = VIEW_BYTES
+        self.view = IN_PLACE_BYTES
         return self.ep.empty_for_combine(handle)
 
     def combine(self, *args: Any, in_place: bool = False) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_lines(ranks: Ranks) -> None:
         held = [each.held_bytes for each in networks]
         assert (
             list(zip(held, [line.symmetric_bytes for line in lines[:6]], strict=True))
-            == [(4321, 4321)] * 4 + [(4321, 4321 + VIEW_BYTES)] * 2
+            == [(4321, 4321)] * 4 + [(4321, 4321 + IN_PLACE_BYTES)] * 2
         )
         assert [each.row_bytes for each in networks] == [512, 264, 264, 512, 512, 512]
         assert refused.error.startswith("wrong on rank 0, 1 (input 0)")

@@ -47,7 +47,7 @@ def test_the_busiest_gpu_sets_every_time() -> None:
         twolevel_sizes(MANY),
         nvlink_sizes(replace(MANY, nodes=1)),
     )
-    legs = H200.collective, H200.collective_back
+    calls = H200.collective, H200.collective_back
     calls = [
         *(
             lambda rows, call=call: call(one, rows, inner, H200)
@@ -58,10 +58,13 @@ def test_the_busiest_gpu_sets_every_time() -> None:
             for call in (twolevel_dispatch, twolevel_combine)
         ),
         *(
-            lambda rows, leg=leg: collective_call(MANY, rows, leg, MANY.row_bytes, H200)
-            for leg in legs
+            lambda rows, call=call: collective_call(MANY, rows, call, MANY.row_bytes, H200)
+            for call in calls
         ),
-        *(lambda rows, leg=leg: flat_call(MANY, rows, leg, MANY.row_bytes, H200) for leg in legs),
+        *(
+            lambda rows, call=call: flat_call(MANY, rows, call, MANY.row_bytes, H200)
+            for call in calls
+        ),
     ]
     for call in calls:
         assert call(rows) == call(only(rows, "mean"))
@@ -128,4 +131,4 @@ def test_a_record_is_read_by_the_median_on_the_device(
     path = tmp_path / "record.json"
     row |= {"device": device, "wall": {"median": 8.0, "min": 7.0, "p99": 9.0}}
     path.write_text(json.dumps({"devices": ["a", "b"], "rows": [row]}))
-    assert [(point.leg, point.us) for point in read(path)] == [("combine", us)]
+    assert [(point.call, point.us) for point in read(path)] == [("combine", us)]

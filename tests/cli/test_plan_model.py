@@ -18,8 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, shape_for
-from tokenyard.engines.twolevel_ground import NetRing, TwoGround, most_channels, tuning_for
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, nvlink_tuning
+from tokenyard.engines.twolevel_workspace import (
+    NetRing,
+    TwolevelWorkspace,
+    most_channels,
+    twolevel_tuning,
+)
 from tokenyard.header import COUNTS
 from tokenyard.planner.model import (
     Terms,
@@ -32,18 +37,18 @@ from tokenyard.planner.model import (
     twolevel_dispatch,
 )
 from tokenyard.planner.prediction import COMBINE, DISPATCH, FLAT, IN_PLACE, plan, scaling
-from tokenyard.planner.rates import H200, LEAST, MOST, Leg
+from tokenyard.planner.rates import H200, LEAST, MOST, CallRates
 from tokenyard.planner.record import rates_from, read
-from tokenyard.planner.sizes import Ring, Sizes, forms, nvlink_sizes, twolevel_sizes
+from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes, row_layouts, twolevel_sizes
 from tokenyard.planner.traffic import traffic
 from tokenyard.planner.workload import Dtype, Workload
 
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
 ROUND = replace(
     H200,
-    dispatch=Leg(10.0, 100.0, 2.0),
-    in_place=Leg(10.0, 100.0, 2.0),
-    collective=Leg(50.0, 10.0),
+    dispatch=CallRates(10.0, 100.0, 2.0),
+    in_place=CallRates(10.0, 100.0, 2.0),
+    collective=CallRates(50.0, 10.0),
     copy_gbs=1000.0,
     nic_gbs=5.0,
     latency_us=3.0,
@@ -105,7 +110,7 @@ def test_a_combine_by_hand() -> None:
     sizes = Sizes(
         channels=5, senders=50, writers=100, reducers=5, rings=(ring,), symmetric_bytes=80000
     )
-    rates = replace(ROUND, combine=Leg(10.0, 100.0, 2.0))
+    rates = replace(ROUND, combine=CallRates(10.0, 100.0, 2.0))
     found: list[Terms] = []
     for gpus in (2, 4):
         work = Workload(nodes=1, gpus_per_node=gpus, tokens=1000, hidden=1000, experts=4, topk=2)
@@ -202,23 +207,23 @@ def test_which_engines_are_planned() -> None:
 def test_sizes_are_the_engines_own() -> None:
     for gpus, sms in ((2, 132), (4, 24), (8, 132)):
         found = nvlink_sizes(layer(gpus=gpus, sms=sms))
-        shape = shape_for(sms, gpus, all_sms=sms == 132)
+        tuning = nvlink_tuning(sms, gpus, all_sms=sms == 132)
         [ring] = found.rings
-        assert (found.channels, found.writers) == (shape.channels, shape.writers)
-        assert ring.count == gpus * shape.channels
+        assert (found.channels, found.writers) == (tuning.channels, tuning.writers)
+        assert ring.count == gpus * tuning.channels
         assert (
             DEFAULT_BUFFER_BYTES - 256 * ring.count
             < ring.count * ring.num_bytes
             <= DEFAULT_BUFFER_BYTES
         )
-        there = forms(layer(gpus=gpus, sms=sms))[0]
+        there = row_layouts(layer(gpus=gpus, sms=sms))[0]
         # With token, 8 ids and 8 weights, padded to 16 bytes: what crosses.
         assert there.row_bytes == 14336 + 80
         # Whole lines of memory: what it takes in a ring.
         assert ring.slots == ring.num_bytes // (14336 + 128)
         assert (ring.chunk, ring.back_chunk) == (
-            min(shape.dispatch.chunk, ring.slots // 2),
-            shape.send.chunk,
+            min(tuning.dispatch.chunk, ring.slots // 2),
+            tuning.send.chunk,
         )
 
 
@@ -228,25 +233,25 @@ def test_sizes_are_the_engines_own() -> None:
 def test_sizes_of_two_levels_are_the_engines_own(nodes: int, gpus: int, dtype: Dtype) -> None:
     """Beside the engine's own layout of its memory, made without any."""
     work = layer(nodes, gpus, dtype=dtype)
-    ground: Any = object.__new__(TwoGround)
-    ground.grid, ground.header_words = work.grid, COUNTS + -(-256 // work.ranks)
+    workspace: Any = object.__new__(TwolevelWorkspace)
+    workspace.grid, workspace.header_words = work.grid, COUNTS + -(-256 // work.ranks)
     channels = most_channels(work.grid, 2 * work.hidden, DEFAULT_BUFFER_BYTES)
-    ground.tuning = ground.shape = tuning_for(132, work.grid, all_sms=True, channels=channels)
-    ground._lay_out(work.ranks, ground.shape.channels, DEFAULT_BUFFER_BYTES)
+    workspace.tuning = twolevel_tuning(132, work.grid, all_sms=True, channels=channels)
+    workspace._lay_out(work.ranks, workspace.tuning.channels, DEFAULT_BUFFER_BYTES)
     found = twolevel_sizes(work)
     network, inner = found.rings
-    assert found.channels == ground.shape.channels
-    assert found.senders == found.reducers == ground.num_programs
-    assert (inner.num_bytes, network.num_bytes) == (ground.ring_bytes, ground.net_ring_bytes)
-    assert found.symmetric_bytes == ground.num_bytes
-    for form, slots, chunk in zip(
-        forms(work),
+    assert found.channels == workspace.tuning.channels
+    assert found.senders == found.reducers == workspace.num_programs
+    assert (inner.num_bytes, network.num_bytes) == (workspace.ring_bytes, workspace.net_ring_bytes)
+    assert found.symmetric_bytes == workspace.num_bytes
+    for row_layout, slots, chunk in zip(
+        row_layouts(work),
         (network.slots, network.back_slots),
         (network.chunk, network.back_chunk),
         strict=True,
     ):
-        assert ground.net_ring(form) == (NetRing(slots, chunk))
-    assert inner.slots == inner.num_bytes // forms(work)[0].slot_bytes
+        assert workspace.net_ring(row_layout) == (NetRing(slots, chunk))
+    assert inner.slots == inner.num_bytes // row_layouts(work)[0].slot_bytes
 
 
 @pytest.mark.parametrize(("nodes", "sms"), [(2, 24), (128, 24), (128, 132)])
@@ -346,10 +351,10 @@ def test_times_are_finite_whatever_the_rates(value: float) -> None:
 
 def test_a_sweep_of_the_bench_is_read() -> None:
     points = read(RECORD.with_name("collective-4xh200-20261121.json"))
-    assert [(point.leg, point.work.tokens, point.work.ranks) for point in points] == [
-        (leg, tokens, 4)
+    assert [(point.call, point.work.tokens, point.work.ranks) for point in points] == [
+        (call, tokens, 4)
         for tokens in (128, 1024, 4096)
-        for leg in ("collective", "collective_back")
+        for call in ("collective", "collective_back")
     ]
     assert points[0].us == pytest.approx(299.024, abs=0.001)
 
@@ -360,7 +365,7 @@ def test_rings_of_a_record_are_read() -> None:
     sizes = {
         point.work.buffer_bytes
         for point in points
-        if point.leg == "combine" and point.work.tokens > 16384
+        if point.call == "combine" and point.work.tokens > 16384
     }
     assert len(sizes) == 2 and min(sizes) == DEFAULT_BUFFER_BYTES
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tokenyard.planner.model import predict
-from tokenyard.planner.rates import H200, LEGS, Leg
+from tokenyard.planner.rates import CALLS, H200, CallRates
 from tokenyard.planner.record import fit, rates_from, read
 from tokenyard.planner.sizes import nvlink_sizes
 from tokenyard.planner.traffic import traffic
@@ -38,8 +38,8 @@ def rates() -> Any:
 
 def test_built_in_rates_are_the_fitted_ones(rates: Any) -> None:
     """Rounded: within 0.6 %."""
-    for leg in LEGS:
-        for built_in, fitted in zip(getattr(H200, leg), getattr(rates, leg), strict=True):
+    for call in CALLS:
+        for built_in, fitted in zip(getattr(H200, call), getattr(rates, call), strict=True):
             assert (built_in is None) == (fitted is None)
             assert built_in is None or built_in == pytest.approx(fitted, rel=6e-3)
 
@@ -50,9 +50,9 @@ def test_every_point_of_the_fit_is_near(rates: Any) -> None:
     lines = tables.fitted_lines(rates)
     assert len(lines) == 48
     for line in lines:
-        odd = line.leg == "in_place" and line.work.sms == 16
+        odd = line.call == "in_place" and line.work.sms == 16
         assert abs(line.error) < (
-            0.22 if line.leg.startswith("collective") else 0.14 if odd else 0.1
+            0.22 if line.call.startswith("collective") else 0.14 if odd else 0.1
         ), line
 
 
@@ -74,7 +74,7 @@ def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
     assert len(lines) == 42 and all(line.work.ranks == 4 for line in lines)
     most = {"all SMs, 1024 tokens or more": 0.1, "all SMs, fewer tokens": 0.24, "fewer SMs": 0.16}
     for line in lines:
-        few = line.leg == "combine" and line.group == "fewer SMs"
+        few = line.call == "combine" and line.group == "fewer SMs"
         assert -(0.36 if few else most[line.group]) < line.error < most[line.group], line
 
 
@@ -97,7 +97,7 @@ def test_bytes_between_nodes_are_the_benchs_own() -> None:
     """GB/s as the bench printed them, from its own count of rows."""
     for row in json.loads(tables.AS_TWO_BY_TWO.read_text())["rows"]:
         if row["what"] in tables.TURNS:
-            leg, dtype = tables.TURNS[row["what"]]
+            call, dtype = tables.TURNS[row["what"]]
             work = Workload(
                 nodes=2,
                 gpus_per_node=2,
@@ -107,7 +107,7 @@ def test_bytes_between_nodes_are_the_benchs_own() -> None:
                 topk=8,
                 dtype=dtype,
             )
-            row_bytes = work.back_bytes if leg == "combine" else work.row_bytes
+            row_bytes = work.back_bytes if call == "combine" else work.row_bytes
             crossing = traffic(work, "uniform").nic.busiest * row_bytes
             assert crossing / row["us"] / 1e3 == pytest.approx(row["network_gbs"], abs=0.15), row
 
@@ -134,11 +134,11 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
 
 def test_a_fit_recovers_what_made_the_times() -> None:
     """Times that the model made itself, from rates far from the built-in ones."""
-    made = replace(H200, dispatch=Leg(30.0, 150.0, 11.0))
+    made = replace(H200, dispatch=CallRates(30.0, 150.0, 11.0))
     points = [
         replace(point, us=predict("dispatch", point.work, made).us) for point in read(tables.TWO)
     ]
-    mine = [point for point in points if point.leg == "dispatch"]
+    mine = [point for point in points if point.call == "dispatch"]
     assert fit("dispatch", mine, H200) == pytest.approx(made.dispatch, rel=1e-4)
 
 
@@ -151,7 +151,7 @@ def test_memory_is_what_was_measured() -> None:
     [work] = {
         point.work
         for point in read(tables.TWO)
-        if point.work.tokens == 64 and point.leg == "dispatch"
+        if point.work.tokens == 64 and point.call == "dispatch"
     }
     assert held and all(0 <= each - nvlink_sizes(work).symmetric_bytes < 1 << 20 for each in held)
 

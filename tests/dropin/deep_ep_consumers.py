@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import tokenyard.deep_ep as deep_ep
+from bad_input import gloo
 from deep_ep_world import World, from_fp8, to_fp8
-from hostile import gloo
 from tokenyard.testing import Ranks
 
 MOST = 32

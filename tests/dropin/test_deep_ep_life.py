@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
+from bad_input import error_of, gloo, meet
 from deep_ep_calls import fresh
 from deep_ep_world import World
-from hostile import error_of, gloo, meet
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
+from bad_input import error_of
 from deep_ep_world import TOKENS, World, calc_diff, from_fp8
-from hostile import error_of
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import deep_ep_wrong as wrong
 import tokenyard as ty
+from bad_input import anyone, check, error_of, gloo, meet
 from deep_ep_calls import fresh
 from deep_ep_world import World
-from hostile import anyone, check, error_of, gloo, meet
 from nvlink_pool import without_devices
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test

@@ -5,8 +5,8 @@ developers; no test runs it.
 (all combinations; ``--help`` has the rest)
 
 Ranks are threads of one process (*virtual ranks*), a stream each; those of different GPUs reach
-each other over NVLink by peer pointers, for letters and greetings too (no NVSHMEM). Maps of a 2x2
-grid:
+each other over NVLink by peer pointers, for node headers and announcements too (no NVSHMEM). Maps
+of a 2x2 grid:
 
 - **A**: ranks of a node share a GPU, so what a node sends to another crosses NVLink;
 - **B**: ranks of a node are on different GPUs, so what goes on inside of a node crosses NVLink.

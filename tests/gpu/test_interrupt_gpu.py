@@ -58,14 +58,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def watching(store: Any, rank: int = 0) -> tuple[StatusMonitor, Any]:
+def monitoring(store: Any, rank: int = 0) -> tuple[StatusMonitor, Any]:
     config: Any = SimpleNamespace(rank=rank, timeout=PATIENT)
-    ground: Any = SimpleNamespace(
+    workspace: Any = SimpleNamespace(
         memory=Memory(), status=torch.zeros(sync.STATUS_WORDS).long(), state=torch.zeros(16).long()
     )
-    watch = StatusMonitor(config, ground, FailureReports(store, rank, PATIENT))
-    watch._begun.append(Begun(DISPATCH, 3, 0, 0))
-    return watch, ground
+    monitor = StatusMonitor(config, workspace, FailureReports(store, rank, PATIENT))
+    monitor._begun.append(Begun(DISPATCH, 3, 0, 0))
+    return monitor, workspace
 
 
 def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
@@ -73,27 +73,27 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
     wait for them.
     """
     store = dist.HashStore()
-    watch, ground = watching(store)
+    monitor, workspace = monitoring(store)
     made: list[Any] = []
     engine: Any = SimpleNamespace(
         waits_on_host=False,
         name="nvlink",
         calls_begun=3,
         decoder=None,
-        interrupt=watch.interrupt,
+        interrupt=monitor.interrupt,
         close=lambda: made.append(1),
     )
     config: Any = SimpleNamespace(rank=0, world_size=2, num_local_experts=1, padded_rows=1)
     calls = Calls(config, engine, torch.device("cpu"))
     strike()
     with pytest.raises(KeyboardInterrupt):
-        calls.make("dispatch", watch.wait, lambda: False)
-    assert ground.state[sync.GIVEN_UP.value] == 1
+        calls.make("dispatch", monitor.wait, lambda: False)
+    assert workspace.state[sync.GIVEN_UP.value] == 1
     with pytest.raises(
         RuntimeError, match=r"was interrupted in dispatch #3 \(KeyboardInterrupt\).*make a new one"
     ):
         calls.check_open()
-    other, _ = watching(store, rank=1)
+    other, _ = monitoring(store, rank=1)
     with pytest.raises(PeerLost, match=r"rank 0 was interrupted in dispatch #3") as lost:
         other.wait(lambda: False)
     assert lost.value.rank == 0
@@ -110,23 +110,23 @@ def test_who_waits_for_the_device_hears_of_it(
     over = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait(PATIENT))
     store = dist.HashStore()
-    watch, ground = watching(store, rank=1)
+    monitor, workspace = monitoring(store, rank=1)
     FailureReports(store, 0, 1.0).report("rank 0 was interrupted", 0)
     with pytest.raises(PeerLost, match="rank 0 was interrupted"):
-        watch.finish()
-    assert ground.state[sync.GIVEN_UP.value] == 1
+        monitor.finish()
+    assert workspace.state[sync.GIVEN_UP.value] == 1
     over.set()
-    other, ground = watching(dist.HashStore(), rank=1)
+    other, workspace = monitoring(dist.HashStore(), rank=1)
     other.finish()
-    assert not ground.state.any()
+    assert not workspace.state.any()
 
 
 def test_a_wait_that_is_over_asks_nobody(machine: Machine) -> None:
     store = dist.HashStore()
-    watch, ground = watching(store, rank=1)
+    monitor, workspace = monitoring(store, rank=1)
     FailureReports(store, 0, 1.0).report("rank 0 was interrupted", 0)
-    watch.wait(lambda: True)
-    assert not ground.state.any()
+    monitor.wait(lambda: True)
+    assert not workspace.state.any()
 
 
 def test_ctrl_c_over_the_group(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
+from bad_input import meet
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine, skip_without_gpus
-from hostile import meet
 from tokenyard import reference
 from tokenyard.testing import ROUTINGS, Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
@@ -175,7 +175,7 @@ def test_rows_of_one_rank_that_rings_cannot_hold(ranks: Ranks) -> None:
     """
     case = Case(ranks.world_size, hidden=512)
     with case.make(ranks) as ep:
-        channels = ep._calls.engine._ground.shape.channels
+        channels = ep._calls.engine._workspace.tuning.channels
     with case.make(ranks, buffer_bytes=ranks.world_size * channels * 2816) as ep:
         x, (idx, weights) = case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank]
         last = ranks.rank == ranks.world_size - 1

@@ -146,14 +146,14 @@ _RESIZED_GRID = [Call(_FOUR), Call(_FOUR, combine=True, row=2)]
 
 CASES = {
     "nvlink, 2 ranks, 3 tokens each, 2 slots: dispatch with greeters, every order of steps": Case(
-        one(lambda: Rings([Call(_TWO)], cells=2, greeters=True).machine), reduced=False
+        one(lambda: Rings([Call(_TWO)], cells=2, barriers=True).machine), reduced=False
     ),
     "nvlink, 2 ranks: dispatch, combine, both again with rows twice as large, greeters, 4 or 2 "
-    "slots": Case(one(lambda: Rings(_RESIZED, cells=4, greeters=True).machine)),
+    "slots": Case(one(lambda: Rings(_RESIZED, cells=4, barriers=True).machine)),
     "nvlink, 3 ranks, 2 channels, 3 tokens each: dispatch and combine, chunk 2, batch 2, 3 "
     "slots": Case(one(lambda: Rings(both(_THREE, chunk=2, batch=2), cells=3, channels=2).machine)),
     "nvlink, 3 ranks: dispatch, combine, dispatch, greeters, 2 slots": Case(
-        one(lambda: Rings([*both(_THREE), Call(_THREE)], cells=2, greeters=True).machine)
+        one(lambda: Rings([*both(_THREE), Call(_THREE)], cells=2, barriers=True).machine)
     ),
     "nvlink, 3 ranks: combine, every routing of 3 tokens, batch 2, 2 slots": Case(
         lambda: (
@@ -193,7 +193,7 @@ CASES = {
     ),
     "twolevel, 2x2: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 "
     "slots": Case(
-        one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True).machine)
+        one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, barriers=True).machine)
     ),
     "twolevel, 2x2, 2 channels: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
         one(lambda: Grid(both(_FOUR), grid=(2, 2), cells=1, far_cells=1, channels=2).machine)
@@ -202,7 +202,7 @@ CASES = {
         one(
             lambda: (
                 Grid(
-                    both(everywhere(4, 3)), grid=(2, 2), cells=1, far_cells=1, greeters=True
+                    both(everywhere(4, 3)), grid=(2, 2), cells=1, far_cells=1, barriers=True
                 ).machine
             )
         )
@@ -246,7 +246,7 @@ CASES = {
         one(
             lambda: (
                 Grid(
-                    _RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, greeters=True, mapped=True
+                    _RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, barriers=True, mapped=True
                 ).machine
             )
         )

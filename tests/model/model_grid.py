@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from model_rings import Bug, Call, Flow, Kernels, Post, greet, post, receive, share
+from model_rings import Bug, Call, Flow, Kernels, Post, call_barrier, post, receive, share
 from model_twolevel import (
     Far,
     chunks,
@@ -29,7 +29,7 @@ class Grid:
         grid: nodes, and ranks of each.
         cells, far_cells: of an inner ring, and of a network ring and its staging.
         channels: of all calls.
-        greeters: whether they run.
+        barriers: whether they run.
         owners: only tokens of these ranks go out and come back; none: of all.
         mapped: writers store into network rings, and put only tags.
         bug: what is wrong.
@@ -43,7 +43,7 @@ class Grid:
         cells: int,
         far_cells: int,
         channels: int = 1,
-        greeters: bool = False,
+        barriers: bool = False,
         owners: Sequence[int] = (),
         mapped: bool = False,
         bug: str = "",
@@ -81,8 +81,8 @@ class Grid:
             self._begun = [
                 begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)
             ]
-        if greeters:
-            self._greeters(len(calls), ranks)
+        if barriers:
+            self._barriers(len(calls), ranks)
         self.machine = self._kernels.built()
 
     def _rank(self, node: int, local: int) -> int:
@@ -192,7 +192,7 @@ class Grid:
         program = partial(reduce_both, beside, back, self._rows(call, owner, c), call, bug)
         add(owner, name=f"reducer, {name}", program=program)
 
-    def _greeters(self, calls: int, ranks: range) -> None:
+    def _barriers(self, calls: int, ranks: range) -> None:
         machine = self._kernels.machine
         to: dict[int, list[Post]] = {rank: [] for rank in ranks}
         of: dict[int, list[Post]] = {rank: [] for rank in ranks}
@@ -211,5 +211,5 @@ class Grid:
             of[b].append(arrived)
         for call, rank in product(range(calls), ranks):
             self._kernels.add(
-                rank, call, "greeter", partial(greet, call, to[rank], of[rank], self._bug)
+                rank, call, "barrier", partial(call_barrier, call, to[rank], of[rank], self._bug)
             )

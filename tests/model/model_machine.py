@@ -65,14 +65,14 @@ class Release(NamedTuple):
     """Publish all that the process has stored, and add to the counter. (``publishes`` is filled
     in.)
 
-    ``owed``: of a process that is a task: its worker does it at the end of the round
+    ``deferred``: of a process that is a task: its worker does it at the end of the round
     (``model_turns.py``).
     """
 
     counter: int
     amount: int = 1
     publishes: tuple[int, ...] = ()
-    owed: bool = False
+    deferred: bool = False
 
 
 Act = Read | Store | Release

@@ -26,10 +26,10 @@ VERBS = (
     "add_nodes",
     "add_node_weights",
     "write_rows",
-    "say_hello",
+    "announce_call",
     "all_are_here",
     "in_same_call",
-    "end_in_views",
+    "end_in_place",
     "count_call",
     "_forward",
     "_combine",
@@ -54,10 +54,10 @@ VERBS = (
     "_landed",
     "_leave",
     "store_sums",
-    "owe",
-    "publish",
-    "_publish",
-    "say_hello_to_all",
+    "defer_signal",
+    "flush_signals",
+    "_flush_signals",
+    "announce_call_to_all",
     "begin_tasks",
     "_turn",
     "far_turn",
@@ -68,7 +68,7 @@ VERBS = (
     "_send_turn",
     "_receive_turn",
     "_combine_turn",
-    "greet_turn",
+    "call_barrier_turn",
 )
 OUTLINES = {
     ("dispatch", "send_rows"): """
@@ -152,13 +152,13 @@ for range(first, pieces, k.reducers)
     ("push", "push_kernel"): """
 if not given_up(state)
   if pid == 0
-    say_hello(regions)
-  if greeted(regions, state, tag, k)
+    announce_call(regions)
+  if all_in_call(regions, state, tag, k)
     if pid < k.pushers
       _push_rows(plan)
     else
       _sum_rows(peers)
   _leave(state)
-""",  # no model: all wait for greetings, then reducers for pushers only
+""",  # no model: all wait for announcements, then reducers for pushers only
 } | TWOLEVEL_OUTLINES
 """By file and function; the role of the model behind it."""

@@ -1,4 +1,5 @@
-"""The rings of engine nvlink as a small model: its dispatch, combine and greeters (``kernels/``).
+"""The rings of engine nvlink as a small model: its dispatch, combine and call barriers
+(``kernels/``).
 
 A row is a number: its token among all tokens of its rank and of all calls. What senders wait for
 stands here as the kernels' own source text (``model_source.py``).
@@ -150,7 +151,7 @@ def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
 
 
 def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
-    """A receiver: takes what is there, at most a chunk at once. (Credits are owed in engine
+    """A receiver: takes what is there, at most a chunk at once. (Credits are deferred in engine
     twolevel only.)
     """
     ring, base, rows = flow
@@ -162,7 +163,7 @@ def receive(flow: Flow, call: Call, bug: Bug) -> Ops:
             yield Release(ring.head, n)
         yield from read(flow, range(taken, taken + n), call.row)
         if not bug("credit before read"):
-            yield Release(ring.head, n, owed=True)
+            yield Release(ring.head, n, deferred=True)
         taken += n
 
 
@@ -218,20 +219,20 @@ def post(machine: Machine, name: str) -> Post:
     return Post((first, second), machine.counter(f"hellos {name}"))
 
 
-def greet(call: int, to: Sequence[Post], of: Sequence[Post], bug: Bug) -> Ops:
-    """A greeter: ``to`` and ``of`` all others."""
-    half = 0 if bug("one half only") else call % 2
+def call_barrier(call: int, to: Sequence[Post], of: Sequence[Post], bug: Bug) -> Ops:
+    """A call barrier: ``to`` and ``of`` all others."""
+    parity = 0 if bug("one half only") else call % 2
     for early in (True, False):
         for post in to:
             if early != bug("hello before tag"):
-                yield Store(post.halves[half], 1 + call)
+                yield Store(post.halves[parity], 1 + call)
         for post in to:
             if early == bug("hello before tag"):
                 yield Release(post.counter)
     for post in of:
         yield from wait(post.counter, call + (not bug("hellos of the last call")))
     for post in of:
-        yield Read(post.halves[half], 1 + call)
+        yield Read(post.halves[parity], 1 + call)
 
 
 class Rings:
@@ -240,7 +241,7 @@ class Rings:
     Args:
         cells: of a ring.
         channels: of all calls.
-        greeters: whether they run.
+        barriers: whether they run.
         bug: what is wrong.
     """
 
@@ -250,7 +251,7 @@ class Rings:
         *,
         cells: int,
         channels: int = 1,
-        greeters: bool = False,
+        barriers: bool = False,
         bug: str = "",
     ) -> None:
         self._ranks, self._channels, self._bug = (
@@ -272,8 +273,8 @@ class Rings:
             self._begun = [
                 begun + len(tokens) for begun, tokens in zip(self._begun, call.routing, strict=True)
             ]
-        if greeters:
-            self._greeters(len(calls))
+        if barriers:
+            self._barriers(len(calls))
         self.machine = self._kernels.built()
 
     def _tokens(self, call: Call, source: int, c: int, to: int | None = None) -> list[int]:
@@ -314,7 +315,7 @@ class Rings:
                             rank, number, f"receiver from {owner}, channel {c}", program
                         )
 
-    def _greeters(self, calls: int) -> None:
+    def _barriers(self, calls: int) -> None:
         machine, pairs = (
             self._kernels.machine,
             [(a, b) for a in self._ranks for b in self._ranks if a != b],
@@ -325,4 +326,4 @@ class Rings:
                 [posts[a, b] for a, b in pairs if a == rank],
                 [posts[a, b] for a, b in pairs if b == rank],
             )
-            self._kernels.add(rank, call, "greeter", partial(greet, call, to, of, self._bug))
+            self._kernels.add(rank, call, "barrier", partial(call_barrier, call, to, of, self._bug))

@@ -13,8 +13,9 @@ from typing import Any
 import tokenyard
 
 KERNELS = Path(tokenyard.__file__).parent / "kernels"
-SHOWN = {"owe": 3}
-"""Which argument of a call its outline shows, if not the first: of what is owed, the counter."""
+SHOWN = {"defer_signal": 3}
+"""Which argument of a call its outline shows, if not the first: of what is deferred, the
+counter."""
 
 
 NAMES = {"k.ring.slots": "slots", "net.slots": "far_slots", "Q": "slots"}
@@ -124,5 +125,5 @@ ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine", "want", "far_slots")
 """The same of a combiner."""
 ROOM_AT_FORWARDER = assigned("two_forward", "_forward", "wants", "slots")
 """What a forwarder waits for before a batch of rows, for each other local rank."""
-CREDIT_OF_FORWARDER = assigned("two_forward", "return_credits", "owed", "CREDIT")
+CREDIT_OF_FORWARDER = assigned("two_forward", "return_credits", "deferred", "CREDIT")
 """What a forwarder returns after a turn."""

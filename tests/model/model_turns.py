@@ -1,14 +1,14 @@
-"""Workers that serve several processes of a rank by turns, as ``kernels/two_turns.py`` does,
+"""Workers that serve several processes of a rank by turns, as ``kernels/two_scheduler.py`` does,
 explored to the end.
 
 Why models have a process for each task instead, and lose nothing by it, is said in
 ``model_twolevel.py``. Here it is tried: whatever workers do is compared with what their processes
 do.
 
-What a turn did is shown at the end of the round (``publish``): a task that comes to a release that
-it *owes* ends its turn there, and its worker does all such releases, one by one, when it has been
-at all its tasks. A kernel that ends does so behind its last round: here its worker just goes on to
-the end of the round, which is the same.
+What a turn did is shown at the end of the round (``flush_signals``): a task that comes to a release
+that it *defers* ends its turn there, and its worker does all such releases, one by one, when it has
+been at all its tasks. A kernel that ends does so behind its last round: here its worker just goes
+on to the end of the round, which is the same.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class Workers:
                 yield self._settled(self._next(state, worker), worker), ""
 
     def _published(self, state: State, worker: int) -> Iterator[tuple[State, str]]:
-        """Behind a worker's last task: one of the releases that are owed."""
+        """Behind a worker's last task: one of the releases that are deferred."""
         at, turns = state
         for task in self._tasks[worker]:
-            release = self._owed(at, task)
+            release = self._deferred(at, task)
             if release is None:
                 continue
             after, failure = (
@@ -122,19 +122,19 @@ class Workers:
 
     def _settled(self, state: State, worker: int) -> State:
         """What a worker does by itself, whatever others do, it does at once: end a turn, pass over
-        tasks that have ended or owe, and begin the next round when it owes nothing."""
+        tasks that have ended or defer, and begin the next round when it defers nothing."""
         tasks = self._tasks[worker]
         for _ in range(2 * len(tasks) + 2):
             at, turns = state
             turn, begun = turns[worker]
             if turn == len(tasks):
-                over = all(self._owed(at, task) is None for task in tasks)
+                over = all(self._deferred(at, task) is None for task in tasks)
             else:
                 step = self._machine.processes[tasks[turn]].steps[at[tasks[turn]]]
                 waits = bool(step.waits) or step.look is not None
                 over = (
                     at[tasks[turn]] == END
-                    or self._owed(at, tasks[turn]) is not None
+                    or self._deferred(at, tasks[turn]) is not None
                     or (begun and waits)
                 )
             if not over:
@@ -153,15 +153,19 @@ class Workers:
             and all(self._is_over(at, task) for task in tasks)
         ):
             for task in tasks:
-                while self._owed(at, task) is not None:
+                while self._deferred(at, task) is not None:
                     at = self._passed(at, task)
         return at, _with(turns, worker, (turn, False))
 
-    def _owed(self, at: bytes, task: int) -> Release | None:
-        """The release that a task owes, if it has come to one."""
+    def _deferred(self, at: bytes, task: int) -> Release | None:
+        """The release that a task defers, if it has come to one."""
         branches = self._machine.processes[task].steps[at[task]].branches
         acts = branches[0].acts if len(branches) == 1 else ()
-        return acts[0] if len(acts) == 1 and isinstance(acts[0], Release) and acts[0].owed else None
+        return (
+            acts[0]
+            if len(acts) == 1 and isinstance(acts[0], Release) and acts[0].deferred
+            else None
+        )
 
     def _passed(self, at: bytes, task: int) -> bytes:
         """The state in which a task's release is forgotten."""
@@ -169,8 +173,8 @@ class Workers:
         return at[:task] + bytes([branch.after]) + at[task + 1 :]
 
     def _is_over(self, at: bytes, task: int) -> bool:
-        """Whether a task has nothing to do but what it owes, and to end."""
-        while self._owed(at, task) is not None:
+        """Whether a task has nothing to do but what it defers, and to end."""
+        while self._deferred(at, task) is not None:
             at = self._passed(at, task)
         step = self._machine.processes[task].steps[at[task]]
         return at[task] == END or (

@@ -2,14 +2,15 @@
 ``kernels/two_dispatch.py``, ``two_combine.py``).
 
 Each task is a process here, though a program of a kernel serves many of them by turns
-(``kernels/two_turns.py``). That loses no failure. A turn does steps of its task that nothing holds
-up, or none, so whatever workers do, these processes can do too, in the same order: no state is left
-out. And a worker goes round until none of its tasks can go on; that hangs on counters alone. So
-where workers are stuck, all these processes are, and if no order of their steps ends there, neither
-does a worker's. ``model_turns.py`` explores workers as they are besides.
+(``kernels/two_scheduler.py``). That loses no failure. A turn does steps of its task that nothing
+holds up, or none, so whatever workers do, these processes can do too, in the same order: no state
+is left out. And a worker goes round until none of its tasks can go on; that hangs on counters
+alone. So where workers are stuck, all these processes are, and if no order of their steps ends
+there, neither does a worker's. ``model_turns.py`` explores workers as they are besides.
 
-What a turn has done, the worker shows at the end of its round (``owed``). That is what a process
-does, too, that takes its time between its stores and its release: no task has another turn before.
+What a turn has done, the worker shows at the end of its round (``deferred``). That is what a
+process does, too, that takes its time between its stores and its release: no task has another turn
+before.
 
 A turn of a forwarder, combiner or reducer may take several batches, and shows them all together;
 here each batch is a turn. It makes no difference: batches behind the first wait for nothing that
@@ -61,7 +62,9 @@ class Far(NamedTuple):
     def shown(self, count: int) -> Release:
         """Rows that are stored become the reader's, now or later."""
         return (
-            Release(self.flow.ring.tail, count, owed=True) if self.mapped else Release(self.posted)
+            Release(self.flow.ring.tail, count, deferred=True)
+            if self.mapped
+            else Release(self.posted)
         )
 
 
@@ -80,7 +83,7 @@ def send_near(flow: Flow, call: Call, bug: Bug) -> Ops:
         )
         yield from wait(ring.head, want - bug("one slot too many"))
         yield from store(flow, chunk, call.row)
-        yield Release(ring.tail, len(chunk), owed=True)
+        yield Release(ring.tail, len(chunk), deferred=True)
 
 
 def room_far(far: Far, chunk: range, call: Call, room: Expression, bug: Bug) -> Ops:
@@ -135,11 +138,11 @@ def forward(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
         put, done = after, batch.stop
         left = total - done
         last = not left and not bug("last credits kept")
-        owed = CREDIT_OF_FORWARDER(last=last, i0=batch.start, i1=done, CREDIT=call.credit)
-        if owed and not bug("network credit before read"):
-            yield Release(ring.head, owed, owed=far.mapped)
+        deferred = CREDIT_OF_FORWARDER(last=last, i0=batch.start, i1=done, CREDIT=call.credit)
+        if deferred and not bug("network credit before read"):
+            yield Release(ring.head, deferred, deferred=far.mapped)
         if not left or not bug("tails at the end only"):
-            yield from add_all([flow.ring.tail for flow in near], shown, put, owed=True)
+            yield from add_all([flow.ring.tail for flow in near], shown, put, deferred=True)
             shown = put
 
 
@@ -181,14 +184,14 @@ def forward_in_turn(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops
 
 
 def add_all(
-    counters: Sequence[int], before: Sequence[int], after: Sequence[int], *, owed: bool = False
+    counters: Sequence[int], before: Sequence[int], after: Sequence[int], *, deferred: bool = False
 ) -> Ops:
     """Publish, and bring counters from ``before`` to ``after``: in any order, as nobody looks at
     two of them.
     """
     for counter, low, high in zip(counters, before, after, strict=True):
         if high > low:
-            yield Release(counter, high - low, owed=owed)
+            yield Release(counter, high - low, deferred=deferred)
 
 
 def upto(flows: Sequence[Flow], taken: Sequence[int], rows: Sequence[int]) -> list[int]:
@@ -224,7 +227,7 @@ def combine_far(far: Far, near: Sequence[Flow], call: Call, bug: Bug) -> Ops:
             if bug("credit before read"):
                 credited = ends
             elif last or not bug("inner credits with the put"):
-                yield from add_all(heads, credited, ends, owed=True)
+                yield from add_all(heads, credited, ends, deferred=True)
                 credited = ends
             taken = ends
 
@@ -234,7 +237,7 @@ def reduce_both(
 ) -> Ops:
     """A reducer: ``near``: partial sums of my node's other ranks; ``back``: sums of other nodes.
 
-    Without inner rings it is that of ``kernels/two_pull.py``, which owes its credits where the
+    Without inner rings it is that of ``kernels/two_pull.py``, which defers its credits where the
     network rings are mapped.
     """
     inner = bool(near)
@@ -242,7 +245,7 @@ def reduce_both(
         near, back = [*near, *(each.flow for each in back)], ()
     far = [each.flow for each in back]
     flows = [*near, *far]
-    taken, owed = [0 for _ in flows], [0 for _ in far]
+    taken, deferred = [0 for _ in flows], [0 for _ in far]
     batch = max(1, len(tokens)) if bug("waits for all rows at once") else call.batch
     for t0 in range(0, len(tokens), batch):
         ends = upto(flows, taken, tokens[t0 : t0 + batch])
@@ -252,26 +255,31 @@ def reduce_both(
             )
         yield from take(flows, taken, ends, call)
         yield from add_all(
-            [flow.ring.head for flow in near], taken[: len(near)], ends[: len(near)], owed=not inner
+            [flow.ring.head for flow in near],
+            taken[: len(near)],
+            ends[: len(near)],
+            deferred=not inner,
         )
         if not bug("network credit before read"):
-            owed = [
+            deferred = [
                 more + high - low
-                for more, low, high in zip(owed, taken[len(near) :], ends[len(near) :], strict=True)
+                for more, low, high in zip(
+                    deferred, taken[len(near) :], ends[len(near) :], strict=True
+                )
             ]
         taken = ends
         last = t0 + batch >= len(tokens) and not bug("last credits kept")
         for i, flow in enumerate(far):
-            if owed[i] >= call.credit or (last and owed[i]):
-                yield Release(flow.ring.head, owed[i])
-                owed[i] = 0
+            if deferred[i] >= call.credit or (last and deferred[i]):
+                yield Release(flow.ring.head, deferred[i])
+                deferred[i] = 0
 
 
 def wire_of_tags(calls: int, outbox: Post, post: Post, bug: Bug) -> Ops:
-    """What greetings do on the network, from one rank to another."""
+    """What announcements do on the network, from one rank to another."""
     for call in range(calls):
         yield from wait(outbox.counter, call + 1)
-        half = 0 if bug("one half only") else call % 2
-        yield Read(outbox.halves[half], 1 + call)
-        yield Store(post.halves[half], 1 + call)
+        parity = 0 if bug("one half only") else call % 2
+        yield Read(outbox.halves[parity], 1 + call)
+        yield Store(post.halves[parity], 1 + call)
         yield Release(post.counter)

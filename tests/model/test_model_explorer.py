@@ -23,7 +23,7 @@ def _machine(*programs: Callable[[], Ops]) -> Machine:
 
 
 def _found(*programs: Callable[[], Ops], mortal: tuple[int, ...] = ()) -> Outcome:
-    """With and without reduction: the same verdict."""
+    """With and without reduction: the same result."""
     full, reduced = (
         explore(_machine(*programs), mortal=mortal, reduced=reduced) for reduced in (False, True)
     )

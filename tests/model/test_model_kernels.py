@@ -17,16 +17,16 @@ import torch
 
 from model_cases import least_far_slots, least_slots, one
 from model_grid import Grid
+from model_mutations import first_failure
 from model_outlines import OUTLINES, VERBS
-from model_plants import first_failure
 from model_rings import Call
 from model_source import outline
 from nvlink_pool import without_devices
 from tokenyard.config import Config
 from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.rings import SHARED_BYTES, Form, Ground, shape_for
+from tokenyard.engines.rings import SHARED_BYTES, PeerWorkspace, RowLayout, nvlink_tuning
 from tokenyard.engines.twolevel import TwolevelEngine
-from tokenyard.engines.twolevel_ground import NetRing, TwoGround, tuning_for
+from tokenyard.engines.twolevel_workspace import NetRing, TwolevelWorkspace, twolevel_tuning
 from tokenyard.topology import Topology
 
 pytestmark = without_devices
@@ -80,12 +80,11 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
+def _workspace(kind: type[PeerWorkspace], tuning: Any, buffer_bytes: int) -> Any:
     """Sizes without memory."""
-    ground = object.__new__(kind)
+    workspace = object.__new__(kind)
     for name, value in {
-        "shape": shape,
-        "tuning": shape,
+        "tuning": tuning,
         "grid": GRID,
         "net": False,
         "mapped": False,
@@ -95,24 +94,30 @@ def _ground(kind: type[Ground], shape: Any, buffer_bytes: int) -> Any:
         "shared_bytes": SHARED_BYTES,
         "memory": _Memory(),
     }.items():
-        setattr(ground, name, value)
-    ground._lay_out(4, shape.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
-    return ground
+        setattr(workspace, name, value)
+    workspace._lay_out(4, tuning.channels, buffer_bytes)  # pyright: ignore[reportPrivateUsage]
+    return workspace
 
 
 def _calls(
-    engine: type[NvlinkEngine], ground: Any, hidden: int
+    engine: type[NvlinkEngine], workspace: Any, hidden: int
 ) -> Iterator[tuple[dict[str, int], Call]]:
     """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those
     sizes.
     """
-    form, dtype, binders = Form(hidden, hidden // 2, 32, 0, 0), torch.bfloat16, engine.binders
+    row_layout, dtype, binders = (
+        RowLayout(hidden, hidden // 2, 32, 0, 0),
+        torch.bfloat16,
+        engine.binders,
+    )
     for combine in (False, True):
         if combine:
-            binders.combine(ground, form, dtype, 1, 0, (), by_expert=False, weighted=False)
+            binders.combine(workspace, row_layout, dtype, 1, 0, (), by_expert=False, weighted=False)
         else:
-            binders.dispatch(ground, 2, form, None, dtype, 1, by_expert=False, padding=False)
-        known = _sizes(ground.memory.constants)
+            binders.dispatch(
+                workspace, 2, row_layout, None, dtype, 1, by_expert=False, padding=False
+            )
+        known = _sizes(workspace.memory.constants)
         sizes = {
             name: known.get(name, 1)
             for name in ("chunk", "far_chunk", "credit", "batch", "batches")
@@ -129,14 +134,17 @@ def _engines() -> Iterator[tuple[dict[str, int], Call]]:
     for num_sms, all_sms, buffer_bytes, hidden in product(
         (24, 132), (False, True), BUFFERS, HIDDEN
     ):
-        shapes = shape_for(num_sms, 4, all_sms=all_sms), tuning_for(num_sms, GRID, all_sms=all_sms)
-        engines = (
-            (NvlinkEngine, _ground(Ground, shapes[0], buffer_bytes)),
-            (TwolevelEngine, _ground(TwoGround, shapes[1], buffer_bytes)),
+        tunings = (
+            nvlink_tuning(num_sms, 4, all_sms=all_sms),
+            twolevel_tuning(num_sms, GRID, all_sms=all_sms),
         )
-        for engine, ground in engines:
+        engines = (
+            (NvlinkEngine, _workspace(PeerWorkspace, tunings[0], buffer_bytes)),
+            (TwolevelEngine, _workspace(TwolevelWorkspace, tunings[1], buffer_bytes)),
+        )
+        for engine, workspace in engines:
             with suppress(ValueError):  # less than two rows in a ring
-                yield from _calls(engine, ground, hidden)
+                yield from _calls(engine, workspace, hidden)
 
 
 @pytest.fixture(scope="module")
@@ -145,22 +153,27 @@ def engines() -> list[tuple[dict[str, int], Call]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ask"), [(Ground, "slots"), (TwoGround, "slots"), (TwoGround, "net_ring")]
+    ("kind", "ask"),
+    [(PeerWorkspace, "slots"), (TwolevelWorkspace, "slots"), (TwolevelWorkspace, "net_ring")],
 )
-def test_rings_that_are_too_small_name_what_was_asked_for(kind: type[Ground], ask: str) -> None:
+def test_rings_that_are_too_small_name_what_was_asked_for(
+    kind: type[PeerWorkspace], ask: str
+) -> None:
     """And a size that is enough."""
-    shape = (
-        shape_for(24, 4, all_sms=False) if kind is Ground else tuning_for(24, GRID, all_sms=False)
+    tuning = (
+        nvlink_tuning(24, 4, all_sms=False)
+        if kind is PeerWorkspace
+        else twolevel_tuning(24, GRID, all_sms=False)
     )
-    form = Form(1024, 512, 32, 0, 0)
+    row_layout = RowLayout(1024, 512, 32, 0, 0)
     text = (
         r"buffer_bytes \(5000\) holds 0 rows of 2048 bytes in each of \d+ (network )?rings of \d+ "
         r"bytes, but 2"
     )
     with pytest.raises(ValueError, match=text) as caught:
-        getattr(_ground(kind, shape, 5000), ask)(form)
+        getattr(_workspace(kind, tuning, 5000), ask)(row_layout)
     enough = int(str(caught.value).split()[-1])
-    getattr(_ground(kind, shape, enough), ask)(form)
+    getattr(_workspace(kind, tuning, enough), ask)(row_layout)
 
 
 def test_engines_choose_rings_that_are_large_enough(

@@ -23,7 +23,7 @@ from model_cases import (
 from model_explorer import Search
 from model_grid import Grid
 from model_machine import Machine
-from model_plants import PLANTS, first_failure, shortest
+from model_mutations import MUTATIONS, first_failure, shortest
 from model_rings import Call
 from model_turns import ENDS, FORGETS, TWICE, WAITS, Workers
 from nvlink_pool import SOAK, without_devices
@@ -97,7 +97,7 @@ def test_workers_do_what_their_tasks_can_do_and_nothing_else(combine: bool, mapp
     ]  # all have ended
 
 
-def test_workers_that_owe_credits_of_reducers_do_too() -> None:
+def test_workers_that_defer_credits_of_reducers_do_too() -> None:
     """As combine in place has them: no rings inside nodes, network rings mapped. 2 nodes, 3 tokens
     there and 2 back.
     """
@@ -129,12 +129,12 @@ def test_a_bug_of_workers_is_found(bug: str, combine: bool, failure: str) -> Non
     assert failure in Workers(_pair(combine, True), 1, bug).run().failure
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_found(name: str) -> None:
-    plant = PLANTS[name]
+    mutation = MUTATIONS[name]
     found = shortest(name)
-    assert plant.failure in found.failure, str(found)
-    assert first_failure(plant.machines(""), plant.mortal) is None
+    assert mutation.failure in found.failure, str(found)
+    assert first_failure(mutation.machines(""), mutation.mortal) is None
 
 
 def test_a_trace_tells_the_shortest_way() -> None:

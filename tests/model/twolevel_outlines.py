@@ -7,7 +7,7 @@ if left > 0
   else
     if seen >= want
       send_chunk(payload)
-      owe(tail)
+      defer_signal(tail)
       tl.store(turn.done)
       if left == 0
         tl.store(sent_to(peers.state, to, turn.channel, k))
@@ -18,7 +18,7 @@ if left > 0
   else
     if seen >= want
       receive_chunk(routing)
-      owe(head)
+      defer_signal(head)
       tl.store(turn.done)
       if left == 0
         tl.store(taken)
@@ -43,7 +43,7 @@ if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
 """,  # model_twolevel.send_far
     ("two_far", "_put_chunk"): """
 if grid.mapped
-  owe(tail)
+  defer_signal(tail)
 else
   put(peers.regions)
 """,  # model_twolevel.send_far
@@ -79,7 +79,7 @@ for range(0, SLOT if k.grid.ranks_per_node > 1 else 0, k.forward_block)
     tl.store(to)
 """,  # model_twolevel.forward
     ("two_forward", "_end_turn"): """
-owe(tails)
+defer_signal(tails)
 tl.store(turn.done)
 tl.store(put_at)
 return_credits(peers)
@@ -88,9 +88,9 @@ if left == 0
   tl.store(net_taken_from(state, hop.node, c, k))
 """,  # model_twolevel.forward
     ("two_forward", "return_credits"): """
-if owed > 0
+if deferred > 0
   if grid.mapped
-    owe(to)
+    defer_signal(to)
   else
     credit(account)
 """,  # model_twolevel.forward
@@ -114,9 +114,9 @@ if k.picks
   tl.store(to)
 """,  # model_twolevel.combine_far
     ("two_combine", "_end_combine"): """
-owe(heads)
+defer_signal(heads)
 if k.grid.mapped
-  owe(tail)
+  defer_signal(tail)
 else
   if i == end
     put(peers.regions)
@@ -132,7 +132,7 @@ if left > 0
   else
     if seen >= want
       send_sums_chunk(parts)
-      owe(tail)
+      defer_signal(tail)
       tl.store(turn.done)
       if left == 0
         tl.store(sent_to(peers.state, s, c, k))
@@ -173,35 +173,35 @@ store_sums(sums)
     ("two_sums", "add_node_weights"): """
 tl.store(to)
 """,  # model_twolevel.reduce_both
-    ("two_turns", "publish"): """
+    ("two_scheduler", "flush_signals"): """
 if tl.max(count) > 0
   add_release(words(counter))
   tl.store(at + 1)
 """,  # model_turns.Workers._published
-    ("two_letters", "greet_turn"): """
+    ("two_headers", "call_barrier_turn"): """
 if i == 0
-  say_hello_to_all(regions)
+  announce_call_to_all(regions)
   tl.store(turn.done)
 else
   if i == 1
     if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k)
       count_call(state)
       tl.store(turn.done)
-""",  # model_rings.greet
-    ("two_letters", "all_are_here"): """
+""",  # model_rings.call_barrier
+    ("two_headers", "all_are_here"): """
 look_at_all(hello_of(mine, r, k))
 else
   if here
     in_same_call(state)
-""",  # model_rings.greet
-    ("two_letters", "say_hello_to_all"): """
-tl.store(tag_of(bases, half, me, k))
+""",  # model_rings.call_barrier
+    ("two_headers", "announce_call_to_all"): """
+tl.store(tag_of(bases, parity, me, k))
 add_release(hello_of(bases, me, k))
 tl.store(words(mine + here))
 for range(R)
   if to // P != me // P
     put(regions)
-""",  # model_rings.greet
+""",  # model_rings.call_barrier
     ("two_dispatch", "_turn"): """
 if task < NODES - 1
   far_turn(peers)
@@ -219,7 +219,7 @@ else
           _receive_turn(peers)
         else
           if (task < num_tasks(k.ranks, NODES)) & (turn.channel == 0)
-            greet_turn(peers.regions)
+            call_barrier_turn(peers.regions)
 """,  # model_turns.Workers
     ("two_dispatch", "two_dispatch_kernel"): """
 if pid >= 0
@@ -228,8 +228,8 @@ if pid >= 0
     for range(ROUND)
       _turn(peers)
       if place == ROUND - 1
-        publish(state)
-  publish(state)
+        flush_signals(state)
+  flush_signals(state)
 """,  # model_turns.Workers
     ("two_combine", "_turn"): """
 if task < 1
@@ -243,7 +243,7 @@ else
       _send_turn(peers)
     else
       if (task < k.ranks + 1) & (turn.channel == 0)
-        greet_turn(peers.regions)
+        call_barrier_turn(peers.regions)
 """,  # model_turns.Workers
     ("two_combine", "two_combine_kernel"): """
 if pid >= 0
@@ -252,8 +252,8 @@ if pid >= 0
     for range((TASKS + k.grid.workers - 1) // k.grid.workers)
       _turn(peers)
       if place == 0
-        publish(state)
-  publish(state)
+        flush_signals(state)
+  flush_signals(state)
 """,  # model_turns.Workers
     ("two_direct", "_near_turn"): """
 if (left > 0) & ready
@@ -289,7 +289,7 @@ else
     else
       if (task < FAR + 2) & (turn.channel == 0)
         if tl.load(turn.done) == 0
-          say_hello_to_all(peers.regions)
+          announce_call_to_all(peers.regions)
           tl.store(turn.done)
 """,  # model_turns.Workers
     ("two_direct", "two_direct_kernel"): """
@@ -301,9 +301,9 @@ if pid >= 0
         all_are_here(regions)
     for range((TASKS + grid.workers - 1) // grid.workers)
       _turn(peers)
-    publish(state)
+    flush_signals(state)
   if step < OVER
-    end_in_views(regions)
+    end_in_place(regions)
 """,  # model_turns.Workers
     ("two_pull", "_combine_turn"): """
 if left > 0
@@ -312,7 +312,7 @@ if left > 0
     if (room >= want) & ready & (turn.step == ON_TIME)
       _sum_chunk(peers)
       if k.grid.mapped
-        owe(peer_base(peers.regions, owner) + tail)
+        defer_signal(peer_base(peers.regions, owner) + tail)
       else
         put(peers.regions)
       tl.store(turn.done)
@@ -332,7 +332,7 @@ while (i < end) & ok
 if i > share.done
   if not k.grid.mapped
     return_network_credits(peers)
-  tl.store(owed_at)
+  tl.store(deferred_at)
   tl.store(turn.done)
   tl.store(taken_at)
   if left == 0
@@ -342,7 +342,7 @@ if i > share.done
 for tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages)
   add_nodes(v_home)
 """,  # model_twolevel.reduce_both, without inner rings
-    ("two_pull", "_publish"): """
+    ("two_pull", "_flush_signals"): """
 if tl.max(count) > 0
   add_release(words(tl.where(r < 0, tails, heads)))
   tl.store(counts)
@@ -357,7 +357,7 @@ else
   else
     if (task < G + 1) & (turn.channel == 0)
       if tl.load(turn.done) == 0
-        say_hello_to_all(peers.regions)
+        announce_call_to_all(peers.regions)
         tl.store(turn.done)
 """,  # model_turns.Workers
     ("two_pull", "two_pull_kernel"): """
@@ -369,17 +369,17 @@ if pid >= 0
         all_are_here(regions)
     for range((TASKS + k.grid.workers - 1) // k.grid.workers)
       _turn(peers)
-    _publish(peers)
+    _flush_signals(peers)
   if step < OVER
-    end_in_views(regions)
+    end_in_place(regions)
 """,  # model_turns.Workers
-    ("two_views", "end_in_views"): """
+    ("two_in_place", "end_in_place"): """
 add_release(dones)
 if tl.program_id(0) == 0
   if wait_beside(dones, want, r == me, state)
     wait_for_all(dones)
   count_call(state)
   tl.store(words(state) + DIRECT_CALLS)
-""",  # no model: whoever waits there owes nothing
+""",  # no model: whoever waits there defers nothing
 }
 """By file and function; the role of the model behind it."""

@@ -79,7 +79,7 @@ def changed(
 
 
 @contextmanager
-def planted_in(mutation: Mutation | None) -> Iterator[None]:
+def mutated(mutation: Mutation | None) -> Iterator[None]:
     """Inside, engines launch kernels with a bug; None: copies without one."""
     package = f"planted_{abs(hash(mutation))}"
     file, changed_text = changed(mutation) if mutation is not None else ("", "")

@@ -6,11 +6,11 @@ import ast
 
 import pytest
 
-from low_latency_plants import PLANTS as LOW_LATENCY
+from low_latency_mutations import MUTATIONS as LOW_LATENCY
 from mutations import Mutation, changed
-from nvlink_plants import PLANTS as NVLINK
+from nvlink_mutations import MUTATIONS as NVLINK
 from syntax import Caught, Source, fits, parsed
-from twolevel_plants import PLANTS as TWOLEVEL
+from twolevel_mutations import MUTATIONS as TWOLEVEL
 
 KERNEL = """
 @triton.jit
@@ -37,9 +37,9 @@ def renamed(tree: ast.Module) -> ast.Module:
     return tree
 
 
-@pytest.mark.parametrize("plants", [NVLINK, TWOLEVEL, LOW_LATENCY], ids=len)
-def test_renaming_variables_breaks_no_mutation(plants: dict[str, Mutation]) -> None:
-    for name, mutation in plants.items():
+@pytest.mark.parametrize("mutations", [NVLINK, TWOLEVEL, LOW_LATENCY], ids=len)
+def test_renaming_variables_breaks_no_mutation(mutations: dict[str, Mutation]) -> None:
+    for name, mutation in mutations.items():
         assert changed(mutation)[0] == changed(mutation, renamed)[0], name
 
 
@@ -70,7 +70,7 @@ def test_patterns(pattern: str, code: str, caught: dict[str, str] | None) -> Non
 def test_what_a_function_lacks_is_looked_for_where_it_calls() -> None:
     source = Source("none", ast.parse(KERNEL))
     assert len(source.only("tl.debug_barrier()", "send")) == 1
-    with pytest.raises(AssertionError, match=r"none.py, helper has 0 times, not 1: publish"):
-        source.only("publish(...)", "helper")
+    with pytest.raises(AssertionError, match=r"none.py, helper has 0 times, not 1: flush_signals"):
+        source.only("flush_signals(...)", "helper")
     with pytest.raises(AssertionError, match=r"none.py has no function receive"):
-        source.only("publish(...)", "receive")
+        source.only("flush_signals(...)", "receive")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import (
+from bad_input import (
     BIG,
     CASE,
     SIZES,
@@ -394,11 +394,11 @@ def trial(
     """What is wrong with how one bad call ends, the same verdict (if not the same words) on all
     ranks.
     """
-    culprit = ranks.world_size - 1
-    wrong = not alone or ranks.rank == culprit
+    failed_rank = ranks.world_size - 1
+    wrong = not alone or ranks.rank == failed_rank
     arguments = {**good, **case.change(given)} if wrong else good
     kind, words = (
-        (case.kind, case.words) if wrong else (ty.PeerError, (f"rank {culprit}", *case.words))
+        (case.kind, case.words) if wrong else (ty.PeerError, (f"rank {failed_rank}", *case.words))
     )
     why = complaint(error_of(lambda: method(**arguments)), kind, words)
     if anyone(ranks, bool(why)):
@@ -503,16 +503,16 @@ CONSTRUCTION: dict[str, list[tuple[str, dict[str, Any]]]] = {
 def test_construction(ranks: Ranks, argument: str) -> None:
     """A refused construction leaves nothing behind that would disturb the next one."""
     complaints: list[str] = []
-    culprit = ranks.world_size - 1
+    failed_rank = ranks.world_size - 1
     for text, wrong in CONSTRUCTION[argument]:
         words = text.split("|")
         for alone in (False, True)[: ranks.world_size]:
-            here = not alone or ranks.rank == culprit
+            here = not alone or ranks.rank == failed_rank
             error = error_of(lambda here=here, wrong=wrong: make(ranks, **(wrong if here else {})))
             why = (
                 complaint(error, ValueError, words)
                 if here
-                else complaint(error, ty.PeerError, [f"rank {culprit}", *words])
+                else complaint(error, ty.PeerError, [f"rank {failed_rank}", *words])
             )
             if why:
                 complaints.append(f"{text} on {'one rank' if alone else 'all ranks'}: {why}")

@@ -90,11 +90,11 @@ def test_grids_that_twolevel_cannot_take_are_refused_before_anything_else(
         timeout=1.0,
         topology=grid,
     )
-    asked = select.Asked(
+    request = select.Request(
         engine="twolevel", no_grid="hosts must have equally many ranks, and a has 3"
     )
     with pytest.raises(ty.NotSupported, match=why):
-        select.choose(None, None, config, asked)
+        select.choose(None, None, config, request)
 
 
 def obstacle(

@@ -1,8 +1,8 @@
 """A rank that dies, sleeps, or gives up, at every point of an object's life: the others learn its
 name within the timeout.
 
-Rank 1 is always the culprit. "Silent" means that it does nothing until the others have given up;
-then it is too late for it, and it must notice that too.
+Rank 1 is always the failed rank. "Silent" means that it does nothing until the others have given
+up; then it is too late for it, and it must notice that too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import (
+from bad_input import (
     CASE,
     TIMEOUT,
     Inputs,
@@ -33,13 +33,13 @@ from tokenyard import api
 from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.testing import Ranks, distributed_test
 
-CULPRIT = 1
+FAILED_RANK = 1
 LARGE = 1 << 14
 """Channels of a row, so that a block of rows fills every socket buffer."""
 
 
 class Plot:
-    """Runs an object's life up to ``point``, where the culprit does ``deed`` before its
+    """Runs an object's life up to ``point``, where the failed rank does ``deed`` before its
     own call.
     """
 
@@ -48,7 +48,7 @@ class Plot:
         self.ep: ty.ExpertParallel | None = None
 
     def at(self, point: str) -> None:
-        if self.ranks.rank == CULPRIT and self.point == point:
+        if self.ranks.rank == FAILED_RANK and self.point == point:
             self.deed()
 
     def play(self) -> None:
@@ -112,11 +112,11 @@ PHASES = {
 
 
 def check_survivor(error: Exception | None, point: str) -> None:
-    """It names the culprit, what it waited in, and (as an attribute) the culprit again."""
+    """It names the failed rank, what it waited in, and (as an attribute) the failed rank again."""
     assert isinstance(error, ty.PeerTimeout), repr(error)
     assert any(phase in str(error) for phase in PHASES[point].split("|")), str(error)
-    assert re.search(rf"ranks?(\(s\))? {CULPRIT}\b", str(error)), str(error)
-    assert error.rank == CULPRIT, str(error)
+    assert re.search(rf"ranks?(\(s\))? {FAILED_RANK}\b", str(error)), str(error)
+    assert error.rank == FAILED_RANK, str(error)
 
 
 def check_over(ep: ty.ExpertParallel | None) -> None:
@@ -131,7 +131,7 @@ def check_over(ep: ty.ExpertParallel | None) -> None:
         lambda: ep.combine(x, None),
         ep.warmup,
     ):
-        check(error_of(call), RuntimeError, "lost a peer", f"rank {CULPRIT}", "make a new one")
+        check(error_of(call), RuntimeError, "lost a peer", f"rank {FAILED_RANK}", "make a new one")
     assert ep.stats().rank == ep.rank
     ep.close()
     ep.close()
@@ -140,14 +140,14 @@ def check_over(ep: ty.ExpertParallel | None) -> None:
 
 
 @pytest.mark.parametrize("point", ["construction", "dispatch", "combine"])
-@distributed_test(world_size=2, may_die=(CULPRIT,))
+@distributed_test(world_size=2, may_die=(FAILED_RANK,))
 def test_a_rank_that_dies(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: os._exit(9))
     check_survivor(error_of(plot.play), point)
     check_over(plot.ep)
 
 
-@distributed_test(world_size=3, may_die=(CULPRIT,))
+@distributed_test(world_size=3, may_die=(FAILED_RANK,))
 def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     point = "middle of the rows"
     plot = Plot(ranks, point, lambda: os._exit(9))
@@ -155,9 +155,9 @@ def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     check_over(plot.ep)
 
 
-@distributed_test(world_size=3, may_die=(CULPRIT,))
+@distributed_test(world_size=3, may_die=(FAILED_RANK,))
 def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
-    """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still blames
+    """Rank 0 loses rank 1 before its own rows are out; rank 2, which waits for those, still names
     rank 1.
     """
     point = "middle of the rows"
@@ -187,14 +187,14 @@ def test_a_survivor_that_gave_up_is_not_the_culprit(ranks: Ranks) -> None:
 def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
     plot = Plot(ranks, point, lambda: meet(ranks))
     error = error_of(plot.play)
-    if ranks.rank != CULPRIT:
+    if ranks.rank != FAILED_RANK:
         check_survivor(error, point)
         assert type(error) is ty.PeerTimeout or "had reported" in str(error)
         assert ", counts" not in PHASES[point] or f"; ranks {2 - ranks.rank} answered" in str(error)
         check_over(plot.ep)
         meet(ranks)
     meet(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         assert isinstance(error, ty.PeerTimeout), repr(error)
     with make(ranks) as ep:
         assert_works(ranks, ep)
@@ -202,12 +202,12 @@ def test_a_rank_that_sleeps(ranks: Ranks, point: str) -> None:
 
 @distributed_test(world_size=4)
 def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
-    """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still blame rank 1, not
+    """Rank 0 gives up first and tears its connections down; ranks 2 and 3 still name rank 1, not
     rank 0.
     """
     inputs = Inputs.of(ranks)
     ep = make_hasty(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
     time.sleep(0.4 * ranks.rank)
@@ -215,8 +215,8 @@ def test_whoever_comes_later_names_the_same_rank(ranks: Ranks) -> None:
     ep.close()
     meet(ranks)
     assert isinstance(error, ty.PeerTimeout), repr(error)
-    assert error.rank == CULPRIT, str(error)
-    assert f"rank {CULPRIT}" in str(error)
+    assert error.rank == FAILED_RANK, str(error)
+    assert f"rank {FAILED_RANK}" in str(error)
 
 
 @distributed_test(world_size=3)
@@ -249,7 +249,7 @@ def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: boo
 
     def layer(ep: ty.ExpertParallel) -> None:
         recv = ep.dispatch(inputs.x, inputs.topk_idx)
-        if ranks.rank == CULPRIT:
+        if ranks.rank == FAILED_RANK:
             raise UserError
         ep.combine(recv.x, recv.handle)
 
@@ -262,14 +262,14 @@ def test_user_code_raises_between_dispatch_and_combine(ranks: Ranks, closes: boo
     held = make(ranks) if closes else make_hasty(ranks)
     error = error_of(run)
     meet(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         assert type(error) is UserError
         assert not closes or isinstance(
             error_of(lambda: held.dispatch(inputs.x, inputs.topk_idx)), RuntimeError
         )
     else:
         assert isinstance(error, ty.PeerLost if closes else ty.PeerTimeout), repr(error)
-        assert error.rank == CULPRIT
+        assert error.rank == FAILED_RANK
         assert "combine #1" in str(error)
 
 
@@ -280,7 +280,7 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
     for way in ("close", "with"):
         ep = make(ranks)
         recv = ep.dispatch(inputs.x, inputs.topk_idx)
-        if ranks.rank == CULPRIT:
+        if ranks.rank == FAILED_RANK:
             if way == "with":
                 with ep:
                     ep.close()
@@ -291,9 +291,9 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
             check(
                 error,
                 ty.PeerLost,
-                f"rank {CULPRIT} had closed its ExpertParallel: every rank makes all calls",
+                f"rank {FAILED_RANK} had closed its ExpertParallel: every rank makes all calls",
             )
-            assert error.rank == CULPRIT and "crashed" not in str(error)
+            assert error.rank == FAILED_RANK and "crashed" not in str(error)
         meet(ranks)
 
         def enter(ep: ty.ExpertParallel = ep) -> None:
@@ -310,7 +310,7 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
     """
     inputs = Inputs.of(ranks)
     with make_hasty(ranks) as ep:
-        if ranks.rank == CULPRIT:
+        if ranks.rank == FAILED_RANK:
 
             def no_room(*_: object) -> None:
                 raise MemoryError("no room for rows")
@@ -318,32 +318,32 @@ def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
             ep._calls.engine._rows.buffer = no_room
         error = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx))
         meet(ranks)
-        if ranks.rank == CULPRIT:
+        if ranks.rank == FAILED_RANK:
             check(error, MemoryError, "no room for rows")
             assert isinstance(
                 error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError
             )
         else:
             assert isinstance(error, ty.PeerTimeout), repr(error)
-            assert error.rank == CULPRIT
+            assert error.rank == FAILED_RANK
             check_over(ep)
 
 
 @distributed_test(world_size=3)
 def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None:
-    """Each time it is asked; and calls behind it fail with the same culprit, without a timeout of
-    their own.
+    """Each time it is asked; and calls behind it fail with the same failed rank, without a timeout
+    of their own.
     """
     inputs = Inputs.of(ranks)
     ep = make_hasty(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
     received = [ep.dispatch(inputs.x, inputs.topk_idx, async_op=True) for _ in range(4)]
     errors = [error_of(recv.wait) for recv in (*received, *received)]
     for error in errors:
         assert isinstance(error, ty.PeerTimeout), repr(error)
-        assert error.rank == CULPRIT, str(error)
+        assert error.rank == FAILED_RANK, str(error)
     assert [str(error) for error in errors[:4]] == [str(error) for error in errors[4:]]
     assert str(error_of(lambda: received[0].x)) == str(errors[0])
     check_over(ep)
@@ -355,7 +355,7 @@ def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
     """The result was dropped: the object knows all the same."""
     inputs = Inputs.of(ranks)
     ep = make_hasty(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
     ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
@@ -372,7 +372,7 @@ def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
     """
     inputs = Inputs.of(ranks)
     ep = make_hasty(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
     check(
@@ -391,7 +391,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     """
     inputs = Inputs.of(ranks)
     ep = make_hasty(ranks)
-    if ranks.rank == CULPRIT:
+    if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
     recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
@@ -399,7 +399,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     error = error_of(recv.wait)
     meet(ranks)
     assert isinstance(error, ty.PeerTimeout), repr(error)
-    assert error.rank == CULPRIT
+    assert error.rank == FAILED_RANK
     check(error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), RuntimeError, "make a new one")
 
 
@@ -409,7 +409,7 @@ def test_other_objects_go_on(ranks: Ranks) -> None:
     inputs = Inputs.of(ranks)
     with make(ranks) as other, make_hasty(ranks) as ep:
         assert_works(ranks, other)
-        if ranks.rank != CULPRIT:
+        if ranks.rank != FAILED_RANK:
             assert isinstance(
                 error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), ty.PeerTimeout
             )

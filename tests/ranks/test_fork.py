@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
+from bad_input import SIZES, Inputs, assert_works, error_of, make, meet
 from deep_ep_calls import fresh
 from deep_ep_world import World
-from hostile import SIZES, Inputs, assert_works, error_of, make, meet
 from tokenyard import deep_ep
 from tokenyard.testing import Ranks, distributed_test
 
@@ -194,7 +194,7 @@ def test_the_drop_in(ranks: Ranks) -> None:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Rows of the hostile sizes; made by workers that hold the parent's object too."""
+    """Rows of the sizes of bad input; made by workers that hold the parent's object too."""
 
     def __init__(self, ep: ty.ExpertParallel) -> None:
         self.ep = ep

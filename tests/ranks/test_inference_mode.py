@@ -17,8 +17,8 @@ from test_gradients import Layer, check_grads, loss
 from tokenyard.config import Config
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.group_transport import GroupTransport
+from tokenyard.engines.outputs import Outputs
 from tokenyard.engines.signatures import signature_of
-from tokenyard.engines.tables import Tables
 from tokenyard.handle import Spec
 from tokenyard.header import DISPATCH
 from tokenyard.rows import Payload
@@ -118,18 +118,18 @@ def test_tables_made_ahead_are_of_the_mode_of_their_call() -> None:
     config = config_of(0, 1)
     payload = Payload(torch.ones(2, 8), None)
     spec = Spec(layout=ty.Layout.FLAT, exact=True)
-    kind = signature_of(
-        DISPATCH, payload, spec, None, config, marked=True, scaled=False, in_place=False
+    signature = signature_of(
+        DISPATCH, payload, spec, None, config, weighted=True, scaled=False, in_place=False
     )
-    tables = Tables(config, torch.device("cpu"))
+    outputs = Outputs(config, torch.device("cpu"))
     for made_inside in (True, False):
         for used_inside in (True, False):
             with torch.inference_mode(made_inside):
-                tables.make_ahead(kind, 2, 16, 3)
-                ahead = kind.ahead
+                outputs.make_ahead(signature, 2, 16, 3)
+                ahead = signature.ahead
             with torch.inference_mode(used_inside):
-                counted = tables.counted(kind, 2, 16)
-                _, arrived = tables.results(kind, counted, 3, 3)
+                counted = outputs.counted(signature, 2, 16)
+                _, arrived = outputs.results(signature, counted, 3, 3)
             fresh = (*counted[:4], *arrived[:4])
             assert all(tensor.is_inference() == used_inside for tensor in fresh)
             assert (counted is ahead.counted) == (made_inside == used_inside)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import CASE, Inputs, assert_works, check, error_of, make, meet
+from bad_input import CASE, Inputs, assert_works, check, error_of, make, meet
 from tokenyard.engines.gloo_transport import _gist
 from tokenyard.launch import local_store
 from tokenyard.testing import Ranks, distributed_test

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
-from cases import Case, check_received, dispatch
-from hostile import (
+from bad_input import (
     CASE,
     PATIENCE,
     SIZES,
@@ -30,6 +29,7 @@ from hostile import (
     make,
     meet,
 )
+from cases import Case, check_received, dispatch
 from tokenyard.call_queue import MAX_OUTSTANDING
 from tokenyard.engines.send_plan import note_bad_index
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test

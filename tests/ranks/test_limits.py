@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import (
+from bad_input import (
     CASE,
     Inputs,
     anyone,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import SIZES, Inputs, anyone, assert_works, check, complaint, error_of, make, meet
+from bad_input import SIZES, Inputs, anyone, assert_works, check, complaint, error_of, make, meet
 from tokenyard.testing import Ranks, distributed_test
 
 WORLD_SIZES = (2, 4)
@@ -182,11 +182,11 @@ CALLS: list[tuple[str, str, str, Call, Call]] = [
 def test_calls(ranks: Ranks) -> None:
     """The last rank differs from the others."""
     complaints: list[str] = []
-    culprit = ranks.world_size - 1
+    failed_rank = ranks.world_size - 1
     scene = Scene.of(ranks)
     for what, first, second, right, wrong in CALLS:
-        call = wrong if ranks.rank == culprit else right
-        words = [what, f"rank 0 says {first}", f"rank {culprit} says {second}"]
+        call = wrong if ranks.rank == failed_rank else right
+        words = [what, f"rank 0 says {first}", f"rank {failed_rank} says {second}"]
         error = error_of(lambda call=call, scene=scene: call(scene))
         why = complaint(error, ty.Mismatch, words)
         if not anyone(ranks, bool(why)):
@@ -202,17 +202,21 @@ def test_calls(ranks: Ranks) -> None:
 @distributed_test(world_size=WORLD_SIZES)
 def test_construction(ranks: Ranks) -> None:
     complaints: list[str] = []
-    culprit = ranks.world_size - 1
+    failed_rank = ranks.world_size - 1
     for name, value in SIZES.items():
-        mine = value + 1 if ranks.rank == culprit else value
+        mine = value + 1 if ranks.rank == failed_rank else value
         error = error_of(lambda name=name, mine=mine: make(ranks, **{name: mine}))
-        words = [f"ranks disagree on {name}: rank 0 says {value}, rank {culprit} says {value + 1}"]
+        words = [
+            f"ranks disagree on {name}: rank 0 says {value}, rank {failed_rank} says {value + 1}"
+        ]
         complaints.append(complaint(error, ty.Mismatch, words))
         meet(ranks)
-    error = error_of(lambda: make(ranks, engine="auto" if ranks.rank == culprit else "collective"))
+    error = error_of(
+        lambda: make(ranks, engine="auto" if ranks.rank == failed_rank else "collective")
+    )
     complaints.append(
         complaint(
-            error, ty.Mismatch, ["engine: rank 0 says collective", f"rank {culprit} says auto"]
+            error, ty.Mismatch, ["engine: rank 0 says collective", f"rank {failed_rank} says auto"]
         )
     )
     meet(ranks)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from hostile import SIZES, Inputs, assert_works, check, error_of, make
+from bad_input import SIZES, Inputs, assert_works, check, error_of, make
 from tokenyard.arguments import check_whole, real, whole
 from tokenyard.config import Config
 from tokenyard.handle import Spec

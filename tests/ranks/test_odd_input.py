@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
+from bad_input import CASE, Inputs, assert_works, make
 from cases import Case, check_combined, dispatch, rows_to_combine
-from hostile import CASE, Inputs, assert_works, make
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test, poisoned
 
 WORLD_SIZES = (1, 2, 4)

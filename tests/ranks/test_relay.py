@@ -21,9 +21,9 @@ import test_dispatch_combine as shared
 import test_gradients as gradients
 import test_mismatch as mismatch
 import tokenyard as ty
+from bad_input import Inputs, assert_works, check, error_of, make, make_hasty, meet
 from cases import PLAIN, QUANTIZED, Case, check_received, dispatch, on_grid, rows_to_combine
-from hostile import Inputs, assert_works, check, error_of, make, make_hasty, meet
-from test_failures import CULPRIT, Plot, check_over
+from test_failures import FAILED_RANK, Plot, check_over
 from tokenyard.config import Config
 from tokenyard.engines.group_transport import GroupTransport
 from tokenyard.engines.hierarchy import Hierarchy
@@ -115,24 +115,24 @@ def test_a_leg_by_hand() -> None:
     rank 1, and for nobody here.
     """
     sizes = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 2, "timeout": 1.0}
-    mover: Any = SimpleNamespace(counts_on_host=False)
-    relay = Hierarchy(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), mover)
+    transport: Any = SimpleNamespace(counts_on_host=False)
+    relay = Hierarchy(Config(**sizes, rank=0, world_size=4), ty.Topology(2, 2), transport)
     ids = torch.tensor([[1, 0], [3, 1], [2, 99], [-1, -7]])
-    leg = relay.plan(ids, [1, 2, 3, 1], Spec(layout=FLAT, exact=True))
-    assert leg.order.tolist() == [0, 0, 1]
-    assert leg.joins.tolist() == [[0, 1], [-1, 2], [-1, -1], [-1, -1]]
-    assert leg.arrange.tolist() == [0, 4, 5, 1, 2, 3, 6]  # they come from ranks 0, 2, 2, 2, 1, 1, 3
-    assert (leg.spans.send_counts, leg.spans.recv_counts) == ([1, 2, 0, 0], [4, 3, 0, 0])
-    leg = relay.plan(ids, [2, 2, 2, 2], Spec(layout=FLAT, exact=False))
-    assert leg.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
-    assert leg.joins.tolist() == [[0, 4], [5, -1], [-1, -1], [-1, -1]]
-    assert leg.arrange.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert (leg.spans.send_counts, leg.spans.recv_counts) == ([4, 4, 0, 0], [4, 4, 0, 0])
-    mover.counts_on_host = True
-    leg = relay.plan(ids, [1, 0, 2, 1], Spec(layout=FLAT, exact=False))
-    assert leg.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
-    assert leg.joins.tolist() == [[0, 4], [-1, 5], [-1, -1], [-1, -1]]
-    assert leg.arrange.tolist() == [
+    hop = relay.plan(ids, [1, 2, 3, 1], Spec(layout=FLAT, exact=True))
+    assert hop.order.tolist() == [0, 0, 1]
+    assert hop.joins.tolist() == [[0, 1], [-1, 2], [-1, -1], [-1, -1]]
+    assert hop.arrange.tolist() == [0, 4, 5, 1, 2, 3, 6]  # they come from ranks 0, 2, 2, 2, 1, 1, 3
+    assert (hop.spans.send_counts, hop.spans.recv_counts) == ([1, 2, 0, 0], [4, 3, 0, 0])
+    hop = relay.plan(ids, [2, 2, 2, 2], Spec(layout=FLAT, exact=False))
+    assert hop.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
+    assert hop.joins.tolist() == [[0, 4], [5, -1], [-1, -1], [-1, -1]]
+    assert hop.arrange.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert (hop.spans.send_counts, hop.spans.recv_counts) == ([4, 4, 0, 0], [4, 4, 0, 0])
+    transport.counts_on_host = True
+    hop = relay.plan(ids, [1, 0, 2, 1], Spec(layout=FLAT, exact=False))
+    assert hop.order.tolist() == [0, -1, -1, -1, 0, 1, -1, -1]
+    assert hop.joins.tolist() == [[0, 4], [-1, 5], [-1, -1], [-1, -1]]
+    assert hop.arrange.tolist() == [
         0,
         3,
         5,
@@ -142,8 +142,8 @@ def test_a_leg_by_hand() -> None:
         4,
         7,
     ]  # ranks 0, 2, 2 and 3 sent rows; then places without one
-    assert (leg.spans.send_counts, leg.spans.recv_counts) == ([1, 2, 0, 0], [3, 1, 0, 0])
-    assert (leg.spans.send_starts, leg.spans.recv_starts) == ([0, 4, 0, 0], [0, 4, 0, 0])
+    assert (hop.spans.send_counts, hop.spans.recv_counts) == ([1, 2, 0, 0], [3, 1, 0, 0])
+    assert (hop.spans.send_starts, hop.spans.recv_starts) == ([0, 4, 0, 0], [0, 4, 0, 0])
 
 
 # Each body with arguments; all run in one object's life after the other.
@@ -323,9 +323,9 @@ def test_a_rank_that_sleeps_before_a_hop(ranks: Ranks, hop: str) -> None:
         ep.combine(recv.x, recv.handle)
 
     error = error_of(play)
-    if ranks.rank != CULPRIT:
+    if ranks.rank != FAILED_RANK:
         assert isinstance(error, ty.PeerTimeout), repr(error)
-        assert error.rank == CULPRIT and waits[ranks.rank] in str(error), str(error)
+        assert error.rank == FAILED_RANK and waits[ranks.rank] in str(error), str(error)
         check_over(plot.ep)
         meet(ranks)
     meet(ranks)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hostile import assert_works, check, error_of, make, meet
+from bad_input import assert_works, check, error_of, make, meet
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
 from tokenyard.memory.meeting import Round, wait_for
 from tokenyard.memory.store import CooperativeStore

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import tokenyard as ty
+from bad_input import assert_works, check, error_of, make, meet
 from cases import Case, check_received, dispatch
-from hostile import assert_works, check, error_of, make, meet
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import (
     HOST_VARIABLE,

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bad_input import make
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
-from hostile import make
 from tokenyard import header
 from tokenyard.config import Config
 from tokenyard.engines.send_plan import counts_by_rank
@@ -62,24 +62,24 @@ class Noting:
 
 def ringed(name: str, config: Config) -> list[Any]:
     """All that an engine with rings lays out."""
-    from tokenyard.engines import nvlink, rings, twolevel, twolevel_ground
+    from tokenyard.engines import nvlink, rings, twolevel, twolevel_workspace
     from tokenyard.engines.failures import FailureReports
 
     memory, stats = Noting(config), Stats.zeros(config.rank, config.world_size)
     if name == "nvlink":
         make: Any = nvlink.NvlinkEngine
-        shape: Any = rings.shape_for(8, config.world_size, all_sms=True)
+        tuning: Any = rings.nvlink_tuning(8, config.world_size, all_sms=True)
     else:
         make, grid = twolevel.TwolevelEngine, config.topology
         assert grid is not None
-        shape = twolevel_ground.tuning_for(16, grid, all_sms=True, channels=2)
+        tuning = twolevel_workspace.twolevel_tuning(16, grid, all_sms=True, channels=2)
     engine = make(
-        config, memory, stats, shape, 8 << 20, FailureReports(dist.HashStore(), config.rank, 1.0)
+        config, memory, stats, tuning, 8 << 20, FailureReports(dist.HashStore(), config.rank, 1.0)
     )
     for layout in Layout:
         for exact in (True, False):
             engine.binders.plan(
-                engine._ground,
+                engine._workspace,
                 config.num_topk,
                 4,
                 by_expert=layout is not Layout.FLAT,
@@ -88,18 +88,22 @@ def ringed(name: str, config: Config) -> list[Any]:
                 weighted=True,
                 wide=True,
             )
-    return [*memory.noted, engine._ground.header_words, engine._headers.shape]
+    return [*memory.noted, engine._workspace.header_words, engine._headers.shape]
 
 
 def slotted(config: Config) -> list[Any]:
     """All that engine low_latency lays out."""
     from tokenyard.engines.low_latency import LowLatencyEngine
-    from tokenyard.engines.low_latency_workspace import KernelConfig
+    from tokenyard.engines.low_latency_workspace import LowLatencyTuning
     from tokenyard.kernels.low_latency_memory import BOTH
 
     memory = Noting(config)
     engine = LowLatencyEngine(
-        config, memory, Stats.zeros(config.rank, config.world_size), KernelConfig(programs=8), None
+        config,
+        memory,
+        Stats.zeros(config.rank, config.world_size),
+        LowLatencyTuning(programs=8),
+        None,
     )  # type: ignore[arg-type]
     spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
     payload = Payload(torch.empty(0, 256, dtype=torch.bfloat16), None)

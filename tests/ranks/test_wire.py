@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard as ty
-from hostile import CASE, Inputs, assert_works, check, error_of, make, make_hasty, meet
+from bad_input import CASE, Inputs, assert_works, check, error_of, make, make_hasty, meet
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.collective import DISPATCH
@@ -462,8 +462,8 @@ def test_an_object_does_not_believe(ranks: Ranks, lie: str) -> None:
         honest_swap, asked = wire.swap, []
         if ranks.rank == 1:
             wire.swap = lambda header, what: (corrupt(header), honest_swap(header, what))[1]
-        mover = ep._calls.engine._rows
-        buffer, mover.buffer = mover.buffer, lambda *a: asked.append(a) or buffer(*a)
+        transport = ep._calls.engine._rows
+        buffer, transport.buffer = transport.buffer, lambda *a: asked.append(a) or buffer(*a)
         error = error_of(
             lambda: ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
         )

@@ -17,9 +17,9 @@ if __name__ == "__main__":
 
 import torch
 
-import hostile
+import bad_input
+from bad_input import error_of
 from deep_ep_world import World, from_fp8
-from hostile import error_of
 from tokenyard import deep_ep
 from tokenyard.deep_ep.natives import ENGINE_VARIABLE
 from tokenyard.errors import PeerError
@@ -82,7 +82,7 @@ def refusals(buffer: Any, world: World) -> None:
     ):
         arguments = {**picks, **(bad if rank == 0 else {})}
         error = error_of(lambda arguments=arguments: buffer.dispatch(world.x[rank], **arguments))
-        hostile.check(error, PeerError if rank else ValueError, next(iter(bad)))
+        bad_input.check(error, PeerError if rank else ValueError, next(iter(bad)))
     rows, _, _, counts, _, _ = buffer.dispatch(world.x[rank], **picks)
     assert torch.equal(rows, world.take(rank, world.x)) and counts == world.counts(rank)
     got: list[torch.Tensor] = []
@@ -97,7 +97,7 @@ def refusals(buffer: Any, world: World) -> None:
 
     error = error_of(low)
     if rank == 0:
-        hostile.check(error, ValueError, "async_finish ('no') must be True or False")
+        bad_input.check(error, ValueError, "async_finish ('no') must be True or False")
     else:
         assert error is None
         assert got[0].tolist() == [
@@ -106,7 +106,7 @@ def refusals(buffer: Any, world: World) -> None:
 
 
 def check_strides(scales: torch.Tensor) -> None:
-    """DeepEP's, which has no single columns: a view of ``[L, S, R * M]``."""
+    """DeepEP's, which has no single columns: an in-place buffer of ``[L, S, R * M]``."""
     _, rows, columns = scales.shape
     assert scales.stride() == (columns * rows, 1, rows if columns > 1 else 1)
 

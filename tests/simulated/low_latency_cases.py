@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.low_latency_workspace import KernelConfig
+from tokenyard.engines.low_latency_workspace import LowLatencyTuning
 from tokenyard.testing import ROUTINGS
 
 _, MAJOR, PADDED = ty.Layout
@@ -47,11 +47,11 @@ class Scenario:
     shares: int = 2
 
     @property
-    def kernels(self) -> KernelConfig:
+    def tuning(self) -> LowLatencyTuning:
         """Rows take several steps, and programs several rows."""
         # No program has two shares of a token.
         most = 1 << min(self.shares, self.programs).bit_length() - 1
-        return KernelConfig(
+        return LowLatencyTuning(
             programs=self.programs,
             words=self.words,
             sent_channels=32,

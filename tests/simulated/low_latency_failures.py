@@ -17,7 +17,7 @@ from torch import Tensor
 import tokenyard as ty
 from cases import Case
 from low_latency_cases import PADDED, Scenario
-from low_latency_plants import TORN, planted
+from low_latency_mutations import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun
 from tokenyard import reference
 from tokenyard.engines.low_latency_options import CallOptions
@@ -380,13 +380,13 @@ def refusal(world_size: int, seed: int) -> list[Ending | None]:
 
 def disagreement(seed: int) -> list[Ending | None]:
     """A rank dispatches another dtype: whoever sees it says so, and they go on apart."""
-    scenario, culprit = life(3, seed), seed % 3
+    scenario, failed_rank = life(3, seed), seed % 3
 
     def body(mine: RankRun) -> None:
         case = case_of(scenario, seed, 0)
         with suppress(
             Mismatch
         ):  # a rank that was left out before it told the others only sees that they are silent
-            mine.dispatch(replace(case, dtype=torch.float16) if mine.rank == culprit else case)
+            mine.dispatch(replace(case, dtype=torch.float16) if mine.rank == failed_rank else case)
 
     return play(scenario, body, seed)[0]

@@ -25,7 +25,7 @@ from tokenyard.config import Config
 from tokenyard.deep_ep import decode
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.low_latency_workspace import KernelConfig
+from tokenyard.engines.low_latency_workspace import LowLatencyTuning
 from tokenyard.handle import Spec
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
@@ -80,7 +80,9 @@ def engine_on(memory: Any) -> LowLatencyEngine:
         world_size=RANKS,
         timeout=5.0,
     )
-    return LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), KernelConfig(programs=4), None)
+    return LowLatencyEngine(
+        config, memory, Stats.zeros(0, RANKS), LowLatencyTuning(programs=4), None
+    )
 
 
 def no_second_half_behind_close() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 import tokenyard as ty
 from cases import QUANTIZED, Case, check_combined, check_received, rows_to_combine
 from low_latency_cases import PADDED, Round, Scenario, draw, rehearsal
-from low_latency_plants import planted
+from low_latency_mutations import planted
 from nvlink_cases import payload_of, spec_of
 from simulated_tensors import OwnTensors
 from tokenyard import reference
@@ -78,7 +78,7 @@ class RankRun:
         stats = Stats.zeros(ranks.rank, ranks.world_size)
         with self.own:
             self.engine = LowLatencyEngine(
-                self.config, ranks.memory, stats, scenario.kernels, scenario.buffer_bytes
+                self.config, ranks.memory, stats, scenario.tuning, scenario.buffer_bytes
             )
 
     def call(self, in_two: bool, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -212,11 +212,11 @@ def check_seed(world_size: int, seed: int) -> None:
     run(draw(world_size, seed), seed)
 
 
-def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
+def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str]:
     """The first of ``seeds`` whose rehearsal fails with a bug planted, and how; -1 if all pass."""
     fits = False
     try:
-        with planted(plant):
+        with planted(mutation):
             fits = True
             for seed in seeds:
                 run(rehearsal(seed), seed, max_steps=50_000, skew=SKEWS[seed % 2])

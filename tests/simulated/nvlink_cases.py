@@ -14,8 +14,8 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Cuts, Shape, form_of, meta_words
-from tokenyard.engines.twolevel_ground import Tuning
+from tokenyard.engines.rings import KernelConfig, NvlinkTuning, Tuning, meta_words, row_layout_of
+from tokenyard.engines.twolevel_workspace import TwolevelTuning
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
 from tokenyard.testing import ROUTINGS
@@ -47,12 +47,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Calls of one object. ``slots``: rows of the largest form that a ring holds at least, besides
+    """Calls of one object. ``slots``: rows of the largest row that a ring holds at least, besides
     those it needs.
 
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
-    through the simulated network; ``mapped``: by it go letters and greetings only, as nodes map
-    each other's memory too. ``workers``: programs of a channel there.
+    through the simulated network; ``mapped``: by it go node headers and announcements only, as
+    nodes map each other's memory too. ``workers``: programs of a channel there.
     """
 
     world_size: int
@@ -70,10 +70,12 @@ class Scenario:
     workers: int = 2
 
     @property
-    def shape(self) -> Cuts:
-        whole = Cut(rows=self.rows, block=1024, chunk=self.chunk)
-        part = Cut(rows=self.rows, block=32, chunk=self.chunk)  # a row takes several of its blocks
-        cuts: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
+    def tuning(self) -> Tuning:
+        whole = KernelConfig(rows=self.rows, block=1024, chunk=self.chunk)
+        part = KernelConfig(
+            rows=self.rows, block=32, chunk=self.chunk
+        )  # a row takes several of its blocks
+        configs: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
         if self.ranks_per_node is None:
             gather = replace(part, stages=self.chunk)  # of whole rows, or of pieces
             programs = {
@@ -81,13 +83,15 @@ class Scenario:
                 "pushers": self.channels,
                 "gatherers": 2 - self.slots % 2,
             }
-            return Shape(channels=self.channels, push=part, gather=gather, **programs, **cuts)
+            return NvlinkTuning(
+                channels=self.channels, push=part, gather=gather, **programs, **configs
+            )
         more = {"workers": self.workers, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
-        return Tuning(channels=self.channels, pull=part, forward=part, **more, **cuts)
+        return TwolevelTuning(channels=self.channels, pull=part, forward=part, **more, **configs)
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Rings that hold few rows of the largest form and wrap around again and again."""
+        """Rings that hold few rows of the largest row and wrap around again and again."""
         slot = max(
             largest_slot(case, self.num_topk)
             for each in self.rounds
@@ -139,10 +143,10 @@ def spec_of(case: Case) -> Spec:
 
 def largest_slot(case: Case, num_topk: int) -> int:
     """Bytes of the largest row that any call of a round moves."""
-    there = form_of(
+    there = row_layout_of(
         payload_of(case, 0), case.quantize, meta_words(num_topk, experts=True, weighted=True)
     )
-    back = form_of(
+    back = row_layout_of(
         Payload(torch.empty(0, case.hidden, dtype=case.expert_rows[0].dtype), None),
         None,
         -(-num_topk // 4) * 4,
@@ -249,11 +253,11 @@ def _draw_payload(random: Random, other_than: int = 0) -> dict[str, Any]:
 def rehearsal(part: str, seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with rows of other sizes each time.
 
-    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``views``: fresh
-    and cached into views. ``pushes``: in place, again and again, also when some programs have
-    nothing to do. ``greetings``: calls of one token. ``plans``: refusals, so that plan follows
-    plan. ``guesses``: more rows than guessed. ``lines``: rows so long that their slots are whole
-    lines, and longer than they.
+    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``in-place
+    buffers``: fresh and cached into in-place buffers. ``pushes``: in place, again and again, also
+    when some programs have nothing to do. ``announcements``: calls of one token. ``plans``:
+    refusals, so that plan follows plan. ``guesses``: more rows than guessed. ``lines``: rows so
+    long that their slots are whole lines, and longer than they.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -264,7 +268,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
-        "views": (
+        "buffers": (
             Round(base, ("cached", "plain"), cached, in_place=True),
             Round(base, (), cached, in_place=True),
         ),
@@ -282,7 +286,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
                 cached,
             ),
         ),
-        "greetings": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
+        "barriers": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
         "plans": (
             Round(tiny, (), tiny, refusers=(0, 0, 0)),
             Round(tiny, (), tiny, refusers=(1, 1, 1)),
@@ -309,9 +313,9 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
 SKEWS = {
     "rings": "program",
-    "views": "rank",
+    "buffers": "rank",
     "pushes": "program",
-    "greetings": "program",
+    "barriers": "program",
     "plans": "rank",
     "guesses": "rank",
     "lines": "program",
@@ -324,7 +328,7 @@ SKEWS = {
 Ending = tuple[str, str, int]
 """Type and text of an exception, and the rank that it names (-1: none)."""
 FINE: Ending = ("", "", -1)
-CULPRIT = 1
+FAILED_RANK = 1
 TIMEOUT = 5.0
 
 DISAGREEMENTS = {
@@ -343,4 +347,4 @@ DISAGREEMENTS = {
     "exact: dtype": "dtype",
     "exact among static": "exact",
 }
-"""What the culprit does otherwise, and what the message says ranks disagree on."""
+"""What the failed rank does otherwise, and what the message says ranks disagree on."""

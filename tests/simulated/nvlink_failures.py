@@ -17,7 +17,7 @@ import torch
 
 from cases import Case
 from nvlink_cases import (
-    CULPRIT,
+    FAILED_RANK,
     FINE,
     FLAT,
     MAJOR,
@@ -28,7 +28,7 @@ from nvlink_cases import (
     payload_of,
     spec_of,
 )
-from nvlink_plants import planted
+from nvlink_mutations import planted
 from nvlink_ranks import MOST_STEPS, RankRun
 from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
@@ -110,7 +110,7 @@ def hurried(seed: int) -> list[bool]:
 
     def body(ranks: SimulatedRank) -> bool:
         mine = RankRun(ranks, scenario, TIMEOUT)
-        mine.engine._ground.state[TIMEOUT_NS.value] = 60 + 137 * (seed % 16)
+        mine.engine._workspace.state[TIMEOUT_NS.value] = 60 + 137 * (seed % 16)
         payload, (idx, weights), spec = (
             payload_of(case, mine.rank),
             case.picks[mine.rank],
@@ -162,7 +162,7 @@ QUEUE = (COMBINE, CACHED, DISPATCH, CACHED, DISPATCH, COMBINE)
 def queued(
     scenario: Scenario, absent_from: int, seed: int, closes: bool = False
 ) -> list[Ending | None]:
-    """The culprit does not come to the call of this number, or ``closes`` its object then; the
+    """The failed rank does not come to the call of this number, or ``closes`` its object then; the
     others have queued calls before and behind it, as on a GPU."""
     case = scenario.rounds[0].case
 
@@ -181,7 +181,7 @@ def queued(
         memory.settle = mine.own.sweep = lambda: None
         with mine.own:
             for number, op in enumerate(QUEUE, 2):
-                if mine.rank == CULPRIT and number == absent_from:
+                if mine.rank == FAILED_RANK and number == absent_from:
                     if not closes:
                         memory.wait_until(lambda: False, 60.0)
                     break
@@ -203,7 +203,7 @@ def queued(
 
 
 def disagreement(name: str, seed: int) -> list[Ending | None]:
-    """The culprit makes another call than the others."""
+    """The failed rank makes another call than the others."""
     where, _, what = name.partition(": ")
     case = Case(
         3,
@@ -228,26 +228,28 @@ def disagreement(name: str, seed: int) -> list[Ending | None]:
     scenario = replace(life(3, 0), rounds=(Round(case, (), wide),))
 
     def body(mine: RankRun) -> None:
-        culprit = mine.rank == CULPRIT
+        failed_rank = mine.rank == FAILED_RANK
         if where in ("exact", "static", "exact among static"):
-            mine.dispatch(other if culprit else case)
+            mine.dispatch(other if failed_rank else case)
             return
-        again = what == "in place" and seed % 2 == 1  # else there is no view or landing yet
+        again = (
+            what == "in place" and seed % 2 == 1
+        )  # else there is no in-place buffer or receive buffer yet
         recv = mine.dispatch(case, in_place=again)
         if again and where == "combine":
             mine.combine(torch.zeros_like(recv.x), recv, in_place=True)
         if where == "another handle":
             second = mine.dispatch(next_case)
-            recv = second if culprit else recv
+            recv = second if failed_rank else recv
         if where == "cached":
             mine.redispatch(
-                other if culprit else case, recv, in_place=culprit and what == "in place"
+                other if failed_rank else case, recv, in_place=failed_rank and what == "in place"
             )
-        elif where == "combine among cached dispatches" and not culprit:
+        elif where == "combine among cached dispatches" and not failed_rank:
             mine.redispatch(case, recv)
         else:
-            rows = torch.zeros(recv.x.shape, dtype=(other if culprit else case).dtype)
-            mine.combine(rows, recv, in_place=culprit and what == "in place")
+            rows = torch.zeros(recv.x.shape, dtype=(other if failed_rank else case).dtype)
+            mine.combine(rows, recv, in_place=failed_rank and what == "in place")
 
     return play(scenario, body, seed)[0]
 
@@ -260,7 +262,7 @@ def disagreement_and_on(seed: int) -> list[Ending | None]:
 
     def body(mine: RankRun) -> None:
         try:
-            mine.dispatch(wide if mine.rank == CULPRIT else case)
+            mine.dispatch(wide if mine.rank == FAILED_RANK else case)
         except ValueError:
             live(mine, scenario)
 
@@ -271,14 +273,14 @@ def disagreement_and_on(seed: int) -> list[Ending | None]:
 
 
 def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
-    """The culprit refuses a call that the others make."""
+    """The failed rank refuses a call that the others make."""
     case = Case(3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed)
     static = replace(case, exact=False)
     scenario = replace(life(3, 0), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
         recv = None if op == DISPATCH else mine.dispatch(case)
-        if mine.rank == CULPRIT:
+        if mine.rank == FAILED_RANK:
             assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
         elif recv is None:
             mine.dispatch(case if exact else static)
@@ -292,21 +294,21 @@ def refusal(op: int, exact: bool, seed: int) -> list[Ending | None]:
 
 
 def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
-    """The culprit announces one row more than it has; with static shapes, rows of more tokens than
-    there may be.
+    """The failed rank announces one row more than it has; with static shapes, rows of more tokens
+    than there may be.
     """
     case = Case(3, num_tokens=4, num_topk=3, num_experts=3, hidden=8, seed=seed, exact=exact)
     scenario = replace(life(3, 0), num_experts=3, num_topk=3, rounds=(Round(case, (), case),))
     more = replace(case, num_tokens=7, seed=1)
 
     def body(mine: RankRun) -> None:
-        if exact or mine.rank != CULPRIT:
+        if exact or mine.rank != FAILED_RANK:
             mine.dispatch(case)
             return
         everywhere = torch.arange(3).expand(6, 3).contiguous()
         mine.call(
             mine.engine.dispatch,
-            payload_of(more, CULPRIT),
+            payload_of(more, FAILED_RANK),
             everywhere,
             torch.ones(6, 3),
             spec_of(case),
@@ -318,8 +320,8 @@ def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
 
 
 def bad_index(exact: bool, seed: int) -> list[Ending | None]:
-    """The culprit picks an expert that is not there; all make the call again afterwards, which must
-    work.
+    """The failed rank picks an expert that is not there; all make the call again afterwards, which
+    must work.
     """
     case = Case(
         3, num_tokens=4, num_topk=2, num_experts=6, hidden=8, seed=seed, exact=exact, layout=FLAT
@@ -328,7 +330,7 @@ def bad_index(exact: bool, seed: int) -> list[Ending | None]:
 
     def body(mine: RankRun) -> None:
         idx, weights = case.picks[mine.rank]
-        if mine.rank == CULPRIT:
+        if mine.rank == FAILED_RANK:
             idx = idx.clone()
             idx[1, 0] = 6
         wrong: Exception | None = None

@@ -36,13 +36,13 @@ from nvlink_cases import (
     rehearsal,
     spec_of,
 )
-from nvlink_plants import PLANTS, planted
+from nvlink_mutations import MUTATIONS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
-from tokenyard.engines.rings import form_of, meta_words
+from tokenyard.engines.rings import meta_words, row_layout_of
 from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
@@ -117,9 +117,11 @@ class RankRun:
         ranks.memory.maps_all = scenario.mapped
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
-            blame = FailureReports(ranks.store, self.rank, timeout)
+            failures = FailureReports(ranks.store, self.rank, timeout)
             make = NvlinkEngine if scenario.ranks_per_node is None else TwolevelEngine
-            self.engine = make(self.config, ranks.memory, stats, scenario.shape, num_bytes, blame)
+            self.engine = make(
+                self.config, ranks.memory, stats, scenario.tuning, num_bytes, failures
+            )
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the engine, then see that nothing went wrong on the device."""
@@ -139,13 +141,13 @@ class RankRun:
         self._guess_closely(recv)
         for way in each.ways:
             self.follow(recv, each, way)
-        self._check_greetings()
+        self._check_call_barriers()
 
-    def _check_greetings(self) -> None:
+    def _check_call_barriers(self) -> None:
         """The host knows how often this rank has said hello: by it, messages name the call in which
         a kernel gave up.
         """
-        assert self.engine._monitor._hellos == int(self.engine._ground.state[EPOCH.value])
+        assert self.engine._monitor._hellos == int(self.engine._workspace.state[EPOCH.value])
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]
@@ -159,9 +161,9 @@ class RankRun:
         """Let the next call of this kind guess just as many rows as came: small batches would never
         exceed the usual guess.
         """
-        for kind in self.engine._signatures.values():
-            tokens, room = kind.room
-            kind.room = (tokens, min(room, recv.x.shape[0]))
+        for signature in self.engine._signatures.values():
+            tokens, room = signature.room
+            signature.room = (tokens, min(room, recv.x.shape[0]))
 
     def redispatch(self, case: Case, recv: ty.Received, in_place: bool = False) -> ty.Received:
         plan, arrived = recv.handle.plan, recv.handle.arrived
@@ -251,8 +253,8 @@ class RankRun:
             check_combined(weights, case, self.rank, want.topk_weights, "reduced weights")
 
     def _rows_in_place(self, recv: ty.Received, case: Case, rows: Tensor) -> Tensor:
-        """``rows`` elsewhere, in the view of the dispatch (if it is one), or where the engine says:
-        by seed and rank.
+        """``rows`` elsewhere, in the in-place buffer of the dispatch (if it is one), or where the
+        engine says: by seed and rank.
         """
         if case.seed % 3 == 2 and recv.x.dtype == rows.dtype:
             return recv.x.copy_(rows)
@@ -315,13 +317,13 @@ def check_in_place(world_size: int, seed: int) -> None:
     run(draw_in_place(world_size, seed), seed)
 
 
-def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
-    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``nvlink_plants.py``),
-    and how; -1 if all pass.
+def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str]:
+    """The first of ``seeds`` whose rehearsal fails with a bug planted (see
+    ``nvlink_mutations.py``), and how; -1 if all pass.
     """
-    part, fits = PLANTS[plant].part, False
+    part, fits = MUTATIONS[mutation].part, False
     try:
-        with planted(plant):
+        with planted(mutation):
             fits = True
             for seed in seeds:
                 run(rehearsal(part, seed), seed, max_steps=50_000, skew=SKEWS[part])
@@ -349,10 +351,10 @@ def rows_and_slots(part: str, seed: int) -> tuple[int, int]:
 
     def body(ranks: SimulatedRank) -> None:
         engine = RankRun(ranks, scenario).engine
-        form = form_of(
+        row_layout = row_layout_of(
             payload_of(case, 0), None, meta_words(case.num_topk, experts=False, weighted=True)
         )
-        slots.append(engine._ground.slots(form))
+        slots.append(engine._workspace.slots(row_layout))
 
     simulate(scenario.world_size, body, seed=seed)
     first = case.num_experts // 2  # of rank 1

@@ -76,11 +76,11 @@ def test_ranks_in_different_calls_go_on_apart() -> None:
     for seed, endings in enumerate(
         run_all("low_latency_failures.disagreement", [(seed,) for seed in range(3)])
     ):
-        culprit = seed % 3
+        failed_rank = seed % 3
         for rank, ending in enumerate(endings):
             assert ending is not None
             assert ending[1] == [
-                peer == rank or (peer != culprit and rank != culprit) for peer in range(3)
+                peer == rank or (peer != failed_rank and rank != failed_rank) for peer in range(3)
             ], (
                 rank,
                 endings,

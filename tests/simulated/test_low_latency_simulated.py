@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from low_latency_plants import PLANTS
+from low_latency_mutations import MUTATIONS
 from mutations import changed
 from nvlink_pool import SOAK, run_all, without_devices
 
@@ -50,23 +50,25 @@ def test_waits_and_loads_are_added_up() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[int, str]]:
-    """A seed that finds each plant (-1: none), and what it reports."""
-    jobs = [(name, plant.seeds()) for name, plant in PLANTS.items()]
-    return dict(zip(PLANTS, run_all("low_latency_ranks.first_seed_that_finds", jobs), strict=True))
+    """A seed that finds each mutation (-1: none), and what it reports."""
+    jobs = [(name, mutation.seeds()) for name, mutation in MUTATIONS.items()]
+    return dict(
+        zip(MUTATIONS, run_all("low_latency_ranks.first_seed_that_finds", jobs), strict=True)
+    )
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_found(found: dict[str, tuple[int, str]], name: str) -> None:
     seed, report = found[name]
-    assert seed >= 0, f"{name}: {report}, within {PLANTS[name].within} seeds"
-    assert "ProgramError" not in report, report  # a plant that does not even run says nothing
+    assert seed >= 0, f"{name}: {report}, within {MUTATIONS[name].within} seeds"
+    assert "ProgramError" not in report, report  # a mutation that does not even run says nothing
 
 
-def test_every_kind_of_bug_is_planted() -> None:
-    assert {plant.kind for plant in PLANTS.values()} == KINDS
-    assert len({changed(plant)[0] for plant in PLANTS.values()}) >= 3
+def test_every_kind_of_bug_is_made() -> None:
+    assert {mutation.kind for mutation in MUTATIONS.values()} == KINDS
+    assert len({changed(mutation)[0] for mutation in MUTATIONS.values()}) >= 3
 
 
-def test_plants_fit_the_kernels() -> None:
-    for plant in PLANTS.values():
-        changed(plant)
+def test_mutations_fit_the_kernels() -> None:
+    for mutation in MUTATIONS.values():
+        changed(mutation)

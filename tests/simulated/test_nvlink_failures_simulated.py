@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nvlink_cases import CULPRIT, DISAGREEMENTS, FINE, TIMEOUT, Ending
+from nvlink_cases import DISAGREEMENTS, FAILED_RANK, FINE, TIMEOUT, Ending
 from nvlink_failures import QUEUE
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard.engines.failures import FailureReports
@@ -127,12 +127,12 @@ def test_a_refusal_reaches_all(op: int, exact: bool) -> None:
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending
-            if rank == CULPRIT and op == DISPATCH and exact:
+            if rank == FAILED_RANK and op == DISPATCH and exact:
                 assert ending == FINE
-            elif rank == CULPRIT:
+            elif rank == FAILED_RANK:
                 assert (kind, "this rank refused" in text) == ("PeerError", True), text
             else:
-                assert (kind, f"rank {CULPRIT} refused its side of" in text) == (
+                assert (kind, f"rank {FAILED_RANK} refused its side of" in text) == (
                     "PeerError",
                     True,
                 ), text
@@ -148,7 +148,7 @@ def test_counts_that_cannot_be(exact: bool) -> None:
             kind, text, _ = ending
             assert kind == "PeerError", text
             assert re.match(
-                rf"rank {CULPRIT} announced (impossible counts: |6 rows in dispatch #0)", text
+                rf"rank {FAILED_RANK} announced (impossible counts: |6 rows in dispatch #0)", text
             ), text
 
 
@@ -159,7 +159,7 @@ def test_an_expert_that_is_not_there(exact: bool) -> None:
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending
-            if rank == CULPRIT:
+            if rank == FAILED_RANK:
                 assert kind == "ValueError", text
                 assert (
                     text == 'topk_idx[1, 0] is 6, but there are 6 experts (use -1 for "no expert")'
@@ -184,12 +184,12 @@ def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> N
     for (_, number), endings in zip(
         jobs, run_all("twolevel_failures.queued_on", jobs), strict=True
     ):
-        assert endings.pop(CULPRIT) == FINE
+        assert endings.pop(FAILED_RANK) == FINE
         for name, text, rank in filter(None, endings):
             op = OPS[QUEUE[number - 2]]
             assert (
                 name == "PeerTimeout"
-                and rank == CULPRIT
+                and rank == FAILED_RANK
                 and f"({op} #{number}, waiting for" in text
             ), text
 
@@ -197,19 +197,21 @@ def test_the_call_that_failed_is_named_though_others_are_queued_behind_it() -> N
 def test_a_rank_that_closed_in_order_is_told_from_one_that_died() -> None:
     """Engines nvlink and twolevel."""
     for endings in run_all("twolevel_failures.queued_on", [(nodes, 4, True) for nodes in (0, 2)]):
-        assert endings.pop(CULPRIT) == FINE
+        assert endings.pop(FAILED_RANK) == FINE
         for name, text, rank in filter(None, endings):
-            assert name == "PeerTimeout" and rank == CULPRIT, text
-            assert f"it had reported: rank {CULPRIT} had closed its ExpertParallel" in text, text
+            assert name == "PeerTimeout" and rank == FAILED_RANK, text
+            assert f"it had reported: rank {FAILED_RANK} had closed its ExpertParallel" in text, (
+                text
+            )
 
 
 def test_who_waits_for_memory_with_one_that_gave_up_names_whom_that_one_lost() -> None:
     store = dist.HashStore()
     FailureReports(store, 1, 1.0).report("rank 3 did not send its rows", 3)
-    for first, culprit in ((1, 3), (2, 2)):
+    for first, failed_rank in ((1, 3), (2, 2)):
         watch: Any = SimpleNamespace(_failures=FailureReports(store, 0, 0.1))
-        lost = StatusMonitor.blamed(
+        lost = StatusMonitor.attributed(
             watch, PeerTimeout(f"rank 0 waited 5.0 s for rank(s) [{first}, 3]", first)
         )
-        assert lost.rank == culprit
+        assert lost.rank == failed_rank
         assert ("it had reported: rank 3 did not send its rows" in str(lost)) == (first == 1)

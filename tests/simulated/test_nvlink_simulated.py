@@ -27,8 +27,8 @@ def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
 def test_sums_in_place(world_size: int) -> None:
-    """Combine in place: rows of the dispatch's view and others, landings that grow, rows that
-    change from call to call.
+    """Combine in place: rows of the dispatch's buffer and others, receive buffers that grow, rows
+    that change from call to call.
 
     A fifth as many seeds as above.
     """

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from nvlink_cases import CULPRIT, FINE, TIMEOUT
+from nvlink_cases import FAILED_RANK, FINE, TIMEOUT
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
@@ -110,10 +110,13 @@ def test_a_counter_that_arrives_at_the_last_moment_leaves_nobody_without_a_reaso
 
 @pytest.mark.parametrize("op", [CACHED, COMBINE], ids=["dispatch", "combine"])
 def test_a_rank_that_stays_away_from_a_call_in_place_is_named(op: int) -> None:
-    """Not those that lack room or rows because all wait for its greeting."""
+    """Not those that lack room or rows because all wait for its announcement."""
     for endings in run_all("twolevel_failures.absence", [(op, seed) for seed in range(SOAK)]):
         for rank, ending in enumerate(endings):
-            assert rank == CULPRIT or (ending is not None and ending[2] == CULPRIT), (rank, ending)
+            assert rank == FAILED_RANK or (ending is not None and ending[2] == FAILED_RANK), (
+                rank,
+                ending,
+            )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_a_rank_that_stays_away_from_a_call_in_place_is_named(op: int) -> None:
     ],
 )
 def test_ranks_in_different_calls_all_raise_mismatch(what: str, field: str) -> None:
-    """Also those that hear of it through a letter or a tag from another node."""
+    """Also those that hear of it through a node header or a tag from another node."""
     for endings in run_all("twolevel_failures.disagreement", [(what, seed) for seed in range(3)]):
         for rank, ending in enumerate(endings):
             assert ending is not None
@@ -151,12 +154,12 @@ def test_a_refusal_reaches_all(op: int, exact: bool, in_place: bool) -> None:
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending
-            if rank == CULPRIT and op == DISPATCH and exact:
+            if rank == FAILED_RANK and op == DISPATCH and exact:
                 assert ending == FINE
-            elif rank == CULPRIT:
+            elif rank == FAILED_RANK:
                 assert (kind, "this rank refused" in text) == ("PeerError", True), text
             else:
-                assert (kind, f"rank {CULPRIT} refused its side of" in text) == (
+                assert (kind, f"rank {FAILED_RANK} refused its side of" in text) == (
                     "PeerError",
                     True,
                 ), text

@@ -3,8 +3,8 @@ for bit against the oracle.
 
 As ``test_nvlink_simulated.py``, on grids of nodes and ranks. Every other seed reaches other nodes
 by NVSHMEM's calls, which a simulated network carries late and out of order (every fourth for
-letters and greetings only, as where NVSHMEM maps the memory of other nodes); the others by peer
-pointers. A seed that fails runs alone with ``python tests/run.py twolevel_ranks NODES
+node headers and announcements only, as where NVSHMEM maps the memory of other nodes); the others by
+peer pointers. A seed that fails runs alone with ``python tests/run.py twolevel_ranks NODES
 RANKS_PER_NODE SEED``. ``make soak`` runs many times as many seeds, and what says so besides.
 """
 
@@ -57,8 +57,8 @@ def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) 
 
 @pytest.mark.parametrize(("nodes", "per_node"), IN_PLACE)
 def test_rows_in_place_have_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
-    """Dispatches into views, fresh and cached, and combines out of them, among others through
-    rings.
+    """Dispatches into in-place buffers, fresh and cached, and combines out of them, among others
+    through rings.
     """
     seeds = range(IN_PLACE[nodes, per_node] * SOAK)
     run_all("twolevel_ranks.check_in_place", [(nodes, per_node, seed) for seed in seeds])
@@ -109,7 +109,7 @@ def test_a_bias_inside_of_the_view() -> None:
     jobs = [
         (given, seed) for given in ("at its end", "over its rows", "both") for seed in range(SOAK)
     ]
-    run_all("twolevel_api.bias_in_the_view", jobs)
+    run_all("twolevel_api.bias_in_the_buffer", jobs)
 
 
 def test_a_rank_that_cannot_make_rows_in_place() -> None:

@@ -152,7 +152,7 @@ def refused_rows(what: str, dtype: torch.dtype, seed: int) -> None:
     simulate(4, body, seed=seed)
 
 
-def bias_in_the_view(given: str, seed: int) -> None:
+def bias_in_the_buffer(given: str, seed: int) -> None:
     """Terms of a sum in place may lie where its rows are copied to first: results of an earlier
     dispatch in place.
     """

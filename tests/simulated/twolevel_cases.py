@@ -14,8 +14,8 @@ from nvlink_cases import draw_in_place as draw_nvlink_in_place
 PEERS, PUTS, MAPPED = (
     {"net": net, "mapped": mapped} for net, mapped in ((False, False), (True, False), (True, True))
 )
-"""How ranks reach other nodes: by pointers; by NVSHMEM, through the simulated network; letters by
-it, rows by pointers.
+"""How ranks reach other nodes: by pointers; by NVSHMEM, through the simulated network; node headers
+by it, rows by pointers.
 """
 REACHES = (PEERS, PUTS, MAPPED)
 
@@ -42,15 +42,19 @@ def rehearsal(part: str, seed: int) -> Scenario:
     ``rings``: network rings of two slots, one row per put. ``long``: of several puts, of several
     rows each. ``peers``, ``long peers``: nodes map each other's memory. ``plans``: refusals, so
     that plan follows plan. ``lines``: rows so long that their slots are whole lines, and longer
-    than they. ``views``, ``pulls``: rows into views, and out of them; ``apart``: few, and all stay
-    at their ranks. ``channels``: two of them.
+    than they. ``in-place buffers``, ``pulls``: rows into in-place buffers, and out of them;
+    ``apart``: few, and all stay at their ranks. ``channels``: two of them.
     """
     parts = part.split()
-    long, apart, viewed = "long" in parts, "apart" in parts, bool({"views", "pulls"} & set(parts))
-    few, routing = 1 if "views" in parts else 3, "local" if apart else "uniform"
+    long, apart, in_place = (
+        "long" in parts,
+        "apart" in parts,
+        bool({"buffers", "pulls"} & set(parts)),
+    )
+    few, routing = 1 if "buffers" in parts else 3, "local" if apart else "uniform"
     tokens = 14 if long else few if apart else 9
     base = Case(
-        4, routing, tokens, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1 + viewed
+        4, routing, tokens, num_topk=2, num_experts=8, hidden=40, seed=3 * seed + 1 + in_place
     )
     cached = replace(base, hidden=24, dtype=torch.float32)
     tiny = replace(base, num_tokens=1, hidden=8)
@@ -66,7 +70,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
             Round(tiny, (), tiny, refusers=(0, 3, 0)),
             Round(tiny, (), tiny, refusers=(2, 1, 2)),
         ),
-        "views": (Round(base, ("cached", "cached") * again, cached, in_place=True),),
+        "buffers": (Round(base, ("cached", "cached") * again, cached, in_place=True),),
         "pulls": (Round(base, ("in place", "in place, doubled") * again, cached, in_place=True),),
     }
     return Scenario(
@@ -86,7 +90,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
 def skew_of(part: str) -> str:
     """Which hardware shows most in a rehearsal."""
-    return "rank" if {"views", "pulls"} & set(part.split()) else "program"
+    return "rank" if {"buffers", "pulls"} & set(part.split()) else "program"
 
 
 def long_batch(per_node: int, seed: int) -> Scenario:

@@ -14,12 +14,12 @@ import torch
 
 import nvlink_failures
 from cases import Case
-from nvlink_cases import CULPRIT, MAJOR, Ending, Round, Scenario
+from nvlink_cases import FAILED_RANK, MAJOR, Ending, Round, Scenario
 from nvlink_failures import live, play, queued
 from nvlink_ranks import RankRun
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from twolevel_cases import REACHES
-from twolevel_plants import planted
+from twolevel_mutations import planted
 
 MOST_STEPS = 2_000_000
 
@@ -98,8 +98,8 @@ def absence(op: int, seed: int) -> list[Ending | None]:
     def body(mine: RankRun) -> None:
         recv = mine.dispatch(flat, in_place=True)
         rows = torch.zeros_like(recv.x)
-        mine.combine(rows, recv, in_place=True)  # now all have their views
-        if mine.rank == CULPRIT:
+        mine.combine(rows, recv, in_place=True)  # now all have their in-place buffers
+        if mine.rank == FAILED_RANK:
             mine.engine._memory.wait_until(lambda: False, 60.0)
         elif op == CACHED:
             mine.redispatch(flat, recv, in_place=True)
@@ -110,45 +110,45 @@ def absence(op: int, seed: int) -> list[Ending | None]:
 
 
 def disagreement(what: str, seed: int) -> list[Ending | None]:
-    """The culprit makes another call than the others, two of which are on another node."""
+    """The failed rank makes another call than the others, two of which are on another node."""
     case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=24, seed=seed)
     wide = replace(case, hidden=40)
     scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), wide),))
 
     def body(mine: RankRun) -> None:
-        culprit = mine.rank == CULPRIT
+        failed_rank = mine.rank == FAILED_RANK
         if what == "exact":
-            mine.dispatch(wide if culprit else case)
+            mine.dispatch(wide if failed_rank else case)
             return
         if what == "exact, in place":
-            mine.dispatch(case, in_place=culprit)
+            mine.dispatch(case, in_place=failed_rank)
             return
-        recv = mine.dispatch(case, in_place=seed % 2 == 0)  # else there is no view yet
+        recv = mine.dispatch(case, in_place=seed % 2 == 0)  # else there is no in-place buffer yet
         if what == "cached":
-            mine.redispatch(wide if culprit else case, recv)
+            mine.redispatch(wide if failed_rank else case, recv)
         elif what == "cached, in place":
-            mine.redispatch(case, recv, in_place=culprit)
+            mine.redispatch(case, recv, in_place=failed_rank)
         elif what == "cached, both in place":
-            mine.redispatch(wide if culprit else case, recv, in_place=True)
+            mine.redispatch(wide if failed_rank else case, recv, in_place=True)
         elif what == "combine, in place":
-            mine.combine(torch.zeros_like(recv.x), recv, in_place=culprit)
+            mine.combine(torch.zeros_like(recv.x), recv, in_place=failed_rank)
         else:
             mine.combine(
-                torch.zeros(recv.x.shape, dtype=torch.float16 if culprit else case.dtype), recv
+                torch.zeros(recv.x.shape, dtype=torch.float16 if failed_rank else case.dtype), recv
             )
 
     return play(scenario, body, seed, max_steps=MOST_STEPS)[0]
 
 
 def refusal(op: int, exact: bool, in_place: bool, seed: int) -> list[Ending | None]:
-    """The culprit refuses a call that the others make."""
+    """The failed rank refuses a call that the others make."""
     case = Case(4, num_tokens=4, num_topk=2, num_experts=8, hidden=8, seed=seed)
     scenario = replace(life(2, 2, 0, seed % 3), rounds=(Round(case, (), replace(case, hidden=16)),))
 
     def body(mine: RankRun) -> None:
-        # Else there is no view yet.
+        # Else there is no in-place buffer yet.
         recv = None if op == DISPATCH else mine.dispatch(case, in_place=in_place and seed % 2 == 0)
-        if mine.rank == CULPRIT:
+        if mine.rank == FAILED_RANK:
             assert mine.call(mine.engine.refuse, op, exact, "x is wrong")
         elif recv is None:
             mine.dispatch(case if exact else replace(case, exact=False), in_place=in_place)

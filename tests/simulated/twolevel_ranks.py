@@ -18,8 +18,8 @@ if __name__ == "__main__":
 from cases import on_grid
 from nvlink_cases import payload_of
 from nvlink_ranks import RankRun, run
-from tokenyard.engines.rings import form_of, meta_words
-from tokenyard.kernels.two_region import letter_words, num_tasks, short_letter_words
+from tokenyard.engines.rings import meta_words, row_layout_of
+from tokenyard.kernels.two_region import node_header_words, num_tasks, short_node_header_words
 from tokenyard.testing.decorators import BODY, run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
@@ -34,7 +34,7 @@ from twolevel_cases import (
     rehearsal,
     skew_of,
 )
-from twolevel_plants import PLANTS, planted
+from twolevel_mutations import MUTATIONS, planted
 
 MOST_STEPS = 2_000_000
 
@@ -69,16 +69,16 @@ def large_batch(per_node: int, seed: int) -> tuple[int, int, int, int]:
 
     def body(ranks: SimulatedRank) -> None:
         mine = RankRun(ranks, scenario)
-        ground, before = mine.engine._ground, mine.engine.buffer_bytes
+        workspace, before = mine.engine._workspace, mine.engine.buffer_bytes
         mine.round(each)
-        form = form_of(
+        row_layout = row_layout_of(
             payload_of(each.case, 0),
             None,
             meta_words(each.case.num_topk, experts=False, weighted=True),
         )
         slots = (
-            scenario.world_size * ground.slots(form)
-            + (ground.grid.num_nodes - 1) * ground.net_ring(form).slots
+            scenario.world_size * workspace.slots(row_layout)
+            + (workspace.grid.num_nodes - 1) * workspace.net_ring(row_layout).slots
         )
         found.append(
             (
@@ -125,14 +125,16 @@ def network_rows(nodes: int, per_node: int, reach: dict[str, bool]) -> tuple[lis
         mine = RankRun(ranks, scenario)
         mine.round(scenario.rounds[0])
         mine.engine.check()
-        stats, ground = mine.engine.stats, mine.engine._ground
+        stats, workspace = mine.engine.stats, mine.engine._workspace
         far = [peer for peer in grid.rail_of(mine.rank) if peer != mine.rank]
-        sizes = grid.world_size, scenario.channels, ground.header_words
-        letters = 8 * (
-            (per_node - 1) * short_letter_words(*sizes)
-            + letter_words(sizes[0], per_node, *sizes[1:])
+        sizes = grid.world_size, scenario.channels, workspace.header_words
+        node_headers = 8 * (
+            (per_node - 1) * short_node_header_words(*sizes)
+            + node_header_words(sizes[0], per_node, *sizes[1:])
         )
-        control = letters + per_node * 3 * 8  # one plan, three greetings, to every rank of a node
+        control = (
+            node_headers + per_node * 3 * 8
+        )  # one plan, three announcements, to every rank of a node
         credits = [
             0 if not puts else stats.bytes_sent[peer] - control - planned[mine.rank][2][peer]
             for peer in far
@@ -161,13 +163,13 @@ def shared_body(module: str, name: str, arguments: dict[str, Any], seed: int) ->
         run_in_simulator(body, "twolevel", arguments, 4, seed)
 
 
-def first_seed_that_finds(plant: str, seeds: Sequence[int]) -> tuple[int, str]:
-    """The first of ``seeds`` whose rehearsal fails with a bug planted (see ``twolevel_plants.py``),
-    and how; -1 if all pass.
+def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str]:
+    """The first of ``seeds`` whose rehearsal fails with a bug planted (see
+    ``twolevel_mutations.py``), and how; -1 if all pass.
     """
-    part, fits = PLANTS[plant].part, False
+    part, fits = MUTATIONS[mutation].part, False
     try:
-        with planted(plant):
+        with planted(mutation):
             fits = True
             for seed in seeds:
                 run(rehearsal(part, seed), seed, max_steps=200_000, skew=skew_of(part))

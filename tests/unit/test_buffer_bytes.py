@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Form, Ground, shape_for
-from tokenyard.engines.twolevel_ground import TwoGround, most_channels, tuning_for
+from tokenyard.engines.rings import PeerWorkspace, RowLayout, nvlink_tuning
+from tokenyard.engines.twolevel_workspace import TwolevelWorkspace, most_channels, twolevel_tuning
 from tokenyard.memory.symmetric import Region
 from tokenyard.planner.prediction import sizes_of
 from tokenyard.planner.workload import DTYPES, Workload
 
 
-def ground_of(work: Workload, engine: str) -> tuple[Any, int]:
+def workspace_of(work: Workload, engine: str) -> tuple[Any, int]:
     """What the engine makes, as ``engines/select.py`` does, and the bytes of symmetric memory that
     it asks for.
     """
@@ -56,15 +56,15 @@ def ground_of(work: Workload, engine: str) -> tuple[Any, int]:
     )
     all_sms = work.sms == work.most_sms
     if engine == "nvlink":
-        ground = Ground(
-            config, memory, shape_for(work.sms, work.ranks, all_sms=all_sms), work.buffer_bytes
+        workspace = PeerWorkspace(
+            config, memory, nvlink_tuning(work.sms, work.ranks, all_sms=all_sms), work.buffer_bytes
         )
     else:
         channels = most_channels(work.grid, 2 * work.hidden, work.buffer_bytes)
-        tuning = tuning_for(work.sms, work.grid, all_sms=all_sms, channels=channels)
-        ground = TwoGround(config, memory, tuning, work.buffer_bytes)
+        tuning = twolevel_tuning(work.sms, work.grid, all_sms=all_sms, channels=channels)
+        workspace = TwolevelWorkspace(config, memory, tuning, work.buffer_bytes)
     [num_bytes] = asked
-    return ground, num_bytes
+    return workspace, num_bytes
 
 
 def layer(nodes: int, gpus: int, **sizes: Any) -> Workload:
@@ -77,14 +77,14 @@ def layer(nodes: int, gpus: int, **sizes: Any) -> Workload:
     [(1, 1), (1, 2), (1, 3), (1, 8), (2, 1), (2, 2), (3, 2), (4, 8), (5, 7), (16, 8), (128, 8)],
 )
 def test_planned_memory_is_what_engines_allocate(nodes: int, gpus: int) -> None:
-    """To the byte, with headers and letters that grow with ranks and experts."""
+    """To the byte, with headers and node headers that grow with ranks and experts."""
     engine = "nvlink" if nodes == 1 else "twolevel"
     for work in (
         layer(nodes, gpus),
         layer(nodes, gpus, experts=1400),
         layer(nodes, gpus, sms=24, hidden=1024),
     ):
-        assert sizes_of(engine, work).symmetric_bytes == ground_of(work, engine)[1]
+        assert sizes_of(engine, work).symmetric_bytes == workspace_of(work, engine)[1]
 
 
 GRIDS = st.sampled_from(
@@ -155,14 +155,16 @@ def test_what_engines_suggest_is_enough(
 ) -> None:
     """Or any larger size, for rings inside nodes and between them, whichever of them refused."""
     work = layer(*grid, hidden=hidden, sms=sms, buffer_bytes=buffer_bytes)
-    form = Form(hidden, hidden, 8 * item, 0, meta // 4 * 4)
+    row_layout = RowLayout(hidden, hidden, 8 * item, 0, meta // 4 * 4)
     for engine in ("nvlink", "twolevel")[work.nodes > 1 :]:
 
         def use(size: int, engine: str = engine) -> None:
-            ground, _ = ground_of(replace(work, buffer_bytes=size), engine)
-            asks = [ground.slots] if engine == "nvlink" else [ground.slots, ground.net_ring]
+            workspace, _ = workspace_of(replace(work, buffer_bytes=size), engine)
+            asks = (
+                [workspace.slots] if engine == "nvlink" else [workspace.slots, workspace.net_ring]
+            )
             for ask in asks if near_first else asks[::-1]:
-                ask(form)
+                ask(row_layout)
 
         try:
             use(buffer_bytes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
-from hostile import error_of
+from bad_input import error_of
 from tokenyard import arguments, checks
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.config import Config
@@ -85,7 +85,9 @@ def blocks(alignment: int, engine: str, experts: int = 4) -> Callable[[], object
     )
 
 
-def in_view(count: int, engine: str = "nvlink", layout: ty.Layout = FLAT) -> Callable[[], object]:
+def rows_in_place_of(
+    count: int, engine: str = "nvlink", layout: ty.Layout = FLAT
+) -> Callable[[], object]:
     payload = Payload(torch.zeros(count, 8), None)
     return lambda: checks.check_in_place(
         ENGINES[engine], spec(layout), payload, None, config(), MOST_BYTES
@@ -114,8 +116,8 @@ GOOD: dict[str, Callable[[], object]] = {
     "blocks as large as can be": blocks(MOST_ALIGNMENT, "collective"),
     "blocks of kernels": blocks(MOST_ALIGNMENT, "nvlink"),
     "blocks of many experts": blocks(LARGEST // 2**15 - 2 * M, "nvlink", 2**16),
-    "M tokens in place": in_view(M),
-    "twolevel in place": in_view(1, "twolevel"),
+    "M tokens in place": rows_in_place_of(M),
+    "twolevel in place": rows_in_place_of(1, "twolevel"),
     "scales of a kind": quantized(FP8, torch.zeros(3, 1)),
     "bias in a list": lambda: checks.check_bias_and_out(IN_PLACE, None, torch.zeros(2, 8), M),
 }
@@ -139,9 +141,9 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "int32",
     ),
     "padding beyond any use": (blocks(MOST_ALIGNMENT + 1, "collective"), "at most 65536"),
-    "too many tokens in place": (in_view(M + 1), "room for max_tokens_per_rank=4"),
-    "blocks in place": (in_view(1, "nvlink", MAJOR), "only Layout.FLAT in place"),
-    "no symmetric memory": (in_view(1, "low_latency"), "no symmetric memory"),
+    "too many tokens in place": (rows_in_place_of(M + 1), "room for max_tokens_per_rank=4"),
+    "blocks in place": (rows_in_place_of(1, "nvlink", MAJOR), "only Layout.FLAT in place"),
+    "no symmetric memory": (rows_in_place_of(1, "low_latency"), "no symmetric memory"),
     "scales of other rows": (quantized(FP8, torch.zeros(2, 1)), "one row per token"),
     "scales of no columns": (quantized(FP8, torch.zeros(3, 0)), "S >= 1"),
     "scales elsewhere": (quantized(FP8, torch.zeros(3, 1, device="meta")), "on meta"),

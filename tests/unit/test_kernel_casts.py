@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 
 from tokenyard import reference
-from tokenyard.engines.rings import form_of
+from tokenyard.engines.rings import row_layout_of
 from tokenyard.kernels.payload import cast_of, cast_rows
-from tokenyard.kernels.structs import Rows, row_layout
+from tokenyard.kernels.structs import Rows, row_constants
 from tokenyard.rows import Payload
 from tokenyard.testing import interpreter
 from tokenyard.types import Quantize
@@ -53,10 +53,10 @@ def cast_kernel(x, data, scales, num_rows, k: tl.constexpr):
 
 def kernel_cast(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
     """Bytes of the data, and of scales in whole words."""
-    form = form_of(Payload(x, None), mode, 0)
+    row_layout = row_layout_of(Payload(x, None), mode, 0)
     data = torch.zeros(x.shape, dtype=torch.uint8)
-    scales = torch.full((x.shape[0], 4 * form.scale_words), 0xAB, dtype=torch.uint8)
-    k: Any = (row_layout(form), cast_of(form, mode, x.dtype))
+    scales = torch.full((x.shape[0], 4 * row_layout.scale_words), 0xAB, dtype=torch.uint8)
+    k: Any = (row_constants(row_layout), cast_of(row_layout, mode, x.dtype))
     with interpreter.patched_language(), np.errstate(all="ignore"):
         cast_kernel[(-(-x.shape[0] // ROWS),)](
             x.data_ptr(), data.data_ptr(), scales.data_ptr(), x.shape[0], k=k

@@ -143,19 +143,19 @@ def test_rows_of_results(device: str, zeros: bool) -> None:
     """Taken and spread: what no row is named for is zeros, or with ``zeros=False`` of a spread
     anything. No view of the buffer.
     """
-    form = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
+    row = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
     x, scales = torch.randn(4, 5).bfloat16(), torch.randn(4, 3)
     routing = Routing(torch.tensor([[3, -1], [0, 1], [2, 3], [1, 0]]), torch.rand(4, 2))
     with poisoned(), on(device):
-        buffer = form.buffer(4, x.device)
-        form.pack(Payload(x, scales), torch.tensor([2, 0, -1, 3]), routing, buffer)
-        token, ids, weights = form.routing(buffer)
-        taken = form.take(buffer, torch.tensor([3, -1, 0, 0, -1]))
-        whole = form.take(buffer, None)
-        spread = form.spread(
+        buffer = row.buffer(4, x.device)
+        row.pack(Payload(x, scales), torch.tensor([2, 0, -1, 3]), routing, buffer)
+        token, ids, weights = row.routing(buffer)
+        taken = row.take(buffer, torch.tensor([3, -1, 0, 0, -1]))
+        whole = row.take(buffer, None)
+        spread = row.spread(
             buffer, torch.tensor([[6, 1], [-1, 2], [-1, -1], [0, -1]]), 7, zeros=zeros
         )
-        none = form.take(form.buffer(0, x.device), torch.tensor([-1, -1]))
+        none = row.take(row.buffer(0, x.device), torch.tensor([-1, -1]))
     assert token.tolist() == [2, 0, -1, 3]
     assert ids.tolist() == [[2, 3], [3, -1], [-1, -1], [1, 0]]
     assert weights is not None
@@ -179,13 +179,13 @@ def test_rows_of_nobody() -> None:
     """Token and ids are -1, of some rows or of all; payload, scales and weights stay as
     they are.
     """
-    form = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
-    buffer = form.buffer(3, torch.device("cpu")).zero_()
+    row = RowFormat(5, torch.bfloat16, scale_words=3, picks=2, routed=True, weighted=True)
+    buffer = row.buffer(3, torch.device("cpu")).zero_()
     for unused, nobody in ((torch.tensor([False, True, False]), [0, -1, 0]), (None, [-1, -1, -1])):
-        form.vacate(buffer, unused)
-        token, ids, weights = form.routing(buffer)
+        row.vacate(buffer, unused)
+        token, ids, weights = row.routing(buffer)
         assert token.tolist() == nobody and ids.tolist() == [[each] * 2 for each in nobody]
-        kept = form.take(buffer, None)
+        kept = row.take(buffer, None)
         assert weights is not None and kept.scales is not None
         assert not (kept.x.any() or kept.scales.any() or weights.any())
 
@@ -195,15 +195,15 @@ def test_rows_that_are_taken_as_they_are_are_copies(num_rows: int) -> None:
     """Also where a row is nothing but its payload, and where there is one row: the buffer is used
     again.
     """
-    for form in (
+    for row in (
         RowFormat(4, torch.float32),
         RowFormat(5, torch.int8, scale_words=2),
         RowFormat(8, torch.bfloat16),
     ):
-        buffer = form.buffer(num_rows, torch.device("cpu")).zero_()
-        taken = form.take(buffer, None)
+        buffer = row.buffer(num_rows, torch.device("cpu")).zero_()
+        taken = row.take(buffer, None)
         buffer.fill_(1)
-        assert taken.x.shape == (num_rows, form.hidden) and not taken.x.any()
+        assert taken.x.shape == (num_rows, row.hidden) and not taken.x.any()
         assert taken.scales is None or not taken.scales.any()
 
 

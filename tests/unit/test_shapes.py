@@ -6,7 +6,7 @@ import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.engines import low_latency_workspace, rings
-from tokenyard.engines.select import Asked
+from tokenyard.engines.select import Request
 
 SMS = 132
 DISPATCHES, COMBINES, SLOTS = 4, 2, 2
@@ -20,15 +20,15 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     """All programs of a call are resident while others hold the multiprocessors that were
     spared.
     """
-    room = Asked(spare_sms=BESIDE_COLLECTIVES).sms(SMS)[0]
+    room = Request(spare_sms=BESIDE_COLLECTIVES).sms(SMS)[0]
     assert room == SMS - BESIDE_COLLECTIVES
-    shape = rings.shape_for(room, ranks, all_sms=True)
-    assert 0 < (2 * ranks - 1) * shape.channels + 1 <= DISPATCHES * room
-    assert ranks * shape.channels + 1 <= COMBINES * room
-    assert shape.writers <= room
-    assert 0 < shape.pushers + shape.gatherers <= COMBINES * room
+    tuning = rings.nvlink_tuning(room, ranks, all_sms=True)
+    assert 0 < (2 * ranks - 1) * tuning.channels + 1 <= DISPATCHES * room
+    assert ranks * tuning.channels + 1 <= COMBINES * room
+    assert tuning.writers <= room
+    assert 0 < tuning.pushers + tuning.gatherers <= COMBINES * room
     for tokens in (1, 128):
-        slots = low_latency_workspace.kernel_config(room, ranks, tokens)
+        slots = low_latency_workspace.low_latency_tuning(room, ranks, tokens)
         assert ranks <= slots.programs <= SLOTS * room * 8 // slots.num_warps
 
 
@@ -41,17 +41,17 @@ def test_rounds_of_sums_fit_into_shared_memory(
     """Of all programs on a multiprocessor; and there are always rows under way while others are
     added.
     """
-    shape = rings.shape_for(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
-    cut, together = shape.gather, -(-(shape.pushers + shape.gatherers) // shape.writers)
-    row_bytes, shared = cut.block * (ranks * item + biases), rings.SHARED_BYTES // together
-    rows, stages = cut.staged(cut.rows, row_bytes, shared)
-    assert 0 < rows <= cut.rows
-    assert 1 < stages <= cut.stages
+    tuning = rings.nvlink_tuning(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
+    config, together = tuning.gather, -(-(tuning.pushers + tuning.gatherers) // tuning.writers)
+    row_bytes, shared = config.block * (ranks * item + biases), rings.SHARED_BYTES // together
+    rows, stages = config.staged(config.rows, row_bytes, shared)
+    assert 0 < rows <= config.rows
+    assert 1 < stages <= config.stages
     assert (stages - 1) * rows * row_bytes <= shared
 
 
 def test_at_most_half_is_spared() -> None:
-    assert [Asked(spare_sms=spare).sms(16)[0] for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
+    assert [Request(spare_sms=spare).sms(16)[0] for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -68,5 +68,5 @@ def test_slots_of_long_rows_are_whole_lines(
     channels: int, scales: int, meta: int, row: int, slot: int
 ) -> None:
     """They begin at an address that is a multiple of 128; those of short rows do not grow."""
-    form = rings.Form(channels, channels // 2, 32, scales, meta)
-    assert (form.row_bytes, form.slot_bytes) == (row, slot)
+    row_layout = rings.RowLayout(channels, channels // 2, 32, scales, meta)
+    assert (row_layout.row_bytes, row_layout.slot_bytes) == (row, slot)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import nvlink_plants
-import twolevel_plants
-from low_latency_plants import PLANTS as LOW_LATENCY_PLANTS
+import nvlink_mutations
+import twolevel_mutations
+from low_latency_mutations import MUTATIONS as LOW_LATENCY_MUTATIONS
 from run import folders
 
 ROOT = Path(__file__).parents[2]
@@ -82,10 +82,10 @@ def test_every_element_has_a_test_or_says_that_it_has_none(system: str) -> None:
 
 
 BUGS = re.compile(r"`test_(\w+)\.py::test_a_planted_bug_is_found` \(([^)]*)\)")
-PLANTS = {
-    "nvlink_planted": nvlink_plants.PLANTS,
-    "twolevel_planted": twolevel_plants.PLANTS,
-    "low_latency_simulated": LOW_LATENCY_PLANTS,
+MUTATIONS = {
+    "nvlink_mutations": nvlink_mutations.MUTATIONS,
+    "twolevel_mutations": twolevel_mutations.MUTATIONS,
+    "low_latency_simulated": LOW_LATENCY_MUTATIONS,
 }
 NUMBERS = {"five": 5, "eleven": 11}
 
@@ -99,9 +99,9 @@ def missing_bugs(text: str) -> list[str]:
         for bug in bugs.split(", "):
             role, _, number = bug.removesuffix(" bugs").rpartition(": ")
             if bug.endswith(" bugs"):
-                found = sum(name.startswith(role) for name in PLANTS[file]) == NUMBERS[number]
+                found = sum(name.startswith(role) for name in MUTATIONS[file]) == NUMBERS[number]
             else:
-                found = any(bug in name for name in PLANTS[file])
+                found = any(bug in name for name in MUTATIONS[file])
             if not found:
                 bad.append(bug)
     return bad
@@ -110,7 +110,7 @@ def missing_bugs(text: str) -> list[str]:
 def test_planted_bugs_have_these_names() -> None:
     assert len(BUGS.findall(PAGE)) > 30 and not missing_bugs(PAGE)
     wrong_page = (
-        "`test_nvlink_planted.py::test_a_planted_bug_is_found` (last chunk dropped, no such bug, "
+        "`test_nvlink_mutations.py::test_a_planted_bug_is_found` (last chunk dropped, no such bug, "
         "push: five bugs)"
     )
     assert missing_bugs(wrong_page) == ["no such bug", "push: five bugs"]

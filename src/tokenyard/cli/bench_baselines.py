@@ -97,10 +97,10 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
     """
     mode = QUANTIZE[case.quantize]
     trips = [_Trip(batch, wire_words(batch.x, mode)) for batch in batches]
-    landing = trips[0].room(trip.arriving for trip in trips)
+    receive_buffer = trips[0].room(trip.arriving for trip in trips)
 
     def plain(number: int) -> Tensor:
-        return trips[number].there(landing[: trips[number].arriving], trips[number].rows)
+        return trips[number].there(receive_buffer[: trips[number].arriving], trips[number].rows)
 
     def check(rows: Tensor, truth: Any) -> None:
         assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
@@ -109,10 +109,11 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
         known: dict[str, Any] = {"note": note, "kept_bytes": lambda: kept}
         return call_of(case, batches, DISPATCH, name, run, check, **known)
 
-    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", landing.nbytes)]
+    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", receive_buffer.nbytes)]
     if not copies:
         return calls
-    packed, arrived = trips[0].room(len(trip.order) for trip in trips), torch.empty_like(landing)
+    packed = trips[0].room(len(trip.order) for trip in trips)
+    arrived = torch.empty_like(receive_buffer)
 
     def fresh(number: int) -> Tensor:
         trip = trips[number]

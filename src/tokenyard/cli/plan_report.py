@@ -12,9 +12,9 @@ from rich.markup import escape
 from tokenyard import __version__
 from tokenyard.cli.consoles import bytes_text, plain_table, print_line, print_section
 from tokenyard.engines.known import NVLINK
-from tokenyard.engines.twolevel_ground import limit_of
+from tokenyard.engines.twolevel_workspace import limit_of
 from tokenyard.planner.prediction import Call, Plan
-from tokenyard.planner.rates import LEGS, Rates
+from tokenyard.planner.rates import CALLS, Rates
 from tokenyard.planner.traffic import Traffic
 
 IGNORED = (
@@ -99,7 +99,7 @@ def print_plan(console: Console, plan: Plan) -> None:
             table.add_row(*row)
         print_section(console, title, table)
     rates = plan.rates
-    there, in_place, back, *exchange = (f"{getattr(rates, leg).link_gbs:.0f}" for leg in LEGS)
+    there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
     print_line(
         console,
         f"\n[bold]Rates[/bold] {escape(rates.source)}. Dispatch {there} GB/s, in place {in_place}, "

@@ -78,28 +78,26 @@ class CollectiveEngine(Agreement):
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
             headers = self._announce(fingerprint, topk_idx, departure, spec)
         with record_function("tokenyard.dispatch.pack"):
-            form = self._format(payload, routed=True, weighted=weights is not None)
-            send = self._rows.buffer("send", form, departure.token.numel(), payload.x.device)
-            form.pack(
-                payload, departure.token, Routing(departure.topk_idx, departure.weights), send
-            )
+            row = self._format(payload, routed=True, weighted=weights is not None)
+            send = self._rows.buffer("send", row, departure.token.numel(), payload.x.device)
+            row.pack(payload, departure.token, Routing(departure.topk_idx, departure.weights), send)
         with record_function("tokenyard.dispatch.counts"):
             everybody = headers()
             sends, spans, sources = self._counts(departure, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
-            recv = self._received(form, spans, spec, payload.x.device)
+            recv = self._received(row, spans, spec, payload.x.device)
             if not spec.exact:
-                form.vacate(recv)
+                row.vacate(recv)
             rows = self._rows.move(send, recv, spans, "dispatch", self._calls - 1)
             returns = ways_back(departure, spec, self.config)
             rows()
             route, hops = departure.token, list[int]()
             if self._hierarchy is not None:
-                hop = self._hierarchy.plan(form.topk_idx(recv), sources, spec)
-                recv = self._hierarchy.forward(form, recv, hop, "dispatch", self._calls - 1)
+                hop = self._hierarchy.plan(row.topk_idx(recv), sources, spec)
+                recv = self._hierarchy.forward(row, recv, hop, "dispatch", self._calls - 1)
                 route, hops = self._hierarchy.packed(route, spans, hop)
         with record_function("tokenyard.dispatch.place"):
-            payload, place, arrived, experts = self._arrive(form, recv, sources, everybody, spec)
+            payload, place, arrived, experts = self._arrive(row, recv, sources, everybody, spec)
             routing, matrix = 0, list[int]()
             if everybody is not None:
                 routing = head.routing_of(everybody)
@@ -130,18 +128,18 @@ class CollectiveEngine(Agreement):
         with record_function("tokenyard.redispatch"):
             fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
-            form = self._format(payload)
+            row = self._format(payload)
             token, spans, hop = self._known(plan, spec)
-            send = self._rows.buffer("send", form, token.numel(), payload.x.device)
-            form.pack(payload, token, None, send)
-            recv = self._received(form, spans, spec, payload.x.device)
+            send = self._rows.buffer("send", row, token.numel(), payload.x.device)
+            row.pack(payload, token, None, send)
+            recv = self._received(row, spans, spec, payload.x.device)
             agreed()
             self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
             if self._hierarchy is not None and hop is not None:
-                recv = self._hierarchy.forward(form, recv, hop, "cached dispatch", self._calls - 1)
+                recv = self._hierarchy.forward(row, recv, hop, "cached dispatch", self._calls - 1)
             if raw:
-                return form.take(recv, None)
-            return self._place(form, recv, plan.slots, plan.gather, spec, zeros=True)
+                return row.take(recv, None)
+            return self._place(row, recv, plan.slots, plan.gather, spec, zeros=True)
 
     def combine(
         self,
@@ -158,28 +156,28 @@ class CollectiveEngine(Agreement):
         with record_function("tokenyard.combine"):
             width = 0 if reduce_weights is None else reduce_weights.shape[1]
             reduces, scaled = reduce_weights is not None, weights is not None
-            form = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
+            row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
             fingerprint = self._fingerprint(
                 COMBINE, Payload(rows, None), spec, None, width > 0, plan, scaled
             )
             agreed = self._check_call(fingerprint, plan.returns.shape[0])
             token, spans, hop = self._known(plan, spec)
             send = self._partial_sums(
-                form, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
+                row, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
             )
             agreed()
             if self._hierarchy is not None and hop is not None:
-                send = self._hierarchy.join(form, send, hop, "combine", self._calls - 1)
-            recv = self._rows.buffer("recv", form, token.numel(), rows.device)
+                send = self._hierarchy.join(row, send, hop, "combine", self._calls - 1)
+            recv = self._rows.buffer("recv", row, token.numel(), rows.device)
             self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
             shape = (plan.returns.shape[0], rows.shape[1])
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
             bias = tuple(term.clone() if overlap(out, term) else term for term in bias)
-            sum_rows(form.payload(recv), plan.returns, out, bias=bias)
+            sum_rows(row.payload(recv), plan.returns, out, bias=bias)
             if reduce_weights is None:
                 return out, None
             reduced = torch.empty(shape[0], width, dtype=torch.float32, device=rows.device)
-            sum_rows(form.weights(recv), plan.returns, reduced)
+            sum_rows(row.weights(recv), plan.returns, reduced)
             return out, reduced
 
     def interrupt(self, text: str) -> None:
@@ -232,11 +230,11 @@ class CollectiveEngine(Agreement):
         token, hop = self._hierarchy.known(plan, spec, sources)
         return token, self._first_hop(across, comes, spec), hop
 
-    def _received(self, form: RowFormat, spans: Spans, spec: Spec, device: torch.device) -> Tensor:
+    def _received(self, row: RowFormat, spans: Spans, spec: Spec, device: torch.device) -> Tensor:
         """Room for the rows of the first hop."""
         static = self._grid.num_nodes * self.config.max_tokens_per_rank
         num_rows = sum(spans.recv_counts) if spec.exact else static
-        return self._rows.buffer("recv", form, num_rows, device)
+        return self._rows.buffer("recv", row, num_rows, device)
 
     # Rows
 
@@ -247,11 +245,11 @@ class CollectiveEngine(Agreement):
         return replace(row_of(payload, None), picks=picks, routed=routed, weighted=weighted)
 
     def _arrive(
-        self, form: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
+        self, row: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
     ) -> tuple[Payload, Placement, Arrived, list[int]]:
         """Results of rows that came, and, with exact shapes, the rows of each local expert."""
         config, device = self.config, recv.device
-        arrival = self._arrival(form, recv, sources, spec)
+        arrival = self._arrival(row, recv, sources, spec)
         counts: list[int] | None = None
         if headers is None:
             rows, pairs = count_arrivals(arrival, config)
@@ -261,12 +259,12 @@ class CollectiveEngine(Agreement):
             counts = host_ints(told.sum(0))
         num_rows = num_result_rows(spec, config, counts, recv.shape[0])
         place, arrived = settle(arrival, spec, config, rows, pairs, num_rows)
-        payload = self._place(form, recv, place.slots, place.gather, spec, zeros=False)
+        payload = self._place(row, recv, place.slots, place.gather, spec, zeros=False)
         return payload, place, arrived, counts if spec.exact and counts is not None else []
 
     def _place(
         self,
-        form: RowFormat,
+        row: RowFormat,
         recv: Tensor,
         slots: Tensor,
         gather: Tensor,
@@ -276,23 +274,23 @@ class CollectiveEngine(Agreement):
     ) -> Payload:
         """Arrived rows in their layout. Blocks of ``EXPERT_PADDED`` are mostly empty, so spread."""
         if spec.layout is Layout.EXPERT_PADDED:
-            return form.spread(recv, slots, gather.numel(), zeros=zeros)
-        return form.take(recv, gather if spec.placed else None)
+            return row.spread(recv, slots, gather.numel(), zeros=zeros)
+        return row.take(recv, gather if spec.placed else None)
 
-    def _arrival(self, form: RowFormat, recv: Tensor, sources: list[int], spec: Spec) -> Arrival:
+    def _arrival(self, row: RowFormat, recv: Tensor, sources: list[int], spec: Spec) -> Arrival:
         ranks = torch.arange(self.config.world_size, device=recv.device)
         if spec.exact:
             repeats = torch.tensor(sources, device=recv.device)
             source = ranks.repeat_interleave(repeats, output_size=recv.shape[0])
         else:
             source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
-        token, topk_idx, carried = form.routing(recv)
+        token, topk_idx, carried = row.routing(recv)
         local_idx, weights = localise(topk_idx, carried, self.config)
         return Arrival(token=token, local_idx=local_idx, weights=weights, source_rank=source)
 
     def _partial_sums(
         self,
-        form: RowFormat,
+        row: RowFormat,
         rows: Tensor,
         plan: Plan,
         weights: Tensor | None,
@@ -304,11 +302,11 @@ class CollectiveEngine(Agreement):
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]
-        send = self._rows.buffer("send", form, arrived, rows.device)
+        send = self._rows.buffer("send", row, arrived, rows.device)
         if placed:
-            sum_rows(rows, plan.slots, form.payload(send), weights=weights)
+            sum_rows(rows, plan.slots, row.payload(send), weights=weights)
         else:
-            form.payload(send).copy_(rows)
+            row.payload(send).copy_(rows)
         if reduce_weights is not None:
-            form.weights(send).copy_(reduce_weights)
+            row.weights(send).copy_(reduce_weights)
         return send

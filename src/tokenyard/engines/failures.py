@@ -1,4 +1,4 @@
-"""Who is to blame when ranks give up on each other; ranks tell it through the store."""
+"""Which rank failed first when ranks give up on each other; ranks tell it through the store."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Report(NamedTuple):
 
     rank: int
     text: str
-    culprit: int
+    failed_rank: int
 
     def to(self, rank: int, where: str) -> PeerLost:
         """What ``rank`` raises, which is at ``where`` and cannot finish either."""
         text = f"rank {self.rank} gave up while rank {rank} was in {where}"
-        return PeerLost(f"{text}; it had reported: {self.text}", self.culprit)
+        return PeerLost(f"{text}; it had reported: {self.text}", self.failed_rank)
 
 
 class FailureReports:
@@ -75,18 +75,20 @@ class FailureReports:
         if self._aside is not None:
             store.set(f"process/{rank}", f"{_process()} {self._number}")
 
-    def report(self, text: str, culprit: int) -> None:
-        """Tell the others, before it lets go of anything, that this rank gave up on ``culprit``."""
+    def report(self, text: str, failed_rank: int) -> None:
+        """Tell the others, before it lets go of anything, that this rank gave up on
+        ``failed_rank``."""
 
         def tell() -> None:
-            self._store.set(f"failure/{self._rank}", f"{culprit} {text}")
+            self._store.set(f"failure/{self._rank}", f"{failed_rank} {text}")
             if self._aside is not None:
                 self._store.compare_set("failed", "", str(self._rank))
 
         self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end ("": nothing), and the culprit at the end of the blames."""
+        """What ``peer`` said of its end ("": nothing), and the failed rank at the end of the
+        reports."""
         return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
 
     def heard(self) -> Report | None:
@@ -130,28 +132,28 @@ class FailureReports:
     def _behind(self, peer: int) -> tuple[str, int]:
         with suppress(RuntimeError):
             self._store.wait([f"failure/{peer}"], timedelta(seconds=self._grace))
-        report, culprit = self._reported_by(peer)
-        blamed = [self._rank, peer]
-        while culprit not in (-1, *blamed):
-            blamed.append(culprit)
-            culprit = self._reported_by(culprit)[1]
-        return report, blamed[-1]
+        report, failed_rank = self._reported_by(peer)
+        attributed = [self._rank, peer]
+        while failed_rank not in (-1, *attributed):
+            attributed.append(failed_rank)
+            failed_rank = self._reported_by(failed_rank)[1]
+        return report, attributed[-1]
 
     def _reported_by(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said, and whom it blamed (-1: nothing, nobody)."""
+        """What ``peer`` said, and which rank it reported (-1: nothing, nobody)."""
         with suppress(RuntimeError):
             if self._store.check([f"failure/{peer}"]):
                 said = self._store.get(f"failure/{peer}").decode(errors="replace")
-                culprit, text = said.split(" ", 1)
-                return text, int(culprit)
+                failed_rank, text = said.split(" ", 1)
+                return text, int(failed_rank)
         return "", -1
 
     def _first(self) -> Report | None:
         if not self._store.check(["failed"]):
             return None
         rank = int(self._store.get("failed"))
-        text, culprit = self._behind(rank)
-        return None if rank == self._rank else Report(rank, text, culprit)
+        text, failed_rank = self._behind(rank)
+        return None if rank == self._rank else Report(rank, text, failed_rank)
 
     def _where(self, peer: int, here: bool) -> str:
         process, number = self._store.get(f"process/{peer}").decode().split(" ")

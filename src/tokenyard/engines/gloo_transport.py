@@ -203,7 +203,7 @@ class GlooTransport:
             raise self._silent(peer, what, others) from error
 
     def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
-        report, culprit = self._failures.behind(peer)
+        report, failed_rank = self._failures.behind(peer)
         silent = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s"
         text = f"{silent} ({what}){others}"
         elsewhere = "" if report else self._failures.elsewhere(peer)
@@ -211,8 +211,8 @@ class GlooTransport:
             text = f"{text}; it had reported: {report}"
         elif elsewhere:
             text = f"{text}; it waits in {elsewhere}, of another ExpertParallel"
-        self._failures.report(text, culprit)
-        return PeerTimeout(text if report else f"{text}. {ADVICE}", culprit)
+        self._failures.report(text, failed_rank)
+        return PeerTimeout(text if report else f"{text}. {ADVICE}", failed_rank)
 
     def _told(self, report: Report, what: str) -> PeerLost:
         """Another rank has given up, be it on one that this one does not wait for."""
@@ -225,12 +225,12 @@ class GlooTransport:
             return RuntimeError(self._interrupted)
         if self._heard is not None:  # this rank has cut its connections for it
             return self._told(self._heard, what)
-        report, culprit = self._failures.behind(peer)
+        report, failed_rank = self._failures.behind(peer)
         because = "it exited or crashed; look at its own output"
         because = f"it had reported: {report}" if report else because
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
-        self._failures.report(text, culprit)
-        return PeerLost(text if report else f"{text} [{_gist(error)}]", culprit)
+        self._failures.report(text, failed_rank)
+        return PeerLost(text if report else f"{text} [{_gist(error)}]", failed_rank)
 
     def awaited(self, call: int) -> int | None:
         for peer in self._peers:

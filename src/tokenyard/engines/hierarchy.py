@@ -166,31 +166,31 @@ class Hierarchy:
 
     # Rows
 
-    def forward(self, form: RowFormat, relayed: Tensor, hop: Hop, op: str, call: int) -> Tensor:
+    def forward(self, row: RowFormat, relayed: Tensor, hop: Hop, op: str, call: int) -> Tensor:
         """Send ``relayed [Q, bytes]`` on; returns ``[Nb, bytes]`` by source rank and token."""
-        copies = self._rows.buffer("relay", form, hop.order.numel(), relayed.device)
+        copies = self._rows.buffer("relay", row, hop.order.numel(), relayed.device)
         _copy_rows(relayed, hop.order.clamp(min=0), copies)
-        if form.routed:
-            form.vacate(copies, hop.order < 0)
-        came = self._rows.buffer("recv", form, hop.arrange.numel(), relayed.device)
-        if form.routed and sum(hop.spans.recv_counts) < came.shape[0]:  # nobody sends to some
-            form.vacate(came)
+        if row.routed:
+            row.vacate(copies, hop.order < 0)
+        came = self._rows.buffer("recv", row, hop.arrange.numel(), relayed.device)
+        if row.routed and sum(hop.spans.recv_counts) < came.shape[0]:  # nobody sends to some
+            row.vacate(came)
         self._rows.move(copies, came, hop.spans, op + INSIDE, call)()
-        recv = self._rows.buffer("relay", form, hop.arrange.numel(), relayed.device)
+        recv = self._rows.buffer("relay", row, hop.arrange.numel(), relayed.device)
         _copy_rows(came, hop.arrange, recv)
         return recv
 
-    def join(self, form: RowFormat, rows: Tensor, hop: Hop, op: str, call: int) -> Tensor:
+    def join(self, row: RowFormat, rows: Tensor, hop: Hop, op: str, call: int) -> Tensor:
         """Bring ``rows [Nb, bytes]`` back to who relayed them; returns sums ``[Q, bytes]``."""
-        back = self._rows.buffer("relay", form, hop.arrange.numel(), rows.device)
+        back = self._rows.buffer("relay", row, hop.arrange.numel(), rows.device)
         if back.numel():
             as_words(back).index_copy_(0, hop.arrange, as_words(rows))
-        copies = self._rows.buffer("recv", form, hop.order.numel(), rows.device)
+        copies = self._rows.buffer("recv", row, hop.order.numel(), rows.device)
         self._rows.move(back, copies, hop.spans.reversed(), op + INSIDE, call)()
-        sums = self._rows.buffer("send", form, hop.joins.shape[0], rows.device)
-        sum_rows(form.payload(copies), hop.joins, form.payload(sums))
-        if form.weighted:
-            sum_rows(form.weights(copies), hop.joins, form.weights(sums))
+        sums = self._rows.buffer("send", row, hop.joins.shape[0], rows.device)
+        sum_rows(row.payload(copies), hop.joins, row.payload(sums))
+        if row.weighted:
+            sum_rows(row.weights(copies), hop.joins, row.weights(sums))
         return sums
 
 

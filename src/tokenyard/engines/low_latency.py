@@ -22,7 +22,7 @@ from tokenyard.engines.base import Engine
 from tokenyard.engines.known import LOW_LATENCY
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.low_latency_signatures import DispatchSignature, Launch, Signatures
-from tokenyard.engines.low_latency_workspace import KernelConfig, Workspace
+from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
 from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
@@ -88,12 +88,12 @@ class LowLatencyEngine(Engine):
         config: Config,
         memory: SymmetricMemory,
         stats: Stats,
-        kernels: KernelConfig,
+        tuning: LowLatencyTuning,
         buffer_bytes: int | None,
     ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
-        self._workspace = Workspace(config, memory, kernels, buffer_bytes)
+        self._workspace = Workspace(config, memory, tuning, buffer_bytes)
         self._signatures = Signatures(config, self._workspace)
         self._status: Any = self._workspace.status.numpy()
         self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
 from tokenyard.engines.receive_plan import num_result_rows
-from tokenyard.engines.rings import form_of
+from tokenyard.engines.rings import row_layout_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
@@ -161,7 +161,7 @@ class Signatures:
                 f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
                 f"only, not {asked}; engines 'nvlink' and 'collective' have"
             )
-        row = form_of(payload, mode, metadata_words(self._config.num_topk))
+        row = row_layout_of(payload, mode, metadata_words(self._config.num_topk))
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
         sent = row_of(payload, mode)
         if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
@@ -213,7 +213,7 @@ class Signatures:
 
     def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
         payload, workspace = Payload(rows, None), self._workspace
-        row = form_of(payload, None, kept_words(self._config.num_topk, spec))
+        row = row_layout_of(payload, None, kept_words(self._config.num_topk, spec))
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
             _number(fingerprint_of(COMBINE, 0, payload, spec, None, False, 0, at_owner))

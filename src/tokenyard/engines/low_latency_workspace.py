@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Form, form_of
+from tokenyard.engines.rings import RowLayout, row_layout_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.limits import check_symmetric
@@ -24,7 +24,7 @@ MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class KernelConfig:
+class LowLatencyTuning:
     """How work is divided among programs; equal on all ranks."""
 
     programs: int  # of every launch, all resident together; at least one per rank
@@ -38,7 +38,7 @@ class KernelConfig:
     shares: int = 1
 
 
-def kernel_config(num_sms: int, num_ranks: int, max_tokens: int) -> KernelConfig:
+def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
     that, because a program takes one slot. Rows are divided into as many parts as there are
     programs for, besides those that count. ValueError: too few multiprocessors.
@@ -51,7 +51,7 @@ def kernel_config(num_sms: int, num_ranks: int, max_tokens: int) -> KernelConfig
     programs, num_warps = (4 * num_sms, 4) if many else (2 * num_sms, 8)
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= programs - num_ranks)
     pieces = min(parts, memory_map.PIECES)
-    return KernelConfig(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
+    return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
 
 
 def metadata_words(num_topk: int) -> int:
@@ -67,8 +67,10 @@ def kept_words(num_topk: int, spec: Spec) -> int:
 def _default_slot(config: Config) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
-    forms = (form_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, *Quantize))
-    return -(-max(form.slot_bytes for form in forms) // 128) * 128
+    row_layouts = (
+        row_layout_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, *Quantize)
+    )
+    return -(-max(row_layout.slot_bytes for row_layout in row_layouts) // 128) * 128
 
 
 class Workspace:
@@ -85,13 +87,13 @@ class Workspace:
         self,
         config: Config,
         memory: SymmetricMemory,
-        kernels: KernelConfig,
+        tuning: LowLatencyTuning,
         buffer_bytes: int | None,
     ) -> None:
-        if kernels.shares > kernels.programs:
-            limit = f"must be at most programs ({kernels.programs})"
-            raise ValueError(f"shares ({kernels.shares}) {limit}: a program would wait for itself")
-        self.config, self.memory, self.kernels = config, memory, kernels
+        if tuning.shares > tuning.programs:
+            limit = f"must be at most programs ({tuning.programs})"
+            raise ValueError(f"shares ({tuning.shares}) {limit}: a program would wait for itself")
+        self.config, self.memory, self.tuning = config, memory, tuning
         ranks, tokens = config.world_size, config.max_tokens_per_rank
         if tokens > MOST_TOKENS:
             limit = f"must be at most {MOST_TOKENS} with engine 'low_latency'"
@@ -110,10 +112,10 @@ class Workspace:
         cause = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
         cause = f"buffer_bytes ({buffer_bytes})" if buffer_bytes else cause
         check_symmetric(self.num_bytes, memory.device, cause)
-        self.sizes = memory_map.sizes_of(config, kernels.programs, kernels.shares, slot_bytes)
+        self.sizes = memory_map.sizes_of(config, tuning.programs, tuning.shares, slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        parts = memory_map.state_parts(config, kernels.programs, kernels.shares)
+        parts = memory_map.state_parts(config, tuning.programs, tuning.shares)
         state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         with memory.tensors():
@@ -126,15 +128,15 @@ class Workspace:
 
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
-        programs, num_warps = self.kernels.programs, self.kernels.num_warps
-        most = self.kernels.max_registers
+        programs, num_warps = self.tuning.programs, self.tuning.num_warps
+        most = self.tuning.max_registers
         return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
         return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes))[1]
 
-    def check_fits(self, row: Form, what: str) -> None:
+    def check_fits(self, row: RowLayout, what: str) -> None:
         """Raise ValueError, with the ``buffer_bytes`` it takes, if a row fits into no slot."""
         if row.slot_bytes > self.sizes.slot_bytes:
             needed = self.bytes_for(-(-row.slot_bytes // 128) * 128)

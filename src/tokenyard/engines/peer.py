@@ -12,15 +12,15 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.rings import Cuts, Ground, address
+from tokenyard.engines.in_place import InPlaceBuffers
+from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
+from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
-from tokenyard.engines.tables import Counted, Counts, Tables, filled_of
-from tokenyard.engines.views import View
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH, Fingerprint
 from tokenyard.kernels import region
-from tokenyard.kernels.greet import greet_all
+from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, make_plan
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
@@ -34,13 +34,13 @@ class PeerEngine(Engine):
 
     Args:
         memory: of this rank; the engine closes it.
-        shape: how kernels are cut; equal on all ranks.
+        tuning: how work is divided into programs; equal on all ranks.
         buffer_bytes: of all rings on one rank together.
     """
 
     in_place = True
     _parts: Any
-    """Ground and monitor, which make it this engine."""
+    """Workspace and monitor, which make it this engine."""
     binders: Binders
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
@@ -50,22 +50,22 @@ class PeerEngine(Engine):
         config: Config,
         memory: SymmetricMemory,
         stats: Stats,
-        shape: Cuts,
+        tuning: Tuning,
         buffer_bytes: int,
         failures: FailureReports,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
-        make_ground, make_monitor = self._parts
-        self._ground: Ground = make_ground(config, memory, shape, buffer_bytes)
-        self._monitor: StatusMonitor = make_monitor(config, self._ground, failures)
-        self._view = View(config, self._ground, self.binders, self._monitor)
-        self._tables = Tables(config, memory.device)
+        make_workspace, make_monitor = self._parts
+        self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
+        self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
+        self._in_place = InPlaceBuffers(config, self._workspace, self.binders, self._monitor)
+        self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
-        size, width = config.world_size, self._ground.header_words
+        size, width = config.world_size, self._workspace.header_words
         self._local = config.num_local_experts
-        self._header_in: Any = self._ground.header_in.numpy()
-        self._host: Any = self._ground.header_out.numpy()
+        self._header_in: Any = self._workspace.header_in.numpy()
+        self._host: Any = self._workspace.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
         self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each to each
         self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
@@ -76,8 +76,9 @@ class PeerEngine(Engine):
 
     @property
     def buffer_bytes(self) -> int:
-        """Symmetric memory of this rank: rings, signals, and the view if there is one."""
-        return self._ground.num_bytes + self._view.num_bytes
+        """Symmetric memory of this rank: rings, signals, and the in-place buffer if there is
+        one."""
+        return self._workspace.num_bytes + self._in_place.num_bytes
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
@@ -90,20 +91,20 @@ class PeerEngine(Engine):
         self._monitor.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
         self._calls += 1
         if op != DISPATCH:
-            launch = self.binders.greet(self._ground)
+            launch = self.binders.call_barrier(self._workspace)
             self._memory.gate()
-            greet_all(launch, self._ground, REFUSED)
+            launch_call_barrier(launch, self._workspace, REFUSED)
             self._memory.settle()
             return True
         nothing = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu")
         spec = Spec(layout=Layout.FLAT, exact=exact)
-        kind = signature_of(op, Payload(nothing, None), spec, None, self.config)
+        signature = signature_of(op, Payload(nothing, None), spec, None, self.config)
         header = head.blank(fingerprint, 1, 0, 0)
         head.refuse(header, reason)
-        kind.words, kind.tag = header[0].numpy(), REFUSED
+        signature.words, signature.tag = header[0].numpy(), REFUSED
         nobody = torch.empty(0, self.config.num_topk, dtype=torch.int64, device=self._memory.device)
         with self._memory.tensors():
-            held = self._count(nobody, None, kind)
+            held = self._count(nobody, None, signature)
             if exact:
                 nonce, host = self._calls, self._host
                 # Until then the kernel reads the header.
@@ -123,10 +124,10 @@ class PeerEngine(Engine):
         self._monitor.interrupt(text)
 
     def close(self) -> None:
-        self._view.close("this view of symmetric memory is gone: its ExpertParallel is closed")
+        self._in_place.close("this view of symmetric memory is gone: its ExpertParallel is closed")
         self._memory.close()
         self._signatures.clear()
-        del self._ground.region
+        del self._workspace.region
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
@@ -134,62 +135,74 @@ class PeerEngine(Engine):
         num_rows = new_size() if spec.exact else self.config.padded_rows
         return (self._route_words(num_tokens),), torch.int32, num_rows
 
-    def _kind(
+    def _signature(
         self,
         op: int,
         payload: Payload,
         spec: Spec,
         mode: Quantize | None,
         *,
-        marked: bool,
+        weighted: bool,
         scaled: bool = False,
         in_place: bool = False,
     ) -> Signature:
-        """The kind of a call that begins now, unless an earlier one has failed on the device."""
+        """The signature of a call that begins now, unless an earlier one has failed on the
+        device."""
         self._monitor.raise_if_failed()
         scales = payload.scales
-        form = None if scales is None else (scales.dtype, scales.shape[1])
-        key = (op, payload.x.dtype, payload.x.shape[1], form, spec, mode, marked, scaled, in_place)
-        kind = self._signatures.get(key)
-        if kind is None:
-            options = {"marked": marked, "scaled": scaled, "in_place": in_place}
-            kind = signature_of(op, payload, spec, mode, self.config, **options)
-            self._signatures[key] = kind
-        kind.fingerprint.call = self._calls
-        self._monitor.begin(kind.fingerprint, kind.tag)
+        scaling = None if scales is None else (scales.dtype, scales.shape[1])
+        key = (
+            op,
+            payload.x.dtype,
+            payload.x.shape[1],
+            scaling,
+            spec,
+            mode,
+            weighted,
+            scaled,
+            in_place,
+        )
+        signature = self._signatures.get(key)
+        if signature is None:
+            options = {"weighted": weighted, "scaled": scaled, "in_place": in_place}
+            signature = signature_of(op, payload, spec, mode, self.config, **options)
+            self._signatures[key] = signature
+        signature.fingerprint.call = self._calls
+        self._monitor.begin(signature.fingerprint, signature.tag)
         self._calls += 1
-        return kind
+        return signature
 
     # The plan
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
+        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0
     ) -> Counted:
         """Launch the plan."""
-        config, ground, spec, tokens = self.config, self._ground, kind.spec, topk_idx.shape[0]
-        launch = kind.bound(topk_idx.dtype, lambda: self.binders.plan(
-            ground, config.num_topk, kind.form.meta_words, by_expert=kind.experts,
-            padded=spec.layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=kind.weighted,
-            wide=topk_idx.dtype == torch.int64,
+        config, workspace, spec = self.config, self._workspace, signature.spec
+        tokens = topk_idx.shape[0]
+        launch = signature.bound(topk_idx.dtype, lambda: self.binders.plan(
+            workspace, config.num_topk, signature.row_layout.meta_words,
+            by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
+            exact=spec.exact, weighted=signature.weighted, wide=topk_idx.dtype == torch.int64,
         ))  # fmt: skip
-        counted = self._tables.counted(kind, tokens, self._route_words(tokens))
+        counted = self._outputs.counted(signature, tokens, self._route_words(tokens))
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
-            rows = kind.static_rows[1]
+            rows = signature.static_rows[1]
         if not spec.exact or spec.layout is Layout.EXPERT_PADDED:
             most = config.max_tokens_per_rank
         if spec.exact:
-            kind.words[head.CALL_AT] = kind.fingerprint.call
-            self._header_in[: kind.words.shape[0]] = kind.words
+            signature.words[head.CALL_AT] = signature.fingerprint.call
+            self._header_in[: signature.words.shape[0]] = signature.words
         self._memory.gate()
         make_plan(
             launch,
-            ground,
+            workspace,
             picks=Picks(topk_idx.data_ptr(), address(weights)),
             plan=counted.route.data_ptr(),
-            tables=filled_of(counted),
+            outputs=filled_of(counted),
             nonce=self._calls,
-            tag=kind.tag,
+            tag=signature.tag,
             num_tokens=tokens,
             num_experts=config.num_experts,
             most_rows=most,
@@ -200,16 +213,16 @@ class PeerEngine(Engine):
 
     def _route_words(self, num_tokens: Any) -> Any:
         return region.plan_words(
-            self.config.world_size, self._ground.shape.channels, num_tokens, self._local
+            self.config.world_size, self._workspace.tuning.channels, num_tokens, self._local
         )
 
-    def _learn(self, kind: Signature) -> Counts:
+    def _learn(self, signature: Signature) -> Counts:
         """Wait on the host for everybody's counts, and check them."""
         nonce, host = self._calls, self._host
         self._monitor.wait(lambda: host[0] == nonce)
         if host[1]:
             headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
-            padded = kind.spec.layout is Layout.EXPERT_PADDED
+            padded = signature.spec.layout is Layout.EXPERT_PADDED
             most = self.config.max_tokens_per_rank if padded else head.MOST_ROWS
             head.verify(headers, self.config, max_rows=most)
         return Counts(
@@ -222,30 +235,37 @@ class PeerEngine(Engine):
     # Results
 
     def _finish(
-        self, out: Payload, plan: Plan, arrived: Arrived, counts: Counts | None, kind: Signature
+        self,
+        out: Payload,
+        plan: Plan,
+        arrived: Arrived,
+        counts: Counts | None,
+        signature: Signature,
     ) -> tuple[Payload, Plan, Arrived]:
         """Once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
         if counts is None:  # the number of the call tells one routing from another
             splits = [-1] * (2 * self.config.world_size)
-            known = np.array([*splits, kind.fingerprint.call])
+            known = np.array([*splits, signature.fingerprint.call])
         else:
             splits = counts.sent + counts.received
             known = np.concatenate(([*splits, counts.routing], self._matrix, counts.experts))
         plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
-        if counts is not None and not kind.experts:
+        if counts is not None and not signature.experts:
             num_rows = sum(counts.received)
-            for table in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
-                if table is not None and table.shape[0] > num_rows:
-                    table.resize_(num_rows, *table.shape[1:])  # the storage stays as it is
-            kind.learn_room(plan.first_pick.shape[0], num_rows)
-        self._record("dispatch", splits, kind)
+            for output in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
+                if output is not None and output.shape[0] > num_rows:
+                    output.resize_(num_rows, *output.shape[1:])  # the storage stays as it is
+            signature.learn_room(plan.first_pick.shape[0], num_rows)
+        self._record("dispatch", splits, signature)
         return out, plan, arrived
 
-    def _record(self, op: str, splits: list[int], kind: Signature, *, back: bool = False) -> None:
+    def _record(
+        self, op: str, splits: list[int], signature: Signature, *, back: bool = False
+    ) -> None:
         """Count the call, and its rows where the host knows them."""
         size = self.config.world_size
-        known = splits if kind.spec.exact else [0] * (2 * size)
+        known = splits if signature.spec.exact else [0] * (2 * size)
         out, into = known[:size], known[size : 2 * size]
         out, into = (into, out) if back else (out, into)
-        self.stats.record(op, out, into, kind.form.row_bytes, self._no_wait)
+        self.stats.record(op, out, into, signature.row_layout.row_bytes, self._no_wait)

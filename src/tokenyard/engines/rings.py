@@ -33,7 +33,7 @@ def _at_once(rows: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class KernelConfig:
     """How a role of a kernel works."""
 
     rows: int  # that a program has in flight
@@ -80,29 +80,30 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class Tuning:
     """How engines with rings cut work into programs: channels (as plans know them), and roles."""
 
     channels: int
-    dispatch: Cut
-    send: Cut  # these two: of combine
-    reduce: Cut
-    direct: Cut  # of a dispatch in place
+    dispatch: KernelConfig
+    send: KernelConfig  # these two: of combine
+    reduce: KernelConfig
+    direct: KernelConfig  # of a dispatch in place
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(Cuts):
-    """How work of engine nvlink is cut into programs."""
+class NvlinkTuning(Tuning):
+    """How work of engine nvlink is divided into programs."""
 
-    push: Cut  # of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin
-    gather: Cut  # of its sums: with ``stages`` of whole rows, else of ``block`` channels
+    # of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin
+    push: KernelConfig
+    gather: KernelConfig  # of its sums: with ``stages`` of whole rows, else of ``block`` channels
     writers: int  # programs of a direct dispatch, one on each multiprocessor that calls may use
     pushers: int  # programs of a combine in place, as the next
     gatherers: int
 
 
-def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
-    """The shape for ``num_sms`` multiprocessors: several programs on each if they are all."""
+def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> NvlinkTuning:
+    """The tuning for ``num_sms`` multiprocessors: several programs on each if they are all."""
     least = num_ranks if all_sms else 2 * num_ranks
     if num_sms < least:
         remedy = ": take fewer ranks per node, or engine collective" if all_sms else ""
@@ -113,27 +114,27 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
         min(64, (2 * num_sms - 1) // num_ranks) if all_sms else (num_sms - 1) // (2 * num_ranks - 1)
     )
     if all_sms:
-        sums = Cut(rows=4, block=1024, max_registers=128, stages=3)
-        return Shape(
+        sums = KernelConfig(rows=4, block=1024, max_registers=128, stages=3)
+        return NvlinkTuning(
             channels=channels,
-            dispatch=Cut(rows=1, block=4096, chunk=16, max_registers=64),
-            send=Cut(rows=1, block=8192, chunk=4),
+            dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=64),
+            send=KernelConfig(rows=1, block=8192, chunk=4),
             reduce=sums,
-            direct=Cut(rows=1, block=4096),
-            push=Cut(rows=2, block=4096, chunk=4),
+            direct=KernelConfig(rows=1, block=4096),
+            push=KernelConfig(rows=2, block=4096, chunk=4),
             gather=sums,
             writers=num_sms,
             pushers=num_sms,
             gatherers=num_sms,
         )
-    sums = Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
-    return Shape(
+    sums = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
+    return NvlinkTuning(
         channels=channels,
-        dispatch=Cut(rows=2, block=4096, chunk=16, num_warps=16, max_registers=128),
-        send=Cut(rows=4, block=8192, chunk=16, num_warps=16),
+        dispatch=KernelConfig(rows=2, block=4096, chunk=16, num_warps=16, max_registers=128),
+        send=KernelConfig(rows=4, block=8192, chunk=16, num_warps=16),
         reduce=sums,
-        direct=Cut(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
-        push=Cut(rows=4, block=4096, chunk=16, num_warps=16),
+        direct=KernelConfig(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
+        push=KernelConfig(rows=4, block=4096, chunk=16, num_warps=16),
         gather=sums,
         writers=num_sms,
         pushers=num_sms // 2,
@@ -142,7 +143,7 @@ def shape_for(num_sms: int, num_ranks: int, *, all_sms: bool) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RowLayout:
     """One row in a slot of a ring: ``[payload | scales | meta]``, each padded to 16 bytes.
 
     Slots of long rows begin where lines of memory do: stores to a peer that begin inside of one
@@ -170,12 +171,12 @@ class Form:
         return self.row_bytes if self.row_bytes < LONG_ROW else -(-self.row_bytes // LINE) * LINE
 
 
-def form_of(payload: Payload, mode: Quantize | None, meta_words: int) -> Form:
+def row_layout_of(payload: Payload, mode: Quantize | None, meta_words: int) -> RowLayout:
     """How rows of ``payload`` travel, cast on the way if ``mode`` says so."""
     row = row_of(payload, mode)
     row_bytes = row.payload_bytes
     bits = 32 if row_bytes % 4 == 0 else 16 if row_bytes % 2 == 0 else 8
-    return Form(row.hidden, row_bytes * 8 // bits, bits, row.scale_words, meta_words)
+    return RowLayout(row.hidden, row_bytes * 8 // bits, bits, row.scale_words, meta_words)
 
 
 def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
@@ -184,18 +185,18 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
     return -(-words // 4) * 4
 
 
-class Ground:
+class PeerWorkspace:
     """What an object keeps on the device between calls. Making one is collective. ``buffer_bytes``
     is what all rings together were given, ``num_bytes`` the whole region.
     """
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, shape: Cuts, buffer_bytes: int
+        self, config: Config, memory: SymmetricMemory, tuning: Tuning, buffer_bytes: int
     ) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
-        ranks, channels = config.world_size, shape.channels
-        self.config, self.memory, self.shape = config, memory, shape
+        ranks, channels = config.world_size, tuning.channels
+        self.config, self.memory, self.tuning = config, memory, tuning
         self.shared_bytes = shared_bytes(memory.device)
         self.header_words, self.buffer_bytes = head.COUNTS + config.most_local_experts, buffer_bytes
         self._lay_out(ranks, channels, buffer_bytes)
@@ -229,29 +230,30 @@ class Ground:
         self.plan_ranks, self.rank_bins = ranks, power_of_two_at_least(max(ranks, 2))
 
     @property
-    def letters(self) -> tuple[int, int, bool]:
+    def header_exchange(self) -> tuple[int, int, bool]:
         """Ranks of a node, where signals between nodes begin, and whether by NVSHMEM."""
         return self.memory.world_size, 0, False
 
-    def slots(self, form: Form) -> int:
-        """Rows of ``form`` that one ring holds. ValueError: fewer than two."""
-        rings = self.memory.world_size * self.shape.channels
-        return self._slots(form, self.ring_bytes, f"{rings} rings")
+    def slots(self, row_layout: RowLayout) -> int:
+        """Rows of ``row_layout`` that one ring holds. ValueError: fewer than two."""
+        rings = self.memory.world_size * self.tuning.channels
+        return self._slots(row_layout, self.ring_bytes, f"{rings} rings")
 
-    def _slots(self, form: Form, ring_bytes: int, rings: str) -> int:
-        """Rows of ``form`` in ``ring_bytes``, of which there are as many ``rings``."""
-        slots = ring_bytes // form.slot_bytes
+    def _slots(self, row_layout: RowLayout, ring_bytes: int, rings: str) -> int:
+        """Rows of ``row_layout`` in ``ring_bytes``, of which there are as many ``rings``."""
+        slots = ring_bytes // row_layout.slot_bytes
         if slots < 2:
             raise ValueError(
-                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of {form.slot_bytes} bytes "
+                f"buffer_bytes ({self.buffer_bytes}) holds {slots} rows of "
+                f"{row_layout.slot_bytes} bytes "
                 f"in each of {rings} of {ring_bytes} bytes, but 2 are needed: make ExpertParallel "
-                f"with buffer_bytes of at least {self.least_bytes(form)}"
+                f"with buffer_bytes of at least {self.least_bytes(row_layout)}"
             )
         return slots
 
-    def least_bytes(self, form: Form) -> int:
-        """``buffer_bytes`` with which all rings hold two rows of ``form``."""
-        return self.memory.world_size * self.shape.channels * least_ring(form.slot_bytes)
+    def least_bytes(self, row_layout: RowLayout) -> int:
+        """``buffer_bytes`` with which all rings hold two rows of ``row_layout``."""
+        return self.memory.world_size * self.tuning.channels * least_ring(row_layout.slot_bytes)
 
 
 def least_ring(slot_bytes: int) -> int:

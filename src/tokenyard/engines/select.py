@@ -33,7 +33,7 @@ CAPABILITY = (7, 0)
 """Compute capability that kernels need."""
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What the caller wants; the same on every rank except ``device``."""
 
     engine: str = AUTO
@@ -63,7 +63,7 @@ def choose(
     group: dist.ProcessGroup | MemoryGroup | None,
     store: dist.Store | None,
     config: Config,
-    asked: Asked,
+    request: Request,
 ) -> Choice:
     """Pick an engine for ``group`` (None: this process is alone). Collective.
 
@@ -73,31 +73,31 @@ def choose(
         Mismatch: ranks work on different kinds of device.
         PeerTimeout: a rank did not come.
     """
-    if asked.engine == TWOLEVEL:
-        _grid(config, asked)
+    if request.engine == TWOLEVEL:
+        _grid(config, request)
     if isinstance(group, MemoryGroup):
-        if asked.engine == COLLECTIVE:
+        if request.engine == COLLECTIVE:
             raise NotSupported(
                 "engine 'collective' needs a torch.distributed group; ranks of one process have "
                 "engines 'nvlink', 'twolevel' and 'low_latency'"
             )
         memory = group.open_memory(config.timeout)
         why = f"{config.world_size} ranks in one process, on {memory.device}"
-        return _on_kernels(memory, store, memory.num_sms, config, asked, why)
-    gpu = _gpu(group, asked.device)
+        return _on_kernels(memory, store, memory.num_sms, config, request, why)
+    gpu = _gpu(group, request.device)
     obstacle, most_sms = "not asked for", 0
-    if asked.engine != COLLECTIVE:
-        grid = config.topology if asked.engine == TWOLEVEL else None
+    if request.engine != COLLECTIVE:
+        grid = config.topology if request.engine == TWOLEVEL else None
         obstacle, most_sms = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
-    if asked.engine in ON_KERNELS and obstacle:
+    if request.engine in ON_KERNELS and obstacle:
         raise NotSupported(
-            f"engine {asked.engine!r} cannot work here: {obstacle}; engine 'collective' can"
+            f"engine {request.engine!r} cannot work here: {obstacle}; engine 'collective' can"
         )
-    if asked.engine != COLLECTIVE and not obstacle and gpu is not None:
-        memory, why = _cuda_memory(group, store, config, gpu, asked)
-        return _on_kernels(memory, store, most_sms, config, asked, why)
-    found = _collective(group, store, config, asked)
-    if asked.engine == AUTO and gpu is not None:
+    if request.engine != COLLECTIVE and not obstacle and gpu is not None:
+        memory, why = _cuda_memory(group, store, config, gpu, request)
+        return _on_kernels(memory, store, most_sms, config, request, why)
+    found = _collective(group, store, config, request)
+    if request.engine == AUTO and gpu is not None:
         return found._replace(why=f"{found.why}; not nvlink: {shorten(obstacle, 600)}")
     return found
 
@@ -110,46 +110,46 @@ def _on_kernels(
     store: dist.Store | None,
     most_sms: int,
     config: Config,
-    asked: Asked,
+    request: Request,
     why: str,
 ) -> Choice:
-    num_sms, all_sms = asked.sms(most_sms)
-    if asked.engine == LOW_LATENCY:
+    num_sms, all_sms = request.sms(most_sms)
+    if request.engine == LOW_LATENCY:
         from tokenyard.engines.low_latency import LowLatencyEngine
-        from tokenyard.engines.low_latency_workspace import kernel_config
+        from tokenyard.engines.low_latency_workspace import low_latency_tuning
 
-        kernels = kernel_config(num_sms, config.world_size, config.max_tokens_per_rank)
-        options = {"kernels": kernels, "buffer_bytes": asked.buffer_bytes}
+        tuned = low_latency_tuning(num_sms, config.world_size, config.max_tokens_per_rank)
+        options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}")
     from tokenyard.engines.nvlink import NvlinkEngine
-    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Cuts, shape_for
+    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Tuning, nvlink_tuning
     from tokenyard.engines.twolevel import TwolevelEngine
-    from tokenyard.engines.twolevel_ground import most_channels, tuning_for
+    from tokenyard.engines.twolevel_workspace import most_channels, twolevel_tuning
 
-    num_bytes = asked.buffer_bytes or DEFAULT_BUFFER_BYTES
-    shape: Cuts
-    if asked.engine == TWOLEVEL:
-        engine, grid = TwolevelEngine, _grid(config, asked)
+    num_bytes = request.buffer_bytes or DEFAULT_BUFFER_BYTES
+    tuning: Tuning
+    if request.engine == TWOLEVEL:
+        engine, grid = TwolevelEngine, _grid(config, request)
         channels = most_channels(grid, 2 * config.hidden, num_bytes)
-        shape = tuning_for(num_sms, grid, all_sms=all_sms, channels=channels)
+        tuning = twolevel_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
         why = f"{grid} nodes and ranks; {why}"
     else:
         engine = NvlinkEngine
-        shape = shape_for(num_sms, config.world_size, all_sms=all_sms)
+        tuning = nvlink_tuning(num_sms, config.world_size, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
-    make = partial(engine, config, memory, shape=shape, buffer_bytes=num_bytes, failures=failures)
+    make = partial(engine, config, memory, tuning=tuning, buffer_bytes=num_bytes, failures=failures)
     return Choice(make, memory.device, f"{engine.name}: {why}")
 
 
-def _grid(config: Config, asked: Asked) -> Topology:
+def _grid(config: Config, request: Request) -> Topology:
     """The grid of engine twolevel."""
-    from tokenyard.engines.twolevel_ground import MOST_DESTINATIONS, MOST_NODES, limit_of
+    from tokenyard.engines.twolevel_workspace import MOST_DESTINATIONS, MOST_NODES, limit_of
 
     grid = config.topology
     if grid is None:
-        why = f"{asked.no_grid}; engine 'collective' does not"
+        why = f"{request.no_grid}; engine 'collective' does not"
         raise NotSupported(f"engine 'twolevel' needs ranks that form a grid: {why}")
     if limit_of(grid):
         raise NotSupported(
@@ -198,7 +198,7 @@ def _cuda_memory(
     store: dist.Store | None,
     config: Config,
     gpu: torch.device,
-    asked: Asked,
+    request: Request,
 ) -> tuple[SymmetricMemory, str]:
     """Memory of GPUs, and why it is that kind."""
     from tokenyard.memory import nvshmem
@@ -207,7 +207,7 @@ def _cuda_memory(
     part = None if store is None else dist.PrefixStore("memory", store)
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
-    several = asked.engine == TWOLEVEL and grid is not None and grid.num_nodes > 1
+    several = request.engine == TWOLEVEL and grid is not None and grid.num_nodes > 1
     if several and grid is not None and nvshmem.is_available():
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
@@ -259,9 +259,9 @@ def _common_obstacle(
 
 
 def _collective(
-    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, asked: Asked
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, request: Request
 ) -> Choice:
-    device = asked.device
+    device = request.device
 
     def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
         return Choice(partial(CollectiveEngine, config, transport), where, f"collective: {why}")
@@ -274,7 +274,7 @@ def _collective(
     if device is None:
         device = _accelerator(backends)
     backend = backends.get("cpu" if device is None else device.type, "")
-    hops = _hops(config, asked.no_grid)
+    hops = _hops(config, request.no_grid)
     if backend not in ("", "gloo") and device is not None:
         why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
         failures = FailureReports(store, config.rank, config.timeout)

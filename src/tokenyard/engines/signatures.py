@@ -12,7 +12,7 @@ import torch
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.receive_plan import num_result_rows
-from tokenyard.engines.rings import Form, form_of, meta_words
+from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
 from tokenyard.engines.status import pack
 from tokenyard.formats import row_of
 from tokenyard.handle import Spec
@@ -33,7 +33,7 @@ class Binders(NamedTuple):
     combine: Callable[..., Launch]
     dispatch_in_place: Callable[..., Launch]
     combine_in_place: Callable[..., Launch]
-    greet: Callable[..., Launch]
+    call_barrier: Callable[..., Launch]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,7 +48,7 @@ class Signature:
     fingerprint: Fingerprint  # its ``call`` is set anew each time
     words: Any  # they begin the header
     tag: int  # without the routing
-    form: Form  # of a row on the wire
+    row_layout: RowLayout  # of a row on the wire
     dtype: torch.dtype
     sent: RowFormat  # of a row of the result
     experts: bool  # whether the layout has expert blocks
@@ -59,8 +59,8 @@ class Signature:
     # tokens of the last call, and rows given to the result of a like one before counts are known
     room: tuple[int, int] = (-1, 0)
     launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])  # see :meth:`bound`
-    ahead: Any = None  # ``tables.Ahead`` of such a call
-    blank: Any = None  # ``tables.Blank`` of a static call, once it was needed
+    ahead: Any = None  # ``outputs.Ahead`` of such a call
+    blank: Any = None  # ``outputs.Blank`` of a static call, once it was needed
 
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
         """The launch ``key`` of such calls. ``bind`` makes it once, and may wait for the device."""
@@ -88,24 +88,24 @@ def signature_of(
     mode: Quantize | None,
     config: Config,
     *,
-    marked: bool = False,
+    weighted: bool = False,
     scaled: bool = False,
     in_place: bool = False,
 ) -> Signature:
-    """The signature of a call. ``marked``: weights ride along, ``raw``, or weights reduced."""
-    fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, marked, 0, scaled, in_place)
+    """The signature of a call. ``weighted``: weights ride along, ``raw``, or weights reduced."""
+    fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, weighted, 0, scaled, in_place)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     most = config.padded_rows
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
-    words = meta_words(config.num_topk, experts=experts, weighted=marked)
+    words = meta_words(config.num_topk, experts=experts, weighted=weighted)
     return Signature(
         spec=spec,
         mode=mode,
-        weighted=marked and fresh,
+        weighted=weighted and fresh,
         fingerprint=fingerprint,
         words=np.array(head.words_of(fingerprint, 0)),
         tag=pack(fingerprint, config),
-        form=form_of(payload, mode, words if fresh else 0),
+        row_layout=row_layout_of(payload, mode, words if fresh else 0),
         dtype=payload.x.dtype,
         sent=row_of(payload, mode),
         experts=experts,

@@ -14,7 +14,7 @@ from tokenyard import header as head
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
 from tokenyard.engines.failures import ADVICE, LOOK, FailureReports
-from tokenyard.engines.rings import Ground
+from tokenyard.engines.rings import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync
@@ -79,11 +79,11 @@ _ONE = sync.STATUS_WORDS - 1
 _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_PLAN.value: ("its part of the plan", "tickets"),
     sync.ON_COUNTS.value: ("its counts", "arrivals[{peer}]"),
-    sync.ON_GREETING.value: ("its greeting", "hellos[{peer}]"),
+    sync.ON_CALL_BARRIER.value: ("its greeting", "hellos[{peer}]"),
     sync.ON_ROWS.value: ("its rows", "tails[{peer}, {counter}]"),
     sync.ON_ROOM.value: ("room for rows", "heads[{peer}, {counter}]"),
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
-    sync.ON_LANDING.value: ("its rows", "landed[{peer}, {counter}]"),
+    sync.ON_RECEIVE_BUFFER.value: ("its rows", "landed[{peer}, {counter}]"),
 }
 
 
@@ -113,7 +113,7 @@ def unpack(tag: int) -> dict[str, int]:
 
 
 class Begun(NamedTuple):
-    """A call that the host has begun. ``at``: how often this rank has said hello before."""
+    """A call that the host has begun. ``at``: how often this rank has announced a call before."""
 
     op: int
     number: int
@@ -124,15 +124,15 @@ class Begun(NamedTuple):
 class StatusMonitor:
     """Reads the status words of one rank. A failure stays: the object is of no more use then."""
 
-    def __init__(self, config: Config, ground: Ground, blame: FailureReports) -> None:
-        self._config, self._ground, self._failures = config, ground, blame
+    def __init__(self, config: Config, workspace: PeerWorkspace, failures: FailureReports) -> None:
+        self._config, self._workspace, self._failures = config, workspace, failures
         self._failure: Exception | None = None
-        self._status: Any = ground.status.numpy()
+        self._status: Any = workspace.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
         self._hellos = 0
-        self._on_gpu = ground.memory.device.type == "cuda"
+        self._on_gpu = workspace.memory.device.type == "cuda"
         if self._on_gpu:  # a stream that is first used beside a kernel may wait for it
-            self._beside = torch.cuda.Stream(ground.memory.device)
+            self._beside = torch.cuda.Stream(workspace.memory.device)
             self._give_up(0)
 
     def begin(self, fingerprint: Fingerprint, tag: int) -> None:
@@ -141,11 +141,11 @@ class StatusMonitor:
         self._hellos += 1
 
     def stop_short(self) -> None:
-        """The call that began last has ended before any rank said hello in it."""
+        """The call that began last has ended before any rank announced it."""
         self._hellos -= 1
 
     def meets(self) -> None:
-        """The call that began last says hello once more than others do."""
+        """The call that began last announces the call once more than others do."""
         self._begun.append(self._begun[-1]._replace(at=self._hellos))
         self._hellos += 1
 
@@ -160,10 +160,10 @@ class StatusMonitor:
         )
         if not code:
             return self._begun[-1]
-        if code == sync.DISAGREED.value and phase == sync.ON_GREETING.value:
+        if code == sync.DISAGREED.value and phase == sync.ON_CALL_BARRIER.value:
             tag = own
         of_plan = phase in (sync.ON_PLAN.value, sync.ON_COUNTS.value)
-        # judged before anybody says hello
+        # judged before anybody announces the call
         if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):
             at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
         else:
@@ -180,7 +180,7 @@ class StatusMonitor:
         """Wait on the host until ``ready()`` or until a kernel gives up, and raise then. Kernels
         bound every wait themselves; how long the device is busy before is the caller's affair.
         """
-        memory, status, begin = self._ground.memory, self._status, time.monotonic()
+        memory, status, begin = self._workspace.memory, self._status, time.monotonic()
         limit = self._config.timeout + 1
         look = min(LOOK, limit) if self._on_gpu else limit
         try:
@@ -205,7 +205,7 @@ class StatusMonitor:
         if not self._on_gpu:
             return
         aside = Aside()
-        begun = aside.start(partial(torch.cuda.synchronize, self._ground.memory.device))
+        begun = aside.start(partial(torch.cuda.synchronize, self._workspace.memory.device))
         aside.close()  # it ends behind the call
         while not begun.wait(SLICE):
             self._raise_if_told()
@@ -237,10 +237,10 @@ class StatusMonitor:
             self._give_up(1)
 
     def _give_up(self, word: int) -> None:
-        at, value = cast("int", sync.GIVEN_UP.value), self._ground.status[_ONE:]
+        at, value = cast("int", sync.GIVEN_UP.value), self._workspace.status[_ONE:]
         value.fill_(word)
         with torch.cuda.stream(self._beside):
-            self._ground.state[at : at + 1].copy_(value, non_blocking=True)
+            self._workspace.state[at : at + 1].copy_(value, non_blocking=True)
 
     def raise_if_failed(self) -> None:
         """Raise what a kernel of this rank has given up on, if any: PeerTimeout (a rank was
@@ -288,14 +288,17 @@ class StatusMonitor:
             f"rank {peer} did not send {what} to rank {me} within {timeout} s "
             f"({self._call}, waiting for {name} to reach {expected}, it is {seen})"
         )
-        lost = self.blamed(PeerTimeout(text, peer))
+        lost = self.attributed(PeerTimeout(text, peer))
         return PeerTimeout(f"{text}. {ADVICE}", lost.rank) if str(lost) == text else lost
 
-    def blamed(self, lost: PeerTimeout) -> PeerTimeout:
-        """``lost``, told to the others, with what the rank it names had reported, and culprit."""
+    def attributed(self, lost: PeerTimeout) -> PeerTimeout:
+        """``lost``, told to the others, with what the rank it names had reported, and the failed
+        rank."""
         self._failures.report(str(lost), lost.rank)
-        report, culprit = self._failures.behind(lost.rank)
-        return PeerTimeout(f"{lost}; it had reported: {report}" if report else str(lost), culprit)
+        report, failed_rank = self._failures.behind(lost.rank)
+        return PeerTimeout(
+            f"{lost}; it had reported: {report}" if report else str(lost), failed_rank
+        )
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         """Who was waited for, for what, and what the counter is called."""

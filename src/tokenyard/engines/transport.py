@@ -110,17 +110,17 @@ class RowTransport:
         """Host memory kept between calls."""
         return sum(buffer.numel() for buffer in self._staging.values())
 
-    def buffer(self, name: str, form: RowFormat, num_rows: int, device: torch.device) -> Tensor:
+    def buffer(self, name: str, row: RowFormat, num_rows: int, device: torch.device) -> Tensor:
         """Room for rows. Host memory is kept: fresh pages cost more than the copy into them."""
         if device.type != "cpu":
-            return form.buffer(num_rows, device)
-        need = num_rows * form.row_bytes
+            return row.buffer(num_rows, device)
+        need = num_rows * row.row_bytes
         held = self._staging.get(name)
         if held is None or held.numel() < need:
             self._staging.pop(name, None)
             with torch.inference_mode(False):  # kept for calls outside of it too
                 held = self._staging[name] = torch.empty(need, dtype=torch.uint8, device="cpu")
-        return held[:need].view(num_rows, form.row_bytes)
+        return held[:need].view(num_rows, row.row_bytes)
 
     def move(
         self, send: Tensor, recv: Tensor, spans: Spans, op: str, call: int

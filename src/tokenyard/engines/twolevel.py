@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tokenyard.engines.known import TWOLEVEL
 from tokenyard.engines.nvlink import NvlinkEngine
+from tokenyard.engines.outputs import Counted, Counts
 from tokenyard.engines.signatures import Binders, Signature
 from tokenyard.engines.status import StatusMonitor
-from tokenyard.engines.tables import Counted, Counts
-from tokenyard.engines.twolevel_ground import TwoGround
+from tokenyard.engines.twolevel_workspace import TwolevelWorkspace
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, NUM_TOKENS
 from tokenyard.kernels import region, sync, two_region
@@ -25,7 +25,7 @@ from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_direct import bind_two_direct
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
-from tokenyard.kernels.two_letters import bind_two_greet
+from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
@@ -33,16 +33,16 @@ from tokenyard.rows import Payload
 _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.ON_PARTS.value)
 
 
-class TwoWatch(StatusMonitor):
+class TwolevelMonitor(StatusMonitor):
     """Rings inside are named after the source or owner of their rows
     (``docs/reference/twolevel.md``), network rings after the node.
     """
 
-    _ground: TwoGround
+    _workspace: TwolevelWorkspace
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
-        grid, me = self._ground.grid, self._config.rank
-        home, local, channels = grid.node_of(me), grid.local_of(me), self._ground.shape.channels
+        grid, me = self._workspace.grid, self._config.rank
+        home, local, channels = grid.node_of(me), grid.local_of(me), self._workspace.tuning.channels
         tails, heads = f"tails[{peer}, {counter}]", f"heads[{peer}, {counter}]"
         if phase == two_region.ON_BOTH.value:  # a reducer: ranks of its node, then nodes
             if peer < grid.world_size:
@@ -72,19 +72,20 @@ class TwoWatch(StatusMonitor):
 
 
 class TwolevelEngine(NvlinkEngine):
-    """:class:`NvlinkEngine` in two hops, for ranks that form a grid; ``shape`` is a ``Tuning``."""
+    """:class:`NvlinkEngine` in two hops, for ranks that form a grid; ``tuning`` is a
+    ``TwolevelTuning``."""
 
     name, _pulls = TWOLEVEL, True
-    _parts = (TwoGround, TwoWatch)
+    _parts = (TwolevelWorkspace, TwolevelMonitor)
     binders = Binders(
         bind_plan,
         bind_two_dispatch,
         bind_two_combine,
         bind_two_direct,
         bind_two_pull,
-        bind_two_greet,
+        bind_two_call_barrier,
     )
-    _ground: TwoGround  # pyright: ignore[reportIncompatibleVariableOverride]
+    _workspace: TwolevelWorkspace  # pyright: ignore[reportIncompatibleVariableOverride]
     _most_tokens = 0
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
@@ -94,8 +95,8 @@ class TwolevelEngine(NvlinkEngine):
 
     def _count_network(self) -> None:
         """Bring to the statistics what kernels counted: rows between ranks of my local index."""
-        grid, channels, me = self._ground.grid, self._ground.shape.channels, self.config.rank
-        state, begin = self._ground.state.cpu(), region.state_words(grid.world_size, channels)
+        grid, channels, me = self._workspace.grid, self._workspace.tuning.channels, self.config.rank
+        state, begin = self._workspace.state.cpu(), region.state_words(grid.world_size, channels)
         end = two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels)
         rows = state[begin:end].view(2, grid.num_nodes, channels).sum(2)
         sent, taken = host_ints(rows[0]), host_ints(rows[1])
@@ -104,12 +105,14 @@ class TwolevelEngine(NvlinkEngine):
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
                 self.stats.bytes_sent[peer] = int(state[end + node])
 
-    def _record(self, op: str, splits: list[int], kind: Signature, *, back: bool = False) -> None:
+    def _record(
+        self, op: str, splits: list[int], signature: Signature, *, back: bool = False
+    ) -> None:
         """As its base; rows of ranks on other nodes travel otherwise: see :meth:`check`."""
-        size, grid = self.config.world_size, self._ground.grid
+        size, grid = self.config.world_size, self._workspace.grid
         near = grid.ranks_of(grid.node_of(self.config.rank))
         kept = [rows if at % size in near else 0 for at, rows in enumerate(splits[: 2 * size])]
-        super()._record(op, kept, kind, back=back)
+        super()._record(op, kept, signature, back=back)
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
@@ -122,29 +125,29 @@ class TwolevelEngine(NvlinkEngine):
     # The plan
 
     def _plan_words(self, num_tokens: Any) -> Any:
-        grid, channels = self._ground.grid, self._ground.shape.channels
+        grid, channels = self._workspace.grid, self._workspace.tuning.channels
         destinations = grid.world_size + grid.num_nodes
-        landings = two_region.landing_words(grid.world_size, grid.num_nodes, channels)
-        return region.plan_words(destinations, channels, num_tokens, self._local) + landings
+        first_rows = two_region.first_forwarded_words(grid.world_size, grid.num_nodes, channels)
+        return region.plan_words(destinations, channels, num_tokens, self._local) + first_rows
 
     def _table_words(self, rows: int) -> int:
         """int32 words of the forwarders' table with ``rows`` rows per node."""
-        return (self._ground.grid.num_nodes - 1) * rows * self._ground.grid.ranks_per_node
+        return (self._workspace.grid.num_nodes - 1) * rows * self._workspace.grid.ranks_per_node
 
     def _route_words(self, num_tokens: Any) -> Any:
         return self._plan_words(num_tokens) + self._table_words(self._table_rows)
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, kind: Signature, room: int = 0
+        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0
     ) -> Counted:
         self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
         # In place no rank has more than the most.
-        known = kind.spec.exact and not kind.fingerprint.in_place
+        known = signature.spec.exact and not signature.fingerprint.in_place
         self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
-        return super()._count(topk_idx, weights, kind, room)
+        return super()._count(topk_idx, weights, signature, room)
 
-    def _learn(self, kind: Signature) -> Counts:
-        counts = super()._learn(kind)
+    def _learn(self, signature: Signature) -> Counts:
+        counts = super()._learn(signature)
         self._most_tokens = max(self._most_tokens, int(self._headers[:, NUM_TOKENS].max()))
         return counts
 
@@ -152,24 +155,24 @@ class TwolevelEngine(NvlinkEngine):
         self,
         payload: Payload,
         counted: Counted,
-        kind: Signature,
+        signature: Signature,
         room: tuple[int, int],
         *,
         forced: bool = False,
     ) -> tuple[Payload, Plan, Arrived]:
         if forced and self._most_tokens > self._table_rows:
-            self._memory.settle()  # the plan's programs may still write to its tables
+            self._memory.settle()  # the plan's programs may still write to its outputs
             larger = self._with_larger_table(counted.route, counted.first_pick.shape[0])
             counted = counted._replace(route=larger)
-        return super()._move(payload, counted, kind, room, forced=forced)
+        return super()._move(payload, counted, signature, room, forced=forced)
 
     def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:
         """``route`` with a table for as many tokens as any rank has."""
-        words, grid = self._plan_words(num_tokens), self._ground.grid
+        words, grid = self._plan_words(num_tokens), self._workspace.grid
         larger = route.new_empty(words + self._table_words(self._most_tokens))
         larger[:words] = route[:words]
         rows_at: int = two_region.table_rows_at(
-            grid.world_size, grid.num_nodes, self._ground.shape.channels
+            grid.world_size, grid.num_nodes, self._workspace.tuning.channels
         )
         larger[rows_at] = self._most_tokens
         return larger

@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.greet import greet
+from tokenyard.kernels.call_barrier import call_barrier
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import add_term, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
-from tokenyard.kernels.structs import Peers, RingLayout, RowLayout, row_layout
+from tokenyard.kernels.structs import Peers, RingLayout, RowConstants, row_constants
 from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
 )  # fmt: skip
@@ -58,7 +58,7 @@ class CombineConfig(NamedTuple):
     plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
     rank_bins: int  # a power of two, not less than plan_ranks
     channels: int
-    row: RowLayout  # of a sum on the wire: weights follow its payload
+    row: RowConstants  # of a sum on the wire: weights follow its payload
     dtype: Any  # of rows, also on the wire
     bias0: Any  # dtype of a term that is added to sums, None: none
     bias1: Any
@@ -312,8 +312,7 @@ def _reduce(peers, plan, parts, sums, num_tokens, channel, k: tl.constexpr):
 def combine_kernel(
     regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, k: tl.constexpr
 ):
-    """See the module. ``k`` is a :class:`CombineConfig`; :func:`bind_combine` and
-    :func:`combine_rows` launch it."""
+    """See the module. ``k`` is a :class:`CombineConfig`; :func:`combine_rows` launches it."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens = num_tokens.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
@@ -324,7 +323,7 @@ def combine_kernel(
     elif (pid >= 0) & (pid < k.ranks * k.channels):
         send_sums(peers, plan, parts, (me + pid // k.channels) % k.ranks, channel, k)
     elif pid == k.ranks * k.channels:
-        greet(regions, state, tag, k)
+        call_barrier(regions, state, tag, k)
 
 
 # The host's side
@@ -341,7 +340,7 @@ def types_of(bias: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, placed: bool) -> Tiles:
-    """Of senders and reducers (at most ``most`` rows) as the cuts ``send`` and ``reduce`` say.
+    """Of senders and reducers (at most ``most`` rows) as the configs ``send`` and ``reduce`` say.
 
     With ``placed`` a row is the sum of several, all of which are loaded at once: one row, 16 bytes
     of it per lane.
@@ -355,22 +354,22 @@ def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, plac
 
 
 def bind_combine(
-    workspace: Any, form: Any, dtype: Any, slots_per_row: int, picks: int, bias: tuple[Any, ...],
-    *, by_expert: bool, weighted: bool,
+    workspace: Any, row_layout: Any, dtype: Any, slots_per_row: int, picks: int,
+    bias: tuple[Any, ...], *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one kind of call: see ``bind_dispatch``. Arguments: as in
+    """Compile and load the kernel for one call signature: see ``bind_dispatch``. Arguments: as in
     :class:`CombineConfig`, with torch dtypes."""
-    shape, ranks = workspace.shape, workspace.memory.world_size
-    send, reduce, slots = shape.send, shape.reduce, workspace.slots(form)
-    chunk, grid = send.chunk_of(slots), ranks * shape.channels + 1
-    tiles = tiles_of(form.hidden, send, reduce, chunk, chunk, placed=by_expert)
+    tuning, ranks = workspace.tuning, workspace.memory.world_size
+    send, reduce, slots = tuning.send, tuning.reduce, workspace.slots(row_layout)
+    chunk, grid = send.chunk_of(slots), ranks * tuning.channels + 1
+    tiles = tiles_of(row_layout.hidden, send, reduce, chunk, chunk, placed=by_expert)
     token_bytes = ranks * dtype.itemsize + sum(each.itemsize for each in bias)  # per channel
-    shared = workspace.shared_bytes // -(-grid // shape.writers)
+    shared = workspace.shared_bytes // -(-grid // tuning.writers)
     round_bytes = tiles.rows_summed * tiles.block_summed * token_bytes
     bias0, bias1 = types_of(bias)
     k = CombineConfig(
-        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
-        row=row_layout(form),
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=tuning.channels,
+        row=row_constants(row_layout),
         ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk),
         dtype=kernel_type(dtype), slots_per_row=slots_per_row, by_expert=by_expert,
         weighted=weighted, picks=picks, bias0=bias0, bias1=bias1, tiles=tiles,

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.greet import count_call, greeted, say_hello
+from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import (
     as_words, cast, cast_of, load_groups, of_each, rows_sent, store_cast,
@@ -51,9 +51,9 @@ from tokenyard.kernels.structs import (
     Payload,
     Result,
     Routing,
-    RowLayout,
+    RowConstants,
     Strides,
-    row_layout,
+    row_constants,
     strides_in_memory,
 )
 from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for_all, words
@@ -67,7 +67,7 @@ class DirectConfig(NamedTuple):
     plan_ranks: int  # the same
     rank_bins: int  # the next power of two
     channels: int
-    row: RowLayout
+    row: RowConstants
     in_memory: Strides  # of the payload that is sent
     cast: Cast
     rows_sent: int  # tokens in flight
@@ -218,12 +218,12 @@ def direct_kernel(
         calls = tl.load(words(state) + DIRECT_CALLS)
         mine = peer_base(regions, me)
         if pid == 0:
-            say_hello(regions, state, tag, k)
+            announce_call(regions, state, tag, k)
         firsts = tl.load(first_out(plan, r, k), mask=r < k.ranks, other=0)
         parts = tl.load(words(buffers) + r, mask=r < k.ranks, other=0)
         bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
-        views = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
-        if greeted(regions, state, tag, k):
+        targets = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
+        if all_in_call(regions, state, tag, k):
             for t0 in range(pid * k.rows_sent, num_tokens, k.writers * k.rows_sent):
                 t = t0 + tl.arange(0, k.rows_sent)
                 here = t < num_tokens
@@ -231,7 +231,7 @@ def direct_kernel(
                 places = tl.load(table, mask=here[:, None] & (r < k.ranks)[None, :], other=-1)
                 rows = tl.where(places >= 0, places + firsts[None, :], -1)
                 write_rows(
-                    payload, t, here, rows, views, me + 1 + pid, k.in_memory, k.ranks,
+                    payload, t, here, rows, targets, me + 1 + pid, k.in_memory, k.ranks,
                     k.cast.mode > 0, k,
                 )  # fmt: skip
             dones = done_of(bases, me, k)
@@ -281,19 +281,24 @@ MOST_PICKS = 256
 
 
 def bind_direct(
-    workspace: Any, _num_topk: int, form: Any, mode: Any, dtype: Any
+    workspace: Any, _num_topk: int, row_layout: Any, mode: Any, dtype: Any
 ) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place: see ``bind_dispatch``."""
-    cut, shape, ranks = workspace.shape.direct, workspace.shape, workspace.memory.world_size
-    row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
+    config, tuning, ranks = workspace.tuning.direct, workspace.tuning, workspace.memory.world_size
+    row = row_constants(row_layout)
+    block = min(power_of_two_at_least(row_layout.words), config.block)
     k = DirectConfig(
-        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
-        writers=shape.writers, row=row, in_memory=strides_in_memory(row),
-        cast=cast_of(form, mode, dtype), block=block,
-        rows_sent=rows_sent(cut, form, mode, block, 8),
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=tuning.channels,
+        writers=tuning.writers, row=row, in_memory=strides_in_memory(row),
+        cast=cast_of(row_layout, mode, dtype), block=block,
+        rows_sent=rows_sent(config, row_layout, mode, block, 8),
     )  # fmt: skip
     return workspace.memory.bind(
-        direct_kernel, shape.writers, num_warps=cut.num_warps, max_registers=cut.max_registers, k=k
+        direct_kernel,
+        tuning.writers,
+        num_warps=config.num_warps,
+        max_registers=config.max_registers,
+        k=k,
     )
 
 
@@ -313,7 +318,7 @@ def bind_unpack(
     static: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel that unpacks the metadata of rows in place."""
-    ranks, channels = workspace.memory.world_size, workspace.shape.channels
+    ranks, channels = workspace.memory.world_size, workspace.tuning.channels
     k = UnpackConfig(
         ranks=ranks,
         plan_ranks=plan_ranks,

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.greet import greet
+from tokenyard.kernels.call_barrier import call_barrier
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
 from tokenyard.kernels.place import (
@@ -46,8 +46,8 @@ from tokenyard.kernels.region import (
     taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Batch, Cast, Payload, Peers, Result, RingLayout, Routing, RowLayout, Rows, Strides, row_layout,
-    strides_in_memory, strides_in_slots,
+    Batch, Cast, Payload, Peers, Result, RingLayout, Routing, RowConstants, Rows, Strides,
+    row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     ON_ROOM,
@@ -71,7 +71,7 @@ class DispatchConfig(NamedTuple):
     rank_bins: int  # the next power of two
     plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
     channels: int
-    row: RowLayout
+    row: RowConstants
     in_memory: Strides  # of the payload that is sent
     in_slot: Strides  # of rows in a ring
     ring: RingLayout
@@ -307,8 +307,7 @@ def dispatch_kernel(
     regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
     forced, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`DispatchConfig`; :func:`bind_dispatch` and
-    :func:`dispatch_rows` launch it."""
+    """See the module. ``k`` is a :class:`DispatchConfig`; :func:`dispatch_rows` launches it."""
     pid = tl.program_id(0)
     if k.placing.fresh:  # launched before the host knew the counts
         go = tl.load(go_of(plan, k))
@@ -338,52 +337,52 @@ def dispatch_kernel(
         source = (me + k.ranks - (pid - k.ranks * k.channels) // k.channels - 1) % k.ranks
         receive_rows(peers, routing, result, source, channel, k)
     elif pid == (2 * k.ranks - 1) * k.channels:
-        greet(regions, state, tag, k)
+        call_barrier(regions, state, tag, k)
 
 
 # The host's side
 
 
 def config_of(
-    workspace: Any, cut: Any, form: Any, mode: Any, dtype: Any, placing: Placing, most: int,
-    **more: Any,
+    workspace: Any, config: Any, row_layout: Any, mode: Any, dtype: Any, placing: Placing,
+    most: int, **more: Any,
 ) -> DispatchConfig:  # fmt: skip
     """Constants of a dispatch through rings, with at most ``most`` rows in flight."""
-    row, slots = row_layout(form), workspace.slots(form)
-    block = min(power_of_two_at_least(form.words), cut.block)
-    sent, received = rows_sent(cut, form, mode, block, most), cut.rows_of(block, most)
+    row, slots = row_constants(row_layout), workspace.slots(row_layout)
+    block = min(power_of_two_at_least(row_layout.words), config.block)
+    sent, received = rows_sent(config, row_layout, mode, block, most), config.rows_of(block, most)
     return DispatchConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
-        plan_ranks=workspace.plan_ranks, channels=workspace.shape.channels, row=row,
+        plan_ranks=workspace.plan_ranks, channels=workspace.tuning.channels, row=row,
         in_memory=strides_in_memory(row), in_slot=strides_in_slots(row),
-        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, cut.chunk_of(slots)),
-        cast=cast_of(form, mode, dtype), placing=placing,
+        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots)),
+        cast=cast_of(row_layout, mode, dtype), placing=placing,
         rows_sent=1 if placing.by_expert else sent,
         rows_received=1 if placing.by_expert else received, block=block, **more,
     )  # fmt: skip
 
 
 def bind_dispatch(
-    workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
+    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
     padding: bool, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one kind of call. May wait for the device.
+    """Compile and load the kernel for one call signature. May wait for the device.
 
     Args:
-        workspace: an ``engines.rings.Ground``.
+        workspace: an ``engines.rings.PeerWorkspace``.
         form: of a row on the wire.
         mode, dtype: how rows are cast on their way (None: not), and what the input holds.
         slots_per_row: columns of ``slots``.
         padding: blocks of experts end in rows of zeros.
         placed: flags of a :class:`Placing`.
     """
-    cut, ranks = workspace.shape.dispatch, workspace.memory.world_size
+    config, ranks = workspace.tuning.dispatch, workspace.memory.world_size
     placing = placing_of(num_topk, slots_per_row, **placed)
-    most = cut.chunk_of(workspace.slots(form))
-    k = config_of(workspace, cut, form, mode, dtype, placing, most, padding=padding)
+    most = config.chunk_of(workspace.slots(row_layout))
+    k = config_of(workspace, config, row_layout, mode, dtype, placing, most, padding=padding)
     return workspace.memory.bind(
-        dispatch_kernel, (2 * ranks - 1) * k.channels + 1, num_warps=cut.num_warps,
-        max_registers=cut.max_registers, k=k,
+        dispatch_kernel, (2 * ranks - 1) * k.channels + 1, num_warps=config.num_warps,
+        max_registers=config.max_registers, k=k,
     )  # fmt: skip
 
 

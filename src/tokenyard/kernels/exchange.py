@@ -13,7 +13,7 @@ from tokenyard.kernels.region import (
     in_bound, ints, matrix_of, out_bound, start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import STATUS, add_release, words
-from tokenyard.kernels.two_letters import post_letters, to_letter
+from tokenyard.kernels.two_headers import put_node_headers, to_node_header
 
 _STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at)
@@ -71,7 +71,7 @@ def _said(picks, marks, said, status, num_tokens, k: tl.constexpr):
 
 
 @triton.jit
-def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl.constexpr):
+def _send_headers(regions, me, totals, said, parity, num_experts, room, tag, k: tl.constexpr):
     """The last program: one header to each rank, and this rank's row of the matrix to all; other
     nodes' into the outbox.
 
@@ -87,9 +87,9 @@ def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl
         to = d0 + tl.arange(0, AT_ONCE)
         there = to < R
         base = tl.load(words(regions) + to, mask=there & (to // P == me // P), other=0)
-        to_header, to_matrix = header_of(base, half, me, k), matrix_of(base, half, me, k)
+        to_header, to_matrix = header_of(base, parity, me, k), matrix_of(base, parity, me, k)
         if P < R:
-            to_header, to_matrix = to_letter(to_header, to_matrix, regions, me, half, to, k)
+            to_header, to_matrix = to_node_header(to_header, to_matrix, regions, me, parity, to, k)
         total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
         v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
         expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
@@ -106,7 +106,7 @@ def _send_headers(regions, me, totals, said, half, num_experts, room, tag, k: tl
 
 @triton.jit
 def _complete_experts(
-    pairs, counts, local, routing, tables, most_rows, alignment, s, e, k: tl.constexpr
+    pairs, counts, local, routing, outputs, most_rows, alignment, s, e, k: tl.constexpr
 ):  # fmt: skip
     """Where rows of local experts ``e`` from sources ``s`` go in a result by expert: ``pairs
     [ranks, experts]`` of them."""
@@ -117,17 +117,17 @@ def _complete_experts(
     start = tl.cumsum(aligned, 0) - aligned
     if k.padded:
         start = e * (k.ranks * most_rows)
-        at = ints(tables.ranges) + (e[None, :] * k.ranks + s[:, None]) * 2
+        at = ints(outputs.ranges) + (e[None, :] * k.ranks + s[:, None]) * 2
         tl.store(at, begin, mask=known[:, None] & here[None, :])
         tl.store(at + 1, pairs, mask=known[:, None] & here[None, :])
     else:
-        to = ints(tables.offsets)
+        to = ints(outputs.offsets)
         tl.store(to + e, tl.minimum(start, num_rows), mask=here)
         tl.store(to + local, tl.minimum(tl.sum(tl.where(here, aligned, 0)), num_rows))
-        if tables.overflow != 0:
+        if outputs.overflow != 0:
             kept = tl.maximum(num_rows - start, 0)
             lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
-            tl.store(ints(tables.overflow), lost)
+            tl.store(ints(outputs.overflow), lost)
     mask = known[:, None] & here[None, :]
     starts = start_of(plan, e[None, :], s[:, None], tokens, k)
     tl.store(starts, start[None, :] + begin, mask=mask)
@@ -137,7 +137,7 @@ def _complete_experts(
 
 
 @triton.jit
-def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr):
+def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constexpr):
     """Program 0: what comes from the others, and where it goes.
 
     ``most_rows``: that a rank may announce.
@@ -151,10 +151,10 @@ def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr)
     both = known[:, None] & (c < C)[None, :]
     local = first_expert(me + 1, num_experts, R) - first_expert(me, num_experts, R)
     here = e < local
-    headers = header_of(mine, half, s, k)
-    matrix = matrix_of(mine, half, s, k)
+    headers = header_of(mine, parity, s, k)
+    matrix = matrix_of(mine, parity, s, k)
     # all loads before a store
-    bounds = tl.load(bounds_of(mine, half, s, k)[:, None] + c[None, :], mask=both, other=0)
+    bounds = tl.load(bounds_of(mine, parity, s, k)[:, None] + c[None, :], mask=both, other=0)
     rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
     mask = known[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
@@ -168,14 +168,14 @@ def complete(mine, half, routing, tables, most_rows, alignment, k: tl.constexpr)
     before = tl.where((d < me)[None, :] & (d[None, :] != s[:, None]), table, 0)
     tl.store(first_back(plan, s, k), tl.sum(before, axis=1).to(tl.int32), mask=known)
     counts = tl.sum(pairs, axis=0)
-    tl.store(ints(tables.tokens_per_expert) + e, counts, mask=here)
+    tl.store(ints(outputs.tokens_per_expert) + e, counts, mask=here)
     if k.by_expert:
-        _complete_experts(pairs, counts, local, routing, tables, most_rows, alignment, s, e, k)
+        _complete_experts(pairs, counts, local, routing, outputs, most_rows, alignment, s, e, k)
 
 
 @triton.jit
 def exchange(
-    picks, regions, state, routing, said, hist, marks, before, ranks, c, half, room, tag,
+    picks, regions, state, routing, said, hist, marks, before, ranks, c, parity, room, tag,
     k: tl.constexpr,
 ):  # fmt: skip
     """Step 2: this channel's bounds to all peers, and by the last program the header and the row of
@@ -189,7 +189,7 @@ def exchange(
     tl.store(out_bound(plan, r, c, k), before, mask=r < D)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(bounds_of(bases, half, me, k) + c, before.to(tl.int64), mask=near)
+    tl.store(bounds_of(bases, parity, me, k) + c, before.to(tl.int64), mask=near)
     if c == C - 1:
         totals = hist + C * k.columns + C * k.columns
         tl.store(out_bound(plan, r, C, k), before + ranks, mask=r < D)
@@ -198,7 +198,7 @@ def exchange(
         tl.debug_barrier()
         status = words(tl.load(words(state) + STATUS))
         said = _said(picks, marks, said, status, routing.num_tokens, k)
-        _send_headers(regions, me, totals, said, half, routing.num_experts, room, tag, k)
+        _send_headers(regions, me, totals, said, parity, routing.num_experts, room, tag, k)
         if P < R:
-            post_letters(regions, state, me, half, hist, k)
+            put_node_headers(regions, state, me, parity, hist, k)
     add_release(arrival_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)

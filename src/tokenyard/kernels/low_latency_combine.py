@@ -318,16 +318,16 @@ def bind_combine(
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device. Arguments: as in
     :class:`CombineConfig`, with torch dtypes."""
-    kernels, hidden = workspace.kernels, power_of_two_at_least(workspace.config.hidden)
-    share = max(1, hidden // kernels.shares)
+    tuning, hidden = workspace.tuning, power_of_two_at_least(workspace.config.hidden)
+    share = max(1, hidden // tuning.shares)
     biases = (*map(kernel_type, bias), None, None)
     k = CombineConfig(
         sizes=workspace.sizes,
         hidden=workspace.config.hidden,
-        shares=kernels.shares,
+        shares=tuning.shares,
         share=share,
-        sent_block=min(hidden, kernels.sent_channels),
-        added_block=min(share, kernels.added_channels),
+        sent_block=min(hidden, tuning.sent_channels),
+        added_block=min(share, tuning.added_channels),
         dtype=kernel_type(dtype),
         weighted=weighted,
         bias0=biases[0],

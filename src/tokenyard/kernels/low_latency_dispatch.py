@@ -42,7 +42,7 @@ from tokenyard.kernels.low_latency_waits import Call, is_active, wait_ready
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of
 from tokenyard.kernels.region import first_expert
-from tokenyard.kernels.structs import Cast, RowLayout, row_layout
+from tokenyard.kernels.structs import Cast, RowConstants, row_constants
 from tokenyard.kernels.sync import follow
 from tokenyard.routing import power_of_two_at_least
 from tokenyard.types import Layout
@@ -52,7 +52,7 @@ class DispatchConfig(NamedTuple):
     """What is known of a dispatch when its kernel is compiled."""
 
     sizes: Sizes
-    row: RowLayout
+    row: RowConstants
     cast: Cast  # its groups are those of a piece
     expert_bins: int  # a power of two, not less than local_experts, nor 2
     counted: int  # tokens looked at at once
@@ -142,7 +142,7 @@ def low_dispatch_kernel(
 
 
 def bind_dispatch(
-    workspace: Any, form: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, wide: bool,
+    workspace: Any, row_layout: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, wide: bool,
     weighted: bool, load_bytes: int, timed: bool, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device.
@@ -151,17 +151,17 @@ def bind_dispatch(
         form: of a row on the wire.
         mode, dtype: how rows are cast on their way (None: not), and what the input holds.
     """
-    kernels, config = workspace.kernels, workspace.config
-    words_bins, cast = power_of_two_at_least(form.words), cast_of(form, mode, dtype)
+    tuning, config = workspace.tuning, workspace.config
+    words_bins, cast = power_of_two_at_least(row_layout.words), cast_of(row_layout, mode, dtype)
     k = DispatchConfig(
         sizes=workspace.sizes,
-        row=row_layout(form),
-        cast=cast._replace(groups=cast.groups // kernels.pieces),
+        row=row_constants(row_layout),
+        cast=cast._replace(groups=cast.groups // tuning.pieces),
         expert_bins=power_of_two_at_least(max(config.most_local_experts, 2)),
-        counted=min(power_of_two_at_least(config.max_tokens_per_rank), 32 * kernels.num_warps),
-        pieces=kernels.pieces,
-        piece=max(1, words_bins // kernels.pieces),
-        block=min(words_bins, kernels.words),
+        counted=min(power_of_two_at_least(config.max_tokens_per_rank), 32 * tuning.num_warps),
+        pieces=tuning.pieces,
+        piece=max(1, words_bins // tuning.pieces),
+        block=min(words_bins, tuning.words),
         wide=wide,
         weighted=weighted,
         padded=spec.layout is Layout.EXPERT_PADDED,

@@ -180,7 +180,7 @@ def store_cast(
 def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constexpr):
     """Cast rows ``token`` of ``x`` on their way to ``target``; their scales go to ``scales``.
 
-    Both are ``Rows``, in bytes. All rows are in flight. ``row``: a ``RowLayout``. ``how``: a
+    Both are ``Rows``, in bytes. All rows are in flight. ``row``: a ``RowConstants``. ``how``: a
     ``Cast``.
     """
     num_rows: tl.constexpr = here.shape[0]
@@ -198,7 +198,7 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
 # The host's side
 
 
-def cast_of(form: Any, mode: Any, dtype: Any) -> Cast:
+def cast_of(row_layout: Any, mode: Any, dtype: Any) -> Cast:
     """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None.
 
     Groups are a power of two, with all bytes of the last word of scales.
@@ -206,15 +206,15 @@ def cast_of(form: Any, mode: Any, dtype: Any) -> Cast:
     if mode is None:
         return Cast(0, 0, 0, 0, 0.0, 0.0, kernel_type(dtype))
     to = FORMATS[mode]
-    groups = triton.next_power_of_2(max(to.blocks(form.hidden), WORD))
+    groups = triton.next_power_of_2(max(to.blocks(row_layout.hidden), WORD))
     return Cast(
         to.rule, to.block, groups, to.scale_bytes, to.largest, to.smallest, kernel_type(dtype)
     )
 
 
-def rows_sent(cut: Any, form: Any, mode: Any, block: int, most: int) -> int:
+def rows_sent(config: Any, row_layout: Any, mode: Any, block: int, most: int) -> int:
     """Rows in flight, ``block`` words of each, of programs that read the input, and may cast it."""
     if mode is None:
-        return cut.rows_of(block, most)
-    how = cast_of(form, mode, None)
-    return cut.casts_of(how.groups * how.block, most)
+        return config.rows_of(block, most)
+    how = cast_of(row_layout, mode, None)
+    return config.casts_of(how.groups * how.block, most)

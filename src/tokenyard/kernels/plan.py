@@ -14,12 +14,12 @@ Who publishes what, and who may read it when:
 2. Every program sends its bounds to all peers, the last one also the header and its row of the
    matrix; then each adds 1 to ``arrivals[me]`` there (release). Peers wait for that, so what stays
    here comes behind it: places within the rank.
-3. Program 0 and the judge, program 1 if there is one and no letters, wait until
+3. Program 0 and the validator, program 1 if there is one and no node headers, wait until
    ``arrivals[source]`` has grown by ``channels`` for every source (acquire), then read what step 2
-   wrote. Program 0 completes the plan. The judge stores the verdict, and the headers and then the
-   call's nonce (release) to host memory. Neither reads what the other writes. Only the judge has a
-   deadline: program 0 waits until all is there, or the judge has given up, so what the host is told
-   of is completed.
+   wrote. Program 0 completes the plan. The validator stores the result, and the headers and then
+   the call's nonce (release) to host memory. Neither reads what the other writes. Only the
+   validator has a deadline: program 0 waits until all is there, or the validator has given up, so
+   what the host is told of is completed.
 
 Why reuse is safe: what peers write alternates between two halves by the parity of the call. A peer
 writes half ``n % 2`` again in its call n + 2, which it enters only after its call n + 1 was
@@ -37,6 +37,7 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.exchange import NO_PICK, complete, exchange, experts_before, sum_before
+from tokenyard.kernels.header_validation import validate
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
@@ -46,8 +47,7 @@ from tokenyard.kernels.structs import Grid, Routing
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
 )  # fmt: skip
-from tokenyard.kernels.two_letters import note_landings, open_letters
-from tokenyard.kernels.verdict import judge
+from tokenyard.kernels.two_headers import note_first_forwarded, unpack_node_headers
 from tokenyard.routing import power_of_two_at_least
 
 _COUNTS_AT = tl.constexpr(head.COUNTS)
@@ -76,7 +76,7 @@ class PlanConfig(NamedTuple):
     by_expert: bool  # results are in the order of experts
     padded: bool  # with room for all rows of every rank in each expert's block
     exact: bool  # the host learns the counts, and decides
-    grid: Grid  # of nodes, for letters: one node of all ranks in engine nvlink
+    grid: Grid  # of nodes, for node headers: one node of all ranks in engine nvlink
 
 
 class Picks(NamedTuple):
@@ -86,7 +86,7 @@ class Picks(NamedTuple):
     weights: Any
 
 
-class PlanTables(NamedTuple):
+class PlanOutputs(NamedTuple):
     """Addresses of what a plan fills, besides itself. 0: not needed."""
 
     metadata: Any
@@ -147,7 +147,7 @@ def _ranks_among_picks(out, flat, counts, inside, pick, k: tl.constexpr):
 
 @triton.jit
 def _count_tile(
-    picks, tables, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
+    picks, outputs, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
 ):  # fmt: skip
     """Step 1 for some tokens: merge, place within the channel, count. Returns running counts."""
     t, pick, r = (
@@ -157,9 +157,9 @@ def _count_tile(
     merged, first, at = _merge(picks.expert_ids, t, pick, inside, routing.num_experts, k)
     row = t[:, None].to(tl.int64)
     tl.store(
-        words(tables.first_pick) + row * k.topk + pick[None, :], first.to(tl.int64), mask=inside
+        words(outputs.first_pick) + row * k.topk + pick[None, :], first.to(tl.int64), mask=inside
     )
-    out = ints(tables.metadata) + row * k.metadata_words
+    out = ints(outputs.metadata) + row * k.metadata_words
     tl.store(out + pick[None, :] + 1, merged, mask=inside)
     begins = inside & (pick == 0)[None, :]
     tl.store(out + (pick * 0)[None, :], row.to(tl.int32) + (pick * 0)[None, :], mask=begins)
@@ -190,7 +190,7 @@ def _count_tile(
 
 
 @triton.jit
-def _count(picks, tables, routing, row, marks, c, t0, t1, k: tl.constexpr):
+def _count(picks, outputs, routing, row, marks, c, t0, t1, k: tl.constexpr):
     """Step 1: this channel's row of ``hist`` and its ``marks``. Returns the rows to each rank."""
     ranks, held = tl.zeros((k.rank_bins,), tl.int32), tl.zeros((k.expert_bins,), tl.int32)
     tl.store(row + k.rank_bins + tl.arange(0, k.expert_bins), held)
@@ -198,7 +198,7 @@ def _count(picks, tables, routing, row, marks, c, t0, t1, k: tl.constexpr):
     bad, digest = tl.full((), NO_PICK, tl.int64), tl.full((), 0, tl.int64)
     for tb in range(t0, t1, k.tokens):
         ranks, held, bad, digest = _count_tile(
-            picks, tables, routing, row, tb, t1, ranks, held, bad, digest, k
+            picks, outputs, routing, row, tb, t1, ranks, held, bad, digest, k
         )
     tl.store(row + tl.arange(0, k.rank_bins), ranks)
     tl.store(marks + 2 * c, bad)
@@ -208,7 +208,7 @@ def _count(picks, tables, routing, row, marks, c, t0, t1, k: tl.constexpr):
 
 
 @triton.jit
-def _settle_tile(tables, routing, before_row, before, tb, t1, k: tl.constexpr):
+def _settle_tile(outputs, routing, before_row, before, tb, t1, k: tl.constexpr):
     """Step 2 for some tokens: places within the channel become places within the rank."""
     t, pick, r = (
         tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
@@ -226,7 +226,7 @@ def _settle_tile(tables, routing, before_row, before, tb, t1, k: tl.constexpr):
     tl.store(order + place, t[:, None] + (r * 0)[None, :], mask=goes)
     if k.by_expert:
         inside = (t < t1)[:, None] & (pick < k.topk)[None, :]
-        row = ints(tables.metadata) + t[:, None].to(tl.int64) * k.metadata_words
+        row = ints(outputs.metadata) + t[:, None].to(tl.int64) * k.metadata_words
         out = row + 1 + pick[None, :]
         expert = tl.load(out, mask=inside, other=-1)
         rank = tl.load(out + k.topk, mask=inside & (expert >= 0), other=0)
@@ -237,35 +237,34 @@ def _settle_tile(tables, routing, before_row, before, tb, t1, k: tl.constexpr):
 
 @triton.jit
 def _conclude(
-    mine, state, half, routing, tables, header_out, nonce, tag, room, most_rows, alignment, c,
-    JUDGE: tl.constexpr, k: tl.constexpr,
+    mine, state, parity, routing, outputs, header_out, nonce, tag, room, most_rows, alignment, c,
+    VALIDATOR: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Step 3, when all is there, by program 0 and the judge."""
+    """Step 3, when all is there, by program 0 and the validator."""
     plan, me = routing.plan, routing.rank
     if k.grid.ranks_per_node < k.ranks:
-        open_letters(mine, me, half, plan, k)
-    if c == JUDGE:
-        judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, k)
+        unpack_node_headers(mine, me, parity, plan, k)
+    if c == VALIDATOR:
+        validate(mine, state, me, parity, plan, header_out, nonce, tag, room, most_rows, k)
     if c == 0:
-        complete(mine, half, routing, tables, most_rows, alignment, k)
+        complete(mine, parity, routing, outputs, most_rows, alignment, k)
         if k.grid.ranks_per_node < k.ranks:
-            note_landings(mine, half, routing, k)
+            note_first_forwarded(mine, parity, routing, k)
 
 
 @triton.jit(repr=shown_as("plan"))
 def plan_kernel(
-    picks: Picks, regions, state, scratch, plan, tables: PlanTables, header_in, header_out, nonce,
+    picks: Picks, regions, state, scratch, plan, outputs: PlanOutputs, header_in, header_out, nonce,
     tag, num_tokens, num_experts, most_rows, num_rows, alignment, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` and :func:`make_plan`
-    launch it.
+    """See the module. ``k`` is a :class:`PlanConfig`; :func:`make_plan` launches it.
 
     ``scratch``: int32 ``hist [channels, columns]`` and ``before [channels + 1, columns]``, then
     int64 ``marks [channels, 2]``.
     """
     C: tl.constexpr = k.channels
-    # letters are opened by one program
-    JUDGE: tl.constexpr = 1 if k.grid.ranks_per_node == k.ranks and C > 1 else 0
+    # node headers are opened by one program
+    VALIDATOR: tl.constexpr = 1 if k.grid.ranks_per_node == k.ranks and C > 1 else 0
     c = tl.program_id(0)
     if given_up(state):
         return  # peers may be in other calls
@@ -285,33 +284,34 @@ def plan_kernel(
     said = tl.zeros((k.header_bins,), tl.int64)
     if k.exact:  # far away, and not needed before all have counted
         said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
-    ranks = _count(picks, tables, routing, hist + c * k.columns, marks, c, t0, t1, k)
+    ranks = _count(picks, outputs, routing, hist + c * k.columns, marks, c, t0, t1, k)
     call = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu") // C
-    half = (call % 2).to(tl.int32)
+    parity = (call % 2).to(tl.int32)
     want = (call + 1) * C
     if wait_at_least(words(state) + TICKETS, want, state, ON_PLAN, me, TICKETS) >= want:
         before = sum_before(hist, c, r, r < k.plan_ranks, k)
         exchange(
-            picks, regions, state, routing, said, hist, marks, before, ranks, c, half, room, tag, k
-        )
+            picks, regions, state, routing, said, hist, marks, before, ranks, c, parity, room, tag,
+            k,
+        )  # fmt: skip
         before_row = before_all + c * k.columns + k.rank_bins
         if k.by_expert:
             experts_before(hist, before_row, c, num_experts, k)
             tl.debug_barrier()
         for tb in range(t0, t1, k.tokens):
-            _settle_tile(tables, routing, before_row, before, tb, t1, k)
-        if (c == 0) | (c == JUDGE):
+            _settle_tile(outputs, routing, before_row, before, tb, t1, k)
+        if (c == 0) | (c == VALIDATOR):
             mine = peer_base(regions, me)
             arrivals, wants = arrival_of(mine, r, k), want + (r * 0)
-            if c == JUDGE:
+            if c == VALIDATOR:
                 seen = wait_for_all(arrivals, wants, r < k.ranks, state, ON_COUNTS, r, MORE=False)
                 there = lacking(seen, wants, r < k.ranks) == 0
             else:  # the host must not be told of a plan that is not completed
                 there = wait_beside(arrivals, wants, r < k.ranks, state)
             if there:
                 _conclude(
-                    mine, state, half, routing, tables, header_out, nonce, tag, room, most_rows,
-                    alignment, c, JUDGE, k,
+                    mine, state, parity, routing, outputs, header_out, nonce, tag, room, most_rows,
+                    alignment, c, VALIDATOR, k,
                 )  # fmt: skip
 
 
@@ -327,11 +327,11 @@ def bind_plan(
     workspace: Any, num_topk: int, metadata_words: int, *, by_expert: bool, padded: bool,
     exact: bool, weighted: bool, wide: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one kind of call: see ``bind_dispatch``. Flags are as in
+    """Compile and load the kernel for one call signature: see ``bind_dispatch``. Flags are as in
     :class:`PlanConfig`."""
-    bins, channels = power_of_two_at_least, workspace.shape.channels
+    bins, channels = power_of_two_at_least, workspace.tuning.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
-    ranks_per_node, far_at, network = workspace.letters
+    ranks_per_node, far_at, network = workspace.header_exchange
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
     k = PlanConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
@@ -352,14 +352,14 @@ def bind_plan(
 
 
 def make_plan(
-    launch: Callable[..., None], workspace: Any, *, picks: Picks, plan: int, tables: PlanTables,
+    launch: Callable[..., None], workspace: Any, *, picks: Picks, plan: int, outputs: PlanOutputs,
     nonce: int, tag: int, num_tokens: int, num_experts: int, most_rows: int, num_rows: int,
     alignment: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_plan` made. ``nonce``: what the host waits for. ``most_rows``: that a
     rank may announce. ``num_rows``: that the result has room for."""
     launch(
-        picks, workspace.peers, workspace.state_at, workspace.scratch_at, plan, tables,
+        picks, workspace.peers, workspace.state_at, workspace.scratch_at, plan, outputs,
         workspace.header_in_at, workspace.header_out_at, nonce, tag, num_tokens, num_experts,
         most_rows, num_rows, alignment,
     )  # fmt: skip

@@ -13,7 +13,7 @@ Who publishes what, and who may read it when:
 * A rank that has come to the call barrier has its stream in this call, so its reducers of earlier
   calls have read its receive buffer. A program waits until all ranks have come (acquire), and all
   name the same call, before it stores the first row to a peer. (So do reducers, else those of two
-  ranks would blame each other's pushers, which wait for a third rank.)
+  ranks would report each other's pushers, which wait for a third rank.)
 * A pusher stores a chunk, then raises ``landed[me, chunk]`` at the owner to the number of this call
   (release). A reducer waits until the chunks in which its rows lie show that number (acquire), then
   reads them. Nobody but ``me`` writes that word, once in a call.
@@ -25,7 +25,7 @@ the kernel of a rank ends, nobody stores to its receive buffer any more, before 
 barrier again; ``x`` is read by the rank's own programs only. Numbers of calls grow, so a chunk of
 an earlier call, of more or of fewer rows, is never taken for one of this call; a new buffer begins
 with zeros, an old one (that a CUDA graph knows) with smaller numbers. Rows begin behind all flags,
-wherever the form of a call puts them.
+wherever the row layout of a call puts them.
 
 Nobody waits in a circle: all wait for the barrier, which program 0 enters before it waits, and then
 only reducers for pushers, which come before them in the grid: these need no reducer to be resident.
@@ -39,16 +39,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
 from tokenyard.kernels.combine import Sums, store_sums, types_of
-from tokenyard.kernels.greet import count_call, greeted, say_hello
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.region import (
-    EPOCH, LEFT, first_back, first_in, in_bound, landed_of, landing_rows_at, out_bound, place_of,
+    EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
 )  # fmt: skip
-from tokenyard.kernels.structs import Peers, RowLayout, row_layout
+from tokenyard.kernels.structs import Peers, RowConstants, row_constants
 from tokenyard.kernels.sync import (
-    ON_LANDING, RANK, given_up, lacking, raise_release, wait_for_all, words
+    ON_RECEIVE_BUFFER, RANK, given_up, lacking, raise_release, wait_for_all, words
 )  # fmt: skip
 from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
@@ -64,7 +64,7 @@ class PushConfig(NamedTuple):
     channels: int
     pushers: int  # programs
     reducers: int
-    row: RowLayout
+    row: RowConstants
     chunk: int  # rows that a pusher copies at a time
     chunks: int  # of the most rows that one rank can send back to another
     copied: int  # words that a pusher has in flight
@@ -87,7 +87,7 @@ def _copy(src, dst, count, block: tl.constexpr):
 
 
 @triton.jit
-def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
+def _push_rows(plan, receive_buffers, x, me, call, k: tl.constexpr):
     """Every ``pushers``-th chunk, so that owners get theirs in order; to another owner each time,
     as far as there are several."""
     R: tl.constexpr = k.ranks
@@ -100,7 +100,7 @@ def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
     counts = tl.load(in_bound(plan, r, C, k), mask=others, other=0)
     firsts = tl.load(first_in(plan, r, k), mask=others, other=0)
     backs = tl.load(first_back(plan, r, k), mask=others, other=0)
-    bases = tl.load(words(landings) + r, mask=others, other=0)
+    bases = tl.load(words(receive_buffers) + r, mask=others, other=0)
     chunks = (tl.max(counts) + CHUNK - 1) // CHUNK
     for unit in range(tl.program_id(0), chunks * OTHERS, k.pushers):
         i = unit // OTHERS
@@ -110,7 +110,7 @@ def _push_rows(plan, landings, x, me, call, k: tl.constexpr):
             base = tl.sum(tl.where(r == owner, bases, 0))
             row = (tl.sum(tl.where(r == owner, firsts, 0)) + i * CHUNK).to(tl.int64)
             back = (tl.sum(tl.where(r == owner, backs, 0)) + i * CHUNK).to(tl.int64)
-            to = as_words(base + landing_rows_at(R, k.chunks), k.row.word_bits) + back * k.row.words
+            to = as_words(base + receive_rows_at(R, k.chunks), k.row.word_bits) + back * k.row.words
             source = as_words(x, k.row.word_bits) + row * k.row.words
             _copy(source, to, count * k.row.words, k.copied)
             raise_release(landed_of(base, me, i, k), call)
@@ -127,7 +127,7 @@ def _places(plan, t, num_tokens, k: tl.constexpr):
 
 
 @triton.jit
-def _landed(state, landing, places, me, call, k: tl.constexpr):
+def _landed(state, receive_buffer, places, me, call, k: tl.constexpr):
     """Wait for the rows of other ranks at ``places [B, rank_bins]``, which are consecutive by rank:
     whether they have landed."""
     CHUNK: tl.constexpr = k.chunk
@@ -138,15 +138,15 @@ def _landed(state, landing, places, me, call, k: tl.constexpr):
     high = tl.max(tl.where(far, places, -CHUNK), axis=0) // CHUNK
     chunk = low[:, None] + tl.arange(0, EACH)[None, :]
     needed = tl.reshape(chunk <= high[:, None], [k.rank_bins * EACH])
-    flags = tl.reshape(landed_of(landing, r[:, None], chunk, k), [k.rank_bins * EACH])
+    flags = tl.reshape(landed_of(receive_buffer, r[:, None], chunk, k), [k.rank_bins * EACH])
     chunk = tl.reshape(chunk, [k.rank_bins * EACH])
     want = call + chunk * 0
-    seen = wait_for_all(flags, want, needed, state, ON_LANDING, chunk, MORE=False, EACH=EACH)
+    seen = wait_for_all(flags, want, needed, state, ON_RECEIVE_BUFFER, chunk, MORE=False, EACH=EACH)
     return lacking(seen, want, needed) == 0
 
 
 @triton.jit
-def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
+def _sum_rows(peers, plan, receive_buffer, x, sums, num_tokens, call, k: tl.constexpr):
     """Every ``reducers``-th piece of tokens x ``span`` channels, as rows land in the order of
     tokens; of ``block`` channels in each of ``stages`` rounds.
 
@@ -160,7 +160,11 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
     me = peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
     sent = tl.load(out_bound(plan, r, C, k), mask=(r < R) & (r != me), other=0)
-    starts = landing + landing_rows_at(R, k.chunks) + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
+    starts = (
+        receive_buffer
+        + receive_rows_at(R, k.chunks)
+        + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
+    )
     starts = tl.where(r == me, x + tl.load(first_in(plan, me, k)).to(tl.int64) * ROW, starts)
     pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
     first = tl.program_id(0) - k.pushers
@@ -169,7 +173,7 @@ def _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k: tl.constexpr):
     for i in range(first, pieces, k.reducers):
         t, begin = i // PARTS * k.tokens + b, i % PARTS * k.span
         if ok:
-            ok = _landed(peers.state, landing, places, me, call, k)
+            ok = _landed(peers.state, receive_buffer, places, me, call, k)
         if ok:
             end = tl.minimum(begin + k.span, H)
             for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
@@ -193,13 +197,12 @@ def _leave(state, programs: tl.constexpr):
 
 @triton.jit(repr=shown_as("nvlink::combine_push"))
 def push_kernel(
-    regions, state, plan, landings, x, bias0, bias1, out, tag, num_tokens, k: tl.constexpr
+    regions, state, plan, receive_buffers, x, bias0, bias1, out, tag, num_tokens, k: tl.constexpr
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`PushConfig`; :func:`bind_push` and :func:`push_rows`
-    launch it.
+    """See the module. ``k`` is a :class:`PushConfig`; :func:`push_rows` launches it.
 
     ``x [N, hidden]`` at an address that is a multiple of 16. ``bias0``, ``bias1``: ``[T, hidden]``,
-    of the dtypes in ``k``. ``landings``: the table of receive buffers.
+    of the dtypes in ``k``. ``receive_buffers``: the table of receive buffers.
     """
     pid = tl.program_id(0)
     num_tokens = num_tokens.to(tl.int32)
@@ -207,15 +210,15 @@ def push_kernel(
         me = tl.load(words(state) + RANK).to(tl.int32)
         call = tl.load(words(state) + EPOCH) + 1
         if pid == 0:
-            say_hello(regions, state, tag, k)
-        if greeted(regions, state, tag, k):
+            announce_call(regions, state, tag, k)
+        if all_in_call(regions, state, tag, k):
             if pid < k.pushers:
-                _push_rows(plan, landings, x, me, call, k)
+                _push_rows(plan, receive_buffers, x, me, call, k)
             else:
-                landing = tl.load(words(landings) + me)
+                receive_buffer = tl.load(words(receive_buffers) + me)
                 peers = Peers(regions=regions, state=state, rank=me)
                 sums = Sums(bias0=bias0, bias1=bias1, rows=out, weights=0)
-                _sum_rows(peers, plan, landing, x, sums, num_tokens, call, k)
+                _sum_rows(peers, plan, receive_buffer, x, sums, num_tokens, call, k)
         _leave(state, k.pushers + k.reducers)
 
 
@@ -228,25 +231,27 @@ MOST_GATHERED = 16
 
 def chunks_of(workspace: Any) -> int:
     """Chunks of the most rows that one rank can send back to another."""
-    return -(-workspace.config.max_tokens_per_rank // workspace.shape.push.chunk)
+    return -(-workspace.config.max_tokens_per_rank // workspace.tuning.push.chunk)
 
 
-def bind_push(workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]) -> Callable[..., None]:
-    """Compile and load the kernel for one kind of call: see ``bind_combine``."""
-    shape, push, gather = workspace.shape, workspace.shape.push, workspace.shape.gather
-    ranks, whole = workspace.memory.world_size, power_of_two_at_least(form.hidden)
-    grid, block = shape.pushers + shape.gatherers, min(whole, gather.block)
+def bind_push(
+    workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
+) -> Callable[..., None]:
+    """Compile and load the kernel for one call signature: see ``bind_combine``."""
+    tuning, push, gather = workspace.tuning, workspace.tuning.push, workspace.tuning.gather
+    ranks, whole = workspace.memory.world_size, power_of_two_at_least(row_layout.hidden)
+    grid, block = tuning.pushers + tuning.gatherers, min(whole, gather.block)
     token_bytes = ranks * dtype.itemsize + sum(each.itemsize for each in bias)  # per channel
-    shared = workspace.shared_bytes // -(-grid // shape.writers)
+    shared = workspace.shared_bytes // -(-grid // tuning.writers)
     tokens, stages = gather.staged(
         gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
     )
     bias0, bias1 = types_of(bias)
     k = PushConfig(
-        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=shape.channels,
-        pushers=shape.pushers, reducers=shape.gatherers, row=row_layout(form), chunk=push.chunk,
-        chunks=chunks_of(workspace),
-        copied=min(power_of_two_at_least(push.chunk * form.words), push.rows * push.block),
+        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=tuning.channels,
+        pushers=tuning.pushers, reducers=tuning.gatherers, row=row_constants(row_layout),
+        chunk=push.chunk, chunks=chunks_of(workspace),
+        copied=min(power_of_two_at_least(push.chunk * row_layout.words), push.rows * push.block),
         tokens=tokens, block=block, span=whole if gather.stages > 1 else block, stages=stages,
         dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
     )  # fmt: skip
@@ -256,11 +261,11 @@ def bind_push(workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]) -> C
 
 
 def push_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, landings: int, rows: int,
+    launch: Callable[..., None], workspace: Any, *, plan: int, receive_buffers: int, rows: int,
     sums: Sums, tag: int, num_tokens: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_push` made."""
     launch(
-        workspace.peers, workspace.state_at, plan, landings, rows, sums.bias0, sums.bias1,
+        workspace.peers, workspace.state_at, plan, receive_buffers, rows, sums.bias0, sums.bias1,
         sums.rows, tag, num_tokens,
     )  # fmt: skip

@@ -21,11 +21,11 @@ words:
 
 and then one ring per (source, channel).
 
-The landing, a region of its own for combines in place, has room for rows that come back:
+The receive buffer, a region of its own for combines in place, has room for rows that come back:
 
     landed   [R, CHUNKS]  written by the source: the last data call in which it has put this chunk
                      of its rows here
-    rows             from byte :func:`landing_rows_at` on, by source, then by place among my rows to
+    rows             from byte :func:`receive_rows_at` on, by source, then by place among my rows to
                      it; none from myself
 """
 
@@ -102,8 +102,8 @@ def plan_words(ranks: int, channels: int, tokens: int, local_experts: int) -> in
 
 
 @triton.constexpr_function
-def landing_rows_at(ranks: int, chunks: int) -> int:
-    """Bytes of a landing before its rows, a multiple of 256."""
+def receive_rows_at(ranks: int, chunks: int) -> int:
+    """Bytes of a receive buffer before its rows, a multiple of 256."""
     return -(-ranks * chunks // 32) * 256
 
 
@@ -153,23 +153,23 @@ def done_of(base, peer, k: tl.constexpr):
 
 
 @triton.jit
-def tag_of(base, half, peer, k: tl.constexpr):
-    return _signals(base, "tags", k) + half * k.ranks + peer
+def tag_of(base, parity, peer, k: tl.constexpr):
+    return _signals(base, "tags", k) + parity * k.ranks + peer
 
 
 @triton.jit
-def matrix_of(base, half, peer, k: tl.constexpr):
-    return _signals(base, "matrix", k) + (half * k.ranks + peer) * (k.ranks + 2)
+def matrix_of(base, parity, peer, k: tl.constexpr):
+    return _signals(base, "matrix", k) + (parity * k.ranks + peer) * (k.ranks + 2)
 
 
 @triton.jit
-def bounds_of(base, half, peer, k: tl.constexpr):
-    return _signals(base, "bounds", k) + (half * k.ranks + peer) * k.channels
+def bounds_of(base, parity, peer, k: tl.constexpr):
+    return _signals(base, "bounds", k) + (parity * k.ranks + peer) * k.channels
 
 
 @triton.jit
-def header_of(base, half, peer, k: tl.constexpr):
-    return _signals(base, "headers", k) + (half * k.ranks + peer) * k.header_words
+def header_of(base, parity, peer, k: tl.constexpr):
+    return _signals(base, "headers", k) + (parity * k.ranks + peer) * k.header_words
 
 
 @triton.jit
@@ -243,7 +243,7 @@ def go_of(plan, k: tl.constexpr):
 
 @triton.jit
 def first_back(plan, rank, k: tl.constexpr):
-    """The row of ``rank``'s landing where rows from me begin. ``[ranks]``."""
+    """The row of ``rank``'s receive buffer where rows from me begin. ``[ranks]``."""
     return ints(plan) + plan_at("first_back", k.plan_ranks, k.channels) + rank
 
 

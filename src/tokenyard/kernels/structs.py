@@ -21,7 +21,7 @@ from tokenyard.routing import power_of_two_at_least
 # Constants
 
 
-class RowLayout(NamedTuple):
+class RowConstants(NamedTuple):
     """A row on the wire. A slot of a ring is ``[payload | scales | metadata]``, each part padded to
     16 bytes."""
 
@@ -184,28 +184,28 @@ class Hop(NamedTuple):
 # The host's side
 
 
-def row_layout(form: Any) -> RowLayout:
-    """A row on the wire as kernels see it, from ``engines.rings.Form``."""
-    at = form.payload_bytes
-    metadata_at = at + -(-form.scale_words * 4 // 16) * 16
-    return RowLayout(
-        form.hidden, form.words, form.bits, form.scale_words, form.meta_words, form.slot_bytes, at,
-        metadata_at,
+def row_constants(row_layout: Any) -> RowConstants:
+    """A row on the wire as kernels see it, from ``engines.rings.RowLayout``."""
+    at = row_layout.payload_bytes
+    metadata_at = at + -(-row_layout.scale_words * 4 // 16) * 16
+    return RowConstants(
+        row_layout.hidden, row_layout.words, row_layout.bits, row_layout.scale_words,
+        row_layout.meta_words, row_layout.slot_bytes, at, metadata_at,
     )  # fmt: skip
 
 
-def strides_in_memory(row: RowLayout) -> Strides:
+def strides_in_memory(row: RowConstants) -> Strides:
     """Of rows that stand one behind the other."""
     return Strides(row.words, row.scale_words, row.metadata_words)
 
 
-def strides_in_slots(row: RowLayout) -> Strides:
+def strides_in_slots(row: RowConstants) -> Strides:
     """Of rows in slots of a ring."""
     return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
 
 
 def grid_of(workspace: Any) -> Grid:
-    """Of an ``engines.twolevel_ground.TwoGround``."""
+    """Of an ``engines.twolevel_workspace.TwolevelWorkspace``."""
     grid = workspace.grid
     return Grid(
         nodes=grid.num_nodes, ranks_per_node=grid.ranks_per_node,
@@ -215,9 +215,9 @@ def grid_of(workspace: Any) -> Grid:
     )  # fmt: skip
 
 
-def network_ring_of(workspace: Any, form: Any) -> NetworkRing:
-    """Of the same, for rows of ``form``."""
-    ring = workspace.net_ring(form)
+def network_ring_of(workspace: Any, row_layout: Any) -> NetworkRing:
+    """Of the same, for rows of ``row_layout``."""
+    ring = workspace.net_ring(row_layout)
     return NetworkRing(
         first_byte=workspace.nets_at, staging=workspace.stage_at,
         num_bytes=workspace.net_ring_bytes, slots=ring.slots, chunk=ring.chunk, credit=ring.chunk,

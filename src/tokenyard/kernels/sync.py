@@ -11,8 +11,8 @@ may be the one that is used next. (The simulator checks that.)
 
 Every wait ends: after the object's timeout, or as soon as another program of this rank has given
 up. The first to give up writes what it waited for into the status words, which the host can read at
-any time, and in which data call: TAG_NOW is the tag of the last one in which this rank has said
-hello, HELLOS how many those are.
+any time, and in which data call: TAG_NOW is the tag of the
+last one that this rank has announced, HELLOS how many those are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ STATUS_WORDS = 16
 TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
-ON_PLAN, ON_COUNTS, ON_GREETING, ON_ROWS, ON_ROOM, ON_END = (tl.constexpr(at) for at in range(6))
-ON_LANDING = tl.constexpr(16)  # those between are engine twolevel's
+ON_PLAN, ON_COUNTS, ON_CALL_BARRIER, ON_ROWS, ON_ROOM, ON_END = (
+    tl.constexpr(at) for at in range(6)
+)
+ON_RECEIVE_BUFFER = tl.constexpr(16)  # those between are engine twolevel's
 
 RELAYED_NS = tl.constexpr(500_000_000)
 """How much longer than others those wait who wait for one that waits itself; less than

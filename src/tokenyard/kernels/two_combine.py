@@ -2,21 +2,21 @@
 """Combine over two levels: a node's rows of a token are summed there, and one row per (token, node)
 crosses the network.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
 channel: a reducer, a combiner per other node, a sender per owner with another local index, the
-greeting (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3: rank
-3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends one
-row to rank 0, whose reducer adds node 0's sum and this row.
+call barrier (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3:
+rank 3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends
+one row to rank 0, whose reducer adds node 0's sum and this row.
 
 The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype;
 then nodes in order (``docs/reference/semantics.md``).
 
 Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``.
 A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:
-it stores them into the network ring itself, and owes the tail in every turn. Senders owe tails,
-combiners heads of local senders: ``publish`` adds them once per round behind the reducer (release),
-and once behind the last round. A reducer adds to heads itself at the end of a turn (release, behind
-its reads); MAPPED: also to those of network rings.
+it stores them into the network ring itself, and defers the tail in every turn. Senders defer tails,
+combiners heads of local senders: ``flush_signals`` adds them once per round behind the reducer
+(release), and once behind the last round. A reducer adds to heads itself at the end of a turn
+(release, behind its reads); MAPPED: also to those of network rings.
 
 Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a
 reducer waits for a row of a network ring, all earlier ones are taken but those of its step (at most
@@ -49,27 +49,28 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.structs import (
     Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of,
-    row_layout,
+    row_constants,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     ON_ROOM, RANK, TIMED_OUT, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
 )  # fmt: skip
+from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.kernels.two_combine_reduce import reduce, share_of
-from tokenyard.kernels.two_letters import greet_turn
+from tokenyard.kernels.two_headers import call_barrier_turn
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
     ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail,
     other, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
+from tokenyard.kernels.two_scheduler import (
+    ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, place_in_round,
+    reports,
+)  # fmt: skip
 from tokenyard.kernels.two_sums import (
     NodeRows, elements_before, in_network_ring, node_sum,
     node_weights,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, owe, place_in_round, publish, reports,
-)  # fmt: skip
-from tokenyard.kernels.triton_types import kernel_type
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
 def _end_combine(
     peers, link, turn, heads, bases, before, taken, i, end, here, there, k: tl.constexpr
 ):
-    """Owe what a combiner's turn up to row ``i`` of the chunk that ends at ``end`` has moved, or
+    """Defer what a combiner's turn up to row ``i`` of the chunk that ends at ``end`` has moved, or
     put it, and note its progress. Returns the rows that are left.
 
     Args:
@@ -106,14 +107,14 @@ def _end_combine(
     P: tl.constexpr = k.grid.ranks_per_node
     state, c, q = peers.state, turn.channel, tl.arange(0, k.grid.local_bins)
     others, heads = (q < P) & (q != peers.rank % P), heads.to(tl.int64)
-    owe(state, turn, q, heads, taken - before, others & (taken > before), k)
+    defer_signal(state, turn, q, heads, taken - before, others & (taken > before), k)
     tail = net_tail(link.home, c, k)
     account = net_bytes(state, link.node, k)
     if k.grid.mapped:
         n = (i - link.done).to(tl.int64)
         tl.atomic_add(account, n * k.row.slot_bytes, sem="relaxed", scope="gpu")
         tail = peer_base(peers.regions, link.peer) + tail
-        owe(state, turn, peers.rank % P, tail, n, None, k)
+        defer_signal(state, turn, peers.rank % P, tail, n, None, k)
     elif i == end:
         first = link.done // net.chunk * net.chunk
         at = (first % net.slots).to(tl.int64) * k.row.slot_bytes
@@ -238,7 +239,7 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
             chunk = Chunk(begin=begin, count=n, low=lo, first=first)
             send_sums_chunk(parts, ring, chunk, k)
             tail = tail_of(there, as_me, c, k).to(tl.int64)
-            owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
+            defer_signal(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
@@ -265,7 +266,7 @@ def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
         node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
         rows = _send_turn(peers, routing, parts, node * P + beside, turn, k)
     elif (task < k.ranks + 1) & (turn.channel == 0):
-        rows = greet_turn(peers.regions, peers.state, tag, turn, k)
+        rows = call_barrier_turn(peers.regions, peers.state, tag, turn, k)
     return rows
 
 
@@ -303,10 +304,10 @@ def two_combine_kernel(
                 # behind the reducer, which stores inside the rank only: meanwhile what others
                 # stored arrives
                 if place == 0:
-                    publish(state, worker, c, TASKS, k)
+                    flush_signals(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        publish(state, worker, c, TASKS, k)
+        flush_signals(state, worker, c, TASKS, k)
 
 
 # The host's side
@@ -319,7 +320,7 @@ def token_bytes(workspace: Any, dtype: Any, bias: tuple[Any, ...]) -> int:
 
 
 def bind_sums(
-    kernel: Any, cut: Any, workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...],
+    kernel: Any, config: Any, workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...],
     **constants: Any,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load a kernel that takes a ``CombineConfig``, and the number of experts
@@ -328,32 +329,33 @@ def bind_sums(
     ranks = grid.nodes * grid.ranks_per_node
     k = CombineConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
-        channels=workspace.shape.channels, grid=grid, row=row_layout(form),
-        network_ring=network_ring_of(workspace, form), dtype=kernel_type(dtype), bias0=bias0,
+        channels=workspace.tuning.channels, grid=grid, row=row_constants(row_layout),
+        network_ring=network_ring_of(workspace, row_layout), dtype=kernel_type(dtype), bias0=bias0,
         bias1=bias1, turn=workspace.tuning.turn, **constants,
     )  # fmt: skip
     launch = workspace.memory.bind(
-        kernel, workspace.num_programs, num_warps=cut.num_warps, max_registers=cut.max_registers,
-        k=k,
+        kernel, workspace.num_programs, num_warps=config.num_warps,
+        max_registers=config.max_registers, k=k,
     )  # fmt: skip
     return lambda *args: launch(*args, workspace.config.num_experts)
 
 
 def bind_two_combine(
-    workspace: Any, form: Any, dtype: Any, slots_per_row: int, picks: int, bias: tuple[Any, ...],
-    *, by_expert: bool, weighted: bool,
+    workspace: Any, row_layout: Any, dtype: Any, slots_per_row: int, picks: int,
+    bias: tuple[Any, ...], *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """As ``bind_combine``, of a ``TwoGround``; ``combine_rows`` launches it."""
-    send, reduce, slots = workspace.tuning.send, workspace.tuning.reduce, workspace.slots(form)
+    """As ``bind_combine``, of a ``TwolevelWorkspace``; ``combine_rows`` launches it."""
+    send, reduce = workspace.tuning.send, workspace.tuning.reduce
+    slots = workspace.slots(row_layout)
     chunk = send.chunk_of(slots)
-    most, stages = min(chunk, workspace.net_ring(form).most_rows), 1
-    tiles = tiles_of(form.hidden, send, reduce, chunk, most, placed=by_expert)
+    most, stages = min(chunk, workspace.net_ring(row_layout).most_rows), 1
+    tiles = tiles_of(row_layout.hidden, send, reduce, chunk, most, placed=by_expert)
     if not by_expert:
         row_bytes = tiles.block_summed * token_bytes(workspace, dtype, bias)
         rows, stages = reduce.staged(tiles.rows_summed, row_bytes, workspace.shared_bytes)
         tiles = tiles._replace(rows_summed=rows)
     ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk)
     return bind_sums(
-        two_combine_kernel, reduce, workspace, form, dtype, bias, tiles=tiles, stages=stages,
+        two_combine_kernel, reduce, workspace, row_layout, dtype, bias, tiles=tiles, stages=stages,
         ring=ring, slots_per_row=slots_per_row, by_expert=by_expert, weighted=weighted, picks=picks,
     )  # fmt: skip

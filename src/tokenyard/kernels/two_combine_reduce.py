@@ -19,11 +19,11 @@ from tokenyard.kernels.two_region import (
     ON_BOTH, moved_of, net_bytes, net_head, net_tail,
     net_taken_from, rest_at,
 )  # fmt: skip
+from tokenyard.kernels.two_scheduler import ON_TIME, reports
 from tokenyard.kernels.two_sums import (
     NodeRows, Tokens, add_node_weights, add_nodes, node_sum,
     node_weights,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import ON_TIME, reports
 
 
 class Share(NamedTuple):
@@ -37,19 +37,19 @@ class Share(NamedTuple):
 
 
 @triton.jit
-def return_network_credits(peers, mine, local, channel, owed, last, k: tl.constexpr):
-    """Network credits ``owed [rank_bins]`` (node g at ranks + g) that are due. Returns what is
-    still owed. ``mine``: this rank's region; ``local``: its index in its node."""
+def return_network_credits(peers, mine, local, channel, deferred, last, k: tl.constexpr):
+    """Network credits ``deferred [rank_bins]`` (node g at ranks + g) that are due. Returns what is
+    still deferred. ``mine``: this rank's region; ``local``: its index in its node."""
     P: tl.constexpr = k.grid.ranks_per_node
     r, home = tl.arange(0, k.rank_bins), peers.rank // P
     for node in tl.static_range(k.grid.nodes):
-        amount = tl.sum(tl.where(r == k.ranks + node, owed, 0))
+        amount = tl.sum(tl.where(r == k.ranks + node, deferred, 0))
         if (amount >= k.network_ring.credit) | (last & (amount > 0)):
             to = home * 0 + node * P + local
             account = net_bytes(peers.state, node, k)
             credit(account, mine, to, rest_at(k), net_head(home, channel, k), amount)
-            owed = tl.where(r == k.ranks + node, 0, owed)
-    return owed
+            deferred = tl.where(r == k.ranks + node, 0, deferred)
+    return deferred
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _sum_tokens(parts, sums, rows, tokens, k: tl.constexpr):
 
 @triton.jit
 def _end_reduce(
-    peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k: tl.constexpr
+    peers, mine, share, turn, heads, bases, before, taken, deferred, near, far, i, k: tl.constexpr
 ):
     """Return credits for what a reducer's turn up to token ``i`` has taken, and note its progress.
     Returns the tokens that are left."""
@@ -91,10 +91,10 @@ def _end_reduce(
     credited = (near | far) if k.grid.mapped else near
     add_release(heads, taken - before, credited & (taken > before))
     if not k.grid.mapped:
-        owed += tl.where(far, taken - before, 0)
+        deferred += tl.where(far, taken - before, 0)
         local = peers.rank % k.grid.ranks_per_node
-        owed = return_network_credits(peers, mine, local, c, owed, left == 0, k)
-        tl.store(moved_of(state, 1, r, c, k), owed, mask=far)
+        deferred = return_network_credits(peers, mine, local, c, deferred, left == 0, k)
+        tl.store(moved_of(state, 1, r, c, k), deferred, mask=far)
     tl.store(turn.done, i.to(tl.int64))
     tl.store(moved_of(state, 0, r, c, k), taken, mask=near | far)
     if left == 0:
@@ -120,11 +120,11 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     awaited = near | far
     mine, node = peer_base(peers.regions, me), tl.maximum(r - R, 0)
     near_at, far_at = taken_from(state, r, c, k), net_taken_from(state, node, c, k)
-    taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
+    taken_at, deferred_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
     bases = tl.load(near_at, mask=near, other=0) + tl.load(far_at, mask=far, other=0)
     before = tl.load(taken_at, mask=awaited & (share.done > 0), other=0)
     taken = before
-    owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
+    deferred = tl.load(deferred_at, mask=far & (share.done > 0), other=0)
     lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
     heads = _heads(peers, mine, near, far, c, k)
     a0, my_low = tl.load(first_in(plan, me, k)), tl.sum(tl.where(r == me, lows, 0))
@@ -157,7 +157,7 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     left = share.tokens - share.done
     if i > share.done:
         left = _end_reduce(
-            peers, mine, share, turn, heads, bases, before, taken, owed, near, far, i, k
+            peers, mine, share, turn, heads, bases, before, taken, deferred, near, far, i, k
         )
     return left
 

@@ -2,23 +2,23 @@
 """Dispatch in place over two levels: once per (token, node) through the network, then every row is
 written once, where it stays.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
-channel: a network sender and a forwarder per other node, the rows for ranks of this node, the hello
-(of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to all ranks: rank 0 writes it
-to its own view and to rank 1's, and sends it once to rank 2, which writes it to its own view and to
-rank 3's.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
+channel: a network sender and a forwarder per other node, the rows for ranks of this node, the
+announcement (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to all ranks: rank
+0 writes it to its own buffer and to rank 1's, and sends it once to rank 2, which writes it to its
+own buffer and to rank 3's.
 
-A view is ``[rows | scales | meta]`` from three offsets; meta is read by ``unpack_kernel``
-(``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan where rows of a
-channel begin at each rank of their node (``landing_of``).
+An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is read by
+``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan
+where rows of a channel begin at each rank of their node (``first_forwarded``).
 
 Who publishes what, who may read when: of the network rings, as in ``kernels/two_dispatch.py`` (a
-forwarder returns credits behind its reads); of views, ``kernels/two_views.py``. There are no rings
-inside a node.
+forwarder returns credits behind its reads); of in-place buffers, ``kernels/two_in_place.py``. There
+are no rings inside a node.
 
 Nobody waits in a circle: a forwarder needs its network sender only, a network sender the
 forwarder's credits, of which less than CREDIT are held back, ``NQ >= NCHUNK + CREDIT - 1``; and all
-need greetings, which wait for nothing.
+need announcements, which wait for nothing.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, peer_base, place_of
 from tokenyard.kernels.structs import (
     Payload, Peers, Routing, Turn, grid_of,
-    network_ring_of, row_layout, strides_in_memory, strides_in_slots,
+    network_ring_of, row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
 from tokenyard.kernels.two_dispatch import MOST_FORWARDED
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import destinations, return_credits
-from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
+from tokenyard.kernels.two_headers import all_are_here, announce_call_to_all
+from tokenyard.kernels.two_in_place import end_in_place
 from tokenyard.kernels.two_region import (
-    ON_NET_ROWS, done_in, landing_of, moved_of, net_tail, net_taken_from, other, ring_at,
+    ON_NET_ROWS, done_in, first_forwarded, moved_of, net_tail, net_taken_from, other, ring_at,
     table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import (
+from tokenyard.kernels.two_scheduler import (
     ON_TIME,
     OVER,
     begin_tasks,
     dealt,
+    flush_signals,
     next_step,
     place_in_round,
-    publish,
     reports,
 )
-from tokenyard.kernels.two_views import end_in_views
 from tokenyard.routing import power_of_two_at_least
 
 
@@ -120,8 +120,8 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
             local = num_experts_of(routing, k)
             number = other(node, home)
             table = table_of(routing, local, cap, number, k)
-            landings = landing_of(plan, routing.num_tokens, local, number, q, c, k)
-            landings = tl.load(landings, mask=near, other=0)
+            first_rows = first_forwarded(plan, routing.num_tokens, local, number, q, c, k)
+            first_rows = tl.load(first_rows, mask=near, other=0)
             ring = ring_at(mine, number, c, k)
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i0, left), net.chunk)
             for j in range(0, n, k.rows_forwarded):
@@ -135,7 +135,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
                     at = tl.where(hit > 0, at, -1)
                     tl.store(entries, at, mask=inside)
                     counts += tl.sum(hit, axis=0)
-                rows = tl.where(at >= 0, at + landings[None, :], -1)
+                rows = tl.where(at >= 0, at + first_rows[None, :], -1)
                 slots = in_slots(ring, k.row)
                 write_rows(
                     slots, i % net.slots, here, rows, buffers, me + 1 + c, k.in_slot, P, False, k
@@ -167,7 +167,7 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
         rows = _near_turn(peers, routing, payload, buffers, turn, ready, k)
     elif (task < FAR + 2) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
-            say_hello_to_all(peers.regions, peers.state, tag, k)
+            announce_call_to_all(peers.regions, peers.state, tag, k)
             tl.store(turn.done, tl.full((), 1, tl.int64))
     return rows
 
@@ -196,7 +196,7 @@ def two_direct_kernel(
         q = tl.arange(0, grid.local_bins)
         local = words(buffers) + home * grid.ranks_per_node + q
         parts = tl.load(local, mask=q < grid.ranks_per_node, other=0)
-        views = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
+        targets = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
@@ -210,42 +210,40 @@ def two_direct_kernel(
             for i in range((TASKS + grid.workers - 1) // grid.workers):
                 task = dealt(worker, place_in_round(i, c, TASKS, k), k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
-                rows = _turn(peers, home, routing, payload, views, tag, turn, ready, k)
+                rows = _turn(peers, home, routing, payload, targets, tag, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
-            publish(state, worker, c, TASKS, k)
+            flush_signals(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, left, idle, since)
             before = left
         if step < OVER:
-            end_in_views(regions, state, k)
+            end_in_place(regions, state, k)
 
 
 # The host's side
 
 
 def bind_two_direct(
-    workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any
+    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any
 ) -> Callable[..., None]:
-    """Compile and load the kernel of a dispatch in place for one kind of call: see
+    """Compile and load the kernel of a dispatch in place for one call signature: see
     ``bind_dispatch``."""
-    cut, grid, network = (
-        workspace.tuning.direct,
-        grid_of(workspace),
-        network_ring_of(workspace, form),
-    )
-    row, block = row_layout(form), min(power_of_two_at_least(form.words), cut.block)
+    config, grid = workspace.tuning.direct, grid_of(workspace)
+    network = network_ring_of(workspace, row_layout)
+    row = row_constants(row_layout)
+    block = min(power_of_two_at_least(row_layout.words), config.block)
     most = max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node))
     ranks = grid.nodes * grid.ranks_per_node
     k = DirectConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
-        channels=workspace.shape.channels, grid=grid, row=row, in_memory=strides_in_memory(row),
-        in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(form, mode, dtype),
-        placing=placing_of(num_topk, 1, by_expert=False, fresh=form.meta_words > 0),
-        rows_sent=rows_sent(cut, form, mode, block, network.chunk),
-        rows_forwarded=cut.rows_of(block, min(network.chunk, most)), block=block,
+        channels=workspace.tuning.channels, grid=grid, row=row, in_memory=strides_in_memory(row),
+        in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(row_layout, mode, dtype),
+        placing=placing_of(num_topk, 1, by_expert=False, fresh=row_layout.meta_words > 0),
+        rows_sent=rows_sent(config, row_layout, mode, block, network.chunk),
+        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
     )  # fmt: skip
     launch = workspace.memory.bind(
-        two_direct_kernel, workspace.num_programs, num_warps=cut.num_warps,
-        max_registers=cut.max_registers, k=k,
+        two_direct_kernel, workspace.num_programs, num_warps=config.num_warps,
+        max_registers=config.max_registers, k=k,
     )  # fmt: skip
     return lambda *args: launch(*args, workspace.config.num_experts)

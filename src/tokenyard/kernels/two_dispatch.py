@@ -2,24 +2,24 @@
 """Dispatch over two levels: once per (token, node) through the network, then to the ranks of the
 node that need it.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
 channel: a network sender and a forwarder (``kernels/two_forward.py``) per other node, the rows that
-stay, a sender per other local rank, a receiver per source with another local index, the greeting
-(of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends
-it once, to rank 2, whose forwarder places it, and stores it to ring (0, c) of rank 3.
+stay, a sender per other local rank, a receiver per source with another local index, the call
+barrier (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0
+sends it once, to rank 2, whose forwarder places it, and stores it to ring (0, c) of rank 3.
 
 Who publishes what, who may read when (``docs/reference/twolevel.md``; inside a node as in
 ``kernels/dispatch.py``):
 
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto
-  ``net tail``; MAPPED: it packs them into the network ring itself, and owes the tail. The forwarder
-  sees the tail (acquire), then reads the slots.
-* A forwarder stores rows to the rings of other local ranks, and owes their tails; their receivers
-  owe heads to it. Rows for its own rank it takes to their places. It returns network credits behind
-  its reads, CREDIT rows at a time and at the end.
-* What turns owe is added once per round (``publish``, release), behind the last task: behind all
-  that was stored and read. The kernel ends behind another ``publish``, so nothing is owed between
-  calls.
+  ``net tail``; MAPPED: it packs them into the network ring itself, and defers the tail. The
+  forwarder sees the tail (acquire), then reads the slots.
+* A forwarder stores rows to the rings of other local ranks, and defers their tails; their receivers
+  defer heads to it. Rows for its own rank it takes to their places. It returns network credits
+  behind its reads, CREDIT rows at a time and at the end.
+* What turns defer is added once per round (``flush_signals``, release), behind the last task:
+  behind all that was stored and read. The kernel ends behind another ``flush_signals``, so nothing
+  is deferred between calls.
 * Slot ``i % NQ`` of the network ring and of its staging ring belongs to the i-th row of the channel
   in this call.
 
@@ -74,17 +74,17 @@ from tokenyard.kernels.sync import (
 )
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import forward_turn
-from tokenyard.kernels.two_letters import greet_turn
+from tokenyard.kernels.two_headers import call_barrier_turn
 from tokenyard.kernels.two_region import done_in, num_tasks
-from tokenyard.kernels.two_turns import (
+from tokenyard.kernels.two_scheduler import (
     ON_TIME,
     OVER,
     begin_tasks,
     dealt,
+    defer_signal,
+    flush_signals,
     next_step,
-    owe,
     place_in_round,
-    publish,
     reports,
 )
 from tokenyard.routing import power_of_two_at_least
@@ -137,7 +137,7 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
             order = order_of(routing.plan, to, routing.num_tokens, k)
             send_chunk(payload, order, ring, lo + i, n, lo, k)
             tail = tail_of(there, peers.rank, turn.channel, k).to(tl.int64)
-            owe(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
+            defer_signal(peers.state, turn, 0, tail, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
@@ -174,7 +174,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
             first = tl.load(first_in(routing.plan, source, k)) + lo
             receive_chunk(routing, result, source, ring, i, n, first, k)
             head = head.to(tl.int64)
-            owe(peers.state, turn, 0, head, n.to(tl.int64), None, k)
+            defer_signal(peers.state, turn, 0, head, n.to(tl.int64), None, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:
@@ -212,7 +212,7 @@ def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constex
         relayed = (source // NEAR != home).to(tl.int32)
         rows = _receive_turn(peers, routing, result, source, turn, k)
     elif (task < num_tasks(k.ranks, NODES)) & (turn.channel == 0):
-        rows = greet_turn(peers.regions, peers.state, tag, turn, k)
+        rows = call_barrier_turn(peers.regions, peers.state, tag, turn, k)
     return rows, relayed
 
 
@@ -259,33 +259,33 @@ def two_dispatch_kernel(
                 direct += tl.where(relayed > 0, 0, rows)
                 # behind tasks that copy inside the rank: meanwhile what others stored arrives
                 if place == ROUND - 1:
-                    publish(state, worker, c, TASKS, k)
+                    flush_signals(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        publish(state, worker, c, TASKS, k)
+        flush_signals(state, worker, c, TASKS, k)
 
 
 # The host's side
 
 
 def bind_two_dispatch(
-    workspace: Any, num_topk: int, form: Any, mode: Any, dtype: Any, slots_per_row: int, *,
+    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
     padding: bool, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """As ``bind_dispatch``, of a ``TwoGround``; ``dispatch_rows`` launches it."""
-    cut, forward, grid = workspace.tuning.dispatch, workspace.tuning.forward, grid_of(workspace)
-    network = network_ring_of(workspace, form)
+    """As ``bind_dispatch``, of a ``TwolevelWorkspace``; ``dispatch_rows`` launches it."""
+    config, forward, grid = workspace.tuning.dispatch, workspace.tuning.forward, grid_of(workspace)
+    network = network_ring_of(workspace, row_layout)
     placing = placing_of(num_topk, slots_per_row, **placed)
-    whole = min(power_of_two_at_least(form.slot_bytes // 4), cut.block)
-    most = min(cut.chunk_of(workspace.slots(form)), network.chunk)
+    whole = min(power_of_two_at_least(row_layout.slot_bytes // 4), config.block)
+    most = min(config.chunk_of(workspace.slots(row_layout)), network.chunk)
     forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
     k = config_of(
-        workspace, cut, form, mode, dtype, placing, most, padding=padding, grid=grid,
+        workspace, config, row_layout, mode, dtype, placing, most, padding=padding, grid=grid,
         network_ring=network, forward_block=whole,
         rows_forwarded=1 if placing.by_expert else forward.rows_of(whole, forwarded),
-        at_once=grid.ranks_per_node > 1 and form.bits == 32 and not placing.by_expert,
+        at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
     )  # fmt: skip
     return workspace.memory.bind(
-        two_dispatch_kernel, workspace.num_programs, num_warps=cut.num_warps,
-        max_registers=cut.max_registers, k=k,
+        two_dispatch_kernel, workspace.num_programs, num_warps=config.num_warps,
+        max_registers=config.max_registers, k=k,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
     ON_NET_ROOM, net_bytes, net_head, net_sent_to, net_tail, other, ring_at, staging_at,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import ON_TIME, owe, reports
+from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.c
     if grid.mapped:
         tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
         tail = peer_base(peers.regions, to) + tail
-        owe(state, turn, 0, tail, count, None, k)
+        defer_signal(state, turn, 0, tail, count, None, k)
     else:
         target, source = there + at, here + at
         put(peers.regions, account, mine, to, target, source, num_bytes, tail, count, 2, True)

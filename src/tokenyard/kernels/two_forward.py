@@ -6,8 +6,8 @@ Example: 2 nodes of 2 ranks. Rank 2 forwards for rank 0: it takes token 5, for i
 and stores it to ring (0, c) of rank 3.
 
 Who publishes what, who may read when (``kernels/two_dispatch.py``): it sees ``net tail`` (acquire),
-then reads the slots. It stores rows to inner rings and owes their tails, network credits too where
-they are plain adds (MAPPED): all are added at the end of the round, behind stores and reads
+then reads the slots. It stores rows to inner rings and defers their tails, network credits too
+where they are plain adds (MAPPED): all are added at the end of the round, behind stores and reads
 (release). NVSHMEM's credits go at once, behind the reads of the turn. CREDIT rows are credited at a
 time, and the rest at the end.
 """
@@ -45,7 +45,7 @@ from tokenyard.kernels.two_region import (
     ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,
     ring_at, table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_turns import ON_TIME, owe, reports
+from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports
 
 
 @triton.jit
@@ -70,15 +70,15 @@ def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.co
     """
     grid: tl.constexpr = k.grid
     CREDIT: tl.constexpr = k.network_ring.credit
-    owed = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
-    if owed > 0:
+    deferred = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
+    if deferred > 0:
         head = net_head(home, turn.channel, k)
         if grid.mapped:
             counter, to = peers.rank % grid.ranks_per_node, peer_base(peers.regions, source) + head
-            owe(peers.state, turn, counter, to, owed.to(tl.int64), None, k)
+            defer_signal(peers.state, turn, counter, to, deferred.to(tl.int64), None, k)
         else:
             account = net_bytes(peers.state, node, k)
-            credit(account, mine, source, rest_at(k), head, owed.to(tl.int64))
+            credit(account, mine, source, rest_at(k), head, deferred.to(tl.int64))
 
 
 @triton.jit
@@ -152,8 +152,8 @@ def _place_batch(peers, routing, result, ring, hop, batch, experts, k: tl.conste
 
 @triton.jit
 def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside, k: tl.constexpr):
-    """Owe tails and credits for the rows that a turn has ``moved``, and note its progress. Returns
-    the rows that are left.
+    """Defer tails and credits for the rows that a turn has ``moved``, and note its progress.
+    Returns the rows that are left.
 
     ``counts``, ``before``: rows put into each local rank's ring in this call so far, and before
     this turn.
@@ -164,7 +164,7 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
     sent_at = sent_to(state, hop.node * grid.ranks_per_node + q, c, k)
     put_here = (counts - before).to(tl.int64)
     tails = tail_of(bases, hop.peer, c, k).to(tl.int64)
-    owe(state, turn, q, tails, put_here, beside & (put_here > 0), k)
+    defer_signal(state, turn, q, tails, put_here, beside & (put_here > 0), k)
     left -= moved
     done = hop.done + moved
     tl.store(turn.done, done.to(tl.int64))

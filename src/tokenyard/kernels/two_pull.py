@@ -2,22 +2,22 @@
 """Combine in place over two levels: a node's rows of a token are read where they lie and summed,
 and one row per (token, node) crosses.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_turns.py``). Tasks of a
-channel: a reducer, a combiner per other node, the hello (of channel 0). Example: 2 nodes of 2
-ranks, token 5 of rank 0 went to ranks 1, 2 and 3: rank 2 reads its own row and rank 3's out of
-their views, adds them in rank order, rounds and sends one row to rank 0, whose reducer adds rank
-1's row, out of its view, and this row.
+G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
+channel: a reducer, a combiner per other node, the announcement (of channel 0). Example: 2 nodes of
+2 ranks, token 5 of rank 0 went to ranks 1, 2 and 3: rank 2 reads its own row and rank 3's out of
+their in-place buffers, adds them in rank order, rounds and sends one row to rank 0, whose reducer
+adds rank 1's row, out of its buffer, and this row.
 
-The tree is that of ``kernels/two_combine.py``, bit for bit. Rows of a view stand as a dispatch in
-place leaves them: in arrival order. They begin at 0 of a view.
+The tree is that of ``kernels/two_combine.py``, bit for bit. Rows of an in-place buffer stand as a
+dispatch in place leaves them: in arrival order. They begin at 0 of an in-place buffer.
 
 Who publishes what, who may read when: of the network rings, as in ``kernels/two_combine.py``, but
-reducers owe what they add to MAPPED heads, too, so a round has one release; of views,
-``kernels/two_views.py``. There are no rings inside a node.
+reducers defer what they add to MAPPED heads, too, so a round has one release; of in-place buffers,
+``kernels/two_in_place.py``. There are no rings inside a node.
 
 Nobody waits in a circle: a combiner needs room in its network ring, so its reducer, which takes
 rows in token order, as combiners send them: the argument of ``kernels/two_combine.py``, without
-inner rings. Both need greetings, which wait for nothing.
+inner rings. Both need announcements, which wait for nothing.
 """
 
 from __future__ import annotations
@@ -39,32 +39,39 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_combine import bind_sums, token_bytes
 from tokenyard.kernels.two_combine_reduce import return_network_credits, share_of
-from tokenyard.kernels.two_letters import all_are_here, say_hello_to_all
+from tokenyard.kernels.two_headers import all_are_here, announce_call_to_all
+from tokenyard.kernels.two_in_place import end_in_place
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, done_in, landing_of, moved_of, net_bytes, net_head, net_sent_to, net_tail,
-    net_taken_from, other, owed_of, owed_words, ring_at, staging_at, table_of, table_rows,
+    ON_BOTH, ON_NET_ROOM, deferred_of, deferred_words, done_in, first_forwarded, moved_of,
+    net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, ring_at, staging_at,
+    table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import Tokens, add_nodes, elements_before, in_network_ring, view_sum
-from tokenyard.kernels.two_turns import (
+from tokenyard.kernels.two_scheduler import (
     ON_TIME,
     OVER,
     begin_tasks,
     dealt,
+    defer_signal,
     next_step,
-    owe,
     place_in_round,
     reports,
 )
-from tokenyard.kernels.two_views import end_in_views
+from tokenyard.kernels.two_sums import (
+    Tokens,
+    add_nodes,
+    elements_before,
+    in_network_ring,
+    in_place_sum,
+)
 from tokenyard.routing import power_of_two_at_least
 
 
 @triton.jit
 def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     """Store sums of my node's rows ``link.done`` .. into slots of the owner's network ring, or of
-    its staging: bytes of both are returned. ``starts [local_bins]``: of views; ``b``: numbers of
-    rows in flight."""
+    its staging: bytes of both are returned. ``starts [local_bins]``: of in-place buffers; ``b``:
+    numbers of rows in flight."""
     P: tl.constexpr = k.grid.ranks_per_node
     B: tl.constexpr = k.tiles.rows_summed
     BLOCK: tl.constexpr = k.tiles.block_summed
@@ -74,8 +81,8 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     cap = tl.load(table_rows(routing.plan, k))
     local, number = num_experts_of(routing, k), other(link.node, link.home)
     table = table_of(routing, local, cap, number, k)
-    landings = landing_of(routing.plan, routing.num_tokens, local, number, q, channel, k)
-    rows_at = starts + tl.load(landings, mask=q < P, other=0).to(tl.int64) * ROW
+    first_rows = first_forwarded(routing.plan, routing.num_tokens, local, number, q, channel, k)
+    rows_at = starts + tl.load(first_rows, mask=q < P, other=0).to(tl.int64) * ROW
     here = staging_at(number, channel, k)
     there = ring_at(0, other(link.home, link.node), channel, k)
     ring = peer_base(peers.regions, link.peer) + there if k.grid.mapped else link.mine + here
@@ -88,7 +95,7 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
         at = tl.load(entries, mask=known, other=-1)
         for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
             w = k0 + tl.arange(0, BLOCK)
-            v = view_sum(rows_at, at, w, k)
+            v = in_place_sum(rows_at, at, w, k)
             to = in_network_ring(ring, k) + elements_before(first + j + b, k)
             tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
     return there, here
@@ -97,7 +104,7 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
 @triton.jit
 def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     """A chunk of sums of my node for owner (``node``, my local index) in this channel, into its
-    network ring. ``starts [local_bins]``: of views."""
+    network ring. ``starts [local_bins]``: of in-place buffers."""
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = k.grid.ranks_per_node
     state, c, me = peers.state, turn.channel, peers.rank
@@ -127,7 +134,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
             tail = net_tail(home, c, k)
             if k.grid.mapped:
                 tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
-                owe(state, turn, 0, peer_base(peers.regions, owner) + tail, num, None, k)
+                defer_signal(state, turn, 0, peer_base(peers.regions, owner) + tail, num, None, k)
             else:
                 there, here = there + at, here + at
                 put(peers.regions, account, mine, owner, there, here, num_bytes, tail, num, 2, True)
@@ -143,7 +150,7 @@ def _sum_tokens(starts, sums, tokens, at, mine, home, channel, k: tl.constexpr):
     """Store the sums of ``tokens``. ``at [B, local_bins]``: my node's rows, behind ``starts``."""
     for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
         w = k0 + tl.arange(0, k.tiles.block_summed)
-        v_home = view_sum(starts, at, w, k)
+        v_home = in_place_sum(starts, at, w, k)
         add_nodes(v_home, tokens, sums, mine, home, channel, w, k)
 
 
@@ -162,11 +169,11 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     mine = peer_base(peers.regions, peers.rank)
     node = tl.maximum(r - R, 0)
     taken_from = net_taken_from(state, node, c, k)
-    taken_at, owed_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
+    taken_at, deferred_at = moved_of(state, 0, r, c, k), moved_of(state, 1, r, c, k)
     bases = tl.load(taken_from, mask=far, other=0)
     before = tl.load(taken_at, mask=far & (share.done > 0), other=0)
     taken = before
-    owed = tl.load(owed_at, mask=far & (share.done > 0), other=0)
+    deferred = tl.load(deferred_at, mask=far & (share.done > 0), other=0)
     lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
     firsts = tl.load(first_out(plan, home * P + q, k), mask=q < P, other=0)
     rows_at = starts + firsts.to(tl.int64) * ROW
@@ -194,10 +201,10 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     left = share.tokens - share.done
     if i > share.done:
         left = share.tokens - i
-        owed = taken - before if k.grid.mapped else owed + tl.where(far, taken - before, 0)
+        deferred = taken - before if k.grid.mapped else deferred + tl.where(far, taken - before, 0)
         if not k.grid.mapped:
-            owed = return_network_credits(peers, mine, local, c, owed, left == 0, k)
-        tl.store(owed_at, owed, mask=far)
+            deferred = return_network_credits(peers, mine, local, c, deferred, left == 0, k)
+        tl.store(deferred_at, deferred, mask=far)
         tl.store(turn.done, i.to(tl.int64))
         tl.store(taken_at, taken, mask=far)
         if left == 0:
@@ -206,13 +213,13 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
 
 
 @triton.jit
-def _publish(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
-    """:func:`publish`, and behind the same release what the reducer owes to heads of MAPPED network
-    rings."""
+def _flush_signals(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
+    """:func:`flush_signals`, and behind the same release what the reducer defers to heads of MAPPED
+    network rings."""
     R: tl.constexpr = k.ranks
     G: tl.constexpr = k.grid.nodes
     P: tl.constexpr = k.grid.ranks_per_node
-    EACH: tl.constexpr = owed_words(P)
+    EACH: tl.constexpr = deferred_words(P)
     ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
     N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), k.rank_bins)
     state, home = peers.state, peers.rank // P
@@ -220,12 +227,12 @@ def _publish(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
     task, r = dealt(worker, e // EACH, k), e - N
     of_task = (e // EACH < ROUND) & (task < tasks) & (r < 0)
     of_node = (r >= R) & (r < R + G) & (r != R + home) & (worker == 0) & k.grid.mapped
-    owed = owed_of(state, task, channel, e % EACH, k)
-    more, moved = (owed + 1).to(tl.int64), moved_of(state, 1, r, channel, k).to(tl.int64)
+    deferred = deferred_of(state, task, channel, e % EACH, k)
+    more, moved = (deferred + 1).to(tl.int64), moved_of(state, 1, r, channel, k).to(tl.int64)
     counts = words(tl.where(r < 0, more, moved))
     count = tl.load(counts, mask=of_task | of_node, other=0)
     if tl.max(count) > 0:
-        tails = tl.load(owed, mask=of_task & (count > 0), other=0)
+        tails = tl.load(deferred, mask=of_task & (count > 0), other=0)
         theirs = words(peers.regions) + (r - R) * P + peers.rank % P
         heads = tl.load(theirs, mask=of_node, other=0) + net_head(home, channel, k)
         add_release(words(tl.where(r < 0, tails, heads)), count, count > 0)
@@ -248,17 +255,17 @@ def _turn(peers, home, routing, starts, sums, tag, turn, ready, k: tl.constexpr)
         rows = _combine_turn(peers, routing, starts, (home + task) % G, turn, ready, k)
     elif (task < G + 1) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
-            say_hello_to_all(peers.regions, peers.state, tag, k)
+            announce_call_to_all(peers.regions, peers.state, tag, k)
             tl.store(turn.done, tl.full((), 1, tl.int64))
     return rows
 
 
 @triton.jit(repr=shown_as("twolevel::combine_pull"))
 def two_pull_kernel(
-    regions, state, plan, views, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
+    regions, state, plan, buffers, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
 ):
-    """See the module. ``k`` is a ``CombineConfig``, ``views`` the table of views;
-    :func:`bind_two_pull` and :func:`combine_in_views` launch it."""
+    """See the module. ``k`` is a ``CombineConfig``, ``buffers`` the table of in-place buffers;
+    :func:`bind_two_pull` and :func:`pull_rows` launch it."""
     P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -275,7 +282,7 @@ def two_pull_kernel(
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
         q = tl.arange(0, k.grid.local_bins)
-        starts = tl.load(words(views) + home * P + q, mask=q < P, other=0)
+        starts = tl.load(words(buffers) + home * P + q, mask=q < P, other=0)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
@@ -294,33 +301,35 @@ def two_pull_kernel(
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-            _publish(peers, worker, c, TASKS, k)
+            _flush_signals(peers, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
         if step < OVER:
-            end_in_views(regions, state, k)
+            end_in_place(regions, state, k)
 
 
 # The host's side
 
 
 def bind_two_pull(
-    workspace: Any, form: Any, dtype: Any, bias: tuple[Any, ...]
+    workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
 ) -> Callable[..., None]:
-    """Compile and load the kernel for one kind of call, of a ``TwoGround``: see
+    """Compile and load the kernel for one call signature, of a ``TwolevelWorkspace``: see
     ``bind_two_combine``."""
-    cut, ring = workspace.tuning.pull, workspace.net_ring(form)
-    block = min(power_of_two_at_least(form.hidden), cut.block)
-    most = cut.rows_of(block, min(ring.chunk, ring.most_rows))
+    config, ring = workspace.tuning.pull, workspace.net_ring(row_layout)
+    block = min(power_of_two_at_least(row_layout.hidden), config.block)
+    most = config.rows_of(block, min(ring.chunk, ring.most_rows))
     row_bytes = block * token_bytes(workspace, dtype, bias)
-    rows, stages = cut.staged(most, row_bytes, workspace.shared_bytes)
+    rows, stages = config.staged(most, row_bytes, workspace.shared_bytes)
     tiles = Tiles(rows, block, rows, block)
-    return bind_sums(two_pull_kernel, cut, workspace, form, dtype, bias, tiles=tiles, stages=stages)
+    return bind_sums(
+        two_pull_kernel, config, workspace, row_layout, dtype, bias, tiles=tiles, stages=stages
+    )
 
 
-def combine_in_views(
-    launch: Callable[..., None], workspace: Any, *, plan: int, views: int, sums: Sums, tag: int,
+def pull_rows(
+    launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, sums: Sums, tag: int,
     num_tokens: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_two_pull` made. Of ``sums`` it takes the terms, and where rows go."""
-    launch(workspace.peers, workspace.state_at, plan, views, *sums[:3], tag, num_tokens)
+    launch(workspace.peers, workspace.state_at, plan, buffers, *sums[:3], tag, num_tokens)

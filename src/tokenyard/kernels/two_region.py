@@ -2,27 +2,28 @@
 """Where things lie for the two-level engine, beside what ``kernels/region.py`` places. Host and
 kernels use the same tables: parts in their order, from whose sizes all offsets follow.
 
-R ranks in G nodes of P, C channels, W words of a header, LW words of a letter. In the symmetric
-region, from ``grid.first_byte`` on, int64 (:func:`signal_table`):
+R ranks in G nodes of P, C channels, W words of a header, LW words of a node header. In the
+symmetric region, from ``grid.first_byte`` on, int64 (:func:`signal_table`):
 
     counters  net tails [G, C], net heads [G, C]; written by the node's rank of my local index: rows
               put into my network ring (node, channel), in total; rows of mine taken out of its ring
               (my node, channel), in total
-    letters   [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to me,
+    node headers   [2, R, LW]  written by ranks of other nodes: header, row of the matrix, bounds to
+    me,
               bounds to my node, rows to my node; from ranks of my local index also bounds to each
               rank of my node
-    outbox    [2, R, LW]  mine: letters to be put
+    outbox    [2, R, LW]  mine: node headers to be put
     tags      [2]  mine: tags to be put
     rest      [2]  written by everybody, read by nobody: what a credit carries
 
 Behind all inner rings stand the network rings, one per (other node, channel), and behind these the
 source of their puts, likewise. The local state is :func:`state_table`.
 
-A plan's tables know R + G destinations: node g stands at R + g. Behind them stand the landings
-``[G - 1, P, C]``: the arrival row at each rank of my node where those of the other node's rank of
-my local index begin, by channel; and the forwarders' table ``[G - 1, cap, P]``: where each row of a
-network ring went, by local rank: its number in the inner ring (-1: not there). ``cap`` stands at
-``first_out(R)``.
+A plan's tables know R + G destinations: node g stands at R + g. Behind them stand the first
+forwarded rows ``[G - 1, P, C]``: the arrival row at each rank of my node where those of the other
+node's rank of my local index begin, by channel; and the forwarders' table ``[G - 1, cap, P]``:
+where each row of a network ring went, by local rank: its number in the inner ring (-1: not there).
+``cap`` stands at ``first_out(R)``.
 
 ``k`` of functions here is any struct of constants with ``ranks``, ``plan_ranks``, ``channels`` and
 ``grid``.
@@ -44,33 +45,33 @@ ON_NET_ROWS, ON_NET_ROOM, ON_ROOMS, ON_PARTS, ON_BOTH = (tl.constexpr(at) for at
 
 
 @triton.constexpr_function
-def short_letter_words(ranks: int, channels: int, header_words: int) -> int:
-    """int64 words of a letter to a rank of another local index, even."""
+def short_node_header_words(ranks: int, channels: int, header_words: int) -> int:
+    """int64 words of a node header to a rank of another local index, even."""
     return -(-(header_words + ranks + 2 + 2 * channels + 1) // 2) * 2
 
 
 @triton.constexpr_function
-def letter_words(ranks: int, ranks_per_node: int, channels: int, header_words: int) -> int:
-    """int64 words of a letter to a rank of the same local index, even."""
-    short = short_letter_words(ranks, channels, header_words)
+def node_header_words(ranks: int, ranks_per_node: int, channels: int, header_words: int) -> int:
+    """int64 words of a node header to a rank of the same local index, even."""
+    short = short_node_header_words(ranks, channels, header_words)
     return short + -(-ranks_per_node * channels // 2) * 2
 
 
 @triton.constexpr_function
 def num_tasks(ranks: int, nodes: int) -> int:
-    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_turns.py``); the last
-    one greets."""
+    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_scheduler.py``); the
+    last one enters the call barrier."""
     return ranks + ranks // nodes + nodes - 1
 
 
 @triton.constexpr_function
-def owed_words(ranks_per_node: int) -> int:
+def deferred_words(ranks_per_node: int) -> int:
     """Counters that one turn of a task may add to: a power of two."""
     return max(2, 1 << (ranks_per_node - 1).bit_length())
 
 
-def landing_words(ranks: int, nodes: int, channels: int) -> int:
-    """int32 words of the landings in a plan."""
+def first_forwarded_words(ranks: int, nodes: int, channels: int) -> int:
+    """int32 words of the first forwarded rows in a plan."""
     return (nodes - 1) * ranks // nodes * channels
 
 
@@ -85,10 +86,10 @@ def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
 @triton.constexpr_function
 def signal_table(ranks: int, nodes: int, channels: int, header_words: int) -> dict[str, int]:
     """int64 words of each part of the region between nodes."""
-    letters = 2 * ranks * letter_words(ranks, ranks // nodes, channels, header_words)
+    node_headers = 2 * ranks * node_header_words(ranks, ranks // nodes, channels, header_words)
     return {
-        "counters": 2 * nodes * channels, "letters": letters, "outbox": letters, "tags": 2,
-        "rest": 2,
+        "counters": 2 * nodes * channels, "node_headers": node_headers, "outbox": node_headers,
+        "tags": 2, "rest": 2,
     }  # fmt: skip
 
 
@@ -101,7 +102,10 @@ def state_table(ranks: int, nodes: int, channels: int) -> dict[str, int]:
         "bytes": nodes,
         "done": tasks * channels,
         "moved": 2 * (ranks + nodes) * channels,
-        "owed": 2 * tasks * owed_words(ranks // nodes) * channels,  # a counter and how much each
+        "deferred": 2
+        * tasks
+        * deferred_words(ranks // nodes)
+        * channels,  # a counter and how much each
     }
 
 
@@ -143,21 +147,21 @@ def net_head(node, channel, k: tl.constexpr):
 
 
 @triton.jit
-def letter_at(outbox: tl.constexpr, half, peer, k: tl.constexpr):
-    """The letter from ``peer``, or mine to it (``outbox``)."""
+def node_header_at(outbox: tl.constexpr, parity, peer, k: tl.constexpr):
+    """The node header from ``peer``, or mine to it (``outbox``)."""
     W: tl.constexpr = k.grid.header_words
-    LW: tl.constexpr = letter_words(k.ranks, k.grid.ranks_per_node, k.channels, W)
-    first: tl.constexpr = before("letters", signal_table(k.ranks, k.grid.nodes, k.channels, W))
-    at = first + ((outbox * 2 + half) * k.ranks + peer) * LW
+    LW: tl.constexpr = node_header_words(k.ranks, k.grid.ranks_per_node, k.channels, W)
+    first: tl.constexpr = before("node_headers", signal_table(k.ranks, k.grid.nodes, k.channels, W))
+    at = first + ((outbox * 2 + parity) * k.ranks + peer) * LW
     return k.grid.first_byte + at.to(tl.int64) * 8
 
 
 @triton.jit
-def tag_at(half, k: tl.constexpr):
+def tag_at(parity, k: tl.constexpr):
     """My tag to be put."""
     W: tl.constexpr = k.grid.header_words
     first: tl.constexpr = before("tags", signal_table(k.ranks, k.grid.nodes, k.channels, W))
-    return k.grid.first_byte + (first + half).to(tl.int64) * 8
+    return k.grid.first_byte + (first + parity).to(tl.int64) * 8
 
 
 @triton.jit
@@ -228,11 +232,11 @@ def moved_of(state, what: tl.constexpr, r, channel, k: tl.constexpr):
 
 
 @triton.jit
-def owed_of(state, task, channel, q, k: tl.constexpr):
+def deferred_of(state, task, channel, q, k: tl.constexpr):
     """Address of the ``q``-th counter that a task's last turn adds to, and behind it how much. 0:
     nothing, or it is published."""
-    first: tl.constexpr = state_at("owed", k.ranks, k.grid.nodes, k.channels)
-    each: tl.constexpr = owed_words(k.grid.ranks_per_node)
+    first: tl.constexpr = state_at("deferred", k.ranks, k.grid.nodes, k.channels)
+    each: tl.constexpr = deferred_words(k.grid.ranks_per_node)
     return words(state) + first + ((task * k.channels + channel) * each + q) * 2
 
 
@@ -253,7 +257,7 @@ def table_rows(plan, k: tl.constexpr):
 
 @triton.jit
 def _landings_at(tokens, local, k: tl.constexpr):
-    """Words of a plan before the landings. ``local``: experts of this rank."""
+    """Words of a plan before the first forwarded rows. ``local``: experts of this rank."""
     D: tl.constexpr = k.plan_ranks
     return _head(D, k.channels) + 2 * D * tokens.to(tl.int64) + local * (D + 2)
 
@@ -262,13 +266,13 @@ def _landings_at(tokens, local, k: tl.constexpr):
 def table_of(routing, local, cap, number, k: tl.constexpr):
     """The forwarders' table of the other node of this ``number``, ``[cap, P]``."""
     P: tl.constexpr = k.grid.ranks_per_node
-    LANDINGS: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
+    FIRST_FORWARDED: tl.constexpr = (k.grid.nodes - 1) * P * k.channels
     start = _landings_at(routing.num_tokens, local, k)
-    return ints(routing.plan) + (start + LANDINGS) + number * cap.to(tl.int64) * P
+    return ints(routing.plan) + (start + FIRST_FORWARDED) + number * cap.to(tl.int64) * P
 
 
 @triton.jit
-def landing_of(plan, tokens, local, number, q, channel, k: tl.constexpr):
+def first_forwarded(plan, tokens, local, number, q, channel, k: tl.constexpr):
     """The arrival row at rank ``q`` of my node where rows of ``channel`` begin that come from the
     other node's rank of my local index."""
     start = _landings_at(tokens, local, k)

@@ -1,10 +1,11 @@
 # pyright: basic
 """Sums as combiners and reducers make them: over the ranks of this node, whose rows are in inner
-rings (this rank's own where they are), or all in views; and over nodes, whose rows are in network
-rings.
+rings (this rank's own where they are), or all in in-place buffers; and over nodes, whose rows are
+in network rings.
 
 Who may read when: the caller has seen the tails of these rings (``kernels/two_combine.py``), and
-gives credit behind these reads; or all greetings, for views (``kernels/two_views.py``).
+gives credit behind these reads; or all announcements, for in-place buffers
+(``kernels/two_in_place.py``).
 
 ``k`` of functions here: a ``CombineConfig``.
 """
@@ -105,7 +106,7 @@ def node_weights(parts, rows, k: tl.constexpr):
 
 
 @triton.jit
-def view_sum(starts, at, w, k: tl.constexpr):
+def in_place_sum(starts, at, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of sums over my node's ranks, in order, in float32, of rows
     ``at [B, local_bins]`` (-1: none) behind ``starts [local_bins]``."""
     q = tl.arange(0, k.grid.local_bins)

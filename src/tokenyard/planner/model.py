@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.planner.rates import Leg, Rates
+from tokenyard.planner.rates import CallRates, Rates
 from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes
 from tokenyard.planner.traffic import Traffic, traffic
 from tokenyard.planner.workload import Workload
@@ -28,7 +28,7 @@ class Terms:
     Attributes:
         nvlink, nic: bytes of the busiest GPU over the rate; puts included.
         programs: bytes over what the programs that move rows can do.
-        latency: launch, greetings, last signal, over the network and back.
+        latency: launch, announcements, last signal, over the network and back.
         fill: chunks that move when the stage before or behind them has nothing to do: the last of
             every ring.
         in_turn: whether NVLink waits for the NIC, so that their times add up.
@@ -59,22 +59,22 @@ class Terms:
         return max(named, key=lambda name: named[name])
 
 
-def nvlink_call(leg: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
+def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A call inside a node: ``dispatch`` (routing known) and ``combine`` through rings, or a
-    dispatch ``in_place``, into views.
+    dispatch ``in_place``, in symmetric memory.
 
     In place, every writer also writes the rows that stay here, and nothing fills a pipeline. A
     reducer of a combine takes as long for a token of four ranks as of two, since it loads the rows
     of all ranks at once: its work is results.
     """
-    rate: Leg = getattr(rates, leg)
-    row_bytes, ring = work.back_bytes if leg == "combine" else work.row_bytes, sizes.rings[-1]
+    rate: CallRates = getattr(rates, call)
+    row_bytes, ring = work.back_bytes if call == "combine" else work.row_bytes, sizes.rings[-1]
     sent = moved.nvlink.busiest * row_bytes
     programs, num_bytes, chunk = {
         "dispatch": (sizes.senders, sent, ring.chunk),
         "in_place": (sizes.writers, sent + moved.own.busiest * row_bytes, 0),
         "combine": (sizes.reducers, work.tokens * row_bytes, ring.back_chunk),
-    }[leg]
+    }[call]
     busy = 0.0
     if rate.program_gbs is not None and num_bytes:
         busy = num_bytes / (programs * rate.program_gbs * US)
@@ -93,38 +93,40 @@ nvlink_combine = partial(nvlink_call, "combine")
 
 
 def collective_call(
-    work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: Rates
+    work: Workload, moved: Traffic, call: CallRates, row_bytes: int, rates: Rates
 ) -> Terms:
     """Engine ``collective``: across nodes first, then inside them; one hop if there is only one of
     the two.
     """
     if not work.grid.has_levels:
-        return flat_call(work, moved, leg, row_bytes, rates)
+        return flat_call(work, moved, call, row_bytes, rates)
     return Terms(
-        nvlink=moved.nvlink.busiest * row_bytes / (leg.link_gbs * US),
+        nvlink=moved.nvlink.busiest * row_bytes / (call.link_gbs * US),
         nic=moved.nic.busiest * row_bytes / (rates.nic_gbs * US) + (work.nodes - 1) * rates.put_us,
-        latency=2 * leg.fixed_us + 2 * rates.latency_us,
+        latency=2 * call.fixed_us + 2 * rates.latency_us,
         in_turn=True,
     )
 
 
-def flat_call(work: Workload, moved: Traffic, leg: Leg, row_bytes: int, rates: Rates) -> Terms:
+def flat_call(
+    work: Workload, moved: Traffic, call: CallRates, row_bytes: int, rates: Rates
+) -> Terms:
     """One exchange once per (token, rank), over whatever lies between."""
     across = work.ranks - work.gpus_per_node
     return Terms(
-        nvlink=moved.flat_nvlink.busiest * row_bytes / (leg.link_gbs * US),
+        nvlink=moved.flat_nvlink.busiest * row_bytes / (call.link_gbs * US),
         nic=moved.flat_nic.busiest * row_bytes / (rates.nic_gbs * US) + across * rates.put_us,
-        latency=leg.fixed_us + (2 * rates.latency_us if across else 0.0),
+        latency=call.fixed_us + (2 * rates.latency_us if across else 0.0),
     )
 
 
-def twolevel_call(leg: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
+def twolevel_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A ``dispatch``: rows cross the network once per (token, node), then forwarders hand them on
     inside, or keep them. A ``combine``: rows are summed inside a node first, then cross.
     """
-    rate: Leg = getattr(rates, leg)
+    rate: CallRates = getattr(rates, call)
     (network, inner), rows = sizes.rings, moved.nic.busiest
-    if leg == "combine":
+    if call == "combine":
         row_bytes, programs, gbs = work.back_bytes, sizes.reducers, rates.turns_back_gbs
         chunk, inner_chunk = network.back_chunk, inner.back_chunk
     else:
@@ -135,7 +137,7 @@ def twolevel_call(leg: str, work: Workload, moved: Traffic, sizes: Sizes, rates:
     puts = max(rows / chunk, min(rows, network.count))
     last = min(rows, network.count * chunk)
     drained = _last_chunks(moved.nvlink.busiest, inner, inner_chunk, work.gpus_per_node) * row_bytes
-    if leg == "combine":
+    if call == "combine":
         fill = (last * row_bytes + drained) / (rates.copy_gbs * US)
     else:
         handed_on = inside * (work.nodes - 1) / work.nodes
@@ -181,12 +183,12 @@ def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
 known_traffic = lru_cache(maxsize=256)(traffic)
 
 
-def predict(leg: str, work: Workload, rates: Rates) -> Terms:
-    """A call inside one node, with uniform routing. ``leg``: a name of
-    :data:`~tokenyard.planner.rates.LEGS`.
+def predict(call: str, work: Workload, rates: Rates) -> Terms:
+    """A call inside one node, with uniform routing. ``call``: a name of
+    :data:`~tokenyard.planner.rates.CALLS`.
     """
     moved = known_traffic(work, "uniform")
-    if leg.startswith(COLLECTIVE):
-        row_bytes = work.row_bytes if leg == COLLECTIVE else work.back_bytes
-        return collective_call(work, moved, getattr(rates, leg), row_bytes, rates)
-    return nvlink_call(leg, work, moved, nvlink_sizes(work), rates)
+    if call.startswith(COLLECTIVE):
+        row_bytes = work.row_bytes if call == COLLECTIVE else work.back_bytes
+        return collective_call(work, moved, getattr(rates, call), row_bytes, rates)
+    return nvlink_call(call, work, moved, nvlink_sizes(work), rates)

@@ -111,13 +111,13 @@ def _calls(
         for name, price in PRICES[engine].items()
         if (name == COMBINE) == back
     }
-    leg, row_bytes = rates.collective, work.row_bytes
+    call, row_bytes = rates.collective, work.row_bytes
     if back:
-        leg, row_bytes = rates.collective_back, work.back_bytes
+        call, row_bytes = rates.collective_back, work.back_bytes
     name = COMBINE if back else DISPATCH
-    terms[name, COLLECTIVE] = collective_call(work, rows, leg, row_bytes, rates)
+    terms[name, COLLECTIVE] = collective_call(work, rows, call, row_bytes, rates)
     if work.grid.has_levels:
-        terms[name, FLAT] = flat_call(work, rows, leg, row_bytes, rates)
+        terms[name, FLAT] = flat_call(work, rows, call, row_bytes, rates)
 
     def moved(flow: Flow) -> Flow:
         return Flow(flow.mean * row_bytes, flow.busiest * row_bytes)

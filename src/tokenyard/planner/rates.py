@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from tokenyard.engines.known import COLLECTIVE
 
-LEGS = ("dispatch", "in_place", "combine", COLLECTIVE, f"{COLLECTIVE}_back")
+CALLS = ("dispatch", "in_place", "combine", COLLECTIVE, f"{COLLECTIVE}_back")
 """Fields of :class:`Rates` that are fitted to measured times."""
 
 LEAST, MOST = 1e-6, 1e9
 """Of rates and latencies that are given, so that times stay finite."""
 
 
-class Leg(NamedTuple):
+class CallRates(NamedTuple):
     """One kind of call inside a node.
 
     Attributes:
-        fixed_us: what an empty call takes: launch, greetings, last signal.
+        fixed_us: what an empty call takes: launch, announcements, last signal.
         link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
         program_gbs: what one program that moves rows does, in a combine what one reducer stores of
             results; None: no limit known.
@@ -34,7 +34,7 @@ class Rates:
     """Rates of a machine. GB are 1e9 bytes.
 
     Attributes:
-        dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch into views.
+        dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch in place.
         collective, collective_back: engine ``collective``, cached dispatch and combine.
         copy_gbs: rows copied inside a GPU (each byte read and written).
         turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks
@@ -44,11 +44,11 @@ class Rates:
         source: where these come from.
     """
 
-    dispatch: Leg
-    in_place: Leg
-    combine: Leg
-    collective: Leg
-    collective_back: Leg
+    dispatch: CallRates
+    in_place: CallRates
+    combine: CallRates
+    collective: CallRates
+    collective_back: CallRates
     copy_gbs: float
     turns_gbs: float
     turns_back_gbs: float
@@ -74,12 +74,14 @@ class Rates:
                     f"latency"
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
-        legs: dict[str, Leg] = {name: getattr(self, name) for name in LEGS}
-        legs = {name: leg._replace(link_gbs=leg.link_gbs * scale) for name, leg in legs.items()}
+        calls: dict[str, CallRates] = {name: getattr(self, name) for name in CALLS}
+        calls = {
+            name: call._replace(link_gbs=call.link_gbs * scale) for name, call in calls.items()
+        }
         given = ", ".join(f"{name} {value:g}" for name, value in links.items() if value)
         return replace(
             self,
-            **legs,
+            **calls,
             nic_gbs=nic or self.nic_gbs,
             latency_us=latency or self.latency_us,
             source=f"{self.source}, given: {given}" if given else self.source,
@@ -87,11 +89,11 @@ class Rates:
 
 
 H200 = Rates(
-    dispatch=Leg(11.0, 364.0, 31.3),
-    in_place=Leg(11.2, 371.0, 67.6),
-    combine=Leg(12.3, 341.0, 25.3),
-    collective=Leg(269.0, 275.0),
-    collective_back=Leg(459.0, 115.0),
+    dispatch=CallRates(11.0, 364.0, 31.3),
+    in_place=CallRates(11.2, 371.0, 67.6),
+    combine=CallRates(12.3, 341.0, 25.3),
+    collective=CallRates(269.0, 275.0),
+    collective_back=CallRates(459.0, 115.0),
     copy_gbs=2074.0,
     turns_gbs=34.0,
     turns_back_gbs=27.0,

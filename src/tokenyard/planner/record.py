@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.model import predict
-from tokenyard.planner.rates import LEGS, Leg, Rates
+from tokenyard.planner.rates import CALLS, CallRates, Rates
 from tokenyard.planner.workload import H200_SMS, Dtype, Workload
 
 _linalg: Any = torch.linalg
 
 _ROUNDS, _NUDGE = 40, 1e-4
 
-SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
+SUITE_CALLS: dict[str, tuple[str, Dtype]] = {
     "bf16": ("dispatch", "bf16"),
     "fp8": ("dispatch", "fp8"),
     "view": ("in_place", "bf16"),
@@ -32,7 +32,7 @@ SUITE_LEGS: dict[str, tuple[str, Dtype]] = {
 }
 """Rows of the suite ``nvlink`` that a plan speaks of, by their kind."""
 
-SWEEP_LEGS = {
+SWEEP_CALLS = {
     ("tokenyard nvlink", "cached dispatch"): "dispatch",
     ("tokenyard nvlink", "combine"): "combine",
     ("tokenyard collective", "cached dispatch"): COLLECTIVE,
@@ -46,11 +46,11 @@ class Point:
     """One measured time.
 
     Attributes:
-        leg: the field of :class:`~tokenyard.planner.rates.Rates` that it tells about.
+        call: the field of :class:`~tokenyard.planner.rates.Rates` that it tells about.
         work: what was done. us: median of the slowest rank, on the device's clock if there is one.
     """
 
-    leg: str
+    call: str
     work: Workload
     us: float
 
@@ -101,12 +101,12 @@ def _most_sms(rows: list[dict[str, Any]]) -> int:
 
 
 def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
-    leg, dtype = SUITE_LEGS.get(row.get("kind") or "", (None, "bf16"))
+    call, dtype = SUITE_CALLS.get(row.get("kind") or "", (None, "bf16"))
     if not row.get("kind") and row["quantize"] == "none":
-        leg = SWEEP_LEGS.get((row["name"], row["phase"]))
+        call = SWEEP_CALLS.get((row["name"], row["phase"]))
     clock = row["device"] or row["wall"]
     usual = (row["skew"], row["layout"], row["dtype"]) == ("uniform", "flat", "bf16")
-    if leg is None or clock is None or not usual:
+    if call is None or clock is None or not usual:
         return None
     if not 0 < clock["median"] < math.inf:
         raise ValueError(f"a time of {clock['median']} us")
@@ -115,7 +115,7 @@ def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
     if row.get("rings") is not None:
         given["buffer_bytes"] = row["rings"]
     work = Workload(nodes=1, gpus_per_node=ranks, dtype=dtype, most_sms=most_sms, **given)
-    return Point(leg, work, clock["median"])
+    return Point(call, work, clock["median"])
 
 
 # Rates out of them
@@ -131,10 +131,10 @@ def rates_from(path: Path, base: Rates) -> Rates:
         ValueError: ``path`` is no record, or has no kind of call with two batch sizes.
     """
     points = read(path)
-    by_leg = {leg: [point for point in points if point.leg == leg] for leg in LEGS}
+    by_call = {call: [point for point in points if point.call == call] for call in CALLS}
     fitted = {
-        leg: fit(leg, mine, base)
-        for leg, mine in by_leg.items()
+        call: fit(call, mine, base)
+        for call, mine in by_call.items()
         if len({point.work.tokens for point in mine}) > 1
     }
     if not fitted:
@@ -145,19 +145,19 @@ def rates_from(path: Path, base: Rates) -> Rates:
     return replace(base, **fitted, source=f"{path.name}: {', '.join(fitted)}; else {base.source}")
 
 
-def fit(leg: str, points: Sequence[Point], base: Rates) -> Leg:
-    """The leg under which the model comes closest to ``points``, all of that leg."""
-    start: Leg = getattr(base, leg)
+def fit(call: str, points: Sequence[Point], base: Rates) -> CallRates:
+    """The call under which the model comes closest to ``points``, all of that call."""
+    start: CallRates = getattr(base, call)
     free = [start.fixed_us, start.link_gbs]
     if start.program_gbs is not None and len({point.work.sms for point in points}) > 1:
         free.append(start.program_gbs)
 
-    def leg_of(logs: Tensor) -> Leg:
-        return Leg(*[float(value) for value in logs.exp()], *start[len(free) :])
+    def leg_of(logs: Tensor) -> CallRates:
+        return CallRates(*[float(value) for value in logs.exp()], *start[len(free) :])
 
     def errors(logs: Tensor) -> Tensor:
-        rates = replace(base, **{leg: leg_of(logs)})
-        ratios = [predict(leg, point.work, rates).us / point.us for point in points]
+        rates = replace(base, **{call: leg_of(logs)})
+        ratios = [predict(call, point.work, rates).us / point.us for point in points]
         return torch.tensor(ratios, dtype=torch.float64).log()
 
     return leg_of(_least_squares(errors, torch.tensor(free, dtype=torch.float64).log()))

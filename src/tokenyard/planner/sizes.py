@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.engines.rings import Cuts, Form, form_of, least_ring, meta_words, shape_for
-from tokenyard.engines.twolevel_ground import least_bytes, most_channels, tuning_for
+from tokenyard.engines.rings import (
+    RowLayout,
+    Tuning,
+    least_ring,
+    meta_words,
+    nvlink_tuning,
+    row_layout_of,
+)
+from tokenyard.engines.twolevel_workspace import least_bytes, most_channels, twolevel_tuning
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
@@ -41,8 +48,8 @@ class Sizes:
             whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
-            headers and letters, which grow with the square of ranks. What calls in place need comes
-            on top.
+            headers and node headers, which grow with the square of ranks. What calls in place need
+            comes on top.
     """
 
     channels: int
@@ -60,15 +67,15 @@ def nvlink_sizes(workload: Workload) -> Sizes:
         ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
     """
     ranks = workload.gpus_per_node
-    shape = shape_for(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
-    ring = _ring("NVLink", ranks * shape.channels, workload.buffer_bytes, workload, shape)
+    tuning = nvlink_tuning(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
+    ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
     return Sizes(
-        channels=shape.channels,
-        senders=shape.channels * (ranks - 1),
-        writers=shape.writers,
-        reducers=shape.channels,
+        channels=tuning.channels,
+        senders=tuning.channels * (ranks - 1),
+        writers=tuning.writers,
+        reducers=tuning.channels,
         rings=(ring,),
-        symmetric_bytes=_signal_bytes(workload, shape.channels) + ring.count * ring.num_bytes,
+        symmetric_bytes=_signal_bytes(workload, tuning.channels) + ring.count * ring.num_bytes,
     )
 
 
@@ -81,7 +88,7 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     grid, buffer_bytes = workload.grid, workload.buffer_bytes
     channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
     all_sms = workload.sms == workload.most_sms
-    tuning = tuning_for(workload.sms, grid, all_sms=all_sms, channels=channels)
+    tuning = twolevel_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
     channels, far = tuning.channels, int(buffer_bytes * tuning.net_share)
     inner = _ring("NVLink", workload.ranks * channels, buffer_bytes - far, workload, tuning)
     links = (workload.nodes - 1) * channels
@@ -105,13 +112,14 @@ def _signal_bytes(workload: Workload, channels: int) -> int:
     words = [2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header)]
     if nodes > 1:
         parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
-        letter = sum(-(-part // 2) * 2 for part in parts)
-        words.append(2 * nodes * channels + 4 * ranks * letter + 4)
+        node_header = sum(-(-part // 2) * 2 for part in parts)
+        words.append(2 * nodes * channels + 4 * ranks * node_header + 4)
     return sum(-(-count // 32) * 256 for count in words)  # int64, padded to 256 bytes
 
 
 def _whole_chunks(ring: Ring, most: int) -> Ring:
-    """As ``TwoGround.net_ring`` uses it: whole chunks, at least three of them where they fit."""
+    """As ``TwolevelWorkspace.net_ring`` uses it: whole chunks, at least three of them where they
+    fit."""
     chunk, back = (max(1, min(most, slots // 3)) for slots in (ring.slots, ring.back_slots))
     return replace(
         ring,
@@ -122,10 +130,10 @@ def _whole_chunks(ring: Ring, most: int) -> Ring:
     )
 
 
-def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Cuts) -> Ring:
+def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tuning) -> Ring:
     """``count`` rings in ``num_bytes``."""
     each = num_bytes // count // 256 * 256
-    there, back = forms(workload)
+    there, back = row_layouts(workload)
     slots, back_slots = each // there.slot_bytes, each // back.slot_bytes
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
@@ -148,15 +156,15 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Cuts)
 def _least_bytes(workload: Workload, channels: int) -> int:
     """A buffer that is large enough, for rows of all dtypes."""
     works = [replace(workload, dtype=dtype) for dtype in DTYPES]
-    slot = max(form.slot_bytes for work in works for form in forms(work))
+    slot = max(row_layout.slot_bytes for work in works for row_layout in row_layouts(work))
     if workload.nodes == 1:
         return workload.ranks * channels * least_ring(slot)
     return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
 
-def forms(workload: Workload) -> tuple[Form, Form]:
+def row_layouts(workload: Workload) -> tuple[RowLayout, RowLayout]:
     """Slots of a fresh dispatch with weights, and of a combine."""
     rows = Payload(torch.empty(0, workload.hidden, dtype=torch.bfloat16), None)
     mode = None if workload.dtype == "bf16" else Quantize.FP8
     meta = meta_words(workload.topk, experts=False, weighted=True)
-    return form_of(rows, mode, meta), form_of(rows, None, 0)
+    return row_layout_of(rows, mode, meta), row_layout_of(rows, None, 0)

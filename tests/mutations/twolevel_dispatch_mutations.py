@@ -1,4 +1,4 @@
-"""Bugs of the two-level dispatch: see ``twolevel_plants.py``."""
+"""Bugs of the two-level dispatch: see ``twolevel_mutations.py``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOP = "while _: ..."
 
 SENDER = {
     "dispatch: a round's end forgets what is owed": mutation(
-        "last chunk", "two_dispatch", drop("publish(...)", "two_dispatch_kernel", nth=0)
+        "last chunk", "two_dispatch", drop("flush_signals(...)", "two_dispatch_kernel", nth=0)
     ),
     "dispatch: a kernel ends without publishing": mutation(
-        "last chunk", "two_dispatch", drop("publish(...)", "two_dispatch_kernel", nth=-1)
+        "last chunk", "two_dispatch", drop("flush_signals(...)", "two_dispatch_kernel", nth=-1)
     ),
     "own rows: no barrier between progress read and noted": mutation(
         "barrier", "two_dispatch", drop_barrier("own_turn")
@@ -59,7 +59,7 @@ NETWORK_SENDER = {
         "flag before data",
         "two_far",
         change(
-            "owe(..., count=count_)",
+            "defer_signal(..., count=count_)",
             "put_chunk",
             where=("first_.to(tl.int64) * _",),
             count_="count_ + (first_ == 0)",
@@ -89,7 +89,7 @@ FORWARDER = {
     "forwarder: credit before read, mapped": mutation(
         "credit before read",
         "two_forward",
-        rewrite("owe(..., counter=at_, count=count_)", _ADD, "return_credits"),
+        rewrite("defer_signal(..., counter=at_, count=count_)", _ADD, "return_credits"),
         drop("return_credits(...)", "end_turn"),
         insert(_EARLY, _LOOP, "forward"),
         importing("add_release", "sync"),
@@ -136,5 +136,5 @@ FORWARDER = {
     ),
 }
 
-DISPATCH_PLANTS = {**SENDER, **NETWORK_SENDER, **FORWARDER}
+DISPATCH_MUTATIONS = {**SENDER, **NETWORK_SENDER, **FORWARDER}
 """By name."""

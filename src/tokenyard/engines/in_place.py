@@ -1,4 +1,5 @@
-"""Rows in symmetric memory without rings: a view (dispatch, combine), a landing (combine)."""
+"""Rows in symmetric memory without rings: an in-place buffer (dispatch, combine), a receive buffer
+(combine)."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.rings import Form, Ground, addresses, as_aligned, sums_for
+from tokenyard.engines.outputs import result_of, sent_of
+from tokenyard.engines.rings import PeerWorkspace, RowLayout, addresses, as_aligned, sums_for
 from tokenyard.engines.signatures import Binders, Launch, Signature
 from tokenyard.engines.status import StatusMonitor
-from tokenyard.engines.tables import result_of, sent_of
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels import region
+from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
-from tokenyard.kernels.greet import greet_all
 from tokenyard.kernels.push import chunks_of, push_rows
-from tokenyard.kernels.two_pull import combine_in_views
+from tokenyard.kernels.two_pull import pull_rows
 from tokenyard.memory.aside import wait_for
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload, overlap, padded
@@ -30,17 +31,21 @@ _PART = 256
 
 
 class Parts(NamedTuple):
-    """Bytes at which the parts of a view begin, and its end. Rows begin at 0."""
+    """Bytes at which the parts of an in-place buffer begin, and its end. Rows begin at 0."""
 
     scales: int
     meta: int
     end: int
 
 
-def parts_of(form: Form, num_rows: int) -> Parts:
+def parts_of(row_layout: RowLayout, num_rows: int) -> Parts:
     """Where rows, scales and meta of ``num_rows`` rows stand."""
     at = [0]
-    for row_bytes in (form.words * form.bits // 8, 4 * form.scale_words, 4 * form.meta_words):
+    for row_bytes in (
+        row_layout.words * row_layout.bits // 8,
+        4 * row_layout.scale_words,
+        4 * row_layout.meta_words,
+    ):
         at.append(-(-(at[-1] + padded(num_rows * row_bytes)) // _PART) * _PART)
     return Parts(*at[1:])
 
@@ -59,61 +64,63 @@ def _ended(what: str) -> str:
     return f"this view of symmetric memory ended with {what}"
 
 
-class View:
-    """The view and the landing of one object. Tensors over a view raise once it is rewritten."""
+class InPlaceBuffers:
+    """The in-place buffer and the receive buffer of one object. Tensors over an in-place buffer
+    raise once it is rewritten."""
 
     def __init__(
-        self, config: Config, ground: Ground, binders: Binders, monitor: StatusMonitor
+        self, config: Config, workspace: PeerWorkspace, binders: Binders, monitor: StatusMonitor
     ) -> None:
-        self._config, self._ground, self.binders = config, ground, binders
-        self._memory, self._monitor = ground.memory, monitor
+        self._config, self._workspace, self.binders = config, workspace, binders
+        self._memory, self._monitor = workspace.memory, monitor
         # the last is in use; a CUDA graph may still write to a smaller one
-        self._view, self._landing = list[Region](), list[Region]()
+        self._buffer, self._receive_buffer = list[Region](), list[Region]()
         self._given: list[Any] = []
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.local.numel() for each in (*self._view, *self._landing))
+        return sum(each.local.numel() for each in (*self._buffer, *self._receive_buffer))
 
     def close(self, why: str) -> None:
         """Tell the others, end the life of all tensors given, and let go of the memory."""
         self._monitor.close()
         self.expire(why)
-        self._view.clear()
-        self._landing.clear()
+        self._buffer.clear()
+        self._receive_buffer.clear()
 
     def write(
         self,
         payload: Payload,
         plan: Plan,
-        kind: Signature,
+        signature: Signature,
         tag: int,
         num_rows: int,
         meta: Tensor | None = None,
         arrived: Arrived | None = None,
     ) -> Payload:
-        """Launch rows into the view, and unpack ``meta`` to ``arrived``. Ends earlier results."""
-        ground, print_, form = self._ground, kind.fingerprint, kind.form
-        parts = parts_of(form, self._config.padded_rows)
+        """Launch rows into the in-place buffer, and unpack ``meta`` to ``arrived``. Ends earlier
+        results."""
+        workspace, print_, row_layout = self._workspace, signature.fingerprint, signature.row_layout
+        parts = parts_of(row_layout, self._config.padded_rows)
         self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
-        view = self._room(self._view, parts.end, tag)
-        top, static, unpack = self._config.num_topk, not kind.spec.exact, None
-        launch = kind.bound("rows", lambda: self.binders.dispatch_in_place(
-            ground, top, form, kind.mode, kind.dtype
+        buffer = self._room(self._buffer, parts.end, tag)
+        top, static, unpack = self._config.num_topk, not signature.spec.exact, None
+        launch = signature.bound("rows", lambda: self.binders.dispatch_in_place(
+            workspace, top, row_layout, signature.mode, signature.dtype
         ))  # fmt: skip
         if meta is not None:
-            unpack = kind.bound("unpack", lambda: bind_unpack(
-                ground, top, ground.plan_ranks, form.meta_words, weighted=kind.weighted,
-                static=static,
+            unpack = signature.bound("unpack", lambda: bind_unpack(
+                workspace, top, workspace.plan_ranks, row_layout.meta_words,
+                weighted=signature.weighted, static=static,
             ))  # fmt: skip
-        out = self._payload(num_rows, kind, parts)
+        out = self._payload(num_rows, signature, parts)
         self._memory.gate()
         write_in_place(
             launch,
-            ground,
+            workspace,
             plan=plan.route.data_ptr(),
-            buffers=view.addresses.data_ptr(),
+            buffers=buffer.addresses.data_ptr(),
             payload=sent_of(payload, meta),
             tag=tag,
             num_tokens=plan.first_pick.shape[0],
@@ -123,9 +130,9 @@ class View:
         if unpack is not None and arrived is not None:
             unpack_in_place(
                 unpack,
-                ground,
+                workspace,
                 plan=plan.route.data_ptr(),
-                metadata=view.local.data_ptr() + parts.meta,
+                metadata=buffer.local.data_ptr() + parts.meta,
                 result=result_of(out, plan, arrived),
                 num_experts=self._config.num_experts,
             )
@@ -135,40 +142,42 @@ class View:
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` to :meth:`read`. Collective; ends earlier ones."""
         self.expire(_ended("empty_for_combine(in_place=True)"))
-        self._room(self._view, self._row_bytes(hidden, dtype))
+        self._room(self._buffer, self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
         self,
         rows: Tensor,
         plan: Plan,
-        kind: Signature,
+        signature: Signature,
         tag: int,
         bias: tuple[Tensor, ...],
         out: Tensor | None,
     ) -> Tensor:
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
-        ``bias``: up to two more terms. Rows that lie elsewhere than in the view are copied there
-        first, which ends the life of earlier results.
+        ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
+        copied there first, which ends the life of earlier results.
         """
-        ground, print_ = self._ground, kind.fingerprint
-        view = self._room(self._view, self._row_bytes(rows.shape[1], rows.dtype), tag)
-        launch = self._bound(kind, bias)
+        workspace, print_ = self._workspace, signature.fingerprint
+        buffer = self._room(self._buffer, self._row_bytes(rows.shape[1], rows.dtype), tag)
+        launch = self._bound(signature, bias)
         tokens, terms = plan.first_pick.shape[0], bias
-        total = sums_for(rows, tokens, out, view.local, *bias)  # not where peers still read
-        there = rows.data_ptr() == view.local.data_ptr() and rows.is_contiguous()
+        total = sums_for(rows, tokens, out, buffer.local, *bias)  # not where peers still read
+        there = rows.data_ptr() == buffer.local.data_ptr() and rows.is_contiguous()
         elsewhere = rows.numel() > 0 and not there
         if elsewhere:
             rows, *terms = (
-                each.clone() if overlap(each, view.local) else each for each in (rows, *bias)
+                each.clone() if overlap(each, buffer.local) else each for each in (rows, *bias)
             )
-            view.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(rows)
+            buffer.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(
+                rows
+            )
         self._memory.gate()
-        combine_in_views(
+        pull_rows(
             launch,
-            ground,
+            workspace,
             plan=plan.route.data_ptr(),
-            views=view.addresses.data_ptr(),
+            buffers=buffer.addresses.data_ptr(),
             sums=Sums(*addresses(tuple(terms)), total.data_ptr(), 0),
             tag=tag,
             num_tokens=tokens,
@@ -184,7 +193,7 @@ class View:
         self,
         rows: Tensor,
         plan: Plan,
-        kind: Signature,
+        signature: Signature,
         tag: int,
         bias: tuple[Tensor, ...],
         out: Tensor | None,
@@ -192,19 +201,19 @@ class View:
         """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T,
         H]``, in ``out`` where that can be; it may overlap rows and ``bias``, up to two more terms.
         """
-        config, ground, tokens = self._config, self._ground, plan.first_pick.shape[0]
+        config, workspace, tokens = self._config, self._workspace, plan.first_pick.shape[0]
         most = (config.world_size - 1) * config.max_tokens_per_rank * rows.shape[1] * rows.itemsize
-        rows_at: int = cast("Any", region).landing_rows_at(config.world_size, chunks_of(ground))
-        launch = self._bound(kind, bias)
-        landing = self._room(self._landing, rows_at + padded(most), tag)
+        rows_at: int = cast("Any", region).receive_rows_at(config.world_size, chunks_of(workspace))
+        launch = self._bound(signature, bias)
+        receive_buffer = self._room(self._receive_buffer, rows_at + padded(most), tag)
         rows = as_aligned(rows)
         total = sums_for(rows, tokens, out, rows, *bias)
         self._memory.gate()
         push_rows(
             launch,
-            ground,
+            workspace,
             plan=plan.route.data_ptr(),
-            landings=landing.addresses.data_ptr(),
+            receive_buffers=receive_buffer.addresses.data_ptr(),
             rows=rows.data_ptr(),
             sums=Sums(*addresses(bias), total.data_ptr(), 0),
             tag=tag,
@@ -213,13 +222,15 @@ class View:
         self._memory.settle()
         return total if out is None or total is out else out.copy_(total)
 
-    def _bound(self, kind: Signature, bias: tuple[Tensor, ...]) -> Launch:
+    def _bound(self, signature: Signature, bias: tuple[Tensor, ...]) -> Launch:
         """The launch of a combine in place."""
         dtypes, bind = tuple(term.dtype for term in bias), self.binders.combine_in_place
-        return kind.bound(dtypes, lambda: bind(self._ground, kind.form, kind.dtype, dtypes))
+        return signature.bound(
+            dtypes, lambda: bind(self._workspace, signature.row_layout, signature.dtype, dtypes)
+        )
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """Of a view of rows alone."""
+        """Of a buffer of rows alone."""
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
 
     def _room(self, part: list[Region], num_bytes: int, tag: int | None = None) -> Region:
@@ -230,14 +241,15 @@ class View:
             try:
                 part.append(self._memory.allocate(num_bytes))
             except PeerTimeout as lost:
-                raise self._monitor.blamed(lost) from None
+                raise self._monitor.attributed(lost) from None
         return part[-1]
 
     def _meet(self, tag: int) -> None:
-        """Greet, and wait for it: who is in another call greets too, but never allocates."""
-        launch = self.binders.greet(self._ground)
+        """Greet, and wait for it: who is in another call enters the call barrier too, but never
+        allocates."""
+        launch = self.binders.call_barrier(self._workspace)
         self._memory.gate()
-        greet_all(launch, self._ground, tag)
+        launch_call_barrier(launch, self._workspace, tag)
         self._monitor.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda":
@@ -245,25 +257,26 @@ class View:
         self._monitor.raise_if_failed()
 
     def expire(self, why: str) -> None:
-        """End the life of the tensors given so far: using one, or a view of one, raises ``why``.
-        torch has the means in its CUDA builds only; elsewhere they live on with the next rows.
+        """End the life of the tensors given so far: using one, or a torch view of one, raises
+        ``why``. torch has the means in its CUDA builds only; elsewhere they live on with the next
+        rows.
         """
         _forbid(self._given, why)
 
-    def _payload(self, num_rows: int, kind: Signature, parts: Parts) -> Payload:
+    def _payload(self, num_rows: int, signature: Signature, parts: Parts) -> Payload:
         """Tensors over the rows, and over their scales if they have any."""
-        sent = kind.sent
+        sent = signature.sent
         x, scales = self._over(0, (num_rows, sent.hidden), sent.dtype), None
         if sent.scale_words:
             scales = self._over(parts.scales, (num_rows, sent.num_scales), sent.scale_dtype)
         return Payload(x, scales)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        view = self._view[-1]
-        device = view.local.device
+        buffer = self._buffer[-1]
+        device = buffer.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-        storage: Any = make(view.local.data_ptr() + at, device, num_bytes)
-        storage.memory = view.local  # lives as long as a tensor over it may be used
+        storage: Any = make(buffer.local.data_ptr() + at, device, num_bytes)
+        storage.memory = buffer.local  # lives as long as a tensor over it may be used
         self._given.append(storage)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))  # pyright: ignore

@@ -1,5 +1,5 @@
-"""Engine nvlink, simulated, in bodies that hostile tests and others have for engine collective,
-where both must do the same.
+"""Engine nvlink, simulated, in bodies that tests of bad input and others have for engine
+collective, where both must do the same.
 
 Where they differ (``docs/reference/protocols.md``: who learns of a failure when), nvlink's own
 verdicts: here of refused calls, in ``test_nvlink_failures_simulated.py`` of ranks in different
@@ -75,17 +75,17 @@ def test_refused_calls_that_return_at_once() -> None:
     """Whoever is wrong gets its own ValueError there and then; all are told by ``check()``, and the
     object is finished.
     """
-    run_all("nvlink_hostile.refused", [(name, seed) for name in REFUSED for seed in range(SOAK)])
+    run_all("nvlink_bad_input.refused", [(name, seed) for name in REFUSED for seed in range(SOAK)])
 
 
 def test_results_that_one_call_makes_too_large() -> None:
     """As ``test_limits.py`` has it; but of a static call peers learn only who refused it."""
     jobs = [(at, alone) for at in range(len(ROWS)) for alone in (False, True)]
-    run_all("nvlink_hostile.too_large", [(*job, seed) for job in jobs for seed in range(SOAK)])
+    run_all("nvlink_bad_input.too_large", [(*job, seed) for job in jobs for seed in range(SOAK)])
 
 
 def test_rings_too_small_for_a_row() -> None:
     run_all(
-        "nvlink_hostile.rings_too_small",
+        "nvlink_bad_input.rings_too_small",
         [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK)],
     )

@@ -1,4 +1,4 @@
-"""Tables of engines with kernels: what a call makes for kernels to fill, and how much work
+"""Outputs of engines with kernels: what a call makes for kernels to fill, and how much work
 that is.
 """
 
@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenyard import Layout
 from tokenyard.config import Config
+from tokenyard.engines.outputs import Outputs
 from tokenyard.engines.signatures import Signature, signature_of
-from tokenyard.engines.tables import Tables
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH
 from tokenyard.rows import Payload
@@ -35,10 +35,10 @@ SPECS = {
 }
 
 
-def _kind(spec: Spec, *, weighted: bool) -> Signature:
+def _signature(spec: Spec, *, weighted: bool) -> Signature:
     payload = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     return signature_of(
-        DISPATCH, payload, spec, None, CONFIG, marked=weighted, scaled=False, in_place=False
+        DISPATCH, payload, spec, None, CONFIG, weighted=weighted, scaled=False, in_place=False
     )
 
 
@@ -48,9 +48,9 @@ def _rows(spec: Spec) -> int:
     return CONFIG.padded_rows if spec.capacity is None else spec.capacity
 
 
-def _call(tables: Tables, kind: Signature) -> tuple[Plan, Arrived]:
-    counted = tables.counted(kind, TOKENS, 8)
-    return tables.results(kind, counted, CONFIG.padded_rows, _rows(kind.spec))
+def _call(outputs: Outputs, signature: Signature) -> tuple[Plan, Arrived]:
+    counted = outputs.counted(signature, TOKENS, 8)
+    return outputs.results(signature, counted, CONFIG.padded_rows, _rows(signature.spec))
 
 
 class _Count(TorchDispatchMode):
@@ -66,7 +66,7 @@ class _Count(TorchDispatchMode):
 
 
 def _fills(plan: Plan, arrived: Arrived) -> list[tuple[torch.Tensor, int]]:
-    """Tables of a static call, and the number that an unwritten place holds."""
+    """Outputs of a static call, and the number that an unwritten place holds."""
     holes = [(plan.slots, -1), (plan.picks, 0), (plan.gather, -1)]
     return [*holes, (arrived.topk_idx, -1), (arrived.weights, 0), (arrived.source, -1)]
 
@@ -74,39 +74,42 @@ def _fills(plan: Plan, arrived: Arrived) -> list[tuple[torch.Tensor, int]]:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_static_tables_begin_with_holes_in_every_call(spec: Spec, weighted: bool) -> None:
-    """Also behind a call whose tables were written full; shapes and strides stay those of the
+    """Also behind a call whose outputs were written full; shapes and strides stay those of the
     first.
     """
-    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=weighted)
-    first = _fills(*_call(tables, kind))
-    shapes = [(table.shape, table.stride(), table.dtype) for table, _ in first]
+    outputs, signature = Outputs(CONFIG, torch.device("cpu")), _signature(spec, weighted=weighted)
+    first = _fills(*_call(outputs, signature))
+    shapes = [(output.shape, output.stride(), output.dtype) for output, _ in first]
     for _ in range(3):
-        made = _fills(*_call(tables, kind))
-        assert [(table.shape, table.stride(), table.dtype) for table, _ in made] == shapes
-        for table, hole in made:
-            assert (table == hole).all()
-            table.fill_(77)
-        for at, (table, _) in enumerate(made):  # none lies over another
-            table.fill_(at)
-        assert all((table == at).all() for at, (table, _) in enumerate(made))
+        made = _fills(*_call(outputs, signature))
+        assert [(output.shape, output.stride(), output.dtype) for output, _ in made] == shapes
+        for output, hole in made:
+            assert (output == hole).all()
+            output.fill_(77)
+        for at, (output, _) in enumerate(made):  # none lies over another
+            output.fill_(at)
+        assert all((output == at).all() for at, (output, _) in enumerate(made))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_static_call_fills_its_tables_in_one_go(spec: Spec) -> None:
-    """They cost more host time than exact shapes while every table was filled by a launch of its
+    """They cost more host time than exact shapes while every output was filled by a launch of its
     own.
     """
-    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(spec, weighted=True)
-    _call(tables, kind)
+    outputs, signature = Outputs(CONFIG, torch.device("cpu")), _signature(spec, weighted=True)
+    _call(outputs, signature)
     with _Count() as count:
-        _call(tables, kind)
+        _call(outputs, signature)
     no_work = {"empty", "as_strided", "view", "detach"}
     assert [name for name in count.seen if name.split(".")[0] not in no_work] == ["clone"]
 
 
 def test_tables_first_made_in_inference_mode_serve_autograd() -> None:
-    tables, kind = Tables(CONFIG, torch.device("cpu")), _kind(SPECS["flat"], weighted=True)
+    outputs, signature = (
+        Outputs(CONFIG, torch.device("cpu")),
+        _signature(SPECS["flat"], weighted=True),
+    )
     with torch.inference_mode():
-        _call(tables, kind)
-    for table, _ in _fills(*_call(tables, kind)):
-        assert not table.is_inference()
+        _call(outputs, signature)
+    for output, _ in _fills(*_call(outputs, signature)):
+        assert not output.is_inference()

@@ -2,8 +2,8 @@
 """The call barrier: one program of every data kernel tells all peers what call this is, and waits
 until all have told the same.
 
-It publishes ``tags[half][me]`` at every peer, then adds 1 to ``hellos[me]`` there (release). It
-reads ``tags[half][peer]`` of its own region after ``hellos[peer]`` has reached the number of this
+It publishes ``tags[parity][me]`` at every peer, then adds 1 to ``hellos[me]`` there (release). It
+reads ``tags[parity][peer]`` of its own region after ``hellos[peer]`` has reached the number of this
 call (acquire). A data kernel ends only after its barrier. So all peers have entered call n when a
 rank enters n + 1, and have left it when it enters n + 2, which is when it writes the half again.
 
@@ -21,8 +21,8 @@ import triton.language as tl
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_GREETING, RANK, add_release, give_up, given_up, lacking, note_call, wait_for_all,
-    words,
+    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, given_up, lacking, note_call,
+    wait_for_all, words,
 )  # fmt: skip
 
 
@@ -37,19 +37,21 @@ class GreetConfig(NamedTuple):
 
 @triton.jit
 def in_same_call(state, mine, call, tag, mask, k: tl.constexpr):
-    """Whether the peers of ``mask [rank_bins]``, who have greeted, are in this ``call``. Gives up
-    on one that is not."""
+    """Whether the peers of ``mask [rank_bins]``, who have announced it, are in this ``call``. Gives
+    up on one that is not."""
     r = tl.arange(0, k.rank_bins)
     theirs = tag_of(mine, (call % 2).to(tl.int32), r, k)
     theirs = tl.load(theirs, mask=mask, other=0)
     peer = tl.max(tl.where(mask & (theirs != tag), r, -1))
     if peer >= 0:
-        give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0)))
+        give_up(
+            state, DISAGREED, ON_CALL_BARRIER, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0))
+        )
     return peer < 0
 
 
 @triton.jit
-def greeted(regions, state, tag, k: tl.constexpr):
+def all_in_call(regions, state, tag, k: tl.constexpr):
     """Whether all peers have come to this same call. For programs that leave before the call is
     counted."""
     r = tl.arange(0, k.rank_bins)
@@ -57,7 +59,7 @@ def greeted(regions, state, tag, k: tl.constexpr):
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
     hellos = hello_of(mine, r, k)
-    seen = wait_for_all(hellos, want, r < k.ranks, state, ON_GREETING, r, MORE=False)
+    seen = wait_for_all(hellos, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False)
     ok = lacking(seen, want, r < k.ranks) == 0
     if ok:
         ok = in_same_call(state, mine, call, tag, r < k.ranks, k)
@@ -65,14 +67,14 @@ def greeted(regions, state, tag, k: tl.constexpr):
 
 
 @triton.jit
-def say_hello(regions, state, tag, k: tl.constexpr):
+def announce_call(regions, state, tag, k: tl.constexpr):
     """Tell all peers that this rank has come to the call."""
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
-    half = (call % 2).to(tl.int32)
+    parity = (call % 2).to(tl.int32)
     note_call(state, tag, call)
     r = tl.arange(0, k.rank_bins)
     bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
-    tl.store(tag_of(bases, half, me, k), tag + (r * 0), mask=r < k.ranks)
+    tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=r < k.ranks)
     hellos = hello_of(bases, me, k)
     add_release(hellos, tl.full((k.rank_bins,), 1, tl.int64), r < k.ranks)
 
@@ -86,30 +88,30 @@ def count_call(state):
 
 
 @triton.jit
-def greet(regions, state, tag, k: tl.constexpr):
-    """Greet, wait for the others, compare tags, and count the call."""
-    say_hello(regions, state, tag, k)
-    greeted(regions, state, tag, k)
+def call_barrier(regions, state, tag, k: tl.constexpr):
+    """Announce the call, wait for the others, compare tags, and count the call."""
+    announce_call(regions, state, tag, k)
+    all_in_call(regions, state, tag, k)
     count_call(state)
 
 
-@triton.jit(repr=shown_as("nvlink::greet"))
-def greet_kernel(regions, state, tag, k: tl.constexpr):
+@triton.jit(repr=shown_as("nvlink::call_barrier"))
+def call_barrier_kernel(regions, state, tag, k: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
     if not given_up(state):
-        greet(regions, state, tag, k)
+        call_barrier(regions, state, tag, k)
 
 
 # The host's side
 
 
-def bind_greet(workspace: Any) -> Callable[..., None]:
+def bind_call_barrier(workspace: Any) -> Callable[..., None]:
     """Compile and load the kernel of a call without rows."""
-    ranks, channels = workspace.memory.world_size, workspace.shape.channels
+    ranks, channels = workspace.memory.world_size, workspace.tuning.channels
     k = GreetConfig(ranks, workspace.rank_bins, channels)
-    return workspace.memory.bind(greet_kernel, 1, num_warps=4, k=k)
+    return workspace.memory.bind(call_barrier_kernel, 1, num_warps=4, k=k)
 
 
-def greet_all(launch: Callable[..., None], workspace: Any, tag: int) -> None:
-    """Launch what :func:`bind_greet`, or that of engine twolevel, made."""
+def launch_call_barrier(launch: Callable[..., None], workspace: Any, tag: int) -> None:
+    """Launch what :func:`bind_call_barrier`, or that of engine twolevel, made."""
     launch(workspace.peers, workspace.state_at, tag)

@@ -7,10 +7,11 @@ each turn a task does what is possible at once, a chunk at most, and notes how f
 (``done_in``), then the next has its turn. So a worker is busy as long as any of its tasks can go
 on, whatever tasks take, and the number of programs is free of the number of ranks.
 
-Who publishes what: a turn stores and reads, and notes what it *owes* to counters (:func:`owe`); the
-worker adds all of it once per round, and once behind the last one (:func:`publish`): one release,
-behind all that its tasks have stored and read. Who may read when: whoever has acquired the counter.
-Reuse is safe as if each turn had released itself, later: a task has no other turn in between.
+Who publishes what: a turn stores and reads, and notes what it *defers* to counters
+(:func:`defer_signal`); the worker adds all of it once per round, and once behind the last one
+(:func:`flush_signals`): one release, behind all that its tasks have stored and read. Who may read
+when: whoever has acquired the counter. Reuse is safe as if each turn had released itself, later: a
+task has no other turn in between.
 
 Nobody waits in a circle: a turn never waits, so a round ends and is published, so each task goes on
 as if it had a program of its own, and for those ``docs/reference/twolevel.md`` has the argument.
@@ -37,7 +38,7 @@ from tokenyard.kernels.sync import (
     still_time,
     words,
 )
-from tokenyard.kernels.two_region import done_in, owed_of, owed_words
+from tokenyard.kernels.two_region import deferred_of, deferred_words, done_in
 
 SPINS = tl.constexpr(16)
 """Rounds in vain between two looks at the clock."""
@@ -49,7 +50,7 @@ rows; then any."""
 @triton.jit
 def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
     """Which of its tasks a worker comes to in a turn. Channel 0 begins with the last place, where
-    the greeting is.
+    the call barrier is.
 
     Each channel begins a round elsewhere: if all were at the same kind of task at once, links would
     be idle while rows are copied inside ranks, and too narrow while they are stored to others.
@@ -67,26 +68,27 @@ def dealt(worker, i, k: tl.constexpr):
 
 
 @triton.jit
-def owe(state, turn, q, counter, count, mask, k: tl.constexpr):
+def defer_signal(state, turn, q, counter, count, mask, k: tl.constexpr):
     """Note that ``counter`` (an address), the ``q``-th of a turn's task, is to have ``count`` more:
-    a task does so once between two of :func:`publish`.
+    a task does so once between two of :func:`flush_signals`.
 
     What a turn stores to other GPUs is on its way for microseconds, and a release waits for it.
     Other tasks have their turns meanwhile.
     """
-    at = owed_of(state, turn.task, turn.channel, q, k)
+    at = deferred_of(state, turn.task, turn.channel, q, k)
     tl.store(at, counter, mask=mask)
     tl.store(at + 1, count, mask=mask)
 
 
 @triton.jit
-def publish(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
-    """Add what this worker's tasks owe (release): behind all that it has stored and read so far."""
-    EACH: tl.constexpr = owed_words(k.grid.ranks_per_node)
+def flush_signals(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
+    """Add what this worker's tasks defer (release): behind all that it has stored and read so
+    far."""
+    EACH: tl.constexpr = deferred_words(k.grid.ranks_per_node)
     ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
     e = tl.arange(0, triton.next_power_of_2(ROUND * EACH))
     task = dealt(worker, e // EACH, k)
-    at = owed_of(state, task, channel, e % EACH, k)
+    at = deferred_of(state, task, channel, e % EACH, k)
     count = tl.load(at + 1, mask=(e // EACH < ROUND) & (task < tasks), other=0)
     if tl.max(count) > 0:
         counter = tl.load(at, mask=count > 0, other=0)

@@ -5,24 +5,24 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from edits import Edit, change, drop_barrier, first_of, move, rewrite, shorten
-from mutations import Mutation, mutation, planted_in
-from nvlink_plants import RELAXED, WHOLE_GPU
+from mutations import Mutation, mutated, mutation
+from nvlink_mutations import RELAXED, WHOLE_GPU
 
 _FLAG, _SUM_FLAG = "tl.atomic_max(...)", "tl.atomic_max(..., sem='release')"
 _READY = "tl.atomic_xchg(words(_) + READY, ...)"
-_PARITY, _ONE_HALF = "(call_ % 2).to(tl.int32)", "(call_ % 1).to(tl.int32)"
+_PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ % 1).to(tl.int32)"
 
 
-def _plant(kind: str, *edits: Edit, within: int = 10) -> Mutation:
+def _mutation(kind: str, *edits: Edit, within: int = 10) -> Mutation:
     return mutation(kind, "low", *edits, within=within)
 
 
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
-    return _plant(kind, change(pattern, inside, **changes))
+    return _mutation(kind, change(pattern, inside, **changes))
 
 
 PUBLISHED = {
-    "dispatch: no barrier before the flag": _plant(
+    "dispatch: no barrier before the flag": _mutation(
         "barrier", drop_barrier("send_piece", before=_FLAG)
     ),
     "dispatch: flag without order": _instead(
@@ -31,14 +31,14 @@ PUBLISHED = {
     "dispatch: flag for this GPU only": _instead(
         "release", "tl.atomic_max(..., scope=all_)", "send_piece", all_=WHOLE_GPU
     ),
-    "dispatch: flag before the row": _plant(
+    "dispatch: flag before the row": _mutation(
         "flag before data",
         first_of(
             move(_FLAG, "store_groups(...)", "send_piece", along=True),
             move(_FLAG, "for _ in tl.static_range(_): ...", "send_piece", along=True),
         ),
     ),
-    "combine: no barrier before the flag": _plant(
+    "combine: no barrier before the flag": _mutation(
         "barrier", drop_barrier("send_sum", before=_SUM_FLAG)
     ),
     "combine: flag without order": _instead(
@@ -47,14 +47,14 @@ PUBLISHED = {
     "combine: flag for this GPU only": _instead(
         "release", "tl.atomic_max(..., scope=all_)", "send_sum", all_=WHOLE_GPU
     ),
-    "combine: flag before the sum": _plant(
+    "combine: flag before the sum": _mutation(
         "flag before data", move(_SUM_FLAG, "for _ in range(0, _, _): ...", "send_sum", along=True)
     ),
-    "table: no barrier before READY": _plant("barrier", drop_barrier("lead", before=_READY)),
+    "table: no barrier before READY": _mutation("barrier", drop_barrier("lead", before=_READY)),
     "table: READY without order": _instead(
         "release", "tl.atomic_xchg(words(_) + READY, ..., sem=sem_)", "lead", sem_=RELAXED
     ),
-    "table: READY before the table": _plant(
+    "table: READY before the table": _mutation(
         "flag before data", move(_READY, "tl.minimum(value_in(_), _)", "lead")
     ),
 }
@@ -62,7 +62,7 @@ PUBLISHED = {
 _READY_SEEN = "tl.atomic_add(words(_) + READY, 0, ..., sem=sem_)"
 
 WAITED_FOR = {
-    "plain load for an acquire": _plant(
+    "plain load for an acquire": _mutation(
         "acquire",
         rewrite(
             "tl.min(tl.atomic_add(flags_, 0, ...))", "tl.min(tl.load(flags_))", "wait_flag", times=2
@@ -71,7 +71,7 @@ WAITED_FOR = {
     "one piece waited for": _instead(
         "acquire", "flag_ + tl.arange(0, pieces_)", "wait_flag", pieces_="1"
     ),
-    "plain loads for acquires": _plant(
+    "plain loads for acquires": _mutation(
         "acquire",
         rewrite(
             "tl.atomic_add(flags_, 0, mask=mask_, sem='acquire', scope='sys')",
@@ -80,25 +80,25 @@ WAITED_FOR = {
             times=4,
         ),
     ),
-    "READY seen without order": _plant(
+    "READY seen without order": _mutation(
         "acquire", change(_READY_SEEN, "wait_ready", times=2, sem_=RELAXED)
     ),
-    "no barrier behind a flag": _plant("barrier", drop_barrier("wait_flag")),
-    "no barrier behind flags": _plant("barrier", drop_barrier("wait_flags")),
-    "no barrier behind READY": _plant("barrier", drop_barrier("wait_ready")),
+    "no barrier behind a flag": _mutation("barrier", drop_barrier("wait_flag")),
+    "no barrier behind flags": _mutation("barrier", drop_barrier("wait_flags")),
+    "no barrier behind READY": _mutation("barrier", drop_barrier("wait_ready")),
 }
 
 WHICH_CALL = {
-    "dispatch: flags of the last but one": _plant(
+    "dispatch: flags of the last but one": _mutation(
         "wrong epoch",
         rewrite("want_ = 2 * call_", "want_ = 2 * call_ - 4", "receive_slot"),
     ),
-    "combine: flags of the last but one": _plant(
+    "combine: flags of the last but one": _mutation(
         "wrong epoch",
         change("wait_flags(..., want=want_)", "add_rows", want_="want_ - 4"),
         rewrite("seen_ == wanted_ + 1", "seen_ >= wanted_ - 3", "add_rows"),
     ),
-    "notes of the last but one": _plant(
+    "notes of the last but one": _mutation(
         "wrong epoch",
         rewrite(
             "here_ & (least_ >= call_) & (call_in(_) >= call_)",
@@ -106,7 +106,7 @@ WHICH_CALL = {
             "have_come",
         ),
     ),
-    "weights of the last but one": _plant(
+    "weights of the last but one": _mutation(
         "wrong epoch",
         rewrite("look(at_, in_) >> 32 != sign_", "look(at_, in_) < 0", "wait_weights", times=2),
     ),
@@ -116,15 +116,15 @@ WHICH_CALL = {
 }
 
 WRITTEN_AGAIN = {
-    "dispatch: one half only": _plant(
-        "reused too early", rewrite(_PARITY, _ONE_HALF, "low_dispatch_kernel")
+    "dispatch: one half only": _mutation(
+        "reused too early", rewrite(_PARITY, _ONE_PARITY, "low_dispatch_kernel")
     ),
-    "combine: one half only": _plant(
+    "combine: one half only": _mutation(
         "reused too early",
-        rewrite(_PARITY, _ONE_HALF, "low_combine_kernel"),
+        rewrite(_PARITY, _ONE_PARITY, "low_combine_kernel"),
         within=40,
     ),
-    "combine: peers not waited for": _plant(
+    "combine: peers not waited for": _mutation(
         "reused too early",
         rewrite("pid_ == all_ - 1", "pid_ == all_", "low_combine_kernel"),
         within=40,
@@ -132,18 +132,18 @@ WRITTEN_AGAIN = {
 }
 
 SENT = {
-    "dispatch: last piece dropped": _plant(
+    "dispatch: last piece dropped": _mutation(
         "last token", shorten("send_piece(...)", "low_dispatch_kernel")
     ),
-    "combine: last slot dropped": _plant(
+    "combine: last slot dropped": _mutation(
         "last token", shorten("send_sum(...)", "low_combine_kernel")
     ),
 }
 
-PLANTS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT}
+MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT}
 """By name."""
 
-TORN = _plant(
+TORN = _mutation(
     "torn sum",
     rewrite("tl.max(doubted_.to(_)) > 0", "tl.max(doubted_.to(tl.int32)) > 1", "agree"),
 )
@@ -154,4 +154,4 @@ def planted(name: str) -> AbstractContextManager[None]:
     """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies
     without one.
     """
-    return planted_in((PLANTS | {TORN.kind: TORN})[name] if name else None)
+    return mutated((MUTATIONS | {TORN.kind: TORN})[name] if name else None)

@@ -56,23 +56,25 @@ def test_what_is_kept_is_what_would_be_made() -> None:
     from tokenyard.engines.signatures import signature_of
 
     begun: list[tuple[Any, int]] = []
-    watch = SimpleNamespace(raise_if_failed=lambda: None, begin=lambda *given: begun.append(given))
-    engine: Any = SimpleNamespace(config=CONFIG, _monitor=watch, _signatures={}, _calls=0)
+    monitor = SimpleNamespace(
+        raise_if_failed=lambda: None, begin=lambda *given: begun.append(given)
+    )
+    engine: Any = SimpleNamespace(config=CONFIG, _monitor=monitor, _signatures={}, _calls=0)
     flags = list(product((False, True), repeat=3))
     calls = [*product((DISPATCH, CACHED, COMBINE), PAYLOADS, SPECS, (None, *Quantize), flags)]
     random.Random(0).shuffle(calls)
-    for op, given, spec, mode, (marked, scaled, in_place) in calls * 2:
+    for op, given, spec, mode, (weighted, scaled, in_place) in calls * 2:
         payload, options = (
             payload_of(*given),
-            {"marked": marked, "scaled": scaled, "in_place": in_place},
+            {"weighted": weighted, "scaled": scaled, "in_place": in_place},
         )
-        kept = NvlinkEngine._kind(engine, op, payload, spec, mode, **options)
+        kept = NvlinkEngine._signature(engine, op, payload, spec, mode, **options)
         want = signature_of(op, payload, spec, mode, CONFIG, **options)
         want.fingerprint.call = kept.fingerprint.call
         for name in (
             "fingerprint",
             "tag",
-            "form",
+            "row_layout",
             "dtype",
             "sent",
             "weighted",

@@ -1,4 +1,4 @@
-"""Bugs of the two-level engine's dispatch in place: see ``twolevel_plants.py``."""
+"""Bugs of the two-level engine's dispatch in place: see ``twolevel_mutations.py``."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ HERE, NOT_LAST = "row_ + lane_ < n_", "row_ + lane_ < n_ - (n_ == left_).to(tl.i
 ROWS = "for _ in range(...): ..."
 
 NEAR_ROWS = {
-    "near rows: views not waited for": mutation(
+    "near rows: buffers not waited for": mutation(
         "reused too early",
         "two_direct",
         rewrite("(left_ > 0) & ready_", "left_ > 0", "near_turn"),
-        part="views",
+        part="buffers",
         hint=4,
     ),
     "near rows: no barrier between progress read and noted": mutation(
-        "barrier", "two_direct", drop_barrier("near_turn"), part="views"
+        "barrier", "two_direct", drop_barrier("near_turn"), part="buffers"
     ),
     "near rows: last row dropped": mutation(
         "last chunk",
         "two_direct",
         rewrite(HERE, NOT_LAST, "near_turn", where=("n_ = tl.minimum(left_, _)",)),
-        part="views",
+        part="buffers",
     ),
     "near rows: behind one's own": mutation(
         "wrong row",
         "two_direct",
         rewrite("tl.where(at_ >= 0, _, -1)", "at_", "near_turn"),
-        part="views",
+        part="buffers",
     ),
 }
 
 PLACER = {
-    "placer: views not waited for": mutation(
+    "placer: buffers not waited for": mutation(
         "reused too early",
         "two_direct",
         rewrite("(seen_ >= want_) & ready_", "seen_ >= want_", "place_turn"),
-        part="views",
+        part="buffers",
     ),
     "placer: no barrier behind its look": mutation(
-        "barrier", "two_direct", drop_barrier("place_turn"), part="views"
+        "barrier", "two_direct", drop_barrier("place_turn"), part="buffers"
     ),
     "placer: last row dropped": mutation(
         "last chunk",
         "two_direct",
         rewrite(HERE, NOT_LAST, "place_turn", where=("n_ = tl.minimum(tl.minimum(_, left_), _)",)),
-        part="views",
+        part="buffers",
     ),
     "placer: rows not waited for": mutation(
         "flag before data",
@@ -57,7 +57,7 @@ PLACER = {
         rewrite(
             "tl.minimum(tl.minimum(_, left_), chunk_)", "tl.minimum(left_, chunk_)", "place_turn"
         ),
-        part="views",
+        part="buffers",
         hint=4,
     ),
     "placer: credit before read": mutation(
@@ -71,125 +71,131 @@ PLACER = {
             i1_="i0_ + n_",
             none_="n_",
         ),
-        part="views",
+        part="buffers",
         within=20,
     ),
     "placer: rows taken not counted": mutation(
         "wrong epoch",
         "two_direct",
         rewrite(COUNTED, NOT_COUNTED, "place_turn"),
-        part="views",
+        part="buffers",
         hint=4,
     ),
     "placer: rows of an earlier turn forgotten": mutation(
         "wrong epoch",
         "two_direct",
         change("tl.store(_, rows_.to(tl.int64), mask=_)", "place_turn", rows_="(rows_ * 0)"),
-        part="views",
+        part="buffers",
     ),
     "placer: table not written": mutation(
         "wrong row",
         "two_direct",
         drop("tl.store(_, at_, mask=_)", "place_turn", where=("at_ = tl.where(...)",)),
-        part="views",
+        part="buffers",
     ),
     "placer: landings of the next channel": mutation(
         "wrong row",
         "two_direct",
         change(
-            "landing_of(..., k_, channel=channel_)",
+            "first_forwarded(..., k_, channel=channel_)",
             "place_turn",
             channel_="(channel_ + 1) % k_.channels",
         ),
-        part="views channels",
+        part="buffers channels",
     ),
     "placer: landings of the next rank": mutation(
         "wrong row",
         "two_direct",
         change(
-            "landing_of(..., k_, q=q_)",
+            "first_forwarded(..., k_, q=q_)",
             "place_turn",
             q_="(q_ + 1) % k_.grid.ranks_per_node",
         ),
-        part="views",
+        part="buffers",
     ),
     "direct: done before the rows": mutation(
         "flag before data",
         "two_direct",
-        move("end_in_views(...)", "while _: ...", "two_direct_kernel"),
-        part="views",
+        move("end_in_place(...)", "while _: ...", "two_direct_kernel"),
+        part="buffers",
     ),
     "direct: a round's end forgets what is owed": mutation(
-        "last chunk", "two_direct", drop("publish(...)", "two_direct_kernel"), part="views peers"
+        "last chunk",
+        "two_direct",
+        drop("flush_signals(...)", "two_direct_kernel"),
+        part="buffers peers",
     ),
     "direct: workers without rows wait for nobody": mutation(
         "reused too early",
         "two_direct",
         rewrite("tl.where(ready_, 0, 1)", "0", "two_direct_kernel"),
-        part="apart views",
+        part="apart buffers",
         within=20,
     ),
 }
 
-VIEWS = {
-    "views: end not waited for": mutation(
-        "flag before data", "two_views", drop("wait_for_all(...)", "end_in_views"), part="views"
+END_IN_PLACE = {
+    "buffers: end not waited for": mutation(
+        "flag before data",
+        "two_in_place",
+        drop("wait_for_all(...)", "end_in_place"),
+        part="buffers",
     ),
-    "views: workers of the last call": mutation(
+    "buffers: workers of the last call": mutation(
         "wrong epoch",
-        "two_views",
-        rewrite("(calls_ + 1) * all_", "calls_ * all_", "end_in_views"),
-        part="views",
+        "two_in_place",
+        rewrite("(calls_ + 1) * all_", "calls_ * all_", "end_in_place"),
+        part="buffers",
     ),
-    "views: all workers but one": mutation(
+    "buffers: all workers but one": mutation(
         "last chunk",
-        "two_views",
-        rewrite("(calls_ + 1) * all_", "(calls_ + 1) * all_ - 1", "end_in_views"),
-        part="views",
+        "two_in_place",
+        rewrite("(calls_ + 1) * all_", "(calls_ + 1) * all_ - 1", "end_in_place"),
+        part="buffers",
     ),
-    "views: calls not counted": mutation(
+    "buffers: calls not counted": mutation(
         "wrong epoch",
-        "two_views",
-        change("tl.store(_ + DIRECT_CALLS, _ + one_)", "end_in_views", one_="0"),
-        part="views",
+        "two_in_place",
+        change("tl.store(_ + DIRECT_CALLS, _ + one_)", "end_in_place", one_="0"),
+        part="buffers",
     ),
-    "views: call counted before its end": mutation(
+    "buffers: call counted before its end": mutation(
         "wrong epoch",
-        "two_views",
-        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_views"),
+        "two_in_place",
+        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_place"),
         part="apart pulls",
         within=20,
     ),
 }
 
-LETTERS = {
-    "greeting: no barrier behind its look": mutation(
-        "barrier", "two_letters", drop_barrier("all_are_here"), part="views"
+NODE_HEADERS = {
+    "call barrier: no barrier behind its look": mutation(
+        "barrier", "two_headers", drop_barrier("all_are_here"), part="buffers"
     ),
-    "landings: without rows of earlier ranks": mutation(
+    "first rows: without rows of earlier ranks": mutation(
         "wrong row",
-        "two_letters",
-        rewrite("tl.sum(_, axis=0)[:, None] + bounds_", "bounds_", "note_landings"),
-        part="views",
+        "two_headers",
+        rewrite("tl.sum(_, axis=0)[:, None] + bounds_", "bounds_", "note_first_forwarded"),
+        part="buffers",
     ),
-    "landings: behind the source's own rows": mutation(
+    "first rows: behind the source's own rows": mutation(
         "wrong row",
-        "two_letters",
+        "two_headers",
         rewrite(
             "rank_ < source_",
             "rank_ <= source_",
-            "note_landings",
+            "note_first_forwarded",
             where=("source_ = _ * near_ + _ % near_",),
         ),
-        part="views",
+        part="buffers",
     ),
-    "landings: in the channel before": mutation(
+    "first rows: in the channel before": mutation(
         "wrong row",
-        "two_letters",
-        rewrite("tl.cumsum(rows_, 0) - rows_", "tl.cumsum(rows_, 0)", "post_letters", nth=-1),
-        part="views channels",
+        "two_headers",
+        rewrite("tl.cumsum(rows_, 0) - rows_", "tl.cumsum(rows_, 0)", "put_node_headers", nth=-1),
+        part="buffers channels",
     ),
 }
 
-VIEW_PLANTS = {**NEAR_ROWS, **PLACER, **VIEWS, **LETTERS}
+IN_PLACE = {**NEAR_ROWS, **PLACER, **END_IN_PLACE, **NODE_HEADERS}
 """By name."""

@@ -1,11 +1,11 @@
-"""Bugs of the two-level engine's combine in place: see ``twolevel_plants.py``."""
+"""Bugs of the two-level engine's combine in place: see ``twolevel_mutations.py``."""
 
 from __future__ import annotations
 
 from edits import Edit, both, change, drop, drop_barrier, first_of, insert, move, rewrite
 from mutations import mutation
-from nvlink_plants import RELAXED
-from twolevel_view_plants import COUNTED, HERE, NOT_COUNTED, NOT_LAST, ROWS
+from nvlink_mutations import RELAXED
+from twolevel_in_place_mutations import COUNTED, HERE, NOT_COUNTED, NOT_LAST, ROWS
 
 PULLER = {
     "puller: rows of ranks that are not there": mutation(
@@ -42,7 +42,7 @@ PULLER = {
         "flag before data",
         "two_pull",
         change(
-            "owe(..., count=count_)",
+            "defer_signal(..., count=count_)",
             "combine_turn",
             where=("i_ = tl.load(_).to(tl.int32)",),
             count_="count_ + (i_ == 0)",
@@ -69,7 +69,7 @@ PULLER = {
         "wrong row",
         "two_pull",
         change(
-            "landing_of(..., k_, channel=channel_)",
+            "first_forwarded(..., k_, channel=channel_)",
             "combine_turn",
             channel_="(channel_ + 1) % k_.channels",
         ),
@@ -138,11 +138,11 @@ REDUCER = {
         "two_pull",
         move("return_network_credits(...)", _TAKEN, _REDUCE, where=(_UPTO,), keep=True, first=True),
         change(
-            "return_network_credits(..., owed=owed_, last=last_)",
+            "return_network_credits(..., deferred=deferred_, last=last_)",
             _REDUCE,
             where=(_TAKEN, _UPTO),
             nth=0,
-            owed_="owed_ + tl.where(far_, upto_ - taken_, 0)",
+            deferred_="deferred_ + tl.where(far_, upto_ - taken_, 0)",
             last_="i >= 0",
         ),
         rewrite("tl.where(_, taken_ - _, none_)", "none_", _REDUCE, nth=-1),
@@ -155,7 +155,7 @@ REDUCER = {
         first_of(
             both(drop("tl.store(_, taken_ - _, mask=_)", _REDUCE), _added_early(_EARLY_ADD)),
             both(
-                rewrite("added_ if mapped_ else _", "added_ * 0 if mapped_ else owed", _REDUCE),
+                rewrite("added_ if mapped_ else _", "added_ * 0 if mapped_ else deferred", _REDUCE),
                 _added_early(_EARLY_ADD_TO_PEERS),
             ),
         ),
@@ -166,10 +166,10 @@ REDUCER = {
         "last chunk",
         "two_pull",
         change(
-            "tl.store(_, owed_, mask=_)",
+            "tl.store(_, deferred_, mask=_)",
             _REDUCE,
-            where=("owed_ = return_network_credits(...)",),
-            owed_="owed_ * 0",
+            where=("deferred_ = return_network_credits(...)",),
+            deferred_="deferred_ * 0",
         ),
         part="long pulls",
         within=20,
@@ -192,16 +192,16 @@ PULL = {
     "pull: done before the reads": mutation(
         "credit before read",
         "two_pull",
-        move("end_in_views(...)", "while _: ...", "two_pull_kernel"),
+        move("end_in_place(...)", "while _: ...", "two_pull_kernel"),
         part="pulls",
     ),
     "pull: a round's end forgets what is owed": mutation(
-        "last chunk", "two_pull", drop("publish(...)", "two_pull_kernel"), part="pulls peers"
+        "last chunk", "two_pull", drop("flush_signals(...)", "two_pull_kernel"), part="pulls peers"
     ),
     "pull: published twice": mutation(
         "flag before data",
         "two_pull",
-        drop("tl.store(_, tl.zeros_like(_), ...)", "publish"),
+        drop("tl.store(_, tl.zeros_like(_), ...)", "flush_signals"),
         part="pulls peers",
     ),
     "pull: what is owed is added without order": mutation(
@@ -210,17 +210,17 @@ PULL = {
         rewrite(
             "add_release(at_, count_, mask_)",
             f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')",
-            "publish",
+            "flush_signals",
         ),
         part="pulls peers",
     ),
     "pull: credits of reducers forgotten": mutation(
         "last chunk",
         "two_pull",
-        rewrite("worker_ == 0", "worker_ < 0", "publish"),
+        rewrite("worker_ == 0", "worker_ < 0", "flush_signals"),
         part="long pulls peers",
     ),
 }
 
-PULL_PLANTS = {**PULLER, **REDUCER, **PULL}
+PULL_MUTATIONS = {**PULLER, **REDUCER, **PULL}
 """By name."""

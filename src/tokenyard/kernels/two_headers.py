@@ -1,19 +1,19 @@
 # pyright: basic
-"""What a plan and a greeting send to other nodes: letters and tags, one put to each rank. Inside a
-node peers store (``plan``, ``greet``).
+"""What a plan and an announcement send to other nodes: node headers and tags, one put to each rank.
+Inside a node peers store (``plan``, ``call_barrier``).
 
-A letter from s to d: header for d, s's row of the matrix, rows to d in channels before each one,
-the same to d's node, rows to d's node; if d has s's local index, it forwards rows of s: then also
-rows to each rank of its node in channels before each one.
+A node header from s to d: header for d, s's row of the matrix, rows to d in channels before each
+one, the same to d's node, rows to d's node; if d has s's local index, it forwards rows of s: then
+also rows to each rank of its node in channels before each one.
 
-Who publishes what, who may read when: the put that brings a letter adds C to ``arrivals[s]`` at d,
-as many as C programs of a near plan do; a tag comes with 1 onto ``hellos[s]``. Program 0 has waited
-for them (acquire) and copies letters to where near ranks write theirs. The greeting reads tags when
-a look at all hellos (acquire) has found those of this call.
+Who publishes what, who may read when: the put that brings a node header adds C to ``arrivals[s]``
+at d, as many as C programs of a near plan do; a tag comes with 1 onto ``hellos[s]``. Program 0 has
+waited for them (acquire) and copies node headers to where near ranks write theirs. The call barrier
+reads tags when a look at all hellos (acquire) has found those of this call.
 
-Why reuse is safe: letters, tags and what they are put from alternate by the parity of the call.
-Half ``n % 2`` is written again in call n + 2, behind arrival (hello) n + 1 of that rank, which it
-sent behind its call n, for which it needed mine: it has read that, and the put is over.
+Why reuse is safe: node headers, tags and what they are put from alternate by the parity of the
+call. Half ``n % 2`` is written again in call n + 2, behind arrival (hello) n + 1 of that rank,
+which it sent behind its call n, for which it needed mine: it has read that, and the put is over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.greet import GreetConfig, count_call, greeted, in_same_call
+from tokenyard.kernels.call_barrier import GreetConfig, all_in_call, count_call, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
@@ -34,38 +34,40 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_COUNTS, ON_GREETING, RANK, add_release, give_up, give_up_on_one, given_up,
+    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, add_release, give_up, give_up_on_one, given_up,
     lacking, look_at_all, note_call, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    landing_of,
-    letter_at,
-    letter_words,
+    first_forwarded,
     net_bytes,
+    node_header_at,
+    node_header_words,
     other,
-    short_letter_words,
+    short_node_header_words,
     tag_at,
 )
-from tokenyard.kernels.two_turns import ON_TIME, reports
+from tokenyard.kernels.two_scheduler import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
 
 
 @triton.jit
-def to_letter(to_header, to_matrix, peers, me, half, to, k: tl.constexpr):
+def to_node_header(to_header, to_matrix, peers, me, parity, to, k: tl.constexpr):
     """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and
     ``to_matrix`` there, or my outbox."""
     P: tl.constexpr = k.grid.ranks_per_node
-    letter = peer_base(peers, me) + letter_at(1, half, to, k)
+    node_header = peer_base(peers, me) + node_header_at(1, parity, to, k)
     far = to // P != me // P
-    header = tl.where(far, letter, to_header.to(tl.int64))
-    return words(header), words(tl.where(far, letter + k.header_words * 8, to_matrix.to(tl.int64)))
+    header = tl.where(far, node_header, to_header.to(tl.int64))
+    return words(header), words(
+        tl.where(far, node_header + k.header_words * 8, to_matrix.to(tl.int64))
+    )
 
 
 @triton.jit
-def post_letters(peers, state, me, half, hist, k: tl.constexpr):
-    """Complete the letters whose headers are in the outbox, and put them."""
+def put_node_headers(peers, state, me, parity, hist, k: tl.constexpr):
+    """Complete the node headers whose headers are in the outbox, and put them."""
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     P: tl.constexpr = k.grid.ranks_per_node
@@ -76,15 +78,15 @@ def post_letters(peers, state, me, half, hist, k: tl.constexpr):
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
-            here = letter_at(1, half, to, k)
+            here = node_header_at(1, parity, to, k)
             bounds = words(mine + here) + W + R + 2
             to_rank = tl.load(hist + c * HIST + to, mask=c < C, other=0)
             to_node = tl.load(hist + c * HIST + R + to // P, mask=c < C, other=0)
             tl.store(bounds + c, (tl.cumsum(to_rank, 0) - to_rank).to(tl.int64), mask=c < C)
             tl.store(bounds + C + c, (tl.cumsum(to_node, 0) - to_node).to(tl.int64), mask=c < C)
             tl.store(bounds + 2 * C, tl.sum(to_node).to(tl.int64))
-            SHORT: tl.constexpr = short_letter_words(R, C, k.header_words)
-            LONG: tl.constexpr = letter_words(R, P, C, W)
+            SHORT: tl.constexpr = short_node_header_words(R, C, k.header_words)
+            LONG: tl.constexpr = node_header_words(R, P, C, W)
             rail = to % P == me % P
             for beside in range(0, tl.where(rail, P, 0)):
                 q = beside + 0
@@ -92,7 +94,7 @@ def post_letters(peers, state, me, half, hist, k: tl.constexpr):
                 beside_at = words(mine + here) + SHORT + q * C + c
                 tl.store(beside_at, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
             num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
-            there = letter_at(0, half, me, k)
+            there = node_header_at(0, parity, me, k)
             counter = arrival_of(mine, me, k).to(tl.int64) - mine
             account = net_bytes(state, to // P, k)
             count = tl.full((), C, tl.int64)
@@ -100,8 +102,8 @@ def post_letters(peers, state, me, half, hist, k: tl.constexpr):
 
 
 @triton.jit
-def open_letters(mine, me, half, plan, k: tl.constexpr):
-    """Bring what letters say to where near ranks write it, and note what comes through the
+def unpack_node_headers(mine, me, parity, plan, k: tl.constexpr):
+    """Bring what node headers say to where near ranks write it, and note what comes through the
     network."""
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
@@ -112,30 +114,30 @@ def open_letters(mine, me, half, plan, k: tl.constexpr):
     for rank in range(R):
         s = rank + 0
         if s // P != me // P:
-            letter = words(mine + letter_at(0, half, s, k))
+            node_header = words(mine + node_header_at(0, parity, s, k))
             said = w < W
-            header = header_of(mine, half, s, k) + w
-            tl.store(header, tl.load(letter + w, mask=said, other=0), mask=said)
-            row = tl.load(letter + W + r, mask=r < R + 2, other=0)
-            tl.store(matrix_of(mine, half, s, k) + r, row, mask=r < R + 2)
-            bounds = tl.load(letter + W + R + 2 + c, mask=c < C, other=0)
-            tl.store(bounds_of(mine, half, s, k) + c, bounds, mask=c < C)
+            header = header_of(mine, parity, s, k) + w
+            tl.store(header, tl.load(node_header + w, mask=said, other=0), mask=said)
+            row = tl.load(node_header + W + r, mask=r < R + 2, other=0)
+            tl.store(matrix_of(mine, parity, s, k) + r, row, mask=r < R + 2)
+            bounds = tl.load(node_header + W + R + 2 + c, mask=c < C, other=0)
+            tl.store(bounds_of(mine, parity, s, k) + c, bounds, mask=c < C)
             if s % P == me % P:
-                through = tl.load(letter + W + R + 2 + C + c, mask=c < C, other=0)
+                through = tl.load(node_header + W + R + 2 + C + c, mask=c < C, other=0)
                 tl.store(in_bound(plan, R + s // P, 0, k) + c, through.to(tl.int32), mask=c < C)
-                total = tl.load(letter + W + R + 2 + 2 * C)
+                total = tl.load(node_header + W + R + 2 + 2 * C)
                 tl.store(in_bound(plan, R + s // P, C, k), total.to(tl.int32))
     tl.debug_barrier()
 
 
 @triton.jit
-def note_landings(mine, half, routing, k: tl.constexpr):
-    """Where rows that this rank forwards begin at the ranks of its node, from letters and the
+def note_first_forwarded(mine, parity, routing, k: tl.constexpr):
+    """Where rows that this rank forwards begin at the ranks of its node, from node headers and the
     matrix."""
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     P: tl.constexpr = k.grid.ranks_per_node
-    SHORT: tl.constexpr = short_letter_words(R, C, k.header_words)
+    SHORT: tl.constexpr = short_node_header_words(R, C, k.header_words)
     PP: tl.constexpr = triton.next_power_of_2(P)
     me = routing.rank
     c, s, q = tl.arange(0, k.channel_bins), tl.arange(0, k.rank_bins), tl.arange(0, PP)
@@ -145,23 +147,23 @@ def note_landings(mine, half, routing, k: tl.constexpr):
         node = g + 0
         if node != home:
             source = node * P + me % P
-            rows = matrix_of(mine, half, s, k)[:, None] + home * P + q[None, :]
+            rows = matrix_of(mine, parity, s, k)[:, None] + home * P + q[None, :]
             earlier = tl.load(rows, mask=(s < source)[:, None] & (q < P)[None, :], other=0)
-            letter = words(mine + letter_at(0, half, source, k)) + SHORT
-            bounds = tl.load(letter + q[:, None] * C + c[None, :], mask=both, other=0)
+            node_header = words(mine + node_header_at(0, parity, source, k)) + SHORT
+            bounds = tl.load(node_header + q[:, None] * C + c[None, :], mask=both, other=0)
             number, tokens = other(node, home), routing.num_tokens
-            at = landing_of(routing.plan, tokens, local, number, q[:, None], c[None, :], k)
+            at = first_forwarded(routing.plan, tokens, local, number, q[:, None], c[None, :], k)
             tl.store(at, (tl.sum(earlier, axis=0)[:, None] + bounds).to(tl.int32), mask=both)
 
 
 @triton.jit
-def lacks_table(mine, state, half, plan, room, k: tl.constexpr):
+def lacks_table(mine, state, parity, plan, room, k: tl.constexpr):
     """Whether a rank has more tokens than another's forwarders have room for: the upper half of
     ``room``. Notes this rank's."""
     R: tl.constexpr = k.ranks
     r = tl.arange(0, k.rank_bins)
-    tokens = tl.load(header_of(mine, half, r, k) + _TOKENS_AT, mask=r < R, other=0)
-    rooms = tl.load(matrix_of(mine, half, r, k) + R, mask=r < R, other=2**62) >> 32
+    tokens = tl.load(header_of(mine, parity, r, k) + _TOKENS_AT, mask=r < R, other=0)
+    rooms = tl.load(matrix_of(mine, parity, r, k) + R, mask=r < R, other=2**62) >> 32
     most, least = tl.max(tokens), tl.min(rooms)
     tl.store(first_out(plan, R, k), (room >> 32).to(tl.int32))
     if not k.exact:  # otherwise the host sees to it
@@ -171,22 +173,22 @@ def lacks_table(mine, state, half, plan, room, k: tl.constexpr):
 
 
 @triton.jit
-def say_hello_to_all(regions, state, tag, k: tl.constexpr):
-    """As ``say_hello``: near ranks by stores, the others by puts."""
+def announce_call_to_all(regions, state, tag, k: tl.constexpr):
+    """As ``announce_call``: near ranks by stores, the others by puts."""
     R: tl.constexpr = k.ranks
     P: tl.constexpr = k.grid.ranks_per_node
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
-    half = (call % 2).to(tl.int32)
+    parity = (call % 2).to(tl.int32)
     note_call(state, tag, call)
     r = tl.arange(0, k.rank_bins)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(tag_of(bases, half, me, k), tag + (r * 0), mask=near)
+    tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=near)
     add_release(hello_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
     mine = peer_base(regions, me)
-    here = tag_at(half, k)
+    here = tag_at(parity, k)
     tl.store(words(mine + here), tag)
-    there = tag_of(mine, half, me, k).to(tl.int64) - mine
+    there = tag_of(mine, parity, me, k).to(tl.int64) - mine
     counter = hello_of(mine, me, k).to(tl.int64) - mine
     for rank in range(R):
         to = rank + 0
@@ -198,16 +200,16 @@ def say_hello_to_all(regions, state, tag, k: tl.constexpr):
 
 
 @triton.jit
-def greet_turn(regions, state, tag, turn, k: tl.constexpr):
-    """``greet`` as a task (``two_turns.py``): the first turn says hello; a later one, when all have
-    said so, compares tags and counts the call.
+def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
+    """``call_barrier`` as a task (``two_scheduler.py``): the first turn announces the call; a later
+    one, when all have said so, compares tags and counts the call.
 
     Returns what is left of the two, as other turns return rows.
     """
     i = tl.load(turn.done).to(tl.int32)
     left = 2 - i
     if i == 0:
-        say_hello_to_all(regions, state, tag, k)
+        announce_call_to_all(regions, state, tag, k)
         left -= 1
         tl.store(turn.done, tl.full((), 1, tl.int64))
     elif i == 1:
@@ -222,8 +224,8 @@ def greet_turn(regions, state, tag, turn, k: tl.constexpr):
 def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     """One look: whether all ranks have come to this ``call``.
 
-    Gives up on one that is late, or in another: not before this rank has said hello itself, as the
-    worker that does so may begin after one that gave up, and the others would wait for it.
+    Gives up on one that is late, or in another: not before this rank has announced the call itself,
+    as the worker that does so may begin after one that gave up, and the others would wait for it.
     """
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
@@ -232,30 +234,30 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     tl.debug_barrier()
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
-        give_up_on_one(state, ON_GREETING, r, want, seen, others)
+        give_up_on_one(state, ON_CALL_BARRIER, r, want, seen, others)
     elif here:
         here = in_same_call(state, mine, call, tag, others, k)
     return here
 
 
-@triton.jit(repr=shown_as("twolevel::greet"))
-def two_greet_kernel(regions, state, tag, k: tl.constexpr):
+@triton.jit(repr=shown_as("twolevel::call_barrier"))
+def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it. ``k`` is
-    a ``GreetConfig``; :func:`bind_two_greet` makes the launch."""
+    a ``GreetConfig``; :func:`bind_two_call_barrier` makes the launch."""
     if not given_up(state):
-        say_hello_to_all(regions, state, tag, k)
-        greeted(regions, state, tag, k)
+        announce_call_to_all(regions, state, tag, k)
+        all_in_call(regions, state, tag, k)
         count_call(state)
 
 
 # The host's side
 
 
-def bind_two_greet(workspace: Any) -> Callable[..., None]:
-    """Compile and load the kernel of a call without rows, of a ``TwoGround``."""
+def bind_two_call_barrier(workspace: Any) -> Callable[..., None]:
+    """Compile and load the kernel of a call without rows, of a ``TwolevelWorkspace``."""
     grid = grid_of(workspace)
     k = GreetConfig(
         ranks=grid.nodes * grid.ranks_per_node, rank_bins=workspace.rank_bins,
-        channels=workspace.shape.channels, grid=grid,
+        channels=workspace.tuning.channels, grid=grid,
     )  # fmt: skip
-    return workspace.memory.bind(two_greet_kernel, 1, num_warps=4, max_registers=None, k=k)
+    return workspace.memory.bind(two_call_barrier_kernel, 1, num_warps=4, max_registers=None, k=k)

@@ -1,5 +1,5 @@
-"""What the hostile tests share: small objects that give up soon, proof that one still works, errors
-as values.
+"""What the tests of bad input share: small objects that give up soon, proof that one still works,
+errors as values.
 """
 
 from __future__ import annotations

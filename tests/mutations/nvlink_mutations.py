@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from edits import change, drop, drop_barrier, first_of, insert, move, move_into, rewrite, shorten
-from mutations import mutation, planted_in
+from mutations import mutated, mutation
 
 RELAXED, WHOLE_GPU = "'relaxed'", "'gpu'"
 
@@ -130,26 +130,26 @@ COMBINE = {
     ),
 }
 
-_PARITY, _ONE_HALF = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"
+_PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"
 
-GREETING = {
-    "greeting: one half only": mutation(
+CALL_BARRIER = {
+    "call barrier: one half only": mutation(
         "reused too early",
-        "greet",
-        rewrite(_PARITY, _ONE_HALF, "say_hello"),
-        rewrite(_PARITY, _ONE_HALF, "in_same_call"),
-        part="greetings",
+        "call_barrier",
+        rewrite(_PARITY, _ONE_PARITY, "announce_call"),
+        rewrite(_PARITY, _ONE_PARITY, "in_same_call"),
+        part="barriers",
         within=30,
     ),
-    "greeting: of the last call": mutation(
+    "call barrier: of the last call": mutation(
         "wrong epoch",
-        "greet",
-        rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "greeted"),
+        "call_barrier",
+        rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "all_in_call"),
     ),
-    "greeting: before its tag": mutation(
+    "call barrier: before its tag": mutation(
         "flag before data",
-        "greet",
-        move("add_release(...)", "tl.store(tag_of(...), ...)", "say_hello", along=True),
+        "call_barrier",
+        move("add_release(...)", "tl.store(tag_of(...), ...)", "announce_call", along=True),
     ),
 }
 
@@ -158,7 +158,7 @@ PLAN = {
         "barrier", "plan", drop_barrier("settle_tile", nth=0)
     ),
     "plan: one half only": mutation(
-        "reused too early", "plan", rewrite(_PARITY, _ONE_HALF), part="plans", within=40, hint=5
+        "reused too early", "plan", rewrite(_PARITY, _ONE_PARITY), part="plans", within=40, hint=5
     ),
     "plan: no barrier before a ticket": mutation(
         "barrier",
@@ -193,30 +193,30 @@ PLAN = {
     ),
     "verdict: nonce before the headers": mutation(
         "flag before data",
-        "verdict",
-        move("tl.atomic_xchg(..., sem='release')", "tell_host(...)", "judge"),
+        "header_validation",
+        move("tl.atomic_xchg(..., sem='release')", "tell_host(...)", "validate"),
     ),
 }
 
 DIRECT = {
-    "direct: views not waited for": mutation(
+    "direct: buffers not waited for": mutation(
         "reused too early",
         "direct",
-        rewrite("greeted(...)", "True", "direct_kernel"),
-        part="views",
+        rewrite("all_in_call(...)", "True", "direct_kernel"),
+        part="buffers",
         hint=2,
     ),
     "direct: done before the rows": mutation(
         "flag before data",
         "direct",
         move("add_release(...)", "write_rows(...)", "direct_kernel", along=True),
-        part="views",
+        part="buffers",
     ),
     "direct: writers of the last call": mutation(
         "wrong epoch",
         "direct",
         rewrite("(calls_ + 1) * writers_ + (rank_ * 0)", "calls_ * writers_ + (rank_ * 0)"),
-        part="views",
+        part="buffers",
     ),
 }
 
@@ -224,7 +224,10 @@ _WANTED = "call_ + chunk_ * 0"
 
 PUSH = {
     "push: landings not waited for": mutation(
-        "reused too early", "push", rewrite("greeted(...)", "True", "push_kernel"), part="pushes"
+        "reused too early",
+        "push",
+        rewrite("all_in_call(...)", "True", "push_kernel"),
+        part="pushes",
     ),
     "push: flag before data": mutation(
         "flag before data",
@@ -304,7 +307,7 @@ PUSH = {
     ),
 }
 
-PLANTS = {**SYNC, **DISPATCH, **COMBINE, **GREETING, **PLAN, **DIRECT, **PUSH}
+MUTATIONS = {**SYNC, **DISPATCH, **COMBINE, **CALL_BARRIER, **PLAN, **DIRECT, **PUSH}
 """By name."""
 
 LIES = {
@@ -324,4 +327,4 @@ LIES = {
 
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
-    return planted_in((PLANTS | LIES)[name] if name else None)
+    return mutated((MUTATIONS | LIES)[name] if name else None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.handle import Arrived, Plan
-from tokenyard.kernels.plan import PlanTables
+from tokenyard.kernels.plan import PlanOutputs
 from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result
 from tokenyard.rows import Payload
@@ -56,45 +56,45 @@ class Ahead(NamedTuple):
 
 
 class Blank(NamedTuple):
-    """Tables of one kind of static call as they begin, side by side.
+    """Outputs of one signature of static calls as they begin, side by side.
 
     Their sizes never change, so a call copies the block and looks at it in parts: one launch.
     To fill them one by one took six, a third of the host time of the call
     (``docs/benchmarks/experiments-nvlink.md``, Host time).
     """
 
-    words: Tensor  # of all tables, int64
-    # dtype, shape, strides and offset of each table, in its elements
+    words: Tensor  # of all outputs, int64
+    # dtype, shape, strides and offset of each output, in its elements
     parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     @staticmethod
-    def of(tables: list[Tensor]) -> Blank:
-        """``tables`` have elements of 4 or 8 bytes, and nothing written to them yet."""
+    def of(outputs: list[Tensor]) -> Blank:
+        """``outputs`` have elements of 4 or 8 bytes, and nothing written to them yet."""
         words: list[Tensor] = []
         parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         at = 0  # in bytes
-        for table in tables:
-            size = table.dtype.itemsize
-            parts.append((table.dtype, tuple(table.shape), table.stride(), at // size))
-            flat = table.reshape(-1)
+        for output in outputs:
+            size = output.dtype.itemsize
+            parts.append((output.dtype, tuple(output.shape), output.stride(), at // size))
+            flat = output.reshape(-1)
             flat = torch.cat([flat, flat.new_zeros(-flat.numel() * size % 8 // size)])
             words.append(flat.view(torch.int64))
             at += flat.numel() * size
         return Blank(torch.cat(words), parts)
 
     def copies(self) -> list[Tensor]:
-        """New tables, which share memory with each other alone."""
+        """New outputs, which share memory with each other alone."""
         words = self.words.clone()
         by_dtype = {torch.int64: words}
-        tables: list[Tensor] = []
+        outputs: list[Tensor] = []
         for dtype, shape, stride, offset in self.parts:
             if dtype not in by_dtype:
                 by_dtype[dtype] = words.view(dtype)
-            tables.append(by_dtype[dtype].as_strided(shape, stride, offset))
-        return tables
+            outputs.append(by_dtype[dtype].as_strided(shape, stride, offset))
+        return outputs
 
 
-class Table(NamedTuple):
+class Output(NamedTuple):
     """A tensor to make, if it has a shape. ``hole``: what unwritten places hold, if ``holey``."""
 
     dtype: torch.dtype
@@ -109,10 +109,10 @@ def sent_of(payload: Payload, meta: Tensor | None = None) -> Sent:
     return Sent(payload.x.data_ptr(), scales, 0 if meta is None else meta.data_ptr())
 
 
-def filled_of(counted: Counted) -> PlanTables:
+def filled_of(counted: Counted) -> PlanOutputs:
     """Addresses of what the plan's launch fills, besides the plan."""
-    _, *tables = counted
-    return PlanTables(*(each.data_ptr() for each in tables))
+    _, *outputs = counted
+    return PlanOutputs(*(each.data_ptr() for each in outputs))
 
 
 def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:
@@ -132,7 +132,7 @@ def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Resul
     )
 
 
-class Tables:
+class Outputs:
     """Makes tensors on one device. What a layout lacks is one shared empty tensor."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -144,56 +144,60 @@ class Tables:
         if device.type == "cuda":
             self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
-    def counted(self, kind: Signature, tokens: int, route_words: int) -> Counted:
+    def counted(self, signature: Signature, tokens: int, route_words: int) -> Counted:
         """For the plan's launch."""
-        if kind.ahead is not None and kind.ahead.where == self._where(tokens, route_words):
-            return kind.ahead.counted
-        return self._counted(kind, tokens, route_words)
+        if signature.ahead is not None and signature.ahead.where == self._where(
+            tokens, route_words
+        ):
+            return signature.ahead.counted
+        return self._counted(signature, tokens, route_words)
 
-    def make_ahead(self, kind: Signature, tokens: int, route_words: int, room: int) -> None:
-        """In the current stream, make the tables of a call that may follow, of ``room`` rows."""
+    def make_ahead(self, signature: Signature, tokens: int, route_words: int, room: int) -> None:
+        """In the current stream, make the outputs of a call that may follow, of ``room`` rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
-            counted = self._counted(kind, tokens, route_words)
-            arrived = _with_counts(self._each(self._arrived_tables(kind, room)), counted)
-            kind.ahead = Ahead(self._where(tokens, route_words), room, counted, arrived)
+            counted = self._counted(signature, tokens, route_words)
+            arrived = _with_counts(self._each(self._arrived_outputs(signature, room)), counted)
+            signature.ahead = Ahead(self._where(tokens, route_words), room, counted, arrived)
 
     def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
         return tokens, route_words, stream, torch.is_inference_mode_enabled()
 
-    def _counted(self, kind: Signature, tokens: int, route_words: int) -> Counted:
+    def _counted(self, signature: Signature, tokens: int, route_words: int) -> Counted:
         ints = partial(torch.empty, dtype=torch.int32, device=self._device)
-        none, layout, local = self._none[torch.int32], kind.spec.layout, self._local
+        none, layout, local = self._none[torch.int32], signature.spec.layout, self._local
         return Counted(
             route=ints(route_words),
-            meta=ints(tokens * kind.form.meta_words),
+            meta=ints(tokens * signature.row_layout.meta_words),
             first_pick=torch.empty(tokens, self._topk, dtype=torch.int64, device=self._device),
             tokens_per_expert=ints(local),
             offsets=ints(local + 1) if layout is Layout.EXPERT_MAJOR else none,
             ranges=ints(local, self._ranks, 2) if layout is Layout.EXPERT_PADDED else none,
-            overflow=none if kind.spec.capacity is None else ints(1),
+            overflow=none if signature.spec.capacity is None else ints(1),
         )
 
     def results(
-        self, kind: Signature, counted: Counted, arrived_rows: int, num_rows: int
+        self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
     ) -> tuple[Plan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
         source say so beforehand; kernels write the others.
         """
-        ahead, kind.ahead = kind.ahead, None
-        if kind.blank is not None:
-            slots, picks, gather, *rest = kind.blank.copies()
+        ahead, signature.ahead = signature.ahead, None
+        if signature.blank is not None:
+            slots, picks, gather, *rest = signature.blank.copies()
             arrived = _with_counts(rest, counted)
         elif ahead is not None and ahead.counted is counted and ahead.room == num_rows:
-            slots, picks, gather = self._each(_plan_tables(kind, arrived_rows, num_rows))
+            slots, picks, gather = self._each(_plan_outputs(signature, arrived_rows, num_rows))
             arrived = ahead.arrived
         else:
-            wanted = _plan_tables(kind, arrived_rows, num_rows)
-            made = self._each(wanted + self._arrived_tables(kind, num_rows))
+            wanted = _plan_outputs(signature, arrived_rows, num_rows)
+            made = self._each(wanted + self._arrived_outputs(signature, num_rows))
             slots, picks, gather, *rest = made
             arrived = _with_counts(rest, counted)
-            if not kind.spec.exact and not _captures(self._device):  # else filled in replays only
-                kind.blank = Blank.of(made)
+            if not signature.spec.exact and not _captures(
+                self._device
+            ):  # else filled in replays only
+                signature.blank = Blank.of(made)
         return Plan(
             splits=self._none[torch.int64],
             route=counted.route,
@@ -204,17 +208,19 @@ class Tables:
             first_pick=counted.first_pick,
         ), arrived
 
-    def _arrived_tables(self, kind: Signature, num_rows: int) -> list[Table]:
+    def _arrived_outputs(self, signature: Signature, num_rows: int) -> list[Output]:
         """Ids, weights and source tokens of result rows."""
-        shape = (num_rows,) if kind.experts else (num_rows, self._topk)
-        no_ids, no_weights = kind.experts, not kind.weighted
+        shape = (num_rows,) if signature.experts else (num_rows, self._topk)
+        no_ids, no_weights = signature.experts, not signature.weighted
         return [
-            Table(torch.int32, 0, None) if no_ids else Table(torch.int64, -1, shape, kind.holes),
-            Table(torch.float32, 0, None if no_weights else shape, kind.holes),
-            Table(torch.int64, -1, (num_rows,), kind.holes),
+            Output(torch.int32, 0, None)
+            if no_ids
+            else Output(torch.int64, -1, shape, signature.holes),
+            Output(torch.float32, 0, None if no_weights else shape, signature.holes),
+            Output(torch.int64, -1, (num_rows,), signature.holes),
         ]
 
-    def _each(self, wanted: list[Table]) -> list[Tensor]:
+    def _each(self, wanted: list[Output]) -> list[Tensor]:
         device = self._device
         return [
             self._none[dtype]
@@ -226,19 +232,19 @@ class Tables:
         ]
 
 
-def _plan_tables(kind: Signature, arrived_rows: int, num_rows: int) -> list[Table]:
+def _plan_outputs(signature: Signature, arrived_rows: int, num_rows: int) -> list[Output]:
     """Slots, picks and the gather of a plan."""
-    static, placed = not kind.spec.exact, kind.spec.placed
-    shape = (arrived_rows, kind.width) if placed else None
+    static, placed = not signature.spec.exact, signature.spec.placed
+    shape = (arrived_rows, signature.width) if placed else None
     return [
-        Table(torch.int64, -1, shape, static),
-        Table(torch.int64, 0, shape, static),
-        Table(torch.int64, -1, (num_rows,) if placed else None, kind.holes),
+        Output(torch.int64, -1, shape, static),
+        Output(torch.int64, 0, shape, static),
+        Output(torch.int64, -1, (num_rows,) if placed else None, signature.holes),
     ]
 
 
-def _with_counts(tables: list[Tensor], counted: Counted) -> Arrived:
-    topk_idx, weights, source = tables
+def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
+    topk_idx, weights, source = outputs
     return Arrived(
         topk_idx=topk_idx,
         weights=weights,

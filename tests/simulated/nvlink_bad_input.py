@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import tokenyard as ty
-from hostile import Inputs, assert_works, check, complaint, error_of, make
+from bad_input import Inputs, assert_works, check, complaint, error_of, make
 from test_bad_input import CACHED, COMBINE, Bad
 from test_limits import GIB, ROWS
 from tokenyard import limits
 from tokenyard.testing import Ranks
 from tokenyard.testing.decorators import run_in_simulator
 
-CULPRIT = 1
+FAILED_RANK = 1
 REFUSED: dict[str, tuple[str, Bad]] = {
     "cached: x is float64": ("cached dispatch", CACHED[12]),
     "combine: x is float64": ("combine", COMBINE["x"][4]),
@@ -35,7 +35,7 @@ def refused(name: str, seed: int) -> None:
 
 def _refused(ranks: Ranks, name: str) -> None:
     op, bad = REFUSED[name]
-    inputs, wrong = Inputs.of(ranks), ranks.rank == CULPRIT
+    inputs, wrong = Inputs.of(ranks), ranks.rank == FAILED_RANK
     with make(ranks) as ep:
         recv = ep.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
         good = {"x": recv.x if op == "combine" else inputs.x, "handle": recv.handle}
@@ -47,7 +47,9 @@ def _refused(ranks: Ranks, name: str) -> None:
             why := complaint(error, bad.kind if wrong else None, bad.words if wrong else ())
         ), why
         says = (
-            f"this rank refused {op} #1" if wrong else f"rank {CULPRIT} refused its side of {op} #1"
+            f"this rank refused {op} #1"
+            if wrong
+            else f"rank {FAILED_RANK} refused its side of {op} #1"
         )
         for call in (
             ep.check,
@@ -70,21 +72,25 @@ def _too_large(ranks: Ranks, at: int, alone: bool) -> None:
     finished.
     """
     inputs, bad = Inputs.of(ranks), ROWS[at]
-    wrong, exact = not alone or ranks.rank == CULPRIT, bad.change(inputs).get("exact", True)
+    wrong, exact = not alone or ranks.rank == FAILED_RANK, bad.change(inputs).get("exact", True)
     good = {"x": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
     with make(ranks) as ep:
         error = error_of(lambda: ep.dispatch(**good | (bad.change(inputs) if wrong else {})))
         if wrong:
             check(error, bad.kind, *bad.words)
         elif exact:
-            check(error, ty.PeerError, f"rank {CULPRIT} refused its side of this call", *bad.words)
+            check(
+                error, ty.PeerError, f"rank {FAILED_RANK} refused its side of this call", *bad.words
+            )
         else:
-            says = f"rank {CULPRIT} refused its side of dispatch #0"
+            says = f"rank {FAILED_RANK} refused its side of dispatch #0"
             check(error, ty.PeerError, says, "its own error says why")
         if exact or not alone:
             assert_works(ranks, ep)
         else:
-            says = "this rank refused dispatch #0" if wrong else f"rank {CULPRIT} refused its side"
+            says = (
+                "this rank refused dispatch #0" if wrong else f"rank {FAILED_RANK} refused its side"
+            )
             check(error_of(ep.check), ty.PeerError, says)
 
 

@@ -1,20 +1,20 @@
 # pyright: basic
-"""What dispatch and combine in place of the two-level engine share: when peers' views may be
-touched, and when all have been.
+"""What dispatch and combine in place of the two-level engine share: when peers' in-place buffers
+may be touched, and when all have been.
 
-Ranks of one node write to each other's views (``kernels/two_direct.py``), or read there
+Ranks of one node write to each other's in-place buffers (``kernels/two_direct.py``), or read there
 (``kernels/two_pull.py``). P workers in all on each.
 
 Who publishes what, who may read when:
 
-* A greeting says that a rank's stream has come to this call: what read its view before is over, and
-  its own rows are there. So a worker touches views only once it has seen all greetings (acquire)
-  and all name the same call.
+* An announcement says that a rank's stream has come to this call: what read its buffer before is
+  over, and its own rows are there. So a worker touches in-place buffers only once it has seen all
+  announcements (acquire) and all name the same call.
 * A worker that has done all its tasks adds 1 to ``dones[me]`` at every rank of its node (release):
   behind all that it has written and read. Program 0 waits until all workers of all ranks of its
   node have done so, in this call and all earlier ones (acquire); first those of its own rank,
   without a deadline, as they have theirs. The kernel ends behind that, so later kernels may read
-  the view, and write to it.
+  the in-place buffer, and write to it.
 
 Program 0 counts the call behind that wait, so workers may read its number at any time. Nobody waits
 for program 0 meanwhile: its own tasks are done.
@@ -25,13 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.greet import count_call
+from tokenyard.kernels.call_barrier import count_call
 from tokenyard.kernels.region import DIRECT_CALLS, done_of, peer_base
 from tokenyard.kernels.sync import ON_END, RANK, add_release, wait_beside, wait_for_all, words
 
 
 @triton.jit
-def end_in_views(regions, state, k: tl.constexpr):
+def end_in_place(regions, state, k: tl.constexpr):
     """A worker's end."""
     P: tl.constexpr = k.grid.ranks_per_node
     programs: tl.constexpr = k.channels * k.grid.workers

@@ -7,11 +7,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from edits import change, drop, drop_barrier, first_of, insert, move, rewrite
-from mutations import mutation, planted_in
-from nvlink_plants import RELAXED, SYNC
-from twolevel_dispatch_plants import DISPATCH_PLANTS
-from twolevel_pull_plants import PULL_PLANTS
-from twolevel_view_plants import VIEW_PLANTS
+from mutations import mutated, mutation
+from nvlink_mutations import RELAXED, SYNC
+from twolevel_dispatch_mutations import DISPATCH_MUTATIONS
+from twolevel_in_place_mutations import IN_PLACE
+from twolevel_pull_mutations import PULL_MUTATIONS
 
 _UNORDERED = f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')"
 
@@ -35,13 +35,17 @@ NETWORK = {
 
 WORKERS = {
     "worker: tasks begin where those of the last call ended": mutation(
-        "wrong epoch", "two_turns", drop("tl.store(done_in(...), ...)", "begin_tasks")
+        "wrong epoch", "two_scheduler", drop("tl.store(done_in(...), ...)", "begin_tasks")
     ),
     "worker: published twice": mutation(
-        "flag before data", "two_turns", drop("tl.store(_, tl.zeros_like(_), ...)", "publish")
+        "flag before data",
+        "two_scheduler",
+        drop("tl.store(_, tl.zeros_like(_), ...)", "flush_signals"),
     ),
     "worker: what is owed is added without order": mutation(
-        "release", "two_turns", rewrite("add_release(at_, count_, mask_)", _UNORDERED, "publish")
+        "release",
+        "two_scheduler",
+        rewrite("add_release(at_, count_, mask_)", _UNORDERED, "flush_signals"),
     ),
 }
 
@@ -51,10 +55,10 @@ _TAKEN, _UPTO = "taken_ = upto_", "upto_ = tl.where(...)"
 
 COMBINER = {
     "combine: a round's end forgets what is owed": mutation(
-        "last chunk", "two_combine", drop("publish(...)", "two_combine_kernel", nth=0)
+        "last chunk", "two_combine", drop("flush_signals(...)", "two_combine_kernel", nth=0)
     ),
     "combine: a kernel ends without publishing": mutation(
-        "last chunk", "two_combine", drop("publish(...)", "two_combine_kernel", nth=-1)
+        "last chunk", "two_combine", drop("flush_signals(...)", "two_combine_kernel", nth=-1)
     ),
     "combiner: no barrier behind its looks": mutation(
         "barrier", "two_combine", drop_barrier("combine_turn", behind="look_at_all(...)")
@@ -110,7 +114,7 @@ COMBINER = {
     "combiner: credit before read": mutation(
         "credit before read",
         "two_combine",
-        drop("owe(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
+        drop("defer_signal(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
         insert(
             "add_release(heads, upto_ - taken_, others & (upto_ > taken_))",
             _TAKEN,
@@ -177,10 +181,10 @@ REDUCER = {
         "last chunk",
         "two_combine",
         change(
-            "tl.store(_, owed_, mask=_)",
+            "tl.store(_, deferred_, mask=_)",
             _REDUCE,
-            where=("owed_ = return_network_credits(...)",),
-            owed_="owed_ * 0",
+            where=("deferred_ = return_network_credits(...)",),
+            deferred_="deferred_ * 0",
         ),
         part="long",
         within=20,
@@ -192,42 +196,42 @@ REDUCER = {
     ),
 }
 
-LETTERS = {
-    "greeting: before its tag": mutation(
+NODE_HEADERS = {
+    "call barrier: before its tag": mutation(
         "flag before data",
-        "two_letters",
-        move("add_release(...)", "tl.store(tag_of(...), ..., mask=_)", "say_hello_to_all"),
+        "two_headers",
+        move("add_release(...)", "tl.store(tag_of(...), ..., mask=_)", "announce_call_to_all"),
         within=30,
     ),
-    "greeting: of the last call": mutation(
+    "call barrier: of the last call": mutation(
         "wrong epoch",
-        "two_letters",
+        "two_headers",
         rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "all_are_here"),
     ),
-    "letters: one half only": mutation(
+    "node headers: one half only": mutation(
         "reused too early",
         "two_region",
-        rewrite("outbox_ * 2 + half_", "outbox_ * 2 + half_ * 0", "letter_at"),
+        rewrite("outbox_ * 2 + half_", "outbox_ * 2 + half_ * 0", "node_header_at"),
         part="plans",
         within=40,
         hint=1,
     ),
-    "letters: bounds of the rank for those of the node": mutation(
+    "node headers: bounds of the rank for those of the node": mutation(
         "wrong epoch",
-        "two_letters",
-        rewrite("row_ + ranks_ + to_ // near_", "row_ + to_", "post_letters"),
+        "two_headers",
+        rewrite("row_ + ranks_ + to_ // near_", "row_ + to_", "put_node_headers"),
     ),
 }
 
-PLANTS = {
+MUTATIONS = {
     **NETWORK,
     **WORKERS,
-    **DISPATCH_PLANTS,
-    **VIEW_PLANTS,
-    **PULL_PLANTS,
+    **DISPATCH_MUTATIONS,
+    **IN_PLACE,
+    **PULL_MUTATIONS,
     **COMBINER,
     **REDUCER,
-    **LETTERS,
+    **NODE_HEADERS,
     # under roles that nvlink lacks
     **{
         name: SYNC[name]
@@ -243,7 +247,7 @@ PLANTS = {
 
 HURRIED = mutation(
     "deadline",
-    "two_turns",
+    "two_scheduler",
     rewrite("since_ + tl.load(_) + grace_", "since_ + 200 + grace_ // 1000000", "next_step"),
     change("SPINS = tl.constexpr(n_)", n_="2"),
 )
@@ -254,4 +258,4 @@ def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``, or ``hurried``; "" for copies without
     one.
     """
-    return planted_in(HURRIED if name == "hurried" else PLANTS[name] if name else None)
+    return mutated(HURRIED if name == "hurried" else MUTATIONS[name] if name else None)

@@ -3,7 +3,7 @@
 of ``plan``.
 
 It reads what the other ranks have sent when all of it is there. Every rank reads the same, so all
-come to the same verdict. Host memory gets ``[nonce, doubts, crowded, headers [R, W], matrix [R,
+come to the same result. Host memory gets ``[nonce, mismatches, crowded, headers [R, W], matrix [R,
 R]]``, the nonce last (release).
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import go_of, header_of, matrix_of
-from tokenyard.kernels.sync import DISAGREED, ON_COUNTS, ON_GREETING, give_up, words
-from tokenyard.kernels.two_letters import lacks_table
+from tokenyard.kernels.sync import DISAGREED, ON_CALL_BARRIER, ON_COUNTS, give_up, words
+from tokenyard.kernels.two_headers import lacks_table
 
 _STATUS_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
@@ -33,30 +33,32 @@ def _disagree(state, tag, tags, said, k: tl.constexpr):
         other = other & (said != _MAGIC)
     peer = tl.max(tl.where(other, s, -1))
     if peer >= 0:
-        give_up(state, DISAGREED, ON_GREETING, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0)))
+        give_up(
+            state, DISAGREED, ON_CALL_BARRIER, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0))
+        )
 
 
 @triton.jit
-def _tell_host(mine, me, half, header_out, most_rows, k: tl.constexpr):
+def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
     """Headers ``[R, W]`` and matrix ``[R, R]`` to host memory, AT_ONCE rows at a time.
 
-    Returns the doubts: 0 if all headers carry the same call as mine, no refusal, and counts that
-    can be.
+    Returns the mismatches: 0 if all headers carry the same call as mine, no refusal, and counts
+    that can be.
     """
     R: tl.constexpr = k.ranks
     W: tl.constexpr = k.header_words
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
     w, r = tl.arange(0, k.header_bins), tl.arange(0, k.rank_bins)
-    own = tl.load(header_of(mine, half, me, k) + w, mask=w < W, other=0)
-    doubts = tl.full((), 0, tl.int64)
+    own = tl.load(header_of(mine, parity, me, k) + w, mask=w < W, other=0)
+    mismatches = tl.full((), 0, tl.int64)
     for s0 in range(0, R, AT_ONCE):
         s = s0 + tl.arange(0, AT_ONCE)
         known = (s < R)[:, None]
         mask = known & (w < W)[None, :]
-        from_header = header_of(mine, half, s, k)[:, None] + w[None, :]
+        from_header = header_of(mine, parity, s, k)[:, None] + w[None, :]
         v = tl.load(from_header, mask=mask, other=0)
         in_matrix = known & (r < R)[None, :]
-        from_matrix = matrix_of(mine, half, s, k)[:, None] + r[None, :]
+        from_matrix = matrix_of(mine, parity, s, k)[:, None] + r[None, :]
         row = tl.load(from_matrix, mask=in_matrix, other=0)
         tl.store(words(header_out) + 3 + s[:, None] * W + w[None, :], v, mask=mask)
         to_matrix = words(header_out) + 3 + R * W + s[:, None] * R + r[None, :]
@@ -69,19 +71,21 @@ def _tell_host(mine, me, half, header_out, most_rows, k: tl.constexpr):
         total = tl.sum(counts, axis=1)
         bad = (rows < 0) | (rows > tokens) | (rows > most_rows)
         bad = bad | (total < rows) | (total > rows * k.topk)
-        doubts += tl.sum((known & wrong).to(tl.int64)) + tl.sum(((s < R) & bad).to(tl.int64))
-    return doubts + tl.max(tl.where(w == _STATUS_AT, own, 0))
+        mismatches += tl.sum((known & wrong).to(tl.int64)) + tl.sum(((s < R) & bad).to(tl.int64))
+    return mismatches + tl.max(tl.where(w == _STATUS_AT, own, 0))
 
 
 @triton.jit
-def judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, k: tl.constexpr):
-    """Store the verdict of the plan with constants ``k`` (``PlanConfig``). Without a host that
+def validate(
+    mine, state, me, parity, plan, header_out, nonce, tag, room, most_rows, k: tl.constexpr
+):
+    """Store the result of the plan with constants ``k`` (``PlanConfig``). Without a host that
     decides, rows move: a rank that disagrees or announces more than ``most_rows`` has ended the
     object."""
     R: tl.constexpr = k.ranks
     s, d = tl.arange(0, k.rank_bins), tl.arange(0, k.rank_bins)
-    headers = header_of(mine, half, s, k)
-    matrix = matrix_of(mine, half, s, k)
+    headers = header_of(mine, parity, s, k)
+    matrix = matrix_of(mine, parity, s, k)
     # all loads before anybody waits for one
     tags = tl.load(matrix + R + 1, mask=s < R, other=0)
     rooms = tl.load(matrix + R, mask=s < R, other=0) & MOST
@@ -89,7 +93,7 @@ def judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, 
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
     said = tl.load(headers + (0 if k.exact else _ROWS_AT), mask=s < R, other=0)
     if k.exact:
-        doubts = _tell_host(mine, me, half, header_out, most_rows, k)
+        mismatches = _tell_host(mine, me, parity, header_out, most_rows, k)
     else:
         most = tl.max(said)
         if (most > most_rows) | (tl.min(said) < 0):
@@ -97,11 +101,11 @@ def judge(mine, state, me, half, plan, header_out, nonce, tag, room, most_rows, 
     _disagree(state, tag, tags, said, k)
     crowded = tl.max(((s < R) & (tl.sum(table, axis=0) > rooms)).to(tl.int32))
     if k.grid.ranks_per_node < R:
-        crowded |= lacks_table(mine, state, half, plan, room, k)
+        crowded |= lacks_table(mine, state, parity, plan, room, k)
     go = go_of(plan, k)
     if k.exact:
-        tl.store(go, ((doubts == 0) & (crowded == 0)).to(tl.int32))
-        tl.store(words(header_out) + 1, doubts)
+        tl.store(go, ((mismatches == 0) & (crowded == 0)).to(tl.int32))
+        tl.store(words(header_out) + 1, mismatches)
         tl.store(words(header_out) + 2, crowded.to(tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import Cut, Cuts, Form, Ground, least_ring
+from tokenyard.engines.rings import KernelConfig, PeerWorkspace, RowLayout, Tuning, least_ring
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import power_of_two_at_least
@@ -34,17 +34,19 @@ def limit_of(grid: Topology) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning(Cuts):
-    """How work of engine twolevel is cut into programs. Equal on all ranks.
+class TwolevelTuning(Tuning):
+    """How work of engine twolevel is divided into programs. Equal on all ranks.
 
-    ``workers`` are the programs of a channel, which share its tasks (``kernels/two_turns.py``): one
-    per role and peer, and the greeting. With as many workers as tasks each has a program of its
-    own; with one, each program does everything for its channel.
+    ``workers`` are the programs of a channel, which share its tasks (``kernels/two_scheduler.py``):
+    one per role and peer, and the call barrier. With as many workers as tasks each has a program of
+    its own; with one, each program does everything for its channel.
     """
 
-    pull: Cut  # of a combine in place
+    pull: KernelConfig  # of a combine in place
     workers: int
-    forward: Cut  # of forwarders, without ``chunk``: rings inside have one (``dispatch.chunk``)
+    forward: (
+        KernelConfig  # of forwarders, without ``chunk``: rings inside have one (``dispatch.chunk``)
+    )
     net_chunk: int  # rows per put and per network credit, at most
     turn: int  # tokens that a reducer sums in one turn
     net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
@@ -74,9 +76,9 @@ def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) 
     return math.ceil(channels * ring * max(near / (1 - NET_SHARE), far / NET_SHARE))
 
 
-def tuning_for(
+def twolevel_tuning(
     num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
-) -> Tuning:
+) -> TwolevelTuning:
     """The tuning for ``num_sms`` multiprocessors: a program on each, of 16 warps, and ``channels``
     at most. ValueError: there is none for a worker.
     """
@@ -84,17 +86,19 @@ def tuning_for(
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     tasks = grid.world_size + grid.ranks_per_node + grid.num_nodes - 1
     channels = min(channels, num_sms)
-    dispatch = Cut(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
-    few = Cut(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
-    return Tuning(
+    dispatch = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
+    few = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
+    return TwolevelTuning(
         channels=channels,
         dispatch=dispatch,
-        send=Cut(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
-        reduce=Cut(rows=8, block=1024, num_warps=16, max_registers=128) if all_sms else few,
+        send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
+        reduce=KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
+        if all_sms
+        else few,
         direct=dispatch,
         pull=few,
         workers=max(1, min(tasks, num_sms // channels)),
-        forward=Cut(rows=4, block=4096, num_warps=16),
+        forward=KernelConfig(rows=4, block=4096, num_warps=16),
         net_chunk=16,
         turn=16,
     )
@@ -102,7 +106,7 @@ def tuning_for(
 
 @dataclass(frozen=True, slots=True)
 class NetRing:
-    """A network ring for rows of one form: ``slots``, and rows per put and credit (``chunk``)."""
+    """A network ring for rows of one layout: ``slots``, and rows per put and credit (``chunk``)."""
 
     slots: int
     chunk: int
@@ -115,23 +119,23 @@ class NetRing:
         return max(1, self.slots - 2 * self.chunk + 2)
 
 
-class TwoGround(Ground):
-    """Besides what :class:`Ground` keeps: network rings, staging, signals between nodes."""
+class TwolevelWorkspace(PeerWorkspace):
+    """Besides what :class:`PeerWorkspace` keeps: network rings, staging, signals between nodes."""
 
     net: bool
-    """Whether letters and greetings go to other nodes by NVSHMEM."""
+    """Whether node headers and announcements go to other nodes by NVSHMEM."""
     mapped: bool
     """Whether ranks of other nodes are mapped: rows are stored there, else put by NVSHMEM."""
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, shape: Tuning, buffer_bytes: int
+        self, config: Config, memory: SymmetricMemory, tuning: TwolevelTuning, buffer_bytes: int
     ) -> None:
         if config.topology is None:
             remedy = "pass topology=(num_nodes, ranks_per_node)"
             raise NotSupported(f"engine 'twolevel' needs a grid of ranks: {remedy}")
-        self.grid, self.tuning = config.topology, shape
+        self.grid, self.tuning = config.topology, tuning
         self.net = memory.ranks_per_node > 0
-        super().__init__(config, memory, shape, buffer_bytes)
+        super().__init__(config, memory, tuning, buffer_bytes)
         self.mapped = not self.net or bool((self.region.addresses != 0).all())
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
@@ -155,7 +159,7 @@ class TwoGround(Ground):
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
 
     @property
-    def letters(self) -> tuple[int, int, bool]:
+    def header_exchange(self) -> tuple[int, int, bool]:
         return self.grid.ranks_per_node, self.far_at, self.net
 
     @property
@@ -163,15 +167,18 @@ class TwoGround(Ground):
         """Of a kernel that moves rows."""
         return self.tuning.workers * self.tuning.channels
 
-    def net_ring(self, form: Form) -> NetRing:
-        """How a network ring takes rows of ``form``. ValueError: it has room for less than two."""
+    def net_ring(self, row_layout: RowLayout) -> NetRing:
+        """How a network ring takes rows of ``row_layout``. ValueError: it has room for less than
+        two."""
         if self.grid.num_nodes == 1:  # there is none
             return NetRing(4 * self.tuning.net_chunk, self.tuning.net_chunk)
-        rings = 2 * (self.grid.num_nodes - 1) * self.shape.channels
-        slots = self._slots(form, self.net_ring_bytes, f"{rings} network rings")
+        rings = 2 * (self.grid.num_nodes - 1) * self.tuning.channels
+        slots = self._slots(row_layout, self.net_ring_bytes, f"{rings} network rings")
         chunk = max(1, min(self.tuning.net_chunk, slots // 3))
         return NetRing(slots // chunk * chunk, chunk)
 
-    def least_bytes(self, form: Form) -> int:
+    def least_bytes(self, row_layout: RowLayout) -> int:
         """As there, for rings between nodes too, whatever :func:`most_channels` chooses."""
-        return least_bytes(self.grid, 2 * form.hidden, form.slot_bytes, self.shape.channels)
+        return least_bytes(
+            self.grid, 2 * row_layout.hidden, row_layout.slot_bytes, self.tuning.channels
+        )
