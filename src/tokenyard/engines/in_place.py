@@ -245,8 +245,7 @@ class InPlaceBuffers:
         return part[-1]
 
     def _meet(self, tag: int) -> None:
-        """Greet, and wait for it: who is in another call enters the call barrier too, but never
-        allocates."""
+        """Pass the call barrier. A rank in another call passes it too, but never allocates."""
         launch = self.binders.call_barrier(self._workspace)
         self._memory.gate()
         launch_call_barrier(launch, self._workspace, tag)

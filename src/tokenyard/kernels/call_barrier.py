@@ -5,7 +5,7 @@ until all have told the same.
 It publishes ``tags[parity][me]`` at every peer, then adds 1 to ``hellos[me]`` there (release). It
 reads ``tags[parity][peer]`` of its own region after ``hellos[peer]`` has reached the number of this
 call (acquire). A data kernel ends only after its barrier. So all peers have entered call n when a
-rank enters n + 1, and have left it when it enters n + 2, which is when it writes the half again.
+rank enters n + 1, and have left it when it enters n + 2, which is when it writes that parity again.
 
 It also names a silent peer from which no row was to come.
 """
@@ -26,7 +26,7 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 
 
-class GreetConfig(NamedTuple):
+class CallBarrierConfig(NamedTuple):
     """What is known of a call without rows when its kernel is compiled."""
 
     ranks: int
@@ -108,7 +108,7 @@ def call_barrier_kernel(regions, state, tag, k: tl.constexpr):
 def bind_call_barrier(workspace: Any) -> Callable[..., None]:
     """Compile and load the kernel of a call without rows."""
     ranks, channels = workspace.memory.world_size, workspace.tuning.channels
-    k = GreetConfig(ranks, workspace.rank_bins, channels)
+    k = CallBarrierConfig(ranks, workspace.rank_bins, channels)
     return workspace.memory.bind(call_barrier_kernel, 1, num_warps=4, k=k)
 
 

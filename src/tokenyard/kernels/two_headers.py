@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.call_barrier import GreetConfig, all_in_call, count_call, in_same_call
+from tokenyard.kernels.call_barrier import CallBarrierConfig, all_in_call, count_call, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
@@ -243,7 +243,7 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
 @triton.jit(repr=shown_as("twolevel::call_barrier"))
 def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
     """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it. ``k`` is
-    a ``GreetConfig``; :func:`bind_two_call_barrier` makes the launch."""
+    a ``CallBarrierConfig``; :func:`bind_two_call_barrier` makes the launch."""
     if not given_up(state):
         announce_call_to_all(regions, state, tag, k)
         all_in_call(regions, state, tag, k)
@@ -256,7 +256,7 @@ def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
 def bind_two_call_barrier(workspace: Any) -> Callable[..., None]:
     """Compile and load the kernel of a call without rows, of a ``TwolevelWorkspace``."""
     grid = grid_of(workspace)
-    k = GreetConfig(
+    k = CallBarrierConfig(
         ranks=grid.nodes * grid.ranks_per_node, rank_bins=workspace.rank_bins,
         channels=workspace.tuning.channels, grid=grid,
     )  # fmt: skip
