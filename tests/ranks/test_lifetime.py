@@ -31,6 +31,7 @@ from bad_input import (
 )
 from cases import Case, check_received, dispatch
 from tokenyard.call_queue import MAX_OUTSTANDING
+from tokenyard.engines import gloo_transport
 from tokenyard.engines.send_plan import note_bad_index
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 
@@ -187,6 +188,19 @@ def test_a_dropped_call_on_one_rank(ranks: Ranks) -> None:
         if ranks.rank == 1:
             assert_same_bits(2 * later.x, recv.x, what="x", rank=1)
         assert_works(ranks, ep)
+
+
+@distributed_test(world_size=2)
+def test_a_second_object_opens_no_connection_to_the_store(ranks: Ranks) -> None:
+    """Each costs a look-up of this host's name, by torch's server, which answers nobody else
+    meanwhile.
+    """
+    known: list[list[int]] = []
+    for _ in range(2):
+        with make(ranks) as ep:
+            assert_works(ranks, ep)
+        known.append([id(each) for idle in gloo_transport._idle.values() for each in idle])
+    assert known[0] == known[1] and len(known[0]) == 1
 
 
 @distributed_test(world_size=2)

@@ -6,13 +6,15 @@ mesh is private to one ``ExpertParallel``, so the user's collectives cannot get 
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from tokenyard.memory.aside import SLICE, Aside, Begun
 
 _HEADER_TAG, _ROWS_TAG, _CUT_TAG = 1, 2, 3
 _MAKING = "ExpertParallel(...)"
+_idle: dict[tuple[int, str, int], list[Any]] = {}
+"""Connections that nobody uses, by process and server."""
 _Messages = list[tuple[int, Tensor]]  # by peer
 _Works = list[tuple[int, Any]]
 
@@ -79,14 +83,20 @@ class GlooTransport:
             raise
 
     def _meet(self, store: dist.Store) -> Any:
-        """On another thread, through a store of its own: both are busy while gloo waits."""
-        wait, apart = timedelta(seconds=self.timeout), cast("Any", store).clone()
-        part = dist.PrefixStore("mesh", apart)
-        mesh = dist.ProcessGroupGloo(part, self.rank, self.world_size, wait)
-        if self._interrupted or self._heard is not None:
-            raise RuntimeError("this rank has given up meanwhile")
-        apart.set(f"connected/{self.rank}", "")
-        apart.wait([f"connected/{peer}" for peer in self._peers], wait)
+        """On another thread, over a connection of its own: both are busy while gloo waits."""
+        wait = timedelta(seconds=self.timeout)
+        base = _plain(store)
+        number = store.compare_set("mesh", "", str(base.add("tokenyard/meshes", 1)))
+        with _connection(base) as apart:
+            place = dist.PrefixStore(f"tokenyard/mesh/{number.decode()}", apart)
+            mesh = dist.ProcessGroupGloo(
+                dist.PrefixStore("mesh", place), self.rank, self.world_size, wait
+            )
+            if self._interrupted or self._heard is not None:
+                raise RuntimeError("this rank has given up meanwhile")
+            store.set(f"connected/{self.rank}", "")
+            place.set(f"connected/{self.rank}", "")
+            place.wait([f"connected/{peer}" for peer in self._peers], wait)
         return mesh
 
     @property
@@ -263,6 +273,33 @@ class GlooTransport:
             self._failures.close()  # first: whoever loses the connection asks why
         self._mesh = None
         self._aside.close()
+
+
+def _plain(store: Any) -> Any:
+    """What a store of prefixes stands on."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+@contextmanager
+def _connection(store: Any) -> Generator[Any]:
+    """The same store over another connection, which is kept for the next to ask: torch's server
+    looks up the name of whoever connects, and answers nobody until DNS has (5 s at times).
+    """
+    of_server: Any = dist.TCPStore
+    if not isinstance(store, of_server):
+        yield store.clone()
+        return
+    idle = _idle.setdefault((os.getpid(), store.host, store.port), [])
+    apart: Any = None
+    while apart is None and idle:
+        with suppress(RuntimeError):  # another server has the port by now
+            (known := idle.pop()).check(["tokenyard/meshes"])
+            apart = known
+    apart = store.clone() if apart is None else apart
+    yield apart
+    idle.append(apart)
 
 
 def _gist(error: RuntimeError) -> str:
