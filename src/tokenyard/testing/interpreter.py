@@ -7,11 +7,10 @@ What was wrong, and is right afterwards:
 
 - casts to bf16 and fp8 truncated, and casts between these and integers or fp64 took the bits for a
   number; now they round as torch does, and fp8 saturates as ``cvt.rn.satfinite`` does;
-- sums, differences, products and comparisons of bf16 and fp8 worked on the bits; a bf16 constant
-  could not be made;
+- arithmetic and comparisons of bf16 and fp8 worked on the bits; a bf16 constant could not be made;
 - ``for i in range(...)`` gave plain Python ints (no ``.to``, no overflow); now ``i`` is an integer
   tensor, as compiled;
-- a tensor could not be an index under numpy 2.4; a small integer could not become a pointer;
+- a tensor could not be an index under numpy 2.4; a 32-bit integer could not become a pointer;
 - ``tl.histogram`` failed for int64 and overflowed for small integers;
 - masked lanes of atomics returned garbage; ``atomic_xchg`` of floats failed;
 - inline assembly: the strings of :data:`ASSEMBLY` are emulated, with a clock that can be exchanged
@@ -38,7 +37,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.testing import interpreter_speed
+from tokenyard.testing import interpreter_functions, interpreter_operators, interpreter_speed
 
 Builder = upstream.InterpreterBuilder
 
@@ -166,6 +165,28 @@ def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> Tens
     return _rounded(op(_numbers(left), _numbers(right)), dtype)
 
 
+def _ternary(
+    self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any
+) -> TensorHandle:
+    dtype = other.dtype.scalar
+    if dtype not in _NARROW or op is np.where:
+        return _upstream["ternary_op"](self, left, right, other, op)
+    return _rounded(op(_numbers(left), _numbers(right), _numbers(other)), dtype)
+
+
+def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
+    dtype = source.dtype.scalar
+    return (
+        _rounded(op(_numbers(source)), dtype)
+        if dtype in _NARROW
+        else _upstream["unary_op"](self, source, op)
+    )
+
+
+def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    return _rounded(_numbers(x) * _numbers(y) + _numbers(z), z.dtype.scalar)
+
+
 def _histogram(self: Any, data: TensorHandle, bins: int, mask: TensorHandle | None) -> TensorHandle:
     values = data.data if mask is None else data.data[mask.data]
     inside = values[(values >= 0) & (values < bins)].astype(np.int64)
@@ -204,9 +225,20 @@ def _atomic_rmw(
 # Inline assembly
 
 
+class _Results:
+    """What an assembly op returns."""
+
+    def __init__(self, handle: TensorHandle) -> None:
+        self._handle = handle
+
+    def get_result(self, index: int) -> TensorHandle:
+        assert index == 0
+        return self._handle
+
+
 def _inline_asm(
     self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
-) -> SimpleNamespace:
+) -> _Results:
     if text not in ASSEMBLY or values:
         raise NotImplementedError(
             f"inline assembly {text!r} is not emulated: add it to "
@@ -214,7 +246,7 @@ def _inline_asm(
         )
     handle = TensorHandle(np.array([ASSEMBLY[text]()], np.int64), tl.int64)
     handle.set_attr("clock", True)
-    return SimpleNamespace(get_result=lambda index: handle)
+    return _Results(handle)
 
 
 # Loops
@@ -258,6 +290,11 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 _upstream: dict[str, Any] = {}
 
 
+def upstream_of(name: str) -> Any:
+    """What a repair called ``name`` has replaced."""
+    return _upstream[name]
+
+
 def _replace(owner: Any, name: str, value: Any) -> None:
     if hasattr(owner, name):
         _upstream[name] = getattr(owner, name)
@@ -273,6 +310,9 @@ def _repair() -> None:
         "get_fp8e4nv": _get_narrow(tl.float8e4nv),
         "get_fp8e5": _get_narrow(tl.float8e5),
         "binary_op": _binary,
+        "ternary_op": _ternary,
+        "unary_op": _unary,
+        "create_fma": _fma,
         "create_histogram": _histogram,
         "create_atomic_rmw": _atomic_rmw,
         "create_inline_asm": _inline_asm,
@@ -281,6 +321,8 @@ def _repair() -> None:
     _replace(upstream.ReduceOps, "sum", _sum)
     _replace(upstream, "_patch_lang_tensor", _patch_tensor)
     interpreter_speed.install(_replace)
+    interpreter_operators.install(_replace)
+    interpreter_functions.install(_replace)
     _replace(upstream, "tensor_range", tensor_range)  # where rewritten kernels find their globals
     _replace(upstream.InterpretedFunction, "__call__", _call_device_function)
     upstream.FunctionRewriter.ast_transformer = _Rewriter()

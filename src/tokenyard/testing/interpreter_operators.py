@@ -1,0 +1,210 @@
+# pyright: basic
+# (it shortens the ways of an interpreter that has no types)
+"""Operators between plain tensors without the detour of Triton 3.6's interpreter. Installed by
+:mod:`.interpreter`.
+
+Upstream an operator casts both sides to one type, spreads them to one shape, and wraps every step
+in new types; here numpy does all of that at once, to the same bits. What is not plain (narrow
+floats, unsigned numbers, constants of other types, the clock) takes upstream's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as upstream
+from triton.runtime.interpreter import TensorHandle
+
+from tokenyard.testing.interpreter_speed import SCALAR, Shape, shape_of
+
+Operator = Callable[..., Any]
+
+INTEGERS = {id(kind): kind for kind in (tl.int32, tl.int64)}
+PLAIN = {id(kind): kind for kind in (tl.int32, tl.int64, tl.float32)}
+NUMPY = {id(tl.int1): np.bool_, id(tl.int32): np.int32, id(tl.int64): np.int64}
+_BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
+
+
+def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
+    """A tensor of numbers that fit. ``stored``: what its handle says of them, if not ``kind``."""
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, stored or kind, {}
+    return tensor_of(handle, kind, shape)
+
+
+def tensor_of(handle: Any, kind: Any, shape: Shape) -> Any:
+    """A tensor of elements of ``kind``."""
+    tensor = object.__new__(tl.core.tensor)
+    tensor.handle, tensor.dtype = handle, kind
+    tensor.type = kind if shape is SCALAR else shape.block(kind)
+    tensor.numel, tensor.shape = shape.constexpr_numel, shape.of_tensor
+    return tensor
+
+
+def number_of(operand: Any) -> int | None:
+    """A Python number or constant that takes the type of the integers beside it; None if it is
+    something else.
+    """
+    if type(operand) is tl.constexpr:
+        operand = operand.value
+    return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
+
+
+def _divided(a: Any, b: Any) -> Any:
+    """Rounded towards zero."""
+    return (a - np.fmod(a, b)) // b
+
+
+def _binary(
+    ufunc: Any, slow: Operator, kinds: dict[int, Any], compares: bool = False, swapped: bool = False
+) -> Operator:
+    """An operator among ``kinds``, of which two integers of different sizes become the
+    larger one.
+    """
+
+    def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
+        kind, mine = left.dtype, left.handle
+        if id(kind) not in kinds or mine.attr:
+            return slow(left, right)
+        shape = shape_of(left)
+        if type(right) is tl.core.tensor:
+            other, theirs = right.dtype, right.handle
+            if theirs.attr:
+                return slow(left, right)
+            if other is not kind:
+                if id(kind) not in INTEGERS or id(other) not in INTEGERS:
+                    return slow(left, right)
+                kind = tl.int64
+            shape = shape.beside(shape_of(right))
+            if shape is None:
+                return slow(left, right)
+            number = theirs.data
+        else:
+            number = number_of(right)
+            if number is None or id(kind) not in INTEGERS:
+                return slow(left, right)
+        data = ufunc(number, mine.data) if swapped else ufunc(mine.data, number)
+        return wrapped(data, tl.int1, shape, kind) if compares else wrapped(data, kind, shape)
+
+    return operate
+
+
+def _bitwise(ufunc: Any, slow: Operator) -> Operator:
+    """Also of two truths."""
+    of_integers = _binary(ufunc, slow, INTEGERS)
+
+    def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
+        if left.dtype is not tl.int1:
+            return of_integers(left, right)
+        if type(right) is tl.core.tensor and right.dtype is tl.int1:
+            a, b = left.handle.data, right.handle.data
+            shape = shape_of(left).beside(shape_of(right))
+            if a.dtype is _BOOL and b.dtype is _BOOL and shape is not None:
+                return wrapped(ufunc(a, b), tl.int1, shape, left.handle.dtype)
+        return slow(left, right)
+
+    return operate
+
+
+def _add(slow: Operator) -> Operator:
+    """Also of a pointer and an offset."""
+    of_numbers = _binary(np.add, slow, PLAIN)
+
+    def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
+        kind = left.dtype
+        if type(kind) is not tl.pointer_type:
+            return of_numbers(left, right)
+        width = max(1, kind.element_ty.primitive_bitwidth // 8)
+        shape = shape_of(left)
+        number = number_of(right)
+        if number is not None:
+            return wrapped(left.handle.data + np.uint64(width * number & _BITS64), kind, shape)
+        if type(right) is tl.core.tensor and id(right.dtype) in INTEGERS:
+            shape = shape.beside(shape_of(right))
+            if shape is not None:
+                return wrapped(
+                    left.handle.data + np.uint64(width) * right.handle.data.astype(np.uint64),
+                    kind,
+                    shape,
+                )
+        return slow(left, right)
+
+    return operate
+
+
+def _to(slow: Operator) -> Operator:
+    """Between integers, and from them to a pointer."""
+
+    def to(tensor: Any, kind: Any, *args: Any, _semantic: Any = None, **options: Any) -> Any:
+        if args or options or id(tensor.dtype) not in NUMPY:
+            return slow(tensor, kind, *args, **options)
+        if kind is tensor.dtype:
+            return tensor
+        if id(kind) in INTEGERS:
+            return wrapped(tensor.handle.data.astype(NUMPY[id(kind)]), kind, shape_of(tensor))
+        if type(kind) is tl.pointer_type and tensor.dtype is not tl.int1:
+            return wrapped(tensor.handle.data.astype(np.uint64), kind, shape_of(tensor))
+        return slow(tensor, kind)
+
+    return to
+
+
+def _index(slow: Operator) -> Operator:
+    """``x[:, None]`` and the like."""
+
+    def index(tensor: Any, slices: Any, _semantic: Any = None) -> Any:
+        shape = shape_of(tensor)
+        if type(slices) is tuple and shape is not SCALAR:
+            wider = shape.expanded(tuple([each is None for each in slices]))
+            if wider is not None and all(each is None or each == slice(None) for each in slices):
+                return wrapped(tensor.handle.data[slices], tensor.dtype, wider, tensor.handle.dtype)
+        return slow(tensor, slices)
+
+    return index
+
+
+OPERATORS: dict[str, Callable[[Operator], Operator]] = {
+    "__add__": _add,
+    "__radd__": lambda slow: _binary(np.add, slow, INTEGERS, swapped=True),
+    "__sub__": lambda slow: _binary(np.subtract, slow, PLAIN),
+    "__rsub__": lambda slow: _binary(np.subtract, slow, INTEGERS, swapped=True),
+    "__mul__": lambda slow: _binary(np.multiply, slow, PLAIN),
+    "__rmul__": lambda slow: _binary(np.multiply, slow, INTEGERS, swapped=True),
+    "__mod__": lambda slow: _binary(np.fmod, slow, INTEGERS),
+    "__floordiv__": lambda slow: _binary(_divided, slow, INTEGERS),
+    "__lt__": lambda slow: _binary(np.less, slow, PLAIN, compares=True),
+    "__le__": lambda slow: _binary(np.less_equal, slow, PLAIN, compares=True),
+    "__gt__": lambda slow: _binary(np.greater, slow, PLAIN, compares=True),
+    "__ge__": lambda slow: _binary(np.greater_equal, slow, PLAIN, compares=True),
+    "__eq__": lambda slow: _binary(np.equal, slow, PLAIN, compares=True),
+    "__ne__": lambda slow: _binary(np.not_equal, slow, PLAIN, compares=True),
+    "__and__": lambda slow: _bitwise(np.bitwise_and, slow),
+    "__or__": lambda slow: _bitwise(np.bitwise_or, slow),
+    "__xor__": lambda slow: _bitwise(np.bitwise_xor, slow),
+    "__getitem__": _index,
+    "to": _to,
+}
+
+
+def _patching(original: Operator) -> Operator:
+    """The methods of tensors, then the shortcuts in front of them; once, though ``tl`` and
+    ``tl.core`` share the class.
+    """
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        names = [name for name in OPERATORS if tl.core.is_builtin(getattr(package, name, None))]
+        original(package, builder, scope)
+        for name in names if package is tl.core.tensor else ():
+            scope.set_attr(package, name, OPERATORS[name](getattr(package, name)))
+
+    return patch_builtin
+
+
+def install(replace: Callable[[Any, str, Any], None]) -> None:
+    """Put the operators in place, by ``replace(owner, name, value)``; after those of
+    :mod:`.interpreter_speed`.
+    """
+    replace(upstream, "_patch_builtin", _patching(upstream._patch_builtin))
