@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 # So many workers; 0 runs all tests in one process (for --pdb and the like).
 WORKERS ?= 2
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Of each kind of truth a little (marker "portable"), for other versions of Python: PYTHON=python3.13 VENV=.venv313
 test-portable: $(VENV)/.ready

@@ -36,22 +36,35 @@ def pytest_collection_finish() -> None:
 
 LONGEST = (
     "test_dispatch_combine",
-    "test_low_latency_aot",
-    "test_kernels_aot",
-    "test_twolevel_aot",
-    "test_twolevel_mutations",
-    "test_nvlink_simulated",
     "test_twolevel_simulated",
     "test_twolevel_failures",
+    "test_transformers",
+    "test_nvlink_simulated",
+    "test_twolevel_aot",
+    "test_twolevel_mutations",
+    "test_failures",
+    "test_lifetime",
     "test_nvlink_failures_simulated",
-    "test_nvlink_mutations",
-    "test_demo",
-    "test_compile",
-    "test_low_latency_simulated",
+    "test_kernels_aot",
     "test_low_latency_failures",
+    "test_megatron",
+    "test_demo",
+    "test_low_latency_simulated",
+    "test_nvlink_bad_input",
+    "test_compile",
+    "test_relay",
+    "test_interrupt",
+    "test_low_latency",
+    "test_memory_nvlink",
+    "test_nvlink_mutations",
+    "test_examples",
+    "test_deep_ep_simulated",
     "test_deep_ep_consumers",
+    "test_low_latency_aot",
+    "test_doctor",
+    "test_doctor_probes",
 )
-"""Files that take more than half a minute of a processor."""
+"""Files that take more than a quarter of a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
