@@ -13,6 +13,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import forkserver
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from tokenyard.testing import RankFailure, Ranks, decorators, distributed_test
 from tokenyard.testing.failure import judge
 from tokenyard.testing.job import Ending, Outcome
-from tokenyard.testing.pool import Pools
+from tokenyard.testing.pool import MOST_LEFT, Pools
 
 
 @distributed_test(world_size=(1, 2), engine=("collective", "other"))
@@ -86,6 +87,18 @@ def test_workers_are_kept_until_a_body_fails(tmp_path: Path) -> None:
     assert "assert len(seen) == 3 + ranks.rank" in message
     assert "where 3 = len([1, 2, 3])" in message
     assert message.endswith("--- rank 0\npassed")
+
+
+@distributed_test(world_size=2)
+def leave_threads(ranks: Ranks) -> None:
+    for _ in range(MOST_LEFT + 1 if ranks.rank else 0):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def test_workers_end_that_have_many_threads_of_earlier_bodies(tmp_path: Path) -> None:
+    first = pids(tmp_path)
+    leave_threads()
+    assert not set(pids(tmp_path)) & set(first)
 
 
 def verdict(*outcomes: Outcome, may_die: tuple[int, ...] = ()) -> str:

@@ -62,6 +62,14 @@ class Member:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    @property
+    def num_threads(self) -> int:
+        """How many threads it has; 0 if it has gone."""
+        try:
+            return len(os.listdir(f"/proc/{self._process.pid}/task"))
+        except OSError:
+            return 0
+
     def check_joined(self) -> None:
         """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by
         now.
