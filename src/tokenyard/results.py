@@ -185,7 +185,8 @@ def received_fields(
         ids = ids.to(handle.index_dtype)
     if len(rows_shape) > source.dim():
         x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
-        scales = None if scales is None else scales.view(*rows_shape, scales.shape[-1])
+        if scales is not None and scales.dim() == 2:  # else by column: a view loses such strides
+            scales = scales.view(*rows_shape, scales.shape[-1])
     if scales is not None:
         scales = scales_received(scales, x.shape[-1])
     if weights is not None and layout is Layout.EXPERT_PADDED:

@@ -69,6 +69,7 @@ def test_scales_by_column() -> None:
         (2, {"hidden": 300, "quantize": ty.Quantize.FP8_UE8M0, "routing": "dropped"}),
         (2, {"hidden": 300, "quantize": fp8, "num_tokens": 1}),
         (2, {"hidden": 130, "quantize": fp8, "routing": "none"}),
+        (2, {"hidden": 300, "quantize": fp8, "num_experts": 2}),  # one block of rows per rank
     ]
     run_all("low_latency_api.by_column", calls)
 
