@@ -69,8 +69,8 @@ class Plot:
         self.at("dispatch")
         wire = ep._calls.engine._transport
         self._inside(wire, "exchange", before="rows of a dispatch")
-        # Receives and sends of counts, then of rows.
-        self._inside(wire, "_post", after="middle of the rows", times=4)
+        # Receives and sends of counts and of what may follow them, then of rows.
+        self._inside(wire, "_post", after="middle of the rows", times=7)
         recv = ep.dispatch(x, idx)
         self.at("combine")
         y = ep.combine(recv.x, recv.handle)
@@ -153,6 +153,31 @@ def test_a_rank_that_dies_while_rows_fly(ranks: Ranks) -> None:
     plot = Plot(ranks, point, lambda: os._exit(9))
     check_survivor(error_of(plot.play), point)
     check_over(plot.ep)
+
+
+@distributed_test(world_size=3, may_die=(FAILED_RANK,))
+def test_a_rank_that_dies_when_its_rows_are_read_in_part(ranks: Ranks) -> None:
+    """Its peers wait for the rows already, so the first of them are sent at once, as many as the
+    socket takes. Everybody learns of the death from the connection, long before the timeout.
+    """
+    tokens, hidden = 4096, LARGE // 4
+    x, idx = torch.ones(tokens, hidden), (torch.arange(CASE.num_topk) * 3).expand(tokens, -1)
+    with make(ranks, hidden=hidden, max_tokens_per_rank=tokens) as ep:
+        wire: Any = ep._calls.engine._transport
+        honest, posts = wire._post, [0]
+
+        def post(*args: Any) -> Any:
+            posts[0] += 1
+            if ranks.rank == FAILED_RANK and posts[0] == 7:  # rows to send
+                time.sleep(0.5)  # until the others wait for them
+                honest(*args)
+                os._exit(9)
+            return honest(*args)
+
+        wire._post = post
+        error = error_of(lambda: ep.dispatch(x, idx))
+        assert type(error) is ty.PeerLost and error.rank == FAILED_RANK, repr(error)
+        check_over(ep)
 
 
 @distributed_test(world_size=3, may_die=(FAILED_RANK,))

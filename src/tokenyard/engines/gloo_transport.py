@@ -25,7 +25,10 @@ from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
 from tokenyard.memory.aside import SLICE, Aside, Begun
 
-_HEADER_TAG, _ROWS_TAG, _CUT_TAG = 1, 2, 3
+_HEADER_TAG, _ROWS_TAG, _CUT_TAG, _END_TAG = 1, 2, 3, 4
+_LONG = 1 << 16
+"""Bytes of a message that is followed by one of a single byte. Gloo never ends a wait for a message
+that it has read in part when the sender dies; it does end that for the next one."""
 _MAKING = "ExpertParallel(...)"
 _idle: dict[tuple[int, str, int], list[Any]] = {}
 """Connections that nobody uses, by process and server."""
@@ -39,6 +42,12 @@ def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
 
 def _nonempty(messages: _Messages) -> _Messages:
     return [(peer, rows) for peer, rows in messages if len(rows)]
+
+
+def _ends(messages: _Messages) -> _Messages:
+    """What follows the long ones."""
+    long = [peer for peer, rows in messages if rows.nbytes >= _LONG]
+    return [(peer, torch.zeros(1, dtype=torch.uint8, device="cpu")) for peer in long]
 
 
 class GlooTransport:
@@ -138,16 +147,19 @@ class GlooTransport:
 
     def _move(self, recvs: _Messages, sends: _Messages, tag: int, what: str) -> Callable[[], None]:
         """Post messages; the function returned waits for each, ``timeout`` seconds from now."""
-        begin, incoming = time.monotonic(), self._post("recv", recvs, tag, what)
+        begin, ends = time.monotonic(), (_ends(recvs), _ends(sends))
+        rows = self._post("recv", recvs, tag, what)
+        incoming = self._post("recv", ends[0], _END_TAG, what) + rows
         outgoing = self._post("send", sends, tag, what)
+        outgoing += self._post("send", ends[1], _END_TAG, what)
         if not (incoming or outgoing):
             return lambda: None
         begun = self._aside.start(partial(self._await, incoming, outgoing, begin, what))
 
         def finish() -> None:
             self._until(begun, what)
-            recvs.clear()  # until here the messages needed their memory
-            sends.clear()
+            for messages in (recvs, sends, *ends):
+                messages.clear()  # until here they needed their memory
 
         return finish
 
@@ -205,8 +217,8 @@ class GlooTransport:
                 raise self._lost(peer, what, error) from error
             if silent:  # first: gloo has cut every connection
                 self._failures.report(f"rank {peer} sent nothing to rank {self.rank}", peer)
-            answered = [p for p, _ in incoming[:at]]
-            answered += [p for p, late in incoming[at + 1 :] if _has_come(late)]
+            answered = {p for p, _ in incoming[:at]}
+            answered |= {p for p, late in incoming[at + 1 :] if _has_come(late)} - {peer}
             others = f"; ranks {', '.join(map(str, sorted(answered)))} answered" if answered else ""
             if not silent and self._heard is not None:
                 raise self._told(self._heard, f"{what}, waiting for rank {peer}{others}") from None
