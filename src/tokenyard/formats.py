@@ -167,7 +167,7 @@ FORMATS = {
 """How a dispatch with ``quantize=`` sends rows."""
 
 BY_SCALE = {wire_format.scale: wire_format for wire_format in reversed(FORMATS.values())}
-"""How rows are dequantised that came with scales of a dtype."""
+"""What scales of a dtype belong to, where elements and their number do not tell."""
 
 SCALE_DTYPES = tuple(dict.fromkeys(wire_format.scale for wire_format in FORMATS.values()))
 
@@ -225,9 +225,14 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 
 
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``data [T, H] * scales`` in the format that has scales of this dtype: ``[T, H]``.
+    """``data [T, H] * scales``: ``[T, H]``. In the format with elements and scales of these dtypes
+    and as many scales; without such a one, in that with scales of this dtype.
 
     Raises:
         ValueError: there is not one scale per block.
     """
+    found = data.dtype, scales.dtype, scales.shape[1]
+    for each in FORMATS.values():
+        if (each.data, each.scale, each.num_scales(data.shape[1])) == found:
+            return each.dequantize(data, scales, dtype)
     return BY_SCALE[scales.dtype].dequantize(data, scales, dtype)

@@ -92,12 +92,10 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
             engine.dispatch(
                 Payload(cast.data, cast.scales), idx, weights, spec, None, in_place=True
             )
-            memory.label = "FLAT cast"
-            engine.dispatch(plain, idx, weights, spec, Quantize.FP8)
-            engine.dispatch(plain, idx, weights, spec, Quantize.FP8, in_place=True)
-            memory.label = "FLAT cast MXFP8"
-            engine.dispatch(plain, idx, weights, spec, Quantize.MXFP8)
-            engine.dispatch(plain, idx, weights, spec, Quantize.MXFP8, in_place=True)
+            for mode in (Quantize.FP8, Quantize.MXFP8):  # as long as they differ in code
+                memory.label = f"FLAT cast {mode.name}".removesuffix(" FP8")
+                engine.dispatch(plain, idx, weights, spec, mode)
+                engine.dispatch(plain, idx, weights, spec, mode, in_place=True)
             memory.label = "FLAT reducing weights"
             engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
     memory.label = ""

@@ -22,7 +22,7 @@ need_interpreter()
 import triton
 import triton.language as tl
 
-from tokenyard import reference
+from tokenyard import formats, reference
 from tokenyard.engines.rings import row_layout_of
 from tokenyard.kernels.payload import cast_of, cast_rows
 from tokenyard.kernels.structs import Rows, row_constants
@@ -68,7 +68,7 @@ def check(x: Tensor, mode: Quantize) -> None:
     x = x.contiguous()
     data, scales = kernel_cast(x, mode)
     want = reference.quantize(x, mode)
-    assert torch.equal(data, want.data.view(torch.uint8))
+    assert torch.equal(data, want.data.view(torch.uint8)), mode
     if mode is Quantize.FP8:  # a NaN has any bits
         got = scales.view(torch.float32)
         torch.testing.assert_close(got, want.scales, rtol=0, atol=0, equal_nan=True)
@@ -104,3 +104,33 @@ def test_float32_of_any_bits(mode: Quantize) -> None:
     alone[:, 33] = some
     check(alone, mode)
     check(some[: len(some) // 100 * 100].view(-1, 100), mode)
+
+
+def test_a_format_of_other_elements_is_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E5M2 in blocks of 64 with float32 scales: nothing is written for it but the instance. The
+    kernels' cast is torch's, and that is the definition; rows are dequantised by what they are,
+    though other formats have scales of that dtype.
+    """
+    mode: Any = "E5M2 in blocks of 64"
+    wide = formats.WireFormat(
+        torch.float32, formats.WORD, formats.QUOTIENT, block=64, data=torch.float8_e5m2
+    )
+    monkeypatch.setitem(formats.FORMATS, mode, wide)
+    x = torch.randn(60, 320, generator=torch.Generator().manual_seed(3)) * 3.0
+    x[7, 64:128] = 0.0
+    data, scales = kernel_cast(x, mode)
+    got = formats.quantize(x, mode)
+    assert got.data.dtype == torch.float8_e5m2 and got.scales.shape == (60, 5)
+    assert torch.equal(data, got.data.view(torch.uint8))
+    assert torch.equal(scales, got.scales.view(torch.uint8))
+    blocks = x.unflatten(1, (5, 64))
+    amax = blocks.abs().amax(2).clamp(min=1e-4)
+    assert torch.equal(got.scales, torch.div(amax, torch.full_like(amax, 57344.0)))
+    factor = torch.div(torch.full_like(amax, 57344.0), amax)
+    want = (blocks * factor[..., None]).to(torch.float8_e5m2).flatten(1)
+    assert torch.equal(data, want.view(torch.uint8))
+    value = got.data.float() * got.scales.repeat_interleave(64, dim=1)
+    assert torch.equal(formats.dequantize(got.data, got.scales, torch.float32), value)
+    per_128 = torch.rand(60, 3)
+    value = got.data.float() * per_128.repeat_interleave(128, dim=1)[:, :320]
+    assert torch.equal(formats.dequantize(got.data, per_128, torch.float32), value)

@@ -135,7 +135,7 @@ def _scales_below(most, how: tl.constexpr):
 
 @triton.jit
 def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
-    """Cast groups ``g [n]`` of rows of H floats, ``[n, how.block]``, to E4M3
+    """Cast groups ``g [n]`` of rows of H floats, ``[n, how.block]``, to ``how.to``
     (``docs/reference/semantics.md``, Quantisation), as ``WireFormat.cast`` does. Returns them, and
     ``[n]`` what their scales are stored as.
 
@@ -147,7 +147,7 @@ def cast(floats, g, H: tl.constexpr, how: tl.constexpr):
         scale, factor = _scales_below(most, how)
     else:
         scale, factor = _scales_above(most, how)
-    values = (x * factor[:, None]).to(tl.float8e4nv)
+    values = (x * factor[:, None]).to(how.to)
     if how.scale_bytes == _WORD:
         return values, scale
     else:
@@ -164,7 +164,7 @@ def store_cast(
     TO, SCALES: bytes from one row to the next. S: words of scales.
     """
     at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
-    to = tl.multiple_of(dst.to(tl.pointer_type(tl.float8e4nv)), 16) + row.to(tl.int64)[:, None] * TO
+    to = tl.multiple_of(dst.to(tl.pointer_type(how.to)), 16) + row.to(tl.int64)[:, None] * TO
     if how.scale_bytes == _WORD:
         mask = here & (g < S)
         scales_at = scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4)
@@ -204,11 +204,18 @@ def cast_of(row_layout: Any, mode: Any, dtype: Any) -> Cast:
     Groups are a power of two, with all bytes of the last word of scales.
     """
     if mode is None:
-        return Cast(0, 0, 0, 0, 0.0, 0.0, kernel_type(dtype))
+        return Cast(0, 0, 0, 0, 0.0, 0.0, kernel_type(dtype), None)
     to = FORMATS[mode]
     groups = triton.next_power_of_2(max(to.blocks(row_layout.hidden), WORD))
     return Cast(
-        to.rule, to.block, groups, to.scale_bytes, to.largest, to.smallest, kernel_type(dtype)
+        to.rule,
+        to.block,
+        groups,
+        to.scale_bytes,
+        to.largest,
+        to.smallest,
+        kernel_type(dtype),
+        kernel_type(to.data),
     )
 
 

@@ -87,6 +87,7 @@ class Cast(NamedTuple):
     largest: float  # element
     smallest: float  # magnitude that a group is taken to have at least
     dtype: Any  # of the input
+    to: Any  # dtype of elements
 
 
 # Values: addresses and integers, int64 in a launch
