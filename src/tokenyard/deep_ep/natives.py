@@ -83,7 +83,10 @@ class Natives:
         world_size: int,
         num_nvl_bytes: int,
         masks: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        """``timeout``: seconds, unless :data:`TIMEOUT_VARIABLE` says others."""
+        self._timeout = timeout
         self.rank, self.world_size, self._masks = rank, world_size, masks
         self.kind = kind_for(world_size)
         self._group = group
@@ -203,8 +206,14 @@ class Natives:
     def _make(
         self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None = None
     ) -> ExpertParallel:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and this is the first call with such sizes "
+                f"({', '.join(map('{}={}'.format, NAMES, sizes))}): make one such call on every "
+                f"rank before the capture"
+            )
         try:
-            engine, timeout = _engine_of(variable, default), _timeout()
+            engine, timeout = _engine_of(variable, default), timeout_of(self._timeout)
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
         named: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
@@ -271,8 +280,9 @@ def _engine_of(variable: str, default: str) -> str:
     return engine
 
 
-def _timeout() -> float:
-    text, seconds = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), 0.0
+def timeout_of(default: float) -> float:
+    """Seconds that a silent rank is waited for."""
+    text, seconds = os.environ.get(TIMEOUT_VARIABLE, default), 0.0
     with suppress(ValueError):
         seconds = float(text)
     if not 0 < seconds <= LONGEST:
