@@ -14,6 +14,7 @@ from torch import Tensor
 from bad_input import complaint, error_of, meet
 from nvlink_pool import without_devices
 from tokenyard.deep_ep.allocator import BufferAllocator
+from tokenyard.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.deep_ep.streams import Streams
@@ -29,11 +30,12 @@ class Lender(LoadBalance):
     """The least that a buffer brings to it."""
 
     def __init__(self, group: Any, plan: BufferAllocator | int = 0) -> None:
-        self.group, self._streams = group, Streams()
+        self.group, self._streams, self.runtime = group, Streams(), self
+        self.num_nvlink_ranks = get_physical_domain_size(group)[1]
         self._open_load_balance(plan)
 
     def destroy(self) -> None:
-        self.lb_storage = None
+        self.runtime = None
 
 
 def mapping_of(size: int, seed: int, local: int = LOCAL, slots: int = SLOTS) -> Tensor:
@@ -152,7 +154,10 @@ def test_each_host_is_a_domain(ranks: Ranks) -> None:
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TOKENYARD_HOST", str(ranks.rank // 2))
-        buffer = Lender(dist.new_group(backend="gloo"))  # hosts of a group are asked once
+        group: Any = dist.new_group(backend="gloo")  # hosts of a group are asked once
+        buffer = Lender(group)
+        assert get_physical_domain_size(group) == (2, 2) == get_logical_domain_size(group)
+        assert get_logical_domain_size(group, allow_hybrid_mode=False) == (1, 4)
         rank, host = ranks.rank % 2, ranks.rank // 2
         for turn in range(3 + 2 * host):
             mapping = mapping_of(2, 10 * host + turn)
@@ -208,6 +213,9 @@ def test_bad_weights(ranks: Ranks) -> None:
     )
     assert not complaint(error, ValueError, ("redundant_expert_weights[1] has 5 experts",))
     buffer.lb_prefetch_weights(**GOOD)
+    buffer.destroy()
+    with pytest.raises(RuntimeError, match=r"lb_prefetch_weights\(\) after destroy\(\)"):
+        buffer.lb_prefetch_weights(**GOOD)
 
 
 @distributed_test(world_size=2)
@@ -256,10 +264,10 @@ def test_bad_plans() -> None:
     for again in (
         lambda: plan.allocate((1,), torch.float32),
         lambda: plan.materialize(torch.zeros(UNIT, dtype=torch.uint8)),
-        lambda: Lender(None, plan),
-        lambda: Lender(None, UNIT + 1),
-        lambda: Lender(None, -1),
-        lambda: Lender(None, "many"),  # pyright: ignore
+        lambda: LoadBalance.check_plan(plan),
+        lambda: LoadBalance.check_plan(UNIT + 1),
+        lambda: LoadBalance.check_plan(-1),
+        lambda: LoadBalance.check_plan("many"),  # pyright: ignore
     ):
         with pytest.raises(ValueError, match=r"plan|multiple|whole number"):
             again()

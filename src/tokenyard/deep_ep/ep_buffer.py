@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,11 @@ from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.load_balance import LoadBalance
 
 EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
 """The last arguments of a dispatch."""
+_PLAN = "lb_allocation_plan_or_num_bytes"
 
 
 class EPHandle(CoreHandle):
@@ -47,7 +50,7 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class EPBuffer(CoreBuffer):
+class EPBuffer(CoreBuffer, LoadBalance):
     """Dispatch and combine with the names of DeepEP V2.5, on any group of any size, CPU and CUDA
     tensors alike.
 
@@ -81,6 +84,7 @@ class EPBuffer(CoreBuffer):
         num_allocated_qps: int = 0,
         **rest: Any,
     ) -> None:
+        plan = lb_allocation_plan_or_num_bytes
         flags = {
             "use_fp8_dispatch": use_fp8_dispatch,
             "deterministic": deterministic,
@@ -88,11 +92,16 @@ class EPBuffer(CoreBuffer):
             "allow_multiple_reduction": allow_multiple_reduction,
             "prefer_overlap_with_compute": prefer_overlap_with_compute,
         }
-        more = {"sl_idx": sl_idx, "num_allocated_qps": num_allocated_qps}
+        more = {"sl_idx": sl_idx, "num_allocated_qps": num_allocated_qps, _PLAN: plan}
         more |= rest_of("EPBuffer", rest, PATIENCE)
         super().__init__(
             group, Sizing(num_bytes, num_max_tokens_per_rank, hidden, num_topk), flags, more
         )
+        self._open_load_balance(plan)
+
+    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        super()._settle(sizing, flags, more)
+        self.check_plan(more[_PLAN])
 
     def barrier(
         self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.deep_ep.domains import get_physical_domain_size
 from tokenyard.engines.select import backends_of
 from tokenyard.errors import Mismatch, PeerError
 from tokenyard.rendezvous import REFUSAL_WAIT
@@ -40,25 +39,25 @@ def _digest(numbers: Sequence[int]) -> int:
 
 
 class Domain:
-    """The ranks of a group on this rank's host. Made collectively, by all ranks of the group.
+    """The ranks of a group on this rank's host. They make it together.
 
     Attributes:
         rank, size: this rank among them, and how many there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        _, self.size = get_physical_domain_size(group)
-        first = group.rank() // self.size * self.size
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self.size = size
+        first = group.rank() // size * size
         self.rank = group.rank() - first
-        if self.size == group.size():
+        if size == group.size():
             self.group = group
         else:
-            members = dist.get_process_group_ranks(group)[first : first + self.size]
+            members = dist.get_process_group_ranks(group)[first : first + size]
             backend = dist.get_backend_config(group)
             made: Any = dist.new_group(members, backend=backend, use_local_synchronization=True)
             self.group: dist.ProcessGroup = made
         self._backends = backends_of(self.group)
-        self._joined = self.size == 1
+        self._joined = size == 1
 
     def wire(self, device: torch.device) -> torch.device:
         """Where messages lie that carry tensors of ``device``: there, or in host memory.

@@ -42,34 +42,40 @@ class LoadBalance(BufferBase):
     """
 
     group: dist.ProcessGroup
+    num_nvlink_ranks: int
     _streams: Streams
     num_lb_bytes: int = 0
     lb_storage: Tensor | None = None
     _domain: Domain | None = None
 
-    def _open_load_balance(self, lb_allocation_plan_or_num_bytes: BufferAllocator | int) -> None:
-        """Take the memory, on the current GPU if there is one. Asks nobody.
+    @staticmethod
+    def check_plan(lb_allocation_plan_or_num_bytes: BufferAllocator | int) -> int:
+        """The bytes that it asks for.
 
         Raises:
             ValueError: a plan that has its memory, or no whole number of aligned bytes.
         """
-        plan = lb_allocation_plan_or_num_bytes
-        name, unit = "lb_allocation_plan_or_num_bytes", get_num_allocation_alignment()
+        plan, name = lb_allocation_plan_or_num_bytes, "lb_allocation_plan_or_num_bytes"
         if isinstance(plan, BufferAllocator):
             if plan.materialized:
                 raise ValueError(f"{name}: this plan belongs to another buffer: make a plan for it")
-            num_bytes = plan.num_bytes
-        else:
-            num_bytes = whole(name, plan, 0, MOST_BYTES, ", or a BufferAllocator")
-            if num_bytes % unit:
-                raise ValueError(f"{name} ({num_bytes}) must be a multiple of {unit} bytes")
-        self.num_lb_bytes = num_bytes
-        if num_bytes or isinstance(plan, BufferAllocator):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            with torch.inference_mode(False):  # kept for writes outside of it too
-                self.lb_storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            return plan.num_bytes
+        num_bytes = whole(name, plan, 0, MOST_BYTES, ", or a BufferAllocator")
+        unit = get_num_allocation_alignment()
+        if num_bytes % unit:
+            raise ValueError(f"{name} ({num_bytes}) must be a multiple of {unit} bytes")
+        return num_bytes
+
+    def _open_load_balance(self, plan: BufferAllocator | int) -> None:
+        """Take the memory, on the current GPU if there is one. Asks nobody."""
+        self.num_lb_bytes = self.check_plan(plan)
+        if not self.num_lb_bytes and not isinstance(plan, BufferAllocator):
+            return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.inference_mode(False):  # kept for writes outside of it too
+            self.lb_storage = torch.zeros(self.num_lb_bytes, dtype=torch.uint8, device=device)
         if isinstance(plan, BufferAllocator):
-            plan.materialize(self.lb_storage)  # pyright: ignore[reportArgumentType]
+            plan.materialize(self.lb_storage)
 
     def lb_get_theoretical_num_sms(self) -> int:
         """0: nothing of these copies is launched here; the group's backend takes what it needs."""
@@ -84,7 +90,7 @@ class LoadBalance(BufferBase):
         previous_event: EventHandle | EventOverlap | None = None,
     ) -> EventOverlap:
         """Copy experts into the slots of the ranks that hold them a second time. Collective among
-        the ranks of the host; the first such call among all ranks.
+        the ranks of the host.
 
         The host waits for a mapping in device memory, so a CUDA graph cannot hold this; one in host
         memory is read at once. A silent rank: the group's own timeout.
@@ -167,7 +173,11 @@ class LoadBalance(BufferBase):
         """Check, agree, move; on the communication stream."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotSupported(f"{call}() in a CUDA graph capture: call it before the graph")
-        domain = self._lenders()
+        if self.runtime is None:
+            raise RuntimeError(f"{call}() after destroy()")
+        if self._domain is None:
+            self._domain = Domain(self.group, self.num_nvlink_ranks)
+        domain = self._domain
         try:
             after, known = _after(previous_event), pairs()
             whole("num_sms", num_sms)
@@ -189,11 +199,6 @@ class LoadBalance(BufferBase):
 
         tensors = [part for pair in known for part in (pair.slots, pair.own)]
         return self._streams.run(run, (mapping, *tensors), known[0].own, after, True)[1]
-
-    def _lenders(self) -> Domain:
-        if self._domain is None:
-            self._domain = Domain(self.group)
-        return self._domain
 
     @staticmethod
     def _prefetch(
