@@ -50,7 +50,7 @@ def dispatch(
         options: dict[str, Any] = {"layout": Layout.EXPERT_MAJOR}
         options["expert_alignment"] = shape.expert_alignment
         if not exact:
-            tokens, local = ep.config.padded_rows, ep.config.num_local_experts
+            tokens, local = ep.config.padded_rows, ep.config.most_local_experts
             options["capacity"] = most_rows(tokens, num_topk, local, shape.expert_alignment)
         recv = ep.dispatch(payload, topk_idx, weights, exact=exact, **options)
     else:

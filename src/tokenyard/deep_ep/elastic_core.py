@@ -97,6 +97,7 @@ class CoreBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
             self.rank_idx, self.num_scaleup_ranks
         )
+        self._sms: dict[tuple[int, int], int] = {}
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
         self._natives = Natives(
             group, self.rank_idx, self.num_ranks, self._ring_bytes, timeout=self._timeout
@@ -219,6 +220,14 @@ class CoreBuffer:
         domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
         return elastic_facts.theoretical_num_sms(experts, picks, *domains, rates, overlaps)
 
+    def _usual_sms(self, experts: int, picks: int) -> int:
+        """Of a call that does not say."""
+        known = self._sms.get((experts, picks))
+        if known is None:
+            known = self._num_sms(experts, picks, elastic_facts.DEFAULT_RATES)
+            self._sms[experts, picks] = known
+        return known
+
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs that DeepEP takes for ``num_sms``; here nothing takes any."""
         number = whole("num_sms", num_sms)
@@ -289,7 +298,7 @@ class CoreBuffer:
         idx: Tensor = routing.topk_idx
         num_experts, most, alignment, num_sms = fresh
         exact = flags["do_cpu_sync"] is not False
-        num_sms = num_sms or self._num_sms(num_experts, idx.shape[1], elastic_facts.DEFAULT_RATES)
+        num_sms = num_sms or self._usual_sms(num_experts, idx.shape[1])
         expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
         shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
         given = (

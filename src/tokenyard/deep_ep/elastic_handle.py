@@ -90,7 +90,7 @@ class CoreHandle:
         if self._exact:
             return sum(self.num_recv_tokens_per_expert_list)
         config = self.inner.ep.config
-        picks = config.num_topk, config.num_local_experts
+        picks = config.num_topk, config.most_local_experts
         return most_rows(self.num_recv_tokens, *picks, self.expert_alignment)
 
     # Tensors
@@ -194,7 +194,8 @@ class CoreHandle:
 
 
 def most_rows(num_tokens: int, num_topk: int, num_local: int, alignment: int) -> int:
-    """The most rows that ``num_tokens`` received tokens can be with ``do_expand``.
+    """The most rows that ``num_tokens`` received tokens can be with ``do_expand``. ``num_local``:
+    experts of the rank that holds most, as all ranks have to say the same.
 
     >>> most_rows(8, 2, 4, 1), most_rows(8, 2, 4, 16)
     (16, 80)
