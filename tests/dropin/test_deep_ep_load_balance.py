@@ -14,11 +14,13 @@ from torch import Tensor
 from bad_input import complaint, error_of, meet
 from nvlink_pool import without_devices
 from tokenyard.deep_ep.allocator import BufferAllocator
+from tokenyard.deep_ep.buffer_base import BufferBase
 from tokenyard.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
+from tokenyard.deep_ep.ep_buffer import EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.deep_ep.streams import Streams
-from tokenyard.errors import Mismatch, PeerError
+from tokenyard.errors import Mismatch, NotSupported, PeerError
 from tokenyard.testing import Ranks, distributed_test
 
 pytestmark = without_devices
@@ -216,6 +218,37 @@ def test_bad_weights(ranks: Ranks) -> None:
     buffer.destroy()
     with pytest.raises(RuntimeError, match=r"lb_prefetch_weights\(\) after destroy\(\)"):
         buffer.lb_prefetch_weights(**GOOD)
+
+
+@distributed_test(world_size=2)
+def test_of_a_buffer(ranks: Ranks) -> None:
+    """``EPBuffer`` has it: a bad plan of one rank is refused when buffers are made, and the next
+    ones lend and dispatch.
+    """
+
+    def make(plan: BufferAllocator | int) -> EPBuffer:
+        return EPBuffer(ranks.group, UNIT, lb_allocation_plan_or_num_bytes=plan)
+
+    plan = BufferAllocator()
+    room, here = plan.allocate((SLOTS, 8), torch.float32), ranks.rank == 0
+    error = error_of(lambda: make(UNIT + 1 if here else plan))
+    wanted = (ValueError, ("multiple",)) if here else (PeerError, ("multiple", "EPBuffer"))
+    assert not complaint(error, *wanted), complaint(error, *wanted)
+    assert room.is_meta and not plan.materialized
+    buffer, own = make(plan), torch.full((LOCAL, 8), 1.0 + ranks.rank)
+    assert isinstance(buffer, BufferBase) and not room.is_meta
+    mapping = torch.tensor([[LOCAL, -1, -1, 0], [-1, -1, 2, -1]])
+    event = buffer.lb_prefetch_weights(room, own, mapping, previous_event=buffer.capture())
+    event.wait()
+    want = [2, 0, 0, 1] if here else [0, 0, 1, 0]
+    assert torch.equal(room, torch.tensor(want)[:, None].expand(SLOTS, 8).float())
+    x, idx = torch.ones(3, 16).bfloat16(), torch.tensor([[0, 1]] * 3)
+    recv = buffer.dispatch(x, topk_idx=idx, num_experts=2, num_max_tokens_per_rank=3)
+    assert torch.equal(buffer.combine(recv[0], recv[3])[0], 2 * x)
+    for call in (lambda: buffer.main_context, buffer.print_memory_usage):
+        with pytest.raises(NotSupported):
+            call()
+    buffer.destroy()
 
 
 @distributed_test(world_size=2)

@@ -104,12 +104,12 @@ def get_sm_write_gbs() -> float:
 @lru_cache
 def get_nvlink_gbs(factor: float = 0.9) -> float:
     """``factor`` times the rates of the first GPU's links, GB/s; 0 if nvidia-smi tells none."""
+    command = "nvidia-smi nvlink -s -i 0"
     try:
-        command = ["nvidia-smi", "nvlink", "-s", "-i", "0"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    except subprocess.CalledProcessError:
         return 0
-    return factor * sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", told)))
+    return factor * sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", done.stdout)))
 
 
 def _nic(name: str, fact: str) -> str:
