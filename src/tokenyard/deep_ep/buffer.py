@@ -13,7 +13,7 @@ from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal, token_layout
 from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
+from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle, of_items
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
@@ -175,7 +175,7 @@ class Buffer(LowLatencyState):
     def dispatch(
         self,
         x: Any,
-        handle: NormalHandle | None = None,
+        handle: tuple[Any, ...] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -195,7 +195,8 @@ class Buffer(LowLatencyState):
 
         Args:
             x: ``[T, H]`` float, or a pair: FP8 ``[T, H]``, float32 or int32 scales ``[T, S]``.
-            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts.
+            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts. A tuple
+                of its items is as good: autograd saves those.
             num_tokens_per_expert: ``[E]``; its length says how many experts there are.
             is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``, else worked out again.
             topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
@@ -214,18 +215,20 @@ class Buffer(LowLatencyState):
         layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
         picks, rows = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *rows)
+        known: Any = handle
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 num_sms = check_config(config, Buffer.num_sms)
                 data, scales = inputs.check_rows(x)
-                alignment, worst = normal.check_dispatch(natives, data, handle, routing, self.group)
+                known = of_items(handle)
+                alignment, worst = normal.check_dispatch(natives, data, known, routing, self.group)
         except inputs.REFUSED as error:
-            raise normal.refused(natives, error, x, handle, routing) from None
-        if handle is not None:
-            natives.last_normal = handle.ep
-            given = data, scales, handle
-            again, event = run(normal.redispatch, given, data, previous_event, later, handle)
+            raise normal.refused(natives, error, x, known, routing) from None
+        if known is not None:
+            natives.last_normal = known.ep
+            given = data, scales, known
+            again, event = run(normal.redispatch, given, data, previous_event, later, known)
             return again, None, None, None, None, event
         experts = routing.per_expert
         routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
@@ -236,7 +239,7 @@ class Buffer(LowLatencyState):
     def combine(
         self,
         x: Tensor,
-        handle: NormalHandle,
+        handle: tuple[Any, ...],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -260,6 +263,7 @@ class Buffer(LowLatencyState):
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 check_config(config, 0)
+                handle = of_items(handle)
                 known = inputs.check_handle(handle, NormalHandle, "dispatch", self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
@@ -345,7 +349,7 @@ class Buffer(LowLatencyState):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        handle: LowLatencyHandle,
+        handle: tuple[Any, ...],
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -376,6 +380,7 @@ class Buffer(LowLatencyState):
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
                 kind, call = LowLatencyHandle, "low_latency_dispatch"
+                handle = of_items(handle)
                 known = inputs.check_handle(handle, kind, call, self.group)
                 rows = decode.written_buffer(known) if flag("zero_copy", zero_copy) else x
                 waits = decode.check_combine(

@@ -239,13 +239,13 @@ def check_ids(topk_idx: Any) -> None:
 
 
 def check_handle(handle: Any, kind: type[Known], call: str, group: Any) -> Known:
-    """The very tuple that ``call`` returned. It is good for any buffer of its group, as long as the
+    """The tuple that ``call`` returned. It is good for any buffer of its group, as long as the
     one that made it is not destroyed.
     """
     if not isinstance(handle, kind):
         raise ValueError(
-            f"handle must be the tuple that {call}() of this library returned, not a "
-            f"{type(handle).__name__}"
+            f"handle must be the tuple that {call}() of this library returned, or one of its items "
+            f"in the memory they were returned in, not a {type(handle).__name__}"
         )
     ep = handle.ep
     calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]

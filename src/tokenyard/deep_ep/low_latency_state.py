@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.api import ExpertParallel
 from tokenyard.deep_ep import decode, inputs
-from tokenyard.deep_ep.handles import LowLatencyHandle
+from tokenyard.deep_ep.handles import LowLatencyHandle, of_items
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.engines.known import LOW_LATENCY
@@ -33,13 +33,13 @@ class LowLatencyState:
         self._natives.check_open()
         decode.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``:
         bf16 ``[L, R * M, H]``, one per handle.
         """
         self._natives.check_open()
         call = "low_latency_dispatch"
-        known = inputs.check_handle(handle, LowLatencyHandle, call, self.group)
+        known = inputs.check_handle(of_items(handle), LowLatencyHandle, call, self.group)
         if known.next_buffer is None:
             known.next_buffer = known.ep.empty_for_combine(known.native)
         return known.next_buffer
