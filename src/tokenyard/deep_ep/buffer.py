@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
-from tokenyard.deep_ep import decode, inputs, normal, token_layout
+from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
 from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle, of_items
+from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
@@ -195,8 +195,7 @@ class Buffer(LowLatencyState):
 
         Args:
             x: ``[T, H]`` float, or a pair: FP8 ``[T, H]``, float32 or int32 scales ``[T, S]``.
-            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts. A tuple
-                of its items is as good: autograd saves those.
+            handle: of an earlier dispatch, or its items, to repeat it; then only ``x`` counts.
             num_tokens_per_expert: ``[E]``; its length says how many experts there are.
             is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``, else worked out again.
             topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
@@ -215,16 +214,14 @@ class Buffer(LowLatencyState):
         layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
         picks, rows = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *rows)
-        known: Any = handle
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 num_sms = check_config(config, Buffer.num_sms)
                 data, scales = inputs.check_rows(x)
-                known = of_items(handle)
-                alignment, worst = normal.check_dispatch(natives, data, known, routing, self.group)
+                *rows, known = normal.check_dispatch(natives, data, handle, routing, self.group)
         except inputs.REFUSED as error:
-            raise normal.refused(natives, error, x, known, routing) from None
+            raise normal.refused(natives, error, x, handle, routing) from None
         if known is not None:
             natives.last_normal = known.ep
             given = data, scales, known
@@ -232,7 +229,7 @@ class Buffer(LowLatencyState):
             return again, None, None, None, None, event
         experts = routing.per_expert
         routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
-        arguments = natives, data, scales, *routed, alignment, worst, num_sms
+        arguments = natives, data, scales, *routed, *rows, num_sms
         result, event = run(normal.dispatch, arguments, data, previous_event, later)
         return (*result, event)
 
@@ -263,7 +260,6 @@ class Buffer(LowLatencyState):
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 check_config(config, 0)
-                handle = of_items(handle)
                 known = inputs.check_handle(handle, NormalHandle, "dispatch", self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
@@ -369,27 +365,27 @@ class Buffer(LowLatencyState):
                 ``x``.
             out: ``[T, H]`` to write into.
             combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
+            fork: ``overlap=True`` with signals: waits for the experts first (``overlap.py``).
 
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
         """
         natives = self._natives.check_open()
         try:
-            inputs.check_fork("low_latency_combine", fork, inputs.LOW_LATENCY_COMBINE)
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
                 kind, call = LowLatencyHandle, "low_latency_dispatch"
-                handle = of_items(handle)
                 known = inputs.check_handle(handle, kind, call, self.group)
                 rows = decode.written_buffer(known) if flag("zero_copy", zero_copy) else x
                 waits = decode.check_combine(
                     rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats
                 )
+                experts = overlap.checked(fork, known)
         except inputs.REFUSED as error:
             raise decode.refused_combine(natives, error, handle) from None
         natives.last_low_latency = known.ep
-        arguments = (rows, known, topk_weights, out, waits, hooked)
+        arguments = (rows, known, topk_weights, out, waits, experts, hooked)
         (combined, hook), event = self._streams.run(
             decode.combine, arguments, rows, None, later, known
         )

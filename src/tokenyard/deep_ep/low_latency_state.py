@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.api import ExpertParallel
 from tokenyard.deep_ep import decode, inputs
-from tokenyard.deep_ep.handles import LowLatencyHandle, of_items
+from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.engines.known import LOW_LATENCY
@@ -39,7 +39,7 @@ class LowLatencyState:
         """
         self._natives.check_open()
         call = "low_latency_dispatch"
-        known = inputs.check_handle(of_items(handle), LowLatencyHandle, call, self.group)
+        known = inputs.check_handle(handle, LowLatencyHandle, call, self.group)
         if known.next_buffer is None:
             known.next_buffer = known.ep.empty_for_combine(known.native)
         return known.next_buffer

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, kind_for
+from tokenyard.deep_ep.handles import LazyTuple, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -160,6 +160,8 @@ class Natives:
         """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
         was called if it is no good handle.
         """
+        with suppress(ValueError):
+            handle = of_items(handle)
         good = isinstance(handle, kind) and of_group(handle.ep, self._group)
         return handle.ep if good else last
 
