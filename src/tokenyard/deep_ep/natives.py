@@ -104,8 +104,15 @@ class Natives:
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
-        sizes = width, self.world_size, 1, self.world_size, device
+        sizes = self._counted(width, device)
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
+
+    def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
+        """The one that the others are likely to call; None if they are likely to make one."""
+        return _nearest(self._counting, self._counted(width, device))
+
+    def _counted(self, width: int, device: Any) -> Sizes:
+        return width, self.world_size, 1, self.world_size, device
 
     def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
         made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
