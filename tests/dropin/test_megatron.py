@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from nvlink_pool import SOAK
+from tokenyard.deep_ep.hybrid import HybridEPBuffer
 from tokenyard.testing import Ranks, distributed_test
 
 PATTERNS = ("even", "uneven", "first rank empty", "only the last rank")
@@ -50,6 +51,28 @@ def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)
             want = mg.run_oracle(ranks, setting, x, grad)
             compare(got, want, where=f"{setting}, {pattern}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@distributed_test(world_size=(2, 4))
+def test_hybridep(ranks: Ranks, dtype: torch.dtype) -> None:
+    """The backend that permutes: rows come by expert, and go back to their tokens."""
+    import megatron_layers as mg
+
+    with mg.model_parallel(ranks) as compare:
+        for topk, pattern in product((1, 3, 8) if SOAK > 1 else (3,), PATTERNS):
+            setting = mg.Setting(dtype=dtype, topk=topk)
+            x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
+            got = mg.run(setting.layer(ranks, "hybridep"), x, grad, mg.whole_layer)
+            want = mg.run_oracle(ranks, setting, x, grad)
+            compare(got, want, where=f"{setting}, {pattern}")
+        assert type(mg.fused_a2a._hybrid_ep_buffer) is HybridEPBuffer
+        # As many rows for each expert on every rank: Megatron knows their number without the host.
+        full = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+        setting = mg.Setting(dtype=dtype, topk=4, options=full)
+        x, grad = mg.batch(ranks, setting, tokens_of("even", ranks.world_size))
+        got = mg.run(setting.layer(ranks, "hybridep"), x, grad, mg.whole_layer)
+        compare(got, mg.run_oracle(ranks, setting, x, grad), where=str(setting))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, kind_for
+from tokenyard.deep_ep.handles import LazyTuple, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -107,8 +107,15 @@ class Natives:
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
-        sizes = width, self.world_size, 1, self.world_size, device
+        sizes = self._counted(width, device)
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
+
+    def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
+        """The one that the others are likely to call; None if they are likely to make one."""
+        return _nearest(self._counting, self._counted(width, device))
+
+    def _counted(self, width: int, device: Any) -> Sizes:
+        return width, self.world_size, 1, self.world_size, device
 
     def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
         made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
@@ -163,6 +170,8 @@ class Natives:
         """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
         was called if it is no good handle.
         """
+        with suppress(ValueError):
+            handle = of_items(handle)
         good = isinstance(handle, kind) and of_group(handle.ep, self._group)
         return handle.ep if good else last
 
