@@ -49,6 +49,13 @@ MODULES: dict[str, dict[str, str]] = {
         "deep_ep.utils": EVENTS,
         "deep_ep_cpp": COMPILED,
     },
+    "hybrid": {
+        "deep_ep": f"{V1} HybridEPBuffer buffer hybrid_ep_buffer utils",
+        "deep_ep.buffer": "Buffer",
+        "deep_ep.hybrid_ep_buffer": "HybridEPBuffer indices_to_map",
+        "deep_ep.utils": EVENTS,
+        "deep_ep_cpp": COMPILED,
+    },
     "2": {
         "deep_ep": f"{V1} ElasticBuffer EPHandle {SIZES} buffers utils",
         "deep_ep._C": COMPILED,
@@ -80,9 +87,10 @@ MODULES: dict[str, dict[str, str]] = {
 }
 """Names as DeepEP has them, written down once more, by module."""
 
-VERSIONS = {"1": "1.2.1", "2": "2.1.0", "2.5": "2.5.0"}
+VERSIONS = {"1": "1.2.1", "hybrid": "1.2.1", "2": "2.1.0", "2.5": "2.5.0"}
 BELIEVED = {
     "1": {"vllm", "sglang", "megatron", "compiled"},
+    "hybrid": {"vllm", "sglang", "megatron", "compiled", "hybridep"},
     "2": {
         "vllm",
         "vllm_v2",
@@ -118,7 +126,7 @@ def test_run(option: tuple[str, ...], generation: str) -> None:
     seen(*call, generation=generation, path=[SOURCES], said="2")
 
 
-@pytest.mark.parametrize("generation", ["2"])
+@pytest.mark.parametrize("generation", ["hybrid", "2"])
 def test_path(generation: str) -> None:
     seen(PROBES, generation=generation, path=[GENERATIONS[generation].path, SOURCES], said="2.5")
 
@@ -145,7 +153,7 @@ for name in ("deep_ep", "deep_ep_cpp"):
         print(error)
 """
     done = python("-c", code, path=[SOURCES], **{VARIABLE: "V2"})
-    words = f"{VARIABLE} ('V2') must be one of 1, 2, 2.5"
+    words = f"{VARIABLE} ('V2') must be one of 1, hybrid, 2, 2.5"
     assert done.stdout.splitlines() == [words] * 2, done.stderr
 
 

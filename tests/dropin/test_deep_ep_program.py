@@ -50,7 +50,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--generation", "3"], ["--generation=V2"], ["--generation"]):
         assert main(["run", *wrong, "x.py"][: 2 + len(wrong)]) == 2
         said = capsys.readouterr().err
-        assert "--generation ('" in said and "must be one of 1, 2, 2.5" in said
+        assert "--generation ('" in said and "must be one of 1, hybrid, 2, 2.5" in said
 
 
 def test_import_is_quiet() -> None:

@@ -19,7 +19,8 @@ USAGE = f"""usage: python -m tokenyard.deep_ep run [--generation G] SCRIPT [ARGU
 run:  start this Python with the rest of the line; there, and in every process it starts,
       `import deep_ep` finds tokenyard's.
 path: print the directory to put on PYTHONPATH for the same effect.
-G:    whose names programs find, {", ".join(GENERATIONS)} (default 1)."""
+G:    whose names programs find, {", ".join(GENERATIONS)} (default 1): Buffer; Buffer and
+      HybridEPBuffer (branch hybrid-ep); ElasticBuffer and Buffer; EPBuffer."""
 
 
 def search_path(shim: Path, present: str) -> str:

@@ -30,6 +30,11 @@ _ONE: Modules = {
     "deep_ep.utils": _EVENTS,
     "deep_ep_cpp": _COMPILED,
 }
+_HYBRID: Modules = {
+    **_ONE,
+    "deep_ep": _V1 | {"hybrid": "HybridEPBuffer"},
+    "deep_ep.hybrid_ep_buffer": {"hybrid": "HybridEPBuffer", "hybrid_routing": "indices_to_map"},
+}
 
 _SIZES = "get_logical_domain_size get_physical_domain_size"
 _ENVIRONMENT = (
@@ -126,10 +131,11 @@ class Generation:
 
 GENERATIONS = {
     "1": Generation("v1", "1.2.1", _ONE),
+    "hybrid": Generation("hybrid", "1.2.1", _HYBRID),
     "2": Generation("v2", "2.1.0", _TWO),
     "2.5": Generation("v2_5", "2.5.0", _TWO_AND_A_HALF),
 }
-"""By what users call it."""
+"""By what users call it. ``hybrid`` is DeepEP's branch hybrid-ep: V1 and ``HybridEPBuffer``."""
 
 
 def known(name: str, what: str = "--generation") -> Generation:
