@@ -7,10 +7,13 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import tokenyard as ty
 from deep_ep_world import from_fp8, to_fp8
@@ -125,6 +128,37 @@ def test_times_and_bytes(capfd: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ty.NotSupported, match="use bench"):
             benchmarking.bench_kineto(lambda: None, "dispatch")
+
+
+def test_times_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what the profiler tells: of a name, in the order in which they ran."""
+
+    def event(name: str, start: int, microseconds: int, kind: DeviceType = DeviceType.CUDA) -> Any:
+        span = SimpleNamespace(start=start, elapsed_us=lambda: microseconds)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span)
+
+    events = [
+        event("x::combine()", 5, 40),
+        event("x::dispatch()", 4, 30),
+        event("x::dispatch()", 1, 10),
+        event("dispatch", 0, 1000, DeviceType.CPU),
+    ]
+    told = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(told))
+    calls: list[int] = []
+
+    def measure(names: Any, period: int = 1) -> Any:
+        options = {"flush_l2": False, "num_kernels_per_period": period}
+        return benchmarking.bench_kineto(lambda: calls.append(1), names, 3, **options)
+
+    assert measure("dispatch") == pytest.approx(20e-6) and len(calls) == 4
+    assert measure(("dispatch", "combine")) == pytest.approx((20e-6, 40e-6))
+    assert measure("dispatch", 2) == pytest.approx([10e-6, 30e-6])
+    for name, period in (("dispatch_impl", 1), ("combine", 2)):
+        with pytest.raises(ty.NotSupported, match=r"there were x::combine\(\), x::dispatch\(\)"):
+            measure(name, period)
 
 
 def test_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

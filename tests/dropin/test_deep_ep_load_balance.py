@@ -21,9 +21,9 @@ from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import Mismatch, NotSupported, PeerError
+from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.testing import Ranks, distributed_test
 
-pytestmark = without_devices
 LOCAL, SLOTS, SENTINEL = 3, 4, 0xA5
 UNIT = 2 << 20
 
@@ -84,12 +84,14 @@ def test_prefetch(ranks: Ranks) -> None:
     offsets = [each.data_ptr() - storage.data_ptr() for each in planned]
     assert offsets == [at * UNIT for at in range(len(PAYLOADS))]
     everybody = [
-        [weights_of(peer, shape, dtype) for shape, _, dtype in PAYLOADS] for peer in range(size)
+        [weights_of(peer, shape, dtype).to(ranks.device) for shape, _, dtype in PAYLOADS]
+        for peer in range(size)
     ]
     for seed, event in enumerate(
         (EventHandle(), EventOverlap(EventHandle()), EventOverlap(), None)
     ):
         mapping, alone = mapping_of(size, seed), seed == 3
+        mapping = mapping.to(ranks.device if seed % 2 else "cpu")
         rooms = planned if seed % 2 else [torch.empty_like(each) for each in planned]
         for room in rooms:
             rows(room).fill_(SENTINEL)
@@ -128,8 +130,8 @@ def test_reduce(ranks: Ranks) -> None:
     assert buffer.num_lb_bytes == UNIT and buffer.lb_get_theoretical_num_sms() == 0
     for seed, hidden in enumerate((24, 1, 1000)):
         mapping = mapping_of(size, seed, slots=2 * SLOTS)
-        lent = [grads_of(peer, 2 * SLOTS, hidden, seed) for peer in range(size)]
-        own = grads_of(rank, LOCAL, hidden, seed + 50)
+        lent = [grads_of(peer, 2 * SLOTS, hidden, seed).to(ranks.device) for peer in range(size)]
+        own = grads_of(rank, LOCAL, hidden, seed + 50).to(ranks.device)
         want, mine = summed(own, lent, mapping, rank), lent[rank].clone()
         turned = summed(own, lent[::-1], mapping.flip(0), rank)
         buffer.lb_reduce_grads(mine, own, mapping, num_sms=8).current_stream_wait()
@@ -138,6 +140,7 @@ def test_reduce(ranks: Ranks) -> None:
     assert others or size == 1
 
 
+@without_devices
 @distributed_test(world_size=2)
 def test_nothing_to_do(ranks: Ranks) -> None:
     """No slots, or none in use."""
@@ -149,6 +152,7 @@ def test_nothing_to_do(ranks: Ranks) -> None:
         assert (own == 1).all() and (lent == 7).all()
 
 
+@without_devices
 @distributed_test(world_size=4)
 def test_each_host_is_a_domain(ranks: Ranks) -> None:
     """Two hosts of two ranks: each lends among its own, with a mapping of its own, at its own
@@ -196,6 +200,7 @@ BAD_WEIGHTS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
+@without_devices
 @distributed_test(world_size=2)
 def test_bad_weights(ranks: Ranks) -> None:
     """On one rank, which names it; the other learns that at once. The next good call works."""
@@ -235,14 +240,15 @@ def test_of_a_buffer(ranks: Ranks) -> None:
     wanted = (ValueError, ("multiple",)) if here else (PeerError, ("multiple", "EPBuffer"))
     assert not complaint(error, *wanted), complaint(error, *wanted)
     assert room.is_meta and not plan.materialized
-    buffer, own = make(plan), torch.full((LOCAL, 8), 1.0 + ranks.rank)
+    buffer, own = make(plan), torch.full((LOCAL, 8), 1.0 + ranks.rank, device=ranks.device)
     assert isinstance(buffer, BufferBase) and not room.is_meta
     mapping = torch.tensor([[LOCAL, -1, -1, 0], [-1, -1, 2, -1]])
     event = buffer.lb_prefetch_weights(room, own, mapping, previous_event=buffer.capture())
     event.wait()
     want = [2, 0, 0, 1] if here else [0, 0, 1, 0]
-    assert torch.equal(room, torch.tensor(want)[:, None].expand(SLOTS, 8).float())
-    x, idx = torch.ones(3, 16).bfloat16(), torch.tensor([[0, 1]] * 3)
+    assert torch.equal(room.cpu(), torch.tensor(want)[:, None].expand(SLOTS, 8).float())
+    x = torch.ones(3, 16, device=ranks.device).bfloat16()
+    idx = torch.tensor([[0, 1]] * 3, device=ranks.device)
     recv = buffer.dispatch(x, topk_idx=idx, num_experts=2, num_max_tokens_per_rank=3)
     assert torch.equal(buffer.combine(recv[0], recv[3])[0], 2 * x)
     for call in (lambda: buffer.main_context, buffer.print_memory_usage):
@@ -251,6 +257,7 @@ def test_of_a_buffer(ranks: Ranks) -> None:
     buffer.destroy()
 
 
+@without_devices
 @distributed_test(world_size=2)
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     """Every rank raises, names what it is, and nothing has moved."""
@@ -304,3 +311,10 @@ def test_bad_plans() -> None:
     ):
         with pytest.raises(ValueError, match=r"plan|multiple|whole number"):
             again()
+
+
+def test_virtual_ranks_are_refused() -> None:
+    buffer = Lender.__new__(Lender)
+    buffer.group = MemoryGroup.__new__(MemoryGroup)
+    with pytest.raises(NotSupported, match="virtual ranks"):
+        buffer.lb_prefetch_weights(**GOOD)

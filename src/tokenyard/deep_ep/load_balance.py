@@ -23,6 +23,7 @@ from tokenyard.deep_ep.inputs import REFUSED, whole
 from tokenyard.deep_ep.lending import Domain, Message
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
+from tokenyard.memory.symmetric import MemoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class LoadBalance(BufferBase):
         lb_storage: uint8, memory for redundant experts; None if there is none.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | MemoryGroup
     num_nvlink_ranks: int
     _streams: Streams
     num_lb_bytes: int = 0
@@ -171,8 +172,10 @@ class LoadBalance(BufferBase):
         previous_event: Any,
     ) -> EventOverlap:
         """Check, agree, move; on the communication stream."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise NotSupported(f"{call}() in a CUDA graph capture: call it before the graph")
+        if isinstance(self.group, MemoryGroup):
+            raise NotSupported(f"{call}() among virtual ranks: use a torch.distributed group")
         if self.runtime is None:
             raise RuntimeError(f"{call}() after destroy()")
         if self._domain is None:
