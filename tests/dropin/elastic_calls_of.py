@@ -4,7 +4,7 @@ come of them, worked out by plain loops over :class:`World`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,12 +33,17 @@ def world_of(ranks: Ranks, tokens: str, **options: Any) -> World:
 def fresh(buffer: Any, world: World, **changes: Any) -> tuple[Any, ...]:
     """A dispatch of this rank's tokens, with weights."""
     rank = buffer.rank_idx
-    arguments = {
+    arguments: dict[str, Any] = {
         "topk_idx": world.idx[rank],
         "topk_weights": world.weights[rank],
         "num_experts": world.num_experts,
     }
     return buffer.dispatch(changes.pop("x", world.x[rank]), **{**arguments, **changes})
+
+
+def ids(idx: Tensor) -> list[list[int]]:
+    """Picks of each token."""
+    return cast("list[list[int]]", idx.tolist())
 
 
 def up(count: int, alignment: int) -> int:
@@ -72,7 +77,7 @@ class Blocks:
         for number, of_expert in enumerate(self.of_experts):
             expert = self.world.experts_of(self.rank)[number]
             for place, (source, token) in enumerate(of_expert):
-                pick = self.world.idx[source][token].tolist().index(expert)
+                pick = ids(self.world.idx[source])[token].index(expert)
                 out[self.starts[number] + place] = per_pick[source][token, pick]
         return out
 
@@ -85,7 +90,7 @@ class Blocks:
                 + self.of_experts[pick - mine.start].index((source, token))
                 if pick in mine
                 else -1
-                for pick in self.world.idx[source][token].tolist()
+                for pick in ids(self.world.idx[source])[token]
             ]
             for source, token in self.world.rows[self.rank]
         ]

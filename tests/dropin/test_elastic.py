@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deep_ep_world import World, from_fp8, to_fp8
-from elastic_calls_of import KINDS, MOST, Blocks, fresh, made, up, world_of
+from elastic_calls_of import KINDS, MOST, Blocks, fresh, ids, made, up, world_of
 from tokenyard.testing import Ranks, distributed_test
 
 SIZES = (1, 2, 3, 4, 8)
@@ -21,6 +21,12 @@ SIZES = (1, 2, 3, 4, 8)
 def picked(world: World, rank: int) -> Tensor:
     """Weights of this rank's picks, 0 of those that are -1."""
     return torch.where(world.idx[rank] < 0, 0.0, world.weights[rank])
+
+
+def biases(world: World, rank: int) -> list[tuple[Any, int]]:
+    """None, one and two terms of bias, and how many."""
+    bias = world.x[rank].flip(0)
+    return [(None, 0), (bias, 1), ((bias, bias), 2)]
 
 
 def check_counts(handle: Any, world: World, rank: int, alignment: int, exact: bool) -> None:
@@ -40,9 +46,9 @@ def check_counts(handle: Any, world: World, rank: int, alignment: int, exact: bo
     metadata = handle.recv_src_metadata
     assert metadata.dtype == torch.int32 and metadata[:num_rows, 0].tolist() == sources
     local_idx = world.local_idx(rank)
-    first = (local_idx >= 0).int().argmax(1).tolist() if num_rows else []
-    masters = [row[0] * 3 + pick for row, pick in zip(world.rows[rank], first, strict=True)]
-    assert metadata[:num_rows, 1].tolist() == masters
+    first = (local_idx >= 0).int().argmax(1) if num_rows else local_idx[:, 0]
+    ranks = torch.tensor([source for source, _ in world.rows[rank]], dtype=torch.int64)
+    assert torch.equal(metadata[:num_rows, 1].long(), ranks * 3 + first)
     assert handle.num_experts == world.num_experts and handle.expert_alignment == alignment
     assert handle.num_max_tokens_per_rank == MOST and handle.num_sms > 0
     assert torch.equal(handle.topk_idx, world.idx[rank])
@@ -63,8 +69,8 @@ def check_slots(handle: Any, world: World, rank: int) -> None:
     places = handle.dst_buffer_slot_idx
     assert places.dtype == torch.int32 and places.shape == world.idx[rank].shape
     sent = [0] * world.size
-    for token, picks in enumerate(world.idx[rank].tolist()):
-        want, seen = [], set[int]()
+    for token, picks in enumerate(ids(world.idx[rank])):
+        want, seen = list[int](), set[int]()
         for pick in picks:
             owner = next((p for p in range(world.size) if pick in world.experts_of(p)), None)
             want.append(-1 if owner is None or owner in seen else sent[owner])
@@ -76,11 +82,12 @@ def check_slots(handle: Any, world: World, rank: int) -> None:
 
 def by_rank(buffer: Any, world: World, exact: bool) -> None:
     """Fresh and cached dispatch and combine, rows per rank."""
-    rank, local = buffer.rank_idx, len(world.experts_of(buffer.rank_idx))
-    stats = torch.ones(local, dtype=torch.int32)
+    rank: int = buffer.rank_idx
+    stats = torch.ones(len(world.experts_of(rank)), dtype=torch.int32)
     shape = {"expert_alignment": 4, "do_cpu_sync": exact}
     many = {**shape, "cumulative_local_expert_recv_stats": stats}
-    recv_x, idx, weights, handle, event = fresh(buffer, world, **many)
+    got: Any = fresh(buffer, world, **many)
+    recv_x, idx, weights, handle, event = got
     num_rows, want = len(world.rows[rank]), world.take(rank, world.x)
     assert event.event is None and len(recv_x) == (num_rows if exact else MOST * world.size)
     assert torch.equal(recv_x[:num_rows], want) and idx.dtype == torch.int64
@@ -101,10 +108,8 @@ def by_rank(buffer: Any, world: World, exact: bool) -> None:
     assert torch.equal(cached[2][:num_rows], local_new)
     worked = recv_x.clone()
     worked[:num_rows] = world.work(rank, want)
-    bias = world.x[rank].flip(0)
-    for terms in (None, bias, (bias, bias)):
-        total = world.combined(rank) + (0 if terms is None else bias.float())
-        total += bias.float() if isinstance(terms, tuple) else 0
+    for terms, number in biases(world, rank):
+        total = world.combined(rank) + number * world.x[rank].flip(0).float()
         out, reduced, event = buffer.combine(worked, handle, topk_weights=weights, bias=terms)
         assert torch.equal(out, total.to(torch.bfloat16)) and event.event is None
         assert torch.equal(reduced, picked(world, rank))
@@ -113,9 +118,11 @@ def by_rank(buffer: Any, world: World, exact: bool) -> None:
 
 def by_expert(buffer: Any, world: World, alignment: int, exact: bool) -> None:
     """The same, a row per token and local expert."""
-    rank, blocks = buffer.rank_idx, Blocks(world, buffer.rank_idx, alignment)
+    rank: int = buffer.rank_idx
+    blocks = Blocks(world, rank, alignment)
     shape = {"do_expand": True, "expert_alignment": alignment, "do_cpu_sync": exact}
-    recv_x, idx, weights, handle, _ = fresh(buffer, world, **shape)
+    got: Any = fresh(buffer, world, **shape)
+    recv_x, idx, weights, handle, _ = got
     num_rows = blocks.num_rows
     most = handle.num_expanded_tokens
     assert idx is None and len(recv_x) == len(weights) == (num_rows if exact else most)
@@ -123,7 +130,7 @@ def by_expert(buffer: Any, world: World, alignment: int, exact: bool) -> None:
     assert torch.equal(weights[:num_rows], blocks.weights(world.weights)) and weights.dim() == 1
     check_counts(handle, world, rank, alignment, exact)
     check_slots(handle, world, rank)
-    slots = blocks.slots()
+    slots: list[list[int]] = blocks.slots()
     assert handle.recv_src_metadata[: len(slots), 2:].tolist() == slots
     again = fresh(buffer, world, **shape)
     assert torch.equal(again[0][:num_rows], recv_x[:num_rows])
@@ -137,10 +144,8 @@ def by_expert(buffer: Any, world: World, alignment: int, exact: bool) -> None:
     worked = recv_x.clone()
     worked[:num_rows] = blocks.work(recv_x[:num_rows])
     factors = torch.where(world.idx[rank] < 0, 0, world.idx[rank] % 3 + 1).sum(1, keepdim=True)
-    bias = world.x[rank].flip(0)
-    for terms in (None, bias, (bias, bias)):
-        total = world.x[rank].float() * factors + (0 if terms is None else bias.float())
-        total += bias.float() if isinstance(terms, tuple) else 0
+    for terms, number in biases(world, rank):
+        total = world.x[rank].float() * factors + number * world.x[rank].flip(0).float()
         out, reduced, _ = buffer.combine(worked, handle, topk_weights=weights, bias=terms)
         assert torch.equal(out, total.to(torch.bfloat16))
         assert torch.equal(reduced, picked(world, rank))
@@ -278,7 +283,8 @@ def test_gradients_by_hand(ranks: Ranks) -> None:
             there, handle=handle, topk_weights=grad_scores.float(), async_with_compute_stream=True
         )
         event.current_stream_wait()
-        assert torch.allclose(grad_x, xs[rank].grad)
-        alive = world.idx[rank] >= 0
-        assert torch.allclose(grad_weights[alive], weights[rank].grad[alive])
+        alive, want_x, want_weights = world.idx[rank] >= 0, xs[rank].grad, weights[rank].grad
+        assert want_x is not None and torch.allclose(grad_x, want_x)
+        assert want_weights is not None
+        assert torch.allclose(grad_weights[alive], want_weights[alive])
         buffer.destroy()

@@ -60,6 +60,7 @@ class CoreBuffer:
 
     _kind: ClassVar[type[CoreHandle]]
     _copies_handles: ClassVar[bool] = True
+    _sms_together: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -299,6 +300,7 @@ class CoreBuffer:
         num_experts, most, alignment, num_sms = fresh
         exact = flags["do_cpu_sync"] is not False
         num_sms = num_sms or self._usual_sms(num_experts, idx.shape[1])
+        num_sms += num_sms % self._sms_together
         expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
         shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
         given = (
@@ -327,7 +329,7 @@ class CoreBuffer:
     ) -> Exception:
         natives = self._natives
         if handle is not None:
-            return elastic_inputs.refused_known(natives, error, handle, True)
+            return elastic_inputs.refused_known(natives, error, handle, self._kind, True)
         exact = flags["do_cpu_sync"] is not False
         return elastic_inputs.refused(natives, error, x, routing, exact, self._object_tokens())
 
@@ -350,7 +352,8 @@ class CoreBuffer:
                 elastic_inputs.check_handle(handle, self._kind, type(self).__name__, self.group)
                 terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
-            raise elastic_inputs.refused_known(natives, error, handle, False) from None
+            kind = self._kind
+            raise elastic_inputs.refused_known(natives, error, handle, kind, False) from None
         inner = handle.inner
         natives.last_normal = inner.ep
         given = x, inner, topk_weights, terms

@@ -251,8 +251,10 @@ def refused(
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
 
 
-def refused_known(natives: Natives, error: Exception, handle: Any, cached: bool) -> Exception:
-    """The same of a call with a handle."""
-    inner = handle.inner if isinstance(handle, CoreHandle) else handle
+def refused_known(
+    natives: Natives, error: Exception, handle: Any, kind: type[CoreHandle], cached: bool
+) -> Exception:
+    """The same of a call with a handle, whose object they call if it is one of this ``kind``."""
+    inner = handle.inner if isinstance(handle, kind) else None
     whom = natives.whom_of(inner, NormalHandle, natives.last_normal)
     return natives.refused(error, whom, CACHED if cached else COMBINE)

@@ -64,7 +64,7 @@ class EPBuffer(CoreBuffer, LoadBalance):
     All others, and errors, as of ``ElasticBuffer`` (``tokenyard.deep_ep.elastic``).
     """
 
-    _kind, _copies_handles = EPHandle, False
+    _kind, _copies_handles, _sms_together = EPHandle, False, 2
 
     @with_rest(PATIENCE)
     def __init__(
@@ -153,7 +153,7 @@ class EPBuffer(CoreBuffer, LoadBalance):
             num_experts,
             num_max_tokens_per_rank,
             expert_alignment,
-            even(num_sms),
+            num_sms,
             num_qps,
         )
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
@@ -181,11 +181,6 @@ class EPBuffer(CoreBuffer, LoadBalance):
         sms = num_sms, num_qps
         result = self._combine(x, handle, topk_weights, bias, sms, when, defer_epilogue)
         return deferred(result) if defer_epilogue else result
-
-
-def even(num_sms: Any) -> Any:
-    """The next even number; what is no number as it is."""
-    return num_sms + num_sms % 2 if type(num_sms) is int else num_sms
 
 
 def deferred(result: tuple[Any, ...]) -> EventOverlap:
