@@ -190,6 +190,7 @@ BAD_WEIGHTS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"expert_weights": torch.zeros(8, LOCAL).t()}, ("expert_weights[0]", "contiguous")),
     ({"expert_weights": torch.zeros(0, 8)}, ("expert_weights[0]", "at least one expert")),
     ({"expert_weights": torch.zeros(())}, ("expert_weights[0]", "[experts, ...]")),
+    ({"redundant_expert_weights": torch.zeros(SLOTS, 8, device="meta")}, ("meta", "plan")),
     ({"num_sms": -1}, ("num_sms", "-1")),
     ({"previous_event": 3}, ("previous_event", "EventHandle")),
     ({"redundancy_mapping": None}, ("redundancy_mapping", "int32")),
@@ -228,7 +229,7 @@ def test_bad_weights(ranks: Ranks) -> None:
 @distributed_test(world_size=2)
 def test_of_a_buffer(ranks: Ranks) -> None:
     """``EPBuffer`` has it: a bad plan of one rank is refused when buffers are made, and the next
-    ones lend and dispatch.
+    ones lend parameters and dispatch.
     """
 
     def make(plan: BufferAllocator | int) -> EPBuffer:
@@ -240,11 +241,13 @@ def test_of_a_buffer(ranks: Ranks) -> None:
     wanted = (ValueError, ("multiple",)) if here else (PeerError, ("multiple", "EPBuffer"))
     assert not complaint(error, *wanted), complaint(error, *wanted)
     assert room.is_meta and not plan.materialized
-    buffer, own = make(plan), torch.full((LOCAL, 8), 1.0 + ranks.rank, device=ranks.device)
+    buffer = make(plan)
+    own = torch.nn.Parameter(torch.full((LOCAL, 8), 1.0 + ranks.rank, device=ranks.device))
     assert isinstance(buffer, BufferBase) and not room.is_meta
     mapping = torch.tensor([[LOCAL, -1, -1, 0], [-1, -1, 2, -1]])
     event = buffer.lb_prefetch_weights(room, own, mapping, previous_event=buffer.capture())
     event.wait()
+    assert not room.requires_grad and own.grad is None
     want = [2, 0, 0, 1] if here else [0, 0, 1, 0]
     assert torch.equal(room.cpu(), torch.tensor(want)[:, None].expand(SLOTS, 8).float())
     x = torch.ones(3, 16, device=ranks.device).bfloat16()

@@ -269,12 +269,17 @@ def _tensors(name: str, given: Any) -> list[Tensor]:
 
 
 def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
-    """Both as bytes."""
+    """Both as bytes, without autograd."""
     names = f"redundant_expert_{what}", f"expert_{what}"
     for name, value in zip(names, (slots, own), strict=True):
         if value.layout is not torch.strided or not value.dim() or not value.is_contiguous():
             raise ValueError(
                 f"{name} must be a contiguous tensor [experts, ...]: use .contiguous()"
+            )
+        if not (value.is_cpu or value.is_cuda):
+            raise ValueError(
+                f"{name} is on {value.device}, but must be in CPU or CUDA memory; tensors of a "
+                f"plan are once its buffer is made"
             )
     if not own.shape[0]:
         raise ValueError(f"{names[1]} has shape {list(own.shape)}: a rank has at least one expert")
@@ -287,7 +292,7 @@ def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
             f"{names[0]} has {each} bytes per expert and {names[1]} {width}: they must be equal"
         )
     return _Pair(
-        *(each.reshape(-1).view(torch.uint8).view(len(each), width) for each in (slots, own))
+        *(each.detach().view(-1).view(torch.uint8).view(len(each), width) for each in (slots, own))
     )
 
 
