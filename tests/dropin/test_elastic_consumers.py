@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deep_ep_world import World
-from elastic_calls_of import Blocks, world_of
+from elastic_calls_of import Known, world_of
 from tokenyard.deep_ep.elastic import ElasticBuffer, EPHandle
 from tokenyard.testing import Ranks, distributed_test
 
@@ -92,7 +91,7 @@ def test_torchtitan(ranks: Ranks) -> None:
         rows, recv_idx, recv_scores = made
         handle: EPHandle = how["handle"]
         ends = handle.psum_num_recv_tokens_per_expert
-        counts: list[int] = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        counts = cast("list[int]", torch.diff(ends, prepend=ends.new_zeros(1)).tolist())
         assert counts == handle.num_recv_tokens_per_expert_list and handle.num_sms == sms
         scale = world.coefficients(
             torch.where(recv_idx < 0, -1, recv_idx + world.experts_of(rank).start), recv_scores
@@ -148,9 +147,10 @@ def test_vllm(ranks: Ranks) -> None:
         )
         if expands:
             assert handle.num_recv_tokens_per_expert_list == world.counts(rank)
-            worked = Blocks(world, rank, 1).work(rows) * weights[:, None].to(rows.dtype)
+            worked = world.blocks(rank, 1).work(rows) * weights[:, None].to(rows.dtype)
         else:
-            behind = torch.arange(len(rows)) >= handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            behind = torch.arange(len(rows), device=rows.device) >= count
             worked = world.layer(rank, rows, idx.masked_fill(behind[:, None], -1), weights)
         out, _, event = buffer.combine(
             x=worked,
@@ -171,7 +171,7 @@ def test_vllm(ranks: Ranks) -> None:
         do_expand=True,
         do_cpu_sync=True,
     )
-    blocks = Blocks(world, rank, 1)
+    blocks = world.blocks(rank, 1)
     assert torch.equal(rows[0].view(torch.uint8), blocks.rows(data))
     assert torch.equal(rows[1], blocks.rows(packs))
     buffer.destroy()
@@ -180,12 +180,12 @@ def test_vllm(ranks: Ranks) -> None:
 # SGLang 0.5.23
 
 
-def sglang_rows(world: World, rank: int, got: Any, expands: bool) -> Tensor:
+def sglang_rows(world: Known, rank: int, got: Any, expands: bool) -> Tensor:
     """What its experts make of the rows."""
     rows, idx, weights, handle = got
     if expands:
         ends = handle.psum_num_recv_tokens_per_expert.tolist()
-        blocks = Blocks(world, rank, 128)
+        blocks = world.blocks(rank, 128)
         assert ends == blocks.psum
         worked = rows.clone()
         worked[: blocks.num_rows] = blocks.work(rows[: blocks.num_rows])

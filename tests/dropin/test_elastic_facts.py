@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import elastic_cost
 import tokenyard as ty
 from elastic_calls_of import KINDS, fresh, made, world_of
+from nvlink_pool import without_devices
 from tokenyard.deep_ep import elastic_facts, elastic_inputs
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
@@ -22,6 +24,8 @@ from tokenyard.deep_ep.natives import TIMEOUT_VARIABLE
 from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import HOST_VARIABLE, Topology
+
+pytestmark = without_devices
 
 FIRST = ["group", "num_bytes"]
 SIZED = ["num_max_tokens_per_rank", "hidden", "num_topk", "use_fp8_dispatch"]
@@ -143,6 +147,18 @@ def test_theoretical_numbers_of_a_buffer(ranks: Ranks) -> None:
         direct = made(ranks, kind, allow_hybrid_mode=False, num_allocated_qps=7)
         assert direct.num_allocated_qps == 7 == direct.get_theoretical_num_qps(20)
         direct.destroy()
+
+
+@distributed_test(world_size=1)
+def test_what_is_measured_is_the_same_call(ranks: Ranks) -> None:
+    """Through the layer and native calls of ``elastic_cost`` bring the same rows."""
+    for kind in KINDS:
+        calls = elastic_cost.Bench(ranks.group, kind).calls()
+        for name, (layer, native) in calls.items():
+            assert native is not None
+            known = native()
+            rows = known if isinstance(known, torch.Tensor) else known.x
+            assert torch.equal(layer()[0], rows), name
 
 
 # Construction

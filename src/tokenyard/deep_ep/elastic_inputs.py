@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tokenyard.arguments import MOST_EXPERTS
-from tokenyard.deep_ep import inputs, normal
+from tokenyard.deep_ep import decode, inputs, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
@@ -19,8 +18,6 @@ from tokenyard.deep_ep.inputs import array, flag, likely, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.types import FLOAT_DTYPES
-
-STATS = "cumulative_local_expert_recv_stats"
 
 When = tuple[Any, Any, Any, Any]
 """``previous_event, previous_event_before_epilogue, async_with_compute_stream,
@@ -148,14 +145,9 @@ def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> 
         )
     alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
     if routing.stats is not None:
-        _check_stats(natives, routing.stats, experts, data.device)
+        sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
+        decode.check_stats(natives, sizes, routing.stats, None)
     return Fresh(experts, most, alignment, num_sms)
-
-
-def _check_stats(natives: Natives, stats: Any, num_experts: int, device: torch.device) -> None:
-    share, extra = divmod(num_experts, natives.world_size)
-    local = share + (natives.rank < extra)
-    array(STATS, stats, "[L]", (local,), (torch.int32,), device)
 
 
 def check_cached(
