@@ -393,6 +393,39 @@ def test_construction(ranks: Ranks) -> None:
 
 
 @distributed_test(world_size=2)
+def test_the_first_call(ranks: Ranks) -> None:
+    """Before there is any native object: the others, who make one, learn what was wrong; the next
+    attempt works. Numbers that are no multiple of the padding are fine if the host waits.
+    """
+    rank, world = ranks.rank, World.of(ranks, "few", EXPERTS)
+    table, _ = maps(world, rank)
+    picks = {"topk_idx": world.idx[rank], "num_of_experts": EXPERTS}
+    for number, (given, wrong, words) in enumerate(
+        (
+            ({"routing_map": table}, {"probs": table}, "probs is bool"),
+            ({"routing_map": table, "num_permuted_tokens": 99}, {"hidden": 5}, "hidden must be"),
+            (picks, {"pad_multiple": "all"}, "pad_multiple ('all')"),
+            ({"routing_map": table}, {"handle": 5}, "handle must be the tuple"),
+        )
+    ):
+        buffer, good = buffer_of(ranks), {"hidden": world.x[rank], **given}
+        call = buffer.dispatch_with_permute
+        if number < 3:
+            changed = good | wrong if rank == number % 2 else good
+            error = error_of(lambda given=changed, call=call: call(**given))
+            check(error, ValueError if rank == number % 2 else ty.PeerError, words)
+        else:  # no dispatch was ever made, so nobody can be in a call with a handle
+            check(error_of(lambda: call(**good, **wrong)), ValueError, words)  # noqa: B023
+        want = blocks(world, rank, world.x, 8)
+        most = len(want) - 3 if number == 1 else None
+        good["num_permuted_tokens"] = most
+        rows, _, _, counts, handle = call(**good, pad_multiple=8)
+        used = len(want) if most is None else most
+        assert torch.equal(rows, want[:used]) and int(counts.sum()) == used
+        assert len(buffer.combine_with_unpermute(hidden=rows, handle=handle)[0]) == len(table)
+
+
+@distributed_test(world_size=2)
 def test_bad_input(ranks: Ranks) -> None:
     """By name, before anything moves; the other rank learns why. Afterwards the buffer works."""
     rank, buffer = ranks.rank, buffer_of(ranks, most=5)
