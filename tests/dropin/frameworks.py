@@ -49,7 +49,7 @@ def own_ranks() -> Generator[None]:
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands in for modules that a framework imports and the classes under test never use: names
-    in capitals are empty classes, others are mocks.
+    that begin with a capital are empty classes, others are mocks.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -78,7 +78,8 @@ def _made(module: ModuleType, name: str) -> Any:
 
 
 def lend(framework: str, *, bare: Sequence[str] = (), absent: Sequence[str] = ()) -> None:
-    """Make a framework importable in this process, for good. May be called again.
+    """Make a framework importable in this process. Each test calls it again, as each has the path
+    of the process that started it.
 
     Args:
         framework: ``NAME-VERSION``.
@@ -86,9 +87,10 @@ def lend(framework: str, *, bare: Sequence[str] = (), absent: Sequence[str] = ()
         absent: modules for :class:`Absent`.
     """
     folder = FOLDER / framework
-    if str(folder) in sys.path:
-        return
     sys.path.insert(0, str(folder))
+    if framework in _lent:
+        return
+    _lent.add(framework)
     sys.meta_path.insert(0, Absent(absent))
     for name in bare:
         module = ModuleType(name)
@@ -96,8 +98,9 @@ def lend(framework: str, *, bare: Sequence[str] = (), absent: Sequence[str] = ()
         sys.modules[name] = module
 
 
+_lent: set[str] = set()
+
+
 def lend_deep_ep(generation: str) -> None:
-    """Have ``import deep_ep`` find tokenyard's in this process, for good: of this generation."""
-    shim = str(known(generation).path)
-    if shim not in sys.path:
-        sys.path.insert(0, shim)
+    """Have ``import deep_ep`` find tokenyard's, of this generation; as :func:`lend`."""
+    sys.path.insert(0, str(known(generation).path))
