@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 
 # So many workers; 0 runs all tests in one process (for --pdb and the like).
 WORKERS ?= 2
-test: $(VENV)/.ready
+test: $(VENV)/.frameworks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Of each kind of truth a little (marker "portable"), for other versions of Python: PYTHON=python3.13 VENV=.venv313
@@ -50,6 +50,13 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
 	$(if $(TORCH),$(BIN)/pip install -q $(TORCH))
 	$(BIN)/pip install -q -e '.[test]'
+	touch $@
+
+# Each in a folder of its own and without what it needs: two versions of one stand beside each other.
+FRAMEWORKS := tests/dropin/frameworks.txt
+$(VENV)/.frameworks: $(VENV)/.ready $(FRAMEWORKS)
+	grep -v '^#' $(FRAMEWORKS) | while read folder packages; do $(BIN)/pip install -q --upgrade --no-deps --no-build-isolation \
+		--target $(VENV)/frameworks/$$folder $$packages || exit 1; done
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.ready

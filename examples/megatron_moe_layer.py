@@ -13,6 +13,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -68,9 +70,8 @@ def moe_layer(dispatcher: str, device: torch.device) -> torch.nn.Module:
     return layer
 
 
-def forward_and_backward(dispatcher: str, device: torch.device) -> dict[str, torch.Tensor]:
+def forward_and_backward(layer: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Output and gradients of one step."""
-    layer = moe_layer(dispatcher, device)
     torch.manual_seed(1000 + dist.get_rank())
     x, grad = torch.randn(2, TOKENS, 1, HIDDEN).to(device, torch.bfloat16)
     x = x.clone().requires_grad_()
@@ -80,8 +81,8 @@ def forward_and_backward(dispatcher: str, device: torch.device) -> dict[str, tor
     return {"output": y.detach(), "gradient of input": x.grad, "gradient of weights": weights}
 
 
-def main(device: torch.device) -> None:
-    """The comparison on this rank."""
+def compare(layer: Callable[[torch.device], torch.nn.Module], device: torch.device) -> None:
+    """A layer, made when Megatron is ready, with Megatron's own on this rank."""
     warnings.simplefilter(
         "ignore"
     )  # Megatron misses TransformerEngine and Apex, which this example does not need
@@ -94,14 +95,14 @@ def main(device: torch.device) -> None:
         "force_eager"
     )  # Megatron compiles small functions; not worth the wait here
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    got = forward_and_backward("flex", device)
+    got = forward_and_backward(layer(device), device)
     on_gpu = (
         device.type == "cuda"
     )  # the allgather dispatcher puts its results on the current GPU, or we tell it otherwise
     with mock.patch.object(
         torch.cuda, "current_device", return_value=torch.cuda.current_device() if on_gpu else device
     ):
-        want = forward_and_backward("allgather", device)
+        want = forward_and_backward(moe_layer("allgather", device), device)
     errors = {
         name: ((got[name] - want[name]).float().norm() / want[name].float().norm()).item()
         for name in got
@@ -111,7 +112,8 @@ def main(device: torch.device) -> None:
     assert max(errors.values()) < 2**-7, errors  # allgather rounds after every rank it adds
 
 
-if __name__ == "__main__":
+def run(main: Callable[[torch.device], None]) -> None:
+    """On the ranks of torchrun, or on two of its own."""
     kind = (
         "cuda"
         if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
@@ -122,3 +124,12 @@ if __name__ == "__main__":
             main(here)
     else:
         launch.spawn(main, 2, device=kind)
+
+
+def main(device: torch.device) -> None:
+    """The comparison on this rank."""
+    compare(partial(moe_layer, "flex"), device)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -45,8 +45,8 @@ class ExpertParallel:
     of engine low_latency is, no other call begins.
 
     Args:
-        group: a ``torch.distributed`` group (default: the default group; without one this process
-            is alone).
+        group: a ``torch.distributed`` group, or a ``DeviceMesh`` of one dimension (default: the
+            default group; without one this process is alone).
         num_experts: E, at most 65536, split contiguously over the ranks; the first ``E mod R`` hold
             one more.
         hidden: H, channels of a token.
@@ -82,7 +82,7 @@ class ExpertParallel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | MemoryGroup | None = None,
+        group: dist.ProcessGroup | dist.DeviceMesh | MemoryGroup | None = None,
         *,
         num_experts: int,
         hidden: int,

@@ -44,9 +44,7 @@ def of_dispatch(
 
     None where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``.
     """
-    reduce = (
-        None if weights is None else _in_arrival_order(weights, moves.plan, moves.spec, topk_idx)
-    )
+    reduce = None if weights is None else by_arrival(weights, moves.plan, moves.spec, topk_idx)
     grad_x = reduced = None
     if rows is not None:
         grad_x, reduced = moves.combine(rows, reduce, raw=False)
@@ -57,8 +55,10 @@ def of_dispatch(
     return grad_x, reduced.gather(1, moves.plan.first_pick)
 
 
-def _in_arrival_order(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) -> Tensor:
-    """Gradients of returned weights as ``[Nb, K]`` of arrived rows, 0 of picks elsewhere."""
+def by_arrival(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) -> Tensor:
+    """Gradients of returned weights, or weights to reduce, as ``[Nb, K]`` of arrived rows, 0 of
+    picks elsewhere.
+    """
     if spec.layout is Layout.FLAT:
         assert topk_idx is not None
         here = torch.where(topk_idx < 0, 0.0, grad)

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DeviceMesh
 from torch.distributed import distributed_c10d as c10d
 
 from tokenyard import forks
@@ -58,7 +59,7 @@ _WHAT = "ExpertParallel(...)"
 
 
 def check_group(
-    group: dist.ProcessGroup | MemoryGroup | None,
+    group: dist.ProcessGroup | DeviceMesh | MemoryGroup | None,
 ) -> dist.ProcessGroup | MemoryGroup | None:
     """The group to work in; None if this process is alone."""
     if isinstance(group, MemoryGroup):
@@ -70,10 +71,15 @@ def check_group(
                 "init_process_group() first"
             )
         return None
+    if group is None:
+        group = dist.group.WORLD
+    elif isinstance(group, DeviceMesh):
+        group = _group_of(group)
     given: object = group  # an int stands for "not a member"
     if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
-        raise ValueError(f"group ({group!r}) must be a torch.distributed.ProcessGroup or None")
-    group = group or dist.group.WORLD
+        raise ValueError(
+            f"group ({group!r}) must be a torch.distributed.ProcessGroup, a DeviceMesh or None"
+        )
     if group is None or dist.get_rank(group) < 0:
         raise ValueError(
             "this process is not a member of the group: make ExpertParallel on its members only"
@@ -84,6 +90,19 @@ def check_group(
             "processes by 'spawn' or 'forkserver' and call init_process_group() in them"
         )
     return group
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of a mesh with one dimension; None if this process is in no such."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        known = ", ".join(map(repr, names)) if names else f"without names, {list(mesh.shape)}"
+        example = f"mesh[{names[-1]!r}]" if names else "mesh.get_group(1)"
+        raise ValueError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions ({known}), but must have one: pass "
+            f"that of the experts, such as {example}"
+        )
+    return mesh.get_group() if mesh.get_coordinate() is not None else None
 
 
 def place_in(group: dist.ProcessGroup | MemoryGroup | None) -> tuple[int, int]:

@@ -260,7 +260,15 @@ def sglang_low_latency(ranks: Ranks, world: World, hook: bool, fp8: bool) -> Ten
         return_recv_hook=hook,
     )
     receive() if hook else event.current_stream_wait()
-    overlap: dict[str, Any] = {}
+    blocks = len(counts) * -(-ranks.world_size * MOST // 64)
+    overlap = {
+        "overlap": True,
+        "packed_recv_count": counts,
+        "comp_signal": torch.full((blocks,), 7, dtype=torch.int32, device=ranks.device),
+        "block_m": 64,
+        "threshold": 7,
+        "num_sms": 3,
+    }
     out, event, receive = buffer.low_latency_combine(
         x=by_expert(world, rank, from_fp8(*recv) if fp8 else recv, counts),
         topk_idx=world.idx[rank],

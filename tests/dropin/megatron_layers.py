@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -21,12 +22,15 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 import tokenyard.deep_ep
 import tokenyard.deep_ep.utils
+from tokenyard.deep_ep.hybrid import HybridEPBuffer
 from tokenyard.testing import Ranks, assert_close, assert_same_bits
 
 with warnings.catch_warnings():
     # Megatron looks for deep_ep when it is imported, never later: the name is lent for that long.
     warnings.simplefilter("ignore")
-    sys.modules |= {"deep_ep": tokenyard.deep_ep, "deep_ep.utils": tokenyard.deep_ep.utils}
+    lent = ModuleType("deep_ep")  # one with all its buffers
+    vars(lent).update(vars(tokenyard.deep_ep) | {"HybridEPBuffer": HybridEPBuffer})
+    sys.modules |= {"deep_ep": lent, "deep_ep.utils": tokenyard.deep_ep.utils}
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel import mappings, random
@@ -78,6 +82,7 @@ class Setting:
         same on every rank.
 
         Args:
+            dispatcher: "allgather", "flex" (over DeepEP) or "hybridep" (flex over that).
             group: of all ranks, if it shall not be the one of :func:`model_parallel`.
         """
         options: dict[str, Any] = {
@@ -93,8 +98,8 @@ class Setting:
             "moe_router_dtype": "fp32",
             "moe_router_pre_softmax": True,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": dispatcher,
-            "moe_flex_dispatcher_backend": "deepep",
+            "moe_token_dispatcher_type": "flex" if dispatcher == "hybridep" else dispatcher,
+            "moe_flex_dispatcher_backend": "hybridep" if dispatcher == "hybridep" else "deepep",
             "use_cpu_initialization": True,
             "init_method_std": 0.3,
             "params_dtype": self.dtype,
@@ -181,7 +186,7 @@ def model_parallel(
             yield (compare := Comparisons())
         compare.tell()
     finally:
-        fused_a2a._buffer = None
+        fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
         groups = parallel_state._global_process_group_list[
             1:
         ]  # the first stands for the default group

@@ -227,7 +227,7 @@ def test_refusals(ranks: Ranks) -> None:
         (lambda: buffer.low_latency_dispatch(x, idx, MOST, 12, colour=1), TypeError, "colour"),
         (
             lambda: buffer.low_latency_combine(rows, idx, weights, handle, overlap=True),
-            ty.NotSupported,
+            ValueError,
             "overlap",
         ),
         (
@@ -236,9 +236,9 @@ def test_refusals(ranks: Ranks) -> None:
             "next_low_latency",
         ),
         (
-            lambda: buffer.low_latency_combine(rows, idx, weights, tuple(handle)),
+            lambda: buffer.low_latency_combine(rows, idx, weights, tuple(handle)[1:]),
             ValueError,
-            "handle must be",
+            "handle has 4",
         ),
         (
             lambda: buffer.low_latency_dispatch(

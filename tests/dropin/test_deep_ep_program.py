@@ -4,25 +4,15 @@ distribution in ``compat``.
 
 from __future__ import annotations
 
-import os
-import shutil
+import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tokenyard.deep_ep.__main__ import SHIM, main
-
-ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "src"
-COMPAT = ROOT / "compat" / "deep_ep"
-
-
-def python(*arguments: str, path: list[Path]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+from deep_ep_program_calls import SOURCES, python, site_of
+from tokenyard.deep_ep.__main__ import main
+from tokenyard.deep_ep.generations import GENERATIONS
 
 
 def test_run_a_program_with_ranks_of_its_own(tmp_path: Path) -> None:
@@ -33,12 +23,34 @@ def test_run_a_program_with_ranks_of_its_own(tmp_path: Path) -> None:
     assert done.stdout.strip() == "all ranks agree ['--flag', '-x']"
 
 
+@pytest.mark.parametrize("generation", ["2", "2.5"])
+def test_run_a_program_of_a_later_generation(generation: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    program = str(Path(__file__).with_name("deep_ep_v2_program.py"))
+    call = "-m", "tokenyard.deep_ep", "run", "--generation", generation, program, "--flag"
+    done = python(*call, path=[SOURCES], MASTER_PORT=port)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all ranks agree ['--flag']"
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["path"]) == 0
-    assert capsys.readouterr().out.strip() == str(SHIM)
-    for wrong in ([], ["run"], ["walk", "x.py"]):
+    for options, generation in (
+        (["--generation", "2"], "2"),
+        (["--generation=2.5"], "2.5"),
+        ([], "1"),
+    ):
+        assert main(["path", *options]) == 0
+        shim = Path(capsys.readouterr().out.strip())
+        assert shim == GENERATIONS[generation].path and (shim / "deep_ep" / "__init__.py").exists()
+    for wrong in ([], ["run"], ["walk", "x.py"], ["path", "x"], ["run", "--generation", "2"]):
         assert main(wrong) == 2
-        assert "run SCRIPT" in capsys.readouterr().err
+        assert "] SCRIPT" in capsys.readouterr().err
+    for wrong in (["--generation", "3"], ["--generation=V2"], ["--generation"]):
+        assert main(["run", *wrong, "x.py"][: 2 + len(wrong)]) == 2
+        said = capsys.readouterr().err
+        assert "--generation ('" in said and "must be one of 1, hybrid, 2, 2.5" in said
 
 
 def test_import_is_quiet() -> None:
@@ -56,10 +68,7 @@ def test_import_is_quiet() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A site directory as ``pip install ./compat/deep_ep`` leaves it."""
-    shutil.copytree(COMPAT / "tokenyard_deep_ep", tmp_path / "site" / "tokenyard_deep_ep")
-    shutil.copy(COMPAT / "tokenyard_deep_ep.pth", tmp_path / "site")
-    return tmp_path / "site"
+    return site_of(tmp_path)
 
 
 def imported(site: Path, *path: Path) -> subprocess.CompletedProcess[str]:
@@ -90,17 +99,3 @@ def test_refuses_to_stand_in_for_an_installed_deep_ep(site: Path, tmp_path: Path
     )
     done = imported(site, tmp_path / "real")
     assert done.returncode == 1 and "ImportError: deep_ep 1.2.1+567632d is installed" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["deep_ep/utils.py", "deep_ep/buffer.py", "deep_ep_cpp.py"])
-def test_both_ways_give_the_same(name: str) -> None:
-    assert (COMPAT / "tokenyard_deep_ep" / name).read_text() == (SHIM / name).read_text()
-
-
-def test_both_ways_give_the_same_names() -> None:
-    """The installed package checks first; then both import the same names."""
-    installed, shim = (
-        (root / "deep_ep" / "__init__.py").read_text()
-        for root in (COMPAT / "tokenyard_deep_ep", SHIM)
-    )
-    assert installed.partition("__all__")[2] == shim.partition("__all__")[2] != ""

@@ -82,7 +82,7 @@ class Calls:
 def signature_of(words: tuple[str, ...]) -> type[Exception]:
     if words == ("colour",):
         return TypeError
-    return ty.NotSupported if words in (("overlap",), ("use_nvfp4", "NVFP4")) else ValueError
+    return ty.NotSupported if words == ("use_nvfp4", "NVFP4") else ValueError
 
 
 def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases) -> None:

@@ -21,6 +21,7 @@ import bad_input
 from bad_input import error_of
 from deep_ep_world import World, from_fp8
 from tokenyard import deep_ep
+from tokenyard.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from tokenyard.deep_ep.natives import ENGINE_VARIABLE
 from tokenyard.errors import PeerError
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
@@ -256,6 +257,35 @@ def masks(buffer: Any, world: World, first: Any, second: Any) -> None:
     assert status.tolist() == [0] * world.size
 
 
+def hybrid(group: Any, world: World) -> None:
+    """Blocks of experts, exact and static, and back with their weights; one row per rank, too."""
+    rank, local = group.rank(), world.num_experts // world.size
+    buffer = HybridEPBuffer(group, world.hidden, MOST, local)
+    picks = world.idx[rank], world.weights[rank]
+    table, probs = indices_to_map(*picks, len(picks[0]), world.num_experts)
+    assert probs is not None
+    x, wanted = world.x[rank], world.expert_rows(rank)
+    rows = [world.x[source][token] for each in wanted for source, token in each]
+    for most in (None, world.size * MOST * world.num_topk):
+        made = buffer.dispatch_with_permute(
+            hidden=x, routing_map=table, probs=probs, num_permuted_tokens=most
+        )
+        got, weights, _, counts, handle = made
+        assert handle.ep.engine == "nvlink" and weights is not None
+        assert counts.tolist() == [len(each) for each in wanted]
+        assert all(torch.equal(row, want) for row, want in zip(got, rows, strict=False))
+        assert handle[3].tolist() == [len(world.rows[rank])] and handle[-1].tolist() == [0]
+        out, back = buffer.combine_with_unpermute(hidden=got, probs=weights, handle=handle)
+        assert torch.equal(out.float(), x.float() * table.sum(1, keepdim=True))
+        assert back is not None and torch.equal(back, probs)
+        again = buffer.dispatch_with_permute(hidden=x, handle=tuple(handle), probs=2 * probs)
+        assert torch.equal(again[0][: len(rows)], got[: len(rows)])
+        assert again[1] is not None and torch.equal(again[1], 2 * weights)
+    flat = buffer.dispatch(x, routing_map=table, probs=probs)
+    assert torch.equal(flat[0], world.take(rank, world.x))
+    assert torch.equal(buffer.combine(flat[0], flat[1], flat[3])[1], probs)  # type: ignore[arg-type]
+
+
 def check(seed: int) -> None:
     """Both modes on two ranks, one of them nearly or quite empty."""
 
@@ -272,6 +302,16 @@ def check(seed: int) -> None:
                 refusals(buffer, world)
                 statistics(buffer, world)
         buffer.destroy()
+
+    simulate(2, body, seed=seed)
+
+
+def check_hybrid(seed: int) -> None:
+    """``HybridEPBuffer`` on two ranks, the first of them empty or not."""
+
+    def body(here: SimulatedRank) -> None:
+        for tokens in ("only last", "few"):
+            hybrid(SimulatedGroup(here), World(2, tokens, 6, 2, 128, seed))
 
     simulate(2, body, seed=seed)
 

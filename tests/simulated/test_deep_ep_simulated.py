@@ -14,6 +14,12 @@ def test_both_modes() -> None:
 
 
 @without_devices
+def test_hybrid() -> None:
+    """Rows by expert, and weights that go back beside them."""
+    run_all("deep_ep_simulated.check_hybrid", [(seed,) for seed in range(SOAK)])
+
+
+@without_devices
 def test_across_nodes() -> None:
     """Engine twolevel where a program asks for it, on a grid of hosts that is found, not said."""
     run_all(

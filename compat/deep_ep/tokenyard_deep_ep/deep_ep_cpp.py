@@ -1,5 +1,5 @@
 """The name of DeepEP's compiled module, with what others import from it."""
 
-from tokenyard.deep_ep import Config, EventHandle, topk_idx_t
+from tokenyard.deep_ep.generations import present as _present
 
-__all__ = ["Config", "EventHandle", "topk_idx_t"]
+_present(__name__)

@@ -10,35 +10,51 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenyard
+from tokenyard.deep_ep.generations import GENERATIONS, known
 
-SHIM = Path(__file__).parent / "shim"
-"""Holds modules named ``deep_ep`` and ``deep_ep_cpp``."""
-
-USAGE = """usage: python -m tokenyard.deep_ep run SCRIPT [ARGUMENT ...]
-       python -m tokenyard.deep_ep run -m MODULE [ARGUMENT ...]
-       python -m tokenyard.deep_ep path
+USAGE = f"""usage: python -m tokenyard.deep_ep run [--generation G] SCRIPT [ARGUMENT ...]
+       python -m tokenyard.deep_ep run [--generation G] -m MODULE [ARGUMENT ...]
+       python -m tokenyard.deep_ep path [--generation G]
 
 run:  start this Python with the rest of the line; there, and in every process it starts,
       `import deep_ep` finds tokenyard's.
-path: print the directory to put on PYTHONPATH for the same effect."""
+path: print the directory to put on PYTHONPATH for the same effect.
+G:    whose names programs find, {", ".join(GENERATIONS)} (default 1): Buffer; Buffer and
+      HybridEPBuffer (branch hybrid-ep); ElasticBuffer and Buffer; EPBuffer."""
 
 
-def search_path(present: str) -> str:
+def search_path(shim: Path, present: str) -> str:
     """``PYTHONPATH`` for a program: the shim first, tokenyard last."""
     root = Path(tokenyard.__file__).parent.parent
-    return os.pathsep.join([str(SHIM), *filter(None, [present]), str(root)])
+    return os.pathsep.join([str(shim), *filter(None, [present]), str(root)])
+
+
+def _generation(arguments: list[str]) -> tuple[str, list[str]]:
+    """The value of a leading ``--generation``, and the rest."""
+    first = arguments[0] if arguments else ""
+    if first.startswith("--generation="):
+        return first.partition("=")[2], arguments[1:]
+    if first == "--generation":
+        return arguments[1] if len(arguments) > 1 else "", arguments[2:]
+    return "1", arguments
 
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the program; returns only if there is none."""
-    if list(arguments) == ["path"]:
-        print(SHIM)
+    name, rest = _generation(list(arguments[1:]))
+    try:
+        shim = known(name).path
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if list(arguments[:1]) == ["path"] and not rest:
+        print(shim)
         return 0
-    if len(arguments) < 2 or arguments[0] != "run":
+    if list(arguments[:1]) != ["run"] or not rest:
         print(USAGE, file=sys.stderr)
         return 2
-    environment = {**os.environ, "PYTHONPATH": search_path(os.environ.get("PYTHONPATH", ""))}
-    os.execve(sys.executable, [sys.executable, *arguments[1:]], environment)
+    environment = {**os.environ, "PYTHONPATH": search_path(shim, os.environ.get("PYTHONPATH", ""))}
+    os.execve(sys.executable, [sys.executable, *rest], environment)
 
 
 if __name__ == "__main__":

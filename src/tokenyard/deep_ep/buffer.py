@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
-from tokenyard.deep_ep import decode, inputs, normal, token_layout
+from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
 from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
@@ -175,7 +175,7 @@ class Buffer(LowLatencyState):
     def dispatch(
         self,
         x: Any,
-        handle: NormalHandle | None = None,
+        handle: tuple[Any, ...] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -195,7 +195,7 @@ class Buffer(LowLatencyState):
 
         Args:
             x: ``[T, H]`` float, or a pair: FP8 ``[T, H]``, float32 or int32 scales ``[T, S]``.
-            handle: of an earlier dispatch, to repeat its routing; then only ``x`` counts.
+            handle: of an earlier dispatch, or its items, to repeat it; then only ``x`` counts.
             num_tokens_per_expert: ``[E]``; its length says how many experts there are.
             is_token_in_rank: bool ``[T, R]``, needed without ``topk_idx``, else worked out again.
             topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
@@ -219,24 +219,24 @@ class Buffer(LowLatencyState):
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 num_sms = check_config(config, Buffer.num_sms)
                 data, scales = inputs.check_rows(x)
-                alignment, worst = normal.check_dispatch(natives, data, handle, routing, self.group)
+                *rows, known = normal.check_dispatch(natives, data, handle, routing, self.group)
         except inputs.REFUSED as error:
             raise normal.refused(natives, error, x, handle, routing) from None
-        if handle is not None:
-            natives.last_normal = handle.ep
-            given = data, scales, handle
-            again, event = run(normal.redispatch, given, data, previous_event, later, handle)
+        if known is not None:
+            natives.last_normal = known.ep
+            given = data, scales, known
+            again, event = run(normal.redispatch, given, data, previous_event, later, known)
             return again, None, None, None, None, event
         experts = routing.per_expert
         routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
-        arguments = natives, data, scales, *routed, alignment, worst, num_sms
+        arguments = natives, data, scales, *routed, *rows, num_sms
         result, event = run(normal.dispatch, arguments, data, previous_event, later)
         return (*result, event)
 
     def combine(
         self,
         x: Tensor,
-        handle: NormalHandle,
+        handle: tuple[Any, ...],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -345,7 +345,7 @@ class Buffer(LowLatencyState):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        handle: LowLatencyHandle,
+        handle: tuple[Any, ...],
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -365,13 +365,13 @@ class Buffer(LowLatencyState):
                 ``x``.
             out: ``[T, H]`` to write into.
             combine_wait_recv_cost_stats: as in :meth:`low_latency_dispatch`.
+            fork: ``overlap=True`` with signals: waits for the experts first (``overlap.py``).
 
         Returns:
             ``[T, H]`` (``out`` if given), the event, and a hook if ``return_recv_hook``.
         """
         natives = self._natives.check_open()
         try:
-            inputs.check_fork("low_latency_combine", fork, inputs.LOW_LATENCY_COMBINE)
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
@@ -381,10 +381,11 @@ class Buffer(LowLatencyState):
                 waits = decode.check_combine(
                     rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats
                 )
+                experts = overlap.checked(fork, known)
         except inputs.REFUSED as error:
             raise decode.refused_combine(natives, error, handle) from None
         natives.last_low_latency = known.ep
-        arguments = (rows, known, topk_weights, out, waits, hooked)
+        arguments = (rows, known, topk_weights, out, waits, experts, hooked)
         (combined, hook), event = self._streams.run(
             decode.combine, arguments, rows, None, later, known
         )

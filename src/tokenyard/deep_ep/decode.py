@@ -18,6 +18,8 @@ from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.inputs import flag, likely, whole
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
+from tokenyard.deep_ep.overlap import Overlap, hook_of
+from tokenyard.deep_ep.overlap import wait as wait_for
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.header import COMBINE, DISPATCH
 from tokenyard.results import by_column
@@ -220,11 +222,13 @@ def combine(
     topk_weights: Tensor,
     out: Tensor | None,
     waits: Tensor | None,
+    experts: Overlap | None,
     hooked: bool,
 ) -> tuple[Tensor, Hook | None]:
-    """The weighted sum of each token's rows, and a hook if asked for. Waiting times are added to
-    ``waits``.
+    """The weighted sum of each token's rows, and a hook if asked for, behind the ``experts``.
+    Waiting times are added to ``waits``.
     """
+    wait_for(experts)
     ep, native = handle.ep, handle.native
     low = ep.engine == LOW_LATENCY
     options = CallOptions(waits=waits) if low and waits is not None else None
@@ -241,7 +245,7 @@ def combine(
         options=options,
     )
     if in_two and out is not None:
-        return out, combined.wait
+        return out, hook_of(experts, combined.wait)
     if waits is not None and not low:
         _add_waits(ep, waits)
     return combined, nothing_left if hooked else None

@@ -4,7 +4,7 @@ has already happened.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,13 @@ class EventOverlap:
     Attributes:
         event: an :class:`EventHandle`, or None if there is nothing to wait for.
         extra_tensors: kept alive as long as this object.
+        hook_after_wait: called by the next wait, once; None if there is none.
 
     Raises:
         ValueError: ``event`` is something else.
     """
 
-    __slots__ = ("__weakref__", "event", "extra_tensors")
+    __slots__ = ("__weakref__", "_releases", "event", "extra_tensors", "hook_after_wait")
 
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None
@@ -58,17 +59,47 @@ class EventOverlap:
         if event is not None and not isinstance(event, EventHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"event ({event!r}) must be an EventHandle or None")
         self.event, self.extra_tensors = event, extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event, which must be there (as in DeepEP)."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Let the current stream wait for the event, which must be there (as in DeepEP).
+
+        ``release_handle``: let go of the event. Returns what the hook returns, if there is one.
+        """
         assert self.event is not None, (
             "this call was not asynchronous, so there is no event to wait for"
         )
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
+        if release_handle:
+            self.event = None
+        return result
+
+    def wait(self) -> Any:
+        """:meth:`current_stream_wait`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Call ``hook_after_wait()`` in the next wait.
+
+        Raises:
+            ValueError: there is a hook already.
+        """
+        if self.hook_after_wait is not None:
+            raise ValueError("this EventOverlap has a hook already: wait for it first")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For ``with event(release_handle=True):``, which lets go of the event at its end."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *_: object) -> None:
+        releases, self._releases = self._releases, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(releases)

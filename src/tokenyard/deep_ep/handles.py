@@ -1,11 +1,16 @@
 """DeepEP's handle tuples around the native handle. Items are worked out when somebody reads them:
 reading asks nobody.
+
+A program may keep the items alone (``ctx.save_for_backward(*handle)``) and make a tuple of them
+again. So an item's memory knows its handle, and keeps it alive; a handle only knows its items as
+long as somebody else has them. Nothing is left when the last item goes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -39,8 +44,8 @@ def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read, and kept. To C code that does not ask it,
-    its items are None.
+    """A tuple whose items are made when they are read. To C code that does not ask it, its items
+    are None.
 
     Attributes:
         ep, native: the object that dispatched, and its handle.
@@ -52,7 +57,8 @@ class LazyTuple(tuple[Any, ...]):
     native: Handle
     made_on: Any = None
     _kept_for: tuple[Any, ...] = ()
-    _items: dict[int, Any] | None = None
+    _read_on: tuple[Any, ...] = ()
+    _items: dict[int, weakref.ref[Tensor]] | None = None
 
     def keep_for(self, stream: Any) -> None:
         """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
@@ -68,13 +74,35 @@ class LazyTuple(tuple[Any, ...]):
         place = range(len(self.makers))[at]
         if self._items is None:
             self._items = {}
-        if place not in self._items:
-            if self.made_on is not None:  # this stream reads its memory now
-                arrived = self.native.arrived
-                here = torch.cuda.current_stream(arrived.source.device)
+        known = self._items.get(place)
+        item = None if known is None else known()
+        if item is None:
+            item = self._make(place)
+            if isinstance(item, Tensor):
+                self._items[place] = weakref.ref(item)
+        return item
+
+    def _make(self, place: int) -> Any:
+        if self.made_on is not None:  # this stream reads its memory now
+            arrived = self.native.arrived
+            here = torch.cuda.current_stream(arrived.source.device)
+            if here not in self._read_on:
+                self._read_on = (*self._read_on, here)
                 keep_for((arrived.source, arrived.source_ranges), here)
-            self._items[place] = self.makers[place](self)
-        return self._items[place]
+        item = self.makers[place](self)
+        if isinstance(item, Tensor) and not self.lends(place):
+            item.untyped_storage().tokenyard_item = Item(self, place, item.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        return item
+
+    def lends(self, place: int) -> bool:
+        """Whether an item is a tensor of the caller's, in whose memory nothing may be noted."""
+        return False
+
+    def made(self, place: int, item: Any) -> bool:
+        """Whether ``item`` is what stands at ``place``, perhaps as another tensor of its memory."""
+        if not isinstance(item, Tensor) or self.lends(place):
+            return _same(item, self[place])
+        return _noted(item) == (self, place, item.shape)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[at] for at in range(len(self.makers)))
@@ -84,6 +112,57 @@ class LazyTuple(tuple[Any, ...]):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+
+class Item(NamedTuple):
+    """What the memory of an item knows: whose it is, its place there and its shape."""
+
+    handle: LazyTuple
+    place: int
+    shape: torch.Size
+
+
+def _noted(tensor: Tensor) -> Item | None:
+    has_memory = tensor.layout is torch.strided
+    return getattr(tensor.untyped_storage(), "tokenyard_item", None) if has_memory else None
+
+
+def _same(given: Any, item: Any) -> bool:
+    """Whether ``given`` is ``item``: tensors, if they are the same elements of the same memory."""
+    if not (isinstance(given, Tensor) and isinstance(item, Tensor)):
+        return type(given) is type(item) and given == item
+    if given.layout is not torch.strided or given.shape != item.shape:
+        return False
+    places = (each.untyped_storage()._cdata for each in (given, item))  # pyright: ignore
+    return len({*places}) == 1 and given.storage_offset() == item.storage_offset()
+
+
+def of_items(given: Any) -> Any:
+    """The handle whose items a plain tuple (or list) holds; ``given`` itself if it is anything else
+    or none of its items is a handle's.
+
+    Raises:
+        ValueError: only some are, or not in their places.
+    """
+    items: Any = given
+    if isinstance(given, LazyTuple) or not isinstance(given, (tuple, list)):
+        return items
+    noted = [_noted(item) for item in items if isinstance(item, Tensor)]
+    handle = next((item.handle for item in noted if item is not None), None)
+    if handle is None:
+        return items
+    if len(items) != len(handle):
+        raise ValueError(
+            f"handle has {len(items)} items, but the dispatch that they are of returned "
+            f"{len(handle)}: pass all of them"
+        )
+    wrong = [at for at, item in enumerate(items) if not handle.made(at, item)]
+    if wrong:
+        raise ValueError(
+            f"handle[{wrong[0]}] is not what the dispatch returned there: pass all items of one "
+            f"handle, in their order and in the memory they were returned in"
+        )
+    return handle
 
 
 class NormalHandle(LazyTuple):
@@ -127,6 +206,9 @@ class NormalHandle(LazyTuple):
             known = known_picks(self._topk_idx, num_experts)
             self._in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
         return self._in_ranks
+
+    def lends(self, place: int) -> bool:
+        return self.makers[place] is NormalHandle.is_token_in_rank
 
     def received(self) -> Tensor:
         """Rows from each rank: int64 ``[R]``."""

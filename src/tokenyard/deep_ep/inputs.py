@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard.api import ExpertParallel
 from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep.events import EventOverlap
-from tokenyard.deep_ep.handles import LazyTuple
+from tokenyard.deep_ep.handles import LazyTuple, of_items
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
 from tokenyard.memory.symmetric import MemoryGroup
@@ -239,13 +239,14 @@ def check_ids(topk_idx: Any) -> None:
 
 
 def check_handle(handle: Any, kind: type[Known], call: str, group: Any) -> Known:
-    """The very tuple that ``call`` returned. It is good for any buffer of its group, as long as the
-    one that made it is not destroyed.
+    """The tuple that ``call`` returned, also if only its items are given. It is good for any buffer
+    of its group, as long as the one that made it is not destroyed.
     """
+    handle = of_items(handle)
     if not isinstance(handle, kind):
         raise ValueError(
-            f"handle must be the tuple that {call}() of this library returned, not a "
-            f"{type(handle).__name__}"
+            f"handle must be the tuple that {call}() of this library returned, or one of its items "
+            f"in the memory they were returned in, not a {type(handle).__name__}"
         )
     ep = handle.ep
     calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
@@ -278,19 +279,23 @@ def _members(group: Any) -> list[int]:
 # Arguments that DeepEP's forks and older versions have: taken where they change nothing, refused by
 # name where they do
 
-CONSTRUCTOR: dict[str, str] = {
+_EAGER = {
+    "eager_support": "an eager mode: leave it out",
+    "use_eager": "an eager mode: leave it out",
+}
+CONSTRUCTOR = _EAGER | {
     "allow_nvlink_for_normal_mode": "",
     "num_nvl_peers": "",
     "use_default_stream_as_comm_stream": "",
 }
-LOW_LATENCY_DISPATCH = {
+LOW_LATENCY_DISPATCH = _EAGER | {
     "use_nvfp4": "NVFP4 rows: use_fp8 or BF16",
+    "use_ue8m0_for_sf": "scales of NVFP4 rows: use_fp8, with round_scale and use_ue8m0",
     "x_global_scale": "",
     "topk_weights": "",
 }
-LOW_LATENCY_COMBINE = {
-    "overlap": "a combine that starts while the experts still compute: leave it out and combine "
-    "afterwards",
+LOW_LATENCY_COMBINE = _EAGER | {
+    "overlap": "",
     "packed_recv_count": "",
     "comp_signal": "",
     "block_m": "",

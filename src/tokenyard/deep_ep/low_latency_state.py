@@ -33,7 +33,7 @@ class LowLatencyState:
         self._natives.check_open()
         decode.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``:
         bf16 ``[L, R * M, H]``, one per handle.
         """

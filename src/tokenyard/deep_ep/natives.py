@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, kind_for
+from tokenyard.deep_ep.handles import LazyTuple, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -83,7 +83,10 @@ class Natives:
         world_size: int,
         num_nvl_bytes: int,
         masks: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        """``timeout``: seconds, unless :data:`TIMEOUT_VARIABLE` says others."""
+        self._timeout = timeout
         self.rank, self.world_size, self._masks = rank, world_size, masks
         self.kind = kind_for(world_size)
         self._group = group
@@ -104,8 +107,15 @@ class Natives:
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
-        sizes = width, self.world_size, 1, self.world_size, device
+        sizes = self._counted(width, device)
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
+
+    def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
+        """The one that the others are likely to call; None if they are likely to make one."""
+        return _nearest(self._counting, self._counted(width, device))
+
+    def _counted(self, width: int, device: Any) -> Sizes:
+        return width, self.world_size, 1, self.world_size, device
 
     def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
         made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
@@ -160,6 +170,8 @@ class Natives:
         """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
         was called if it is no good handle.
         """
+        with suppress(ValueError):
+            handle = of_items(handle)
         good = isinstance(handle, kind) and of_group(handle.ep, self._group)
         return handle.ep if good else last
 
@@ -203,8 +215,14 @@ class Natives:
     def _make(
         self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None = None
     ) -> ExpertParallel:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and this is the first call with such sizes "
+                f"({', '.join(map('{}={}'.format, NAMES, sizes))}): make one such call on every "
+                f"rank before the capture"
+            )
         try:
-            engine, timeout = _engine_of(variable, default), _timeout()
+            engine, timeout = _engine_of(variable, default), timeout_of(self._timeout)
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
         named: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
@@ -271,8 +289,9 @@ def _engine_of(variable: str, default: str) -> str:
     return engine
 
 
-def _timeout() -> float:
-    text, seconds = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), 0.0
+def timeout_of(default: float) -> float:
+    """Seconds that a silent rank is waited for."""
+    text, seconds = os.environ.get(TIMEOUT_VARIABLE, default), 0.0
     with suppress(ValueError):
         seconds = float(text)
     if not 0 < seconds <= LONGEST:

@@ -49,8 +49,8 @@ class Routing(NamedTuple):
 
 def check_dispatch(
     natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any
-) -> tuple[int, int]:
-    """Look at all that routes ``data``; returns alignment and number of static rows."""
+) -> tuple[int, int, NormalHandle | None]:
+    """Look at all that routes ``data``; returns alignment, number of static rows and the handle."""
     alignment = whole("expert_alignment", routing.alignment, 1)
     worst = whole("num_worst_tokens", routing.worst)
     if handle is not None:
@@ -64,7 +64,7 @@ def check_dispatch(
         meaning = "the shape [T, H] that the handle was made for"
         inputs.array("x", data, meaning, shape, (data.dtype,))
         _check_device(data, known)
-        return alignment, worst
+        return alignment, worst, known
     if routing.per_expert is None:
         raise ValueError(
             "num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a "
@@ -85,7 +85,7 @@ def check_dispatch(
                 f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times "
                 f"the {tokens} tokens of this one: raise it on all ranks alike, or split the batch"
             )
-    return alignment, worst
+    return alignment, worst, None
 
 
 def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:

@@ -7,7 +7,8 @@ over when it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,28 @@ from tokenyard.deep_ep.handles import LazyTuple
 Result = TypeVar("Result")
 
 
-class Streams:
-    """Where the calls of one buffer run."""
+WORDS = {
+    "ExpertParallel": "Buffer",
+    "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens "
+    "by ranks)",
+    "num_topk": "columns of topk_idx",
+}
+"""Of native errors, and what a caller of ``Buffer`` calls them."""
 
-    def __init__(self) -> None:
+
+def in_words_of_deep_ep(error: Exception, words: Mapping[str, str]) -> None:
+    """Let an error of a native call speak of what its caller has given."""
+    if error.args and isinstance(error.args[0], str):
+        whole_words = rf"\b({'|'.join(words)})\b"
+        text = re.sub(whole_words, lambda found: words[found[0]], error.args[0])
+        error.args = (text, *error.args[1:])
+
+
+class Streams:
+    """Where the calls of one buffer run. ``words``: in which their errors speak."""
+
+    def __init__(self, words: Mapping[str, str] = WORDS) -> None:
+        self._words = words
         self._comm: torch.cuda.Stream | None = None
         self._ready: Any = None
 
@@ -81,7 +100,7 @@ class Streams:
                     handle.keep_for(torch.cuda.current_stream())
                 return call(*arguments), EventOverlap()
         except (RuntimeError, ValueError) as error:
-            _in_words_of_deep_ep(error)
+            in_words_of_deep_ep(error, self._words)
             raise
         finally:
             if tracks:
@@ -118,21 +137,3 @@ class Streams:
                 part.made_on = self._comm
             else:
                 keep_for(part, here)
-
-
-_WORDS = {
-    "ExpertParallel": "Buffer",
-    "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens "
-    "by ranks)",
-    "num_topk": "columns of topk_idx",
-}
-"""Of native errors, and what their caller calls them."""
-
-
-def _in_words_of_deep_ep(error: Exception) -> None:
-    """Let an error of a native call speak of what its caller has given."""
-    if error.args and isinstance(error.args[0], str):
-        text = error.args[0]
-        for native, known in _WORDS.items():
-            text = text.replace(native, known)
-        error.args = (text, *error.args[1:])

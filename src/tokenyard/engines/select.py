@@ -167,7 +167,7 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
         return device if device.type == "cuda" else None
     if not torch.cuda.is_available():
         return None
-    if group is not None and _accelerator(_backends(group)) is None:
+    if group is not None and _accelerator(backends_of(group)) is None:
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -270,7 +270,7 @@ def _collective(
     if group is None or store is None:
         alone = GlooTransport(None, 0, 1, config.timeout)
         return choice(alone, device, "one rank: rows only change places")
-    backends = _backends(group)
+    backends = backends_of(group)
     if device is None:
         device = _accelerator(backends)
     backend = backends.get("cpu" if device is None else device.type, "")
@@ -299,7 +299,7 @@ def _hops(config: Config, no_grid: str) -> str:
     return f"; {grid} nodes and ranks: rows cross the network once per node"
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
 

@@ -2,24 +2,15 @@
 installed.
 """
 
-from importlib.metadata import distributions
+from importlib.metadata import distributions as _distributions
 
-for _real in distributions(name="deep_ep"):
+for _real in _distributions(name="deep_ep"):
     raise ImportError(
         f"deep_ep {_real.version} is installed, and tokenyard-deep-ep does not shadow it: pip "
         f"uninstall one of the two "
         "(to run one program on tokenyard: python -m tokenyard.deep_ep run SCRIPT ...)"
     )
 
-from tokenyard.deep_ep import (  # noqa: E402
-    Buffer,
-    Config,
-    EventHandle,
-    EventOverlap,
-    __version__,
-    topk_idx_t,
-)
+from tokenyard.deep_ep.generations import present as _present  # noqa: E402
 
-from . import utils  # noqa: E402
-
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t", "utils"]
+_present(__name__)

@@ -1,3 +1,1 @@
-"""A directory to put on ``PYTHONPATH``: it holds ``deep_ep`` and ``deep_ep_cpp``. Nobody imports it
-as a package.
-"""
+"""A directory per generation to put on ``PYTHONPATH``. Nobody imports it as a package."""

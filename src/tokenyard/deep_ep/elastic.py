@@ -1,0 +1,234 @@
+"""DeepEP V2.1's ``ElasticBuffer`` and ``EPHandle`` on native objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.arguments import MOST_BYTES
+from tokenyard.deep_ep import inputs
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
+from tokenyard.deep_ep.elastic_handle import CoreHandle
+from tokenyard.deep_ep.elastic_inputs import Routing
+from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.errors import NotSupported
+
+Event = EventHandle | EventOverlap | None
+
+
+class EPHandle(CoreHandle):
+    """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`."""
+
+    generation = "DeepEP V2.1"
+
+
+def _missing(name: str, what: str) -> Callable[..., NoReturn]:
+    """A method of DeepEP that has no counterpart here."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"ElasticBuffer.{name}() is {what}, which is not offered here")
+
+    refuse.__name__, refuse.__doc__ = name, f"Not offered: {what}. Raises ``NotSupported``."
+    return refuse
+
+
+class ElasticBuffer(CoreBuffer):
+    """Dispatch and combine with the names of DeepEP V2.1, on any group of any size, CPU and CUDA
+    tensors alike.
+
+    Making one is collective; native objects are made by the first call with new sizes.
+
+    Args:
+        group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
+        num_bytes: an upper bound for the rings of each native object, down to 32 MiB; more than
+            128 MiB are not used. Needed unless both ``num_max_tokens_per_rank`` and ``hidden`` are
+            given.
+        num_cpu_bytes: must be 0 (Engram is not offered).
+        num_max_tokens_per_rank: M, if a dispatch does not say it; the same on all ranks.
+        num_topk, use_fp8_dispatch, deterministic, allow_multiple_reduction, sl_idx,
+            num_allocated_qps: change nothing. Every call is deterministic; combine sums in
+            float32, once per rank and once at the owner.
+        allow_hybrid_mode: whether hosts count as scale-up groups.
+        prefer_overlap_with_compute: of :meth:`get_theoretical_num_sms`.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a silent rank is waited for as long as the
+            larger one says, in whole seconds (``TOKENYARD_DEEP_EP_TIMEOUT`` overrides both).
+        explicitly_destroy: echoed. :meth:`destroy` frees at once what goes with the last handle.
+
+    Raises:
+        ValueError: a bad argument; then other ranks raise ``PeerError``.
+        Mismatch: ranks disagree on one.
+        NotSupported: ``num_cpu_bytes``.
+        RuntimeError: inside the capture of a CUDA graph.
+    """
+
+    _kind = EPHandle
+
+    @with_rest(PATIENCE)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        **rest: Any,
+    ) -> None:
+        flags = {
+            "use_fp8_dispatch": use_fp8_dispatch,
+            "deterministic": deterministic,
+            "allow_hybrid_mode": allow_hybrid_mode,
+            "allow_multiple_reduction": allow_multiple_reduction,
+            "prefer_overlap_with_compute": prefer_overlap_with_compute,
+        }
+        more = {
+            "num_cpu_bytes": num_cpu_bytes,
+            "sl_idx": sl_idx,
+            "num_allocated_qps": num_allocated_qps,
+        }
+        more |= rest_of("ElasticBuffer", rest, PATIENCE)
+        sizing = Sizing(num_bytes, num_max_tokens_per_rank, hidden, num_topk)
+        super().__init__(group, sizing, flags, more)
+
+    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        super()._settle(sizing, flags, more)
+        if num_bytes := inputs.whole("num_cpu_bytes", more["num_cpu_bytes"], most=MOST_BYTES):
+            raise NotSupported(
+                f"num_cpu_bytes ({num_bytes}) is memory for Engram, which is not offered here: "
+                f"leave it out"
+            )
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Collective: the current stream waits until every rank's has come here.
+
+        Args:
+            use_comm_stream: behind the calls on the communication stream, too.
+            with_cpu_sync: the host waits for the device before and after.
+            sequential: changes nothing.
+        """
+        self._barrier(use_comm_stream, with_cpu_sync, sequential)
+
+    @with_rest(DISPATCH_FLAGS)
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        **flags: Any,
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Send each token once to every rank that holds one of its experts. Collective.
+
+        Args:
+            x: ``[T, H]`` bf16, fp16 or fp32, or a pair: FP8 ``[T, H]``, float32 or int32 scales
+                ``[T, S]`` of any strides. T is 0 to M (``num_max_tokens_per_rank``).
+            topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
+            cumulative_local_expert_recv_stats: int32 ``[L]``, counts of fresh dispatches are added.
+            num_experts, num_max_tokens_per_rank, expert_alignment: default: those of the handle; M
+                of the constructor; 1.
+            num_sms: echoed. ``num_qps``, ``allocate_on_comm_stream``: change nothing.
+            previous_event, previous_event_before_epilogue: what the call waits for.
+            async_with_compute_stream: run on the communication stream.
+            handle: repeat the routing of an earlier dispatch; ``topk_weights`` may be new.
+            flags: ``do_handle_copy``: copy ``topk_idx`` for the handle. ``do_cpu_sync``: exact
+                shapes, for which the host waits (default without ``handle``), else R * M rows.
+                ``do_expand``: a row per token and local expert, blocks padded to
+                ``expert_alignment`` with zeros, with ``do_zero_padding`` or not.
+                ``use_tma_aligned_col_major_sf``: scales by column, 16 bytes or a multiple apart.
+
+        Returns:
+            Rows as ``x``, by source rank and token (``do_expand``: by expert first); local ids
+                ``[N, K]``, -1 elsewhere (``do_expand``: None); weights ``[N, K]`` (``[rows]``) or
+                None; the handle; the event (None in it unless ``async_with_compute_stream``).
+        """
+        flags = rest_of("dispatch", flags, DISPATCH_FLAGS)
+        routing = Routing(
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            num_qps,
+        )
+        later = async_with_compute_stream, allocate_on_comm_stream
+        when = previous_event, previous_event_before_epilogue, *later
+        return self._dispatch(x, handle, routing, when, flags)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum the rows of each token, back at its owner, without weights. Collective.
+
+        Args:
+            x: rows bf16, fp16 or fp32, in the shape of the dispatched ones.
+            handle: of that dispatch; good for any number of calls, in any order.
+            topk_weights: ``[N, K]`` (``do_expand``: ``[rows]``), brought back beside.
+            bias: ``[T, H]``, or two of them, added last.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``x``; ``[T, K]`` float32 or None; the event.
+        """
+        later = async_with_compute_stream, allocate_on_comm_stream
+        when = previous_event, previous_event_before_epilogue, *later
+        return self._combine(x, handle, topk_weights, bias, (num_sms, num_qps), when)
+
+    # What has no counterpart
+
+    get_engram_storage_size_hint = staticmethod(
+        _missing("get_engram_storage_size_hint", "of Engram storage")
+    )
+    engram_write = _missing("engram_write", "of Engram storage")
+    engram_fetch = _missing("engram_fetch", "of Engram storage")
+    get_pp_buffer_size_hint = staticmethod(
+        _missing("get_pp_buffer_size_hint", "of pipeline parallelism")
+    )
+    pp_set_config = _missing("pp_set_config", "of pipeline parallelism")
+    pp_send = _missing("pp_send", "of pipeline parallelism")
+    pp_recv = _missing("pp_recv", "of pipeline parallelism")
+    get_agrs_num_max_session_bytes = staticmethod(
+        _missing("get_agrs_num_max_session_bytes", "of all-gather sessions")
+    )
+    get_agrs_buffer_size_hint = staticmethod(
+        _missing("get_agrs_buffer_size_hint", "of all-gather sessions")
+    )
+    create_agrs_session = _missing("create_agrs_session", "of all-gather sessions")
+    destroy_agrs_session = _missing("destroy_agrs_session", "of all-gather sessions")
+    agrs_new_session = _missing("agrs_new_session", "of all-gather sessions")
+    agrs_set_config = _missing("agrs_set_config", "of all-gather sessions")
+    agrs_get_inplace_tensor = _missing("agrs_get_inplace_tensor", "of all-gather sessions")
+    all_gather = _missing("all_gather", "of all-gather sessions")

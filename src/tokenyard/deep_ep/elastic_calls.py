@@ -1,0 +1,119 @@
+"""Dispatch and combine of DeepEP's V2 buffers on the native calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard import autograd, gradients
+from tokenyard.autograd import Call
+from tokenyard.deep_ep import normal
+from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.natives import Natives
+from tokenyard.deep_ep.normal import Rows
+from tokenyard.results import Received
+from tokenyard.types import Layout, Quantized
+
+SCALES_TOGETHER = 4
+"""Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
+
+Dispatched = tuple[Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle]
+"""Rows, ids, weights, what calls are made with, and the handle around it."""
+
+
+def dispatch(
+    natives: Natives,
+    object_tokens: int,
+    data: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    weights: Tensor | None,
+    stats: Tensor | None,
+    shape: Shape,
+    by_column: bool,
+    made: tuple[type[CoreHandle], bool, int],
+) -> Dispatched:
+    """A fresh dispatch.
+
+    Args:
+        object_tokens: ``max_tokens_per_rank`` of the native object.
+        by_column: lay received scales column by column.
+        made: of the handle: its class, whether to copy ids, ranks of a scale-up group.
+    """
+    num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
+    ep = natives.normal((data.shape[1], shape.num_experts, num_topk, object_tokens, data.device))
+    payload = data if scales is None else Quantized(data, scales)
+    if shape.do_expand:
+        options: dict[str, Any] = {"layout": Layout.EXPERT_MAJOR}
+        options["expert_alignment"] = shape.expert_alignment
+        if not exact:
+            tokens, local = ep.config.padded_rows, ep.config.most_local_experts
+            options["capacity"] = most_rows(tokens, num_topk, local, shape.expert_alignment)
+        recv = ep.dispatch(payload, topk_idx, weights, exact=exact, **options)
+    else:
+        recv = ep.dispatch(payload, topk_idx, weights, exact=exact)
+    if stats is not None:
+        stats.add_(recv.tokens_per_expert)
+    kind, copies, scaleup = made
+    kept = topk_idx.clone() if copies else topk_idx
+    inner = NormalHandle.of(ep, recv.handle, None, kept, shape.num_sms)
+    handle = kind(inner, shape, kept, scaleup)
+    if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
+        keep_psums(handle)
+    weights = recv.row_weights if shape.do_expand else recv.topk_weights
+    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle
+
+
+def redispatch(
+    data: Tensor,
+    scales: Tensor | None,
+    inner: NormalHandle,
+    weights: Tensor | None,
+    by_column: bool,
+) -> tuple[Rows, Tensor | None, Tensor | None]:
+    """Rows along a known routing, with the ids of then; and new weights, in an exchange of their
+    own.
+    """
+    ep, native = inner.ep, inner.native
+    payload = data if scales is None else Quantized(data, scales)
+    recv = ep.dispatch(payload, handle=native)
+    if weights is not None:
+        weights = gradients.weights_there(
+            _call(inner), weights.float(), native.arrived.topk_idx, native.num_rows
+        )
+    return _rows(recv, by_column), recv.topk_idx, weights
+
+
+def combine(
+    x: Tensor, inner: NormalHandle, weights: Tensor | None, terms: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of each token's rows, and its weights, of whatever layout."""
+    native = inner.native
+    if weights is None or native.layout is Layout.FLAT:
+        return normal.combine(x, inner, weights, terms)
+    reduce = gradients.by_arrival(weights.float(), native.plan, native.spec, None)
+    return autograd.combine(_call(inner), x, None, reduce, terms)
+
+
+def _call(inner: NormalHandle) -> Call:
+    """Calls along the plan of a handle, in any order of rows."""
+    native, calls = inner.native, inner.ep._calls  # pyright: ignore[reportPrivateUsage]
+    return Call(calls, native.spec, plan=native.plan)
+
+
+def _rows(recv: Received, by_column: bool) -> Rows:
+    scales = recv.scales
+    if scales is None:
+        return recv.x
+    return recv.x, _in_columns(scales) if by_column else scales
+
+
+def _in_columns(scales: Tensor) -> Tensor:
+    """``scales [rows, S]`` laid out column by column, columns a multiple of 16 bytes apart."""
+    rows, width = scales.shape
+    apart = -(-rows // SCALES_TOGETHER) * SCALES_TOGETHER
+    room = torch.empty_strided((rows, width), (1, apart), dtype=scales.dtype, device=scales.device)
+    return room.copy_(scales)

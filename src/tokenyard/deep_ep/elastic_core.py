@@ -1,0 +1,369 @@
+"""What ``ElasticBuffer`` (DeepEP V2.1) and ``EPBuffer`` (V2.5) have in common: one core on native
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from tokenyard.arguments import MOST_BYTES, MOST_PICKS, check_timeout
+from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_inputs, inputs
+from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
+from tokenyard.deep_ep.elastic_inputs import Routing, When
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.natives import Natives, timeout_of
+from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS
+from tokenyard.deep_ep.runtime import Runtime
+from tokenyard.deep_ep.streams import Streams, in_words_of_deep_ep
+from tokenyard.errors import NotSupported
+from tokenyard.rendezvous import agree, group_store
+from tokenyard.topology import settle_topology, this_host
+
+HYBRID_QPS, DIRECT_QPS = 129, 17
+"""``num_allocated_qps`` that DeepEP settles on, with and without its hybrid mode; echoed."""
+
+DISPATCH_FLAGS: dict[str, Any] = {
+    "do_handle_copy": True,
+    "do_cpu_sync": None,
+    "do_expand": False,
+    "do_zero_padding": False,
+    "use_tma_aligned_col_major_sf": False,
+}
+"""The last arguments of a dispatch."""
+
+PATIENCE: dict[str, Any] = {
+    "num_cpu_timeout_secs": 300,
+    "num_gpu_timeout_secs": 100,
+    "explicitly_destroy": False,
+}
+"""The last arguments of a constructor."""
+
+
+class Sizing(NamedTuple):
+    """How a buffer is sized: by bytes, or by what it is for."""
+
+    num_bytes: Any
+    num_max_tokens_per_rank: Any
+    hidden: Any
+    num_topk: Any
+
+
+class CoreBuffer:
+    """See ``ElasticBuffer``."""
+
+    _kind: ClassVar[type[CoreHandle]]
+    _copies_handles: ClassVar[bool] = True
+    _sms_together: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sizing: Sizing,
+        flags: Mapping[str, Any],
+        more: Mapping[str, Any],
+    ) -> None:
+        """``flags``: attributes that are on or off; ``more``: arguments of other kinds."""
+        name = type(self).__name__
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is being captured: make {name} on every rank before the capture"
+            )
+        inputs.check_group(group)
+        self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
+        words = {"ExpertParallel": name, "max_tokens_per_rank": "num_max_tokens_per_rank"}
+        refusal: ValueError | NotSupported | None = None
+        try:
+            self._settle(sizing, flags, more)
+        except (ValueError, NotSupported) as error:
+            refusal = error
+        try:
+            hosts = self._meet(str(refusal or ""))
+        except (RuntimeError, ValueError) as error:
+            in_words_of_deep_ep(error, words)
+            raise
+        if refusal is not None:
+            raise refusal
+        grid, _ = settle_topology(None, hosts)
+        hybrid = self.allow_hybrid_mode
+        self._physical, self._logical = elastic_facts.domains_of(grid, self.num_ranks, hybrid)
+        self.num_rdma_ranks, self.num_nvlink_ranks = self._physical
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self._logical
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
+            self.rank_idx, self.num_scaleup_ranks
+        )
+        self._sms: dict[tuple[int, int], int] = {}
+        self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
+        self._natives = Natives(
+            group, self.rank_idx, self.num_ranks, self._ring_bytes, timeout=self._timeout
+        )
+        self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
+
+    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        """Look at all arguments, and keep them."""
+        self._timeout = 0.0  # what a rank says that refuses its own
+        self.num_max_tokens_per_rank = whole(
+            "num_max_tokens_per_rank", sizing.num_max_tokens_per_rank
+        )
+        hidden = whole("hidden", sizing.hidden)
+        whole("num_topk", sizing.num_topk, 0, MOST_PICKS)
+        if sizing.num_bytes is None and not (self.num_max_tokens_per_rank and hidden):
+            raise ValueError(
+                f"num_bytes (None), num_max_tokens_per_rank ({self.num_max_tokens_per_rank}) and "
+                f"hidden ({hidden}): give num_bytes, or both of the others"
+            )
+        given = sizing.num_bytes
+        self._ring_bytes = 0 if given is None else whole("num_bytes", given, 0, MOST_BYTES)
+        self.num_bytes = self._ring_bytes or elastic_facts.RING_BYTES
+        for name, value in flags.items():
+            setattr(self, name, flag(name, value))
+        self.explicitly_destroy = flag("explicitly_destroy", more["explicitly_destroy"])
+        if more["sl_idx"] is not None:
+            whole("sl_idx", more["sl_idx"])
+        default = HYBRID_QPS if self.allow_hybrid_mode else DIRECT_QPS
+        self.num_allocated_qps = whole("num_allocated_qps", more["num_allocated_qps"]) or default
+        waits = [whole(name, more[name], 1) for name in list(PATIENCE)[:2]]
+        self._timeout = check_timeout(timeout_of(max(waits)))
+
+    allow_hybrid_mode: bool
+    allow_multiple_reduction: bool
+    prefer_overlap_with_compute: bool
+    deterministic: bool
+
+    def _meet(self, refusal: str) -> list[str]:
+        """Collective: agree on what must be the same, and learn every rank's host."""
+        store = group_store(self.group)
+        if store is None:
+            return [this_host()]
+        names = ("num_bytes", "num_max_tokens_per_rank", "allow_hybrid_mode")
+        same = {} if refusal else {name: getattr(self, name) for name in names}
+        place = self.rank_idx, self.num_ranks
+        return agree(store, *place, same, refusal, self._timeout, this_host())[1]
+
+    def destroy(self) -> None:
+        """Finish outstanding calls and let go of connections and memory. Again does nothing."""
+        self._natives.close()
+        self.runtime = None
+
+    # Facts
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes per rank that a buffer takes here on GPUs: the same whatever it is for."""
+        inputs.check_group(group)
+        flags = (
+            ("use_fp8_dispatch", use_fp8_dispatch),
+            ("allow_hybrid_mode", allow_hybrid_mode),
+            ("allow_multiple_reduction", allow_multiple_reduction),
+        )
+        return elastic_facts.size_hint(num_max_tokens_per_rank, hidden, num_topk, *flags)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """The current stream as it is now."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The stream of asynchronous calls."""
+        return self._streams.comm()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Hosts, and ranks of each; ``(R, 1)`` where hosts are uneven."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """The same with ``allow_hybrid_mode`` (on even hosts), else ``(1, R)``."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Multiprocessors that copy as fast as the links take it, for programs that plan with them:
+        even, at most those of the GPU (without one, of an H100).
+
+        Args:
+            num_scaleout_topk: must be 0.
+            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50.
+        """
+        experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
+        rates = elastic_facts.check_rates(
+            {
+                "rdma_gbs": rdma_gbs,
+                "nvlink_gbs": nvlink_gbs,
+                "sm_read_gbs": sm_read_gbs,
+                "sm_write_gbs": sm_write_gbs,
+            }
+        )
+        return self._num_sms(experts, picks, rates)
+
+    def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
+        domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
+        return elastic_facts.theoretical_num_sms(experts, picks, *domains, rates, overlaps)
+
+    def _usual_sms(self, experts: int, picks: int) -> int:
+        """Of a call that does not say."""
+        known = self._sms.get((experts, picks))
+        if known is None:
+            known = self._num_sms(experts, picks, elastic_facts.DEFAULT_RATES)
+            self._sms[experts, picks] = known
+        return known
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Queue pairs that DeepEP takes for ``num_sms``; here nothing takes any."""
+        number = whole("num_sms", num_sms)
+        wanted = 16 * number + 1 if self.allow_hybrid_mode else min(number, 9)
+        return min(wanted, self.num_allocated_qps)
+
+    # Collective calls
+
+    def _barrier(self, waits_for_comm: Any, with_cpu_sync: Any, sequential: Any) -> None:
+        """A row from every rank to every rank, which the current stream waits for."""
+        natives, later = self._natives.check_open(), flag("use_comm_stream", waits_for_comm)
+        flag("sequential", sequential)
+        on_gpu = torch.cuda.is_initialized()
+        syncs = flag("with_cpu_sync", with_cpu_sync) and on_gpu
+        if syncs:
+            torch.cuda.synchronize()
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+        like = torch.zeros(natives.world_size, COUNT_WORDS, device=device)
+        _, event = self._streams.run(_meet_peers, (natives, like), like, None, later)
+        if event.event is not None:
+            event.current_stream_wait()
+        if syncs:
+            torch.cuda.synchronize()
+
+    def _dispatch(
+        self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
+    ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
+        natives, name = self._natives.check_open(), type(self).__name__
+        fresh: elastic_inputs.Fresh | None = None
+        known: CoreHandle | None = None
+        try:
+            with DisableTorchFunction():
+                later, after = elastic_inputs.check_when(when)
+                elastic_inputs.check_flags(flags, later, self._copies_handles)
+                data, scales = inputs.check_rows(x)
+                if handle is None:
+                    most = self.num_max_tokens_per_rank
+                    fresh = elastic_inputs.check_fresh(natives, data, routing, most)
+                else:
+                    known = elastic_inputs.check_cached(
+                        handle, self._kind, name, data, routing, self.group
+                    )
+                    elastic_inputs.check_cached_flags(known, flags)
+        except inputs.REFUSED as error:
+            raise self._refused(error, x, handle, routing, flags) from None
+        if fresh is not None:
+            return self._fresh(data, scales, routing, fresh, flags, (later, after))
+        assert known is not None
+        inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
+        natives.last_normal = inner.ep
+        given = data, scales, inner, routing.topk_weights, by_column
+        result, event = self._streams.run(
+            elastic_calls.redispatch, given, data, after, later, inner
+        )
+        return *result, known, event
+
+    def _fresh(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        routing: Routing,
+        fresh: elastic_inputs.Fresh,
+        flags: dict[str, Any],
+        when: tuple[bool, EventOverlap | None],
+    ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
+        idx: Tensor = routing.topk_idx
+        num_experts, most, alignment, num_sms = fresh
+        exact = flags["do_cpu_sync"] is not False
+        num_sms = num_sms or self._usual_sms(num_experts, idx.shape[1])
+        num_sms += num_sms % self._sms_together
+        expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
+        shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
+        given = (
+            self._natives,
+            self._object_tokens() if exact else most,
+            data,
+            scales,
+            idx,
+            routing.topk_weights,
+            routing.stats,
+            shape,
+            by_column,
+            (self._kind, flags["do_handle_copy"], self.num_scaleup_ranks),
+        )
+        later, after = when
+        result, event = self._streams.run(elastic_calls.dispatch, given, data, after, later)
+        rows, recv_idx, weights, _, handle = result
+        return rows, recv_idx, weights, handle, event
+
+    def _object_tokens(self) -> int:
+        """Of the native object for exact shapes, which do not use it."""
+        return self.num_max_tokens_per_rank or MAX_TOKENS
+
+    def _refused(
+        self, error: Exception, x: Any, handle: Any, routing: Routing, flags: dict[str, Any]
+    ) -> Exception:
+        natives = self._natives
+        if handle is not None:
+            return elastic_inputs.refused_known(natives, error, handle, self._kind, True)
+        exact = flags["do_cpu_sync"] is not False
+        return elastic_inputs.refused(natives, error, x, routing, exact, self._object_tokens())
+
+    def _combine(
+        self,
+        x: Any,
+        handle: Any,
+        topk_weights: Any,
+        bias: Any,
+        sms: tuple[Any, Any],
+        when: When,
+        defers: Any = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        natives = self._natives.check_open()
+        try:
+            with DisableTorchFunction():
+                later, after = elastic_inputs.check_when(when)
+                elastic_inputs.check_sms(*sms)
+                elastic_inputs.check_deferred(defers, later)
+                elastic_inputs.check_handle(handle, self._kind, type(self).__name__, self.group)
+                terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
+        except inputs.REFUSED as error:
+            kind = self._kind
+            raise elastic_inputs.refused_known(natives, error, handle, kind, False) from None
+        inner = handle.inner
+        natives.last_normal = inner.ep
+        given = x, inner, topk_weights, terms
+        (combined, weights), event = self._streams.run(
+            elastic_calls.combine, given, x, after, later, inner
+        )
+        return combined, weights, event
+
+
+def _meet_peers(natives: Natives, rows: Tensor) -> None:
+    size, width = rows.shape
+    everyone = torch.arange(size, device=rows.device).unsqueeze(1)
+    natives.counting(width, rows.device).dispatch(rows, everyone, exact=False)

@@ -1,0 +1,141 @@
+"""What DeepEP's V2 buffers tell of their ranks, their memory and the multiprocessors of a call."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tokenyard.arguments import MOST_EXPERTS, MOST_PICKS, real
+from tokenyard.deep_ep.chunks import RING_BYTES
+from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.topology import Topology
+
+NVLINK_GBS, RDMA_GBS = 450.0, 50.0
+"""GB/s each way, of fourth-generation NVLink and of a 400 Gb/s adapter: what counts where a caller
+says nothing."""
+
+SM_READ_GBS, SM_WRITE_GBS = 200.0, 50.0
+"""GB/s of one multiprocessor, as DeepEP counts."""
+
+DEFAULT_RATES = RDMA_GBS, NVLINK_GBS, SM_READ_GBS, SM_WRITE_GBS
+
+SMS_WITHOUT_GPU = 132
+"""Multiprocessors that count where there is no GPU: those of an H100 or H200."""
+
+FEWEST_SMS, FEWEST_ALONE = 4, 64
+"""Of a call; of one that need not leave any to computation."""
+
+
+class Domains(NamedTuple):
+    """A grid of ranks: ``scaleout`` groups (over a network) of ``scaleup`` ranks each (NVLink)."""
+
+    scaleout: int
+    scaleup: int
+
+
+def domains_of(grid: Topology | None, num_ranks: int, hybrid: bool) -> tuple[Domains, Domains]:
+    """The physical and the logical one. Logically all ranks are one group unless ``hybrid``; hosts
+    that form no grid count as one per rank, and logically as one.
+
+    >>> domains_of(Topology(2, 4), 8, hybrid=False)
+    (Domains(scaleout=2, scaleup=4), Domains(scaleout=1, scaleup=8))
+    """
+    alone = Domains(1, num_ranks)
+    if grid is None:
+        return Domains(num_ranks, 1), alone
+    physical = Domains(grid.num_nodes, grid.ranks_per_node)
+    return physical, physical if hybrid else alone
+
+
+def size_hint(
+    num_max_tokens_per_rank: Any, hidden: Any, num_topk: Any, *flags: tuple[str, Any]
+) -> int:
+    """Bytes of symmetric memory per rank: the same for all of these."""
+    whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 1)
+    whole("hidden", hidden, 1)
+    whole("num_topk", num_topk, 0, MOST_PICKS)
+    for name, value in flags:
+        flag(name, value)
+    return RING_BYTES
+
+
+def check_rates(rates: dict[str, Any]) -> tuple[float, ...]:
+    """GB/s as a caller gave them, in the order of :data:`DEFAULT_RATES`; 0 stands for those.
+
+    Raises:
+        ValueError: one is no number from 0.
+    """
+    for name, value in rates.items():
+        if not 0 <= real(value) < math.inf:
+            raise ValueError(f"{name} ({value!r}) must be GB/s, 0 (for a default) or more")
+    given = zip(rates.values(), DEFAULT_RATES, strict=True)
+    return tuple(real(value) or default for value, default in given)
+
+
+def check_gate(num_experts: Any, num_topk: Any, num_scaleout_topk: Any) -> tuple[int, int]:
+    """Experts and picks of a call."""
+    if whole("num_scaleout_topk", num_scaleout_topk):
+        raise ValueError(
+            f"num_scaleout_topk ({num_scaleout_topk}) must be 0, as in DeepEP: picks limited to "
+            f"groups are not modelled"
+        )
+    experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
+    return experts, whole("num_topk", num_topk, 1, MOST_PICKS)
+
+
+@lru_cache(maxsize=256)
+def theoretical_num_sms(
+    num_experts: int,
+    num_topk: int,
+    physical: Domains,
+    logical: Domains,
+    rates: tuple[float, ...],
+    overlaps: bool,
+) -> int:
+    """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly.
+    Even, at most those of the GPU. Engines here take what they need; this is what a program may
+    plan with.
+
+    Bytes are counted in rows that arrive. ``rates``: as :func:`check_rates` returns them.
+    """
+    rdma_gbs, nvlink_gbs, read_gbs, write_gbs = rates
+    ranks = logical.scaleout * logical.scaleup
+    sends = 1 / reached(num_experts, num_topk, ranks)  # a token is read once for all its rows
+    if logical.scaleout > 1:
+        groups = reached(num_experts, num_topk, logical.scaleout)
+        stays = groups / logical.scaleout
+        read = sends + sends * groups
+        written = 1 + sends + sends * stays
+        network, inside = sends * (groups - stays), 1 - 1 / logical.scaleup
+    else:
+        near = physical.scaleup / ranks
+        read, written = sends, near + (sends if physical.scaleout > 1 else 0)
+        network, inside = 0, near * (1 - 1 / physical.scaleup)
+    device = _device_sms()
+    seconds = max(network / rdma_gbs, inside / nvlink_gbs)
+    needed = device if not seconds else max(read / read_gbs, written / write_gbs) / seconds
+    number = max(FEWEST_SMS if overlaps else FEWEST_ALONE, 2 * math.ceil(1.25 * needed / 2))
+    return min(number, device // 2 * 2)
+
+
+def reached(num_experts: int, num_topk: int, num_groups: int) -> float:
+    """Groups that a token's picks reach, of ``num_groups`` with equally many experts; expected.
+
+    >>> reached(256, 1, 8)
+    1.0
+    """
+    missed, elsewhere = 1.0, num_experts - num_experts / num_groups
+    for pick in range(min(num_topk, num_experts)):
+        missed *= max(0.0, elsewhere - pick) / (num_experts - pick)
+    return num_groups * (1 - missed)
+
+
+def _device_sms() -> int:
+    if not torch.cuda.is_available():
+        return SMS_WITHOUT_GPU
+    from tokenyard.memory.kernel_launch import multiprocessors
+
+    return multiprocessors(torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,210 @@
+"""``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves for combine, backward and cached
+dispatches.
+
+Tensors are worked out when somebody reads them: reading asks nobody.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.call_queue import keep_for
+from tokenyard.deep_ep.handles import NormalHandle, known_picks
+from tokenyard.deep_ep.normal import aligned
+from tokenyard.handle import Handle
+from tokenyard.results import rows_of_experts
+from tokenyard.routing import count_keys, pick_owners
+from tokenyard.rows import take_values
+
+_RANK = 1 << 32
+"""By which sources of two ranks differ."""
+
+
+class Shape(NamedTuple):
+    """How a dispatch was asked for."""
+
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    do_expand: bool
+    do_cpu_sync: bool
+
+
+class CoreHandle:
+    """T tokens dispatched, K picks of each, N tokens received (each once), L local experts, R
+    ranks, M ``num_max_tokens_per_rank``. Without ``do_cpu_sync`` N is R * M, and rows behind
+    ``psum_num_recv_tokens_per_scaleup_rank[-1]`` are unspecified.
+
+    Good for any number of calls, in any order, on any buffer of its generation and group, until
+    the buffer that made it is destroyed.
+
+    Attributes:
+        inner: the native handle, as ``Buffer`` holds one.
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
+    """
+
+    generation: ClassVar[str]
+    token_metadata_at_forward = channel_linked_list = None
+
+    def __init__(
+        self, inner: NormalHandle, shape: Shape, topk_idx: Tensor, num_scaleup_ranks: int
+    ) -> None:
+        self.inner, self._exact, self._scaleup = inner, shape.do_cpu_sync, num_scaleup_ranks
+        self.do_expand, self.num_experts = shape.do_expand, shape.num_experts
+        self.expert_alignment, self.num_sms = shape.expert_alignment, shape.num_sms
+        self.num_max_tokens_per_rank = shape.num_max_tokens_per_rank
+        self._topk_idx = topk_idx
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """Ids of the dispatch ``[T, K]``, or a copy of them."""
+        return self._topk_idx
+
+    # What the host knows
+
+    @cached_property
+    def num_recv_tokens(self) -> int:
+        """N."""
+        if not self._exact:
+            return self.inner.ep.world_size * self.num_max_tokens_per_rank
+        return int(self.inner.received().sum())
+
+    @cached_property
+    def num_recv_tokens_per_expert_list(self) -> list[int]:
+        """Rows of each local expert, aligned; empty without ``do_cpu_sync``."""
+        if not self._exact:
+            return []
+        return aligned(rows_of_experts(self.inner.native), self.expert_alignment)
+
+    @cached_property
+    def num_expanded_tokens(self) -> int:
+        """Rows with ``do_expand``: those of all local experts, aligned, or the most there can be
+        without ``do_cpu_sync``.
+        """
+        if self._exact:
+            return sum(self.num_recv_tokens_per_expert_list)
+        config = self.inner.ep.config
+        picks = config.num_topk, config.most_local_experts
+        return most_rows(self.num_recv_tokens, *picks, self.expert_alignment)
+
+    # Tensors
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        """Tokens received from the ranks up to each of a scale-up group, each token once, over all
+        groups: int32 ``[num_scaleup_ranks]``. The last is N.
+        """
+        native, size = self._native(), self.inner.ep.world_size
+        if self._exact:
+            counts = self.inner.received()
+        else:
+            source = self._arrived[0] if self.do_expand else native.arrived.source
+            if self._scaleup == size:  # few launches, as graphs of decoding hold them
+                ends = torch.arange(_RANK, (size + 1) * _RANK, _RANK, device=source.device)
+                in_order = source & torch.iinfo(torch.int64).max  # those of nobody come last
+                return torch.searchsorted(in_order, ends, out_int32=True)
+            counts = count_keys(source >> 32, size)
+        return counts.view(-1, self._scaleup).sum(0).cumsum(0).to(torch.int32)
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        """Rows of the local experts up to each, aligned: int32 ``[L]``. With ``do_expand`` those
+        before it, aligned, and its own, unaligned.
+        """
+        counts = self.num_unaligned_recv_tokens_per_expert
+        if self.do_expand:
+            offsets = self._native().arrived.expert_offsets
+            return offsets[:-1] + counts
+        if self.expert_alignment > 1:
+            last = self.expert_alignment - 1
+            counts = (counts + last).div(self.expert_alignment, rounding_mode="floor")
+            counts = counts * self.expert_alignment
+        return counts.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        """Rows of each local expert: int32 ``[L]``."""
+        return self._native().arrived.tokens_per_expert
+
+    @cached_property
+    def recv_src_metadata(self) -> Tensor:
+        """Of each received token: int32 ``[N, 2 + K]``. Its global index (source rank * M + token);
+        source rank * K + its first pick of a local expert; with ``do_expand`` the row of each pick,
+        -1 for none (else -1).
+        """
+        source, picks, rows = self._arrived
+        rank = torch.where(source < 0, -1, source >> 32)
+        num_picks = self.inner.ep.config.num_topk
+        token = rank * self.num_max_tokens_per_rank + (source & (_RANK - 1))
+        nobody = source < 0
+        columns = torch.stack([token, rank * num_picks + picks], 1).masked_fill_(
+            nobody[:, None], -1
+        )
+        return torch.cat([columns, rows], 1).to(torch.int32)
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """Of each pick: the place of its token among those that this rank sent to the same rank, at
+        the first pick there, else -1: int32 ``[T, K]``.
+        """
+        self._native()
+        config = self.inner.ep.config
+        idx = known_picks(self.topk_idx, config.num_experts)
+        owners = pick_owners(idx.long(), config.num_experts, config.world_size)
+        same = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril(-1).any(2)
+        places = self.inner.send_head().long().gather(1, owners.clamp(min=0))
+        return places.masked_fill(same | (owners < 0), -1).to(torch.int32)
+
+    # Working them out
+
+    def _native(self) -> Handle:
+        """The native handle, which the current stream reads now."""
+        native = self.inner.native
+        if self.inner.made_on is not None:
+            here = torch.cuda.current_stream(native.arrived.source.device)
+            keep_for((*native.plan, *native.arrived), here)
+        return native
+
+    @property
+    def _arrived(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of received tokens, by source rank and then token, those of nobody last: source as in
+        ``Received.source`` ``[N]``, first local pick ``[N]``, rows of the picks ``[N, K]``.
+        """
+        native = self._native()
+        plan, arrived, config = native.plan, native.arrived, self.inner.ep.config
+        if not self.do_expand:
+            first = (arrived.topk_idx >= 0).to(torch.uint8).argmax(1)
+            none = first.new_full((native.num_rows, config.num_topk), -1)
+            return arrived.source, first, none
+        slots, picks = plan.slots, plan.picks
+        if not self._exact:
+            order = torch.sort((slots[:, 0] < 0).to(torch.uint8), stable=True).indices
+            order = order[: self.num_recv_tokens]
+            slots, picks = slots[order], picks[order]
+        source = take_values(arrived.source, slots[:, 0], -1)
+        rows = slots.new_full((slots.shape[0], config.num_topk + 1), -1)
+        rows.scatter_(1, torch.where(slots < 0, config.num_topk, picks), slots)
+        return source, picks[:, 0], rows[:, : config.num_topk]
+
+
+def most_rows(num_tokens: int, num_topk: int, num_local: int, alignment: int) -> int:
+    """The most rows that ``num_tokens`` received tokens can be with ``do_expand``. ``num_local``:
+    experts of the rank that holds most, as all ranks have to say the same.
+
+    >>> most_rows(8, 2, 4, 1), most_rows(8, 2, 4, 16)
+    (16, 80)
+    """
+    rows = num_tokens * min(num_topk, num_local) + num_local * (alignment - 1)
+    return -(-rows // alignment) * alignment
+
+
+def keep_psums(handle: CoreHandle) -> None:
+    """Have the prefix sums made now: a CUDA graph that is captured makes them again."""
+    handle.psum_num_recv_tokens_per_scaleup_rank  # noqa: B018
+    handle.psum_num_recv_tokens_per_expert  # noqa: B018

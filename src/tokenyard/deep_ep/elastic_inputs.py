@@ -1,0 +1,252 @@
+"""Checks of what callers of DeepEP's V2 buffers pass: each message names the argument, the limit,
+the value and the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tokenyard.arguments import MOST_EXPERTS
+from tokenyard.deep_ep import decode, inputs, normal
+from tokenyard.deep_ep.chunks import MOST_SMS
+from tokenyard.deep_ep.elastic_handle import CoreHandle
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import LazyTuple, NormalHandle
+from tokenyard.deep_ep.inputs import array, flag, likely, whole
+from tokenyard.deep_ep.natives import Natives
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.types import FLOAT_DTYPES
+
+When = tuple[Any, Any, Any, Any]
+"""``previous_event, previous_event_before_epilogue, async_with_compute_stream,
+allocate_on_comm_stream`` as given."""
+
+
+class Routing(NamedTuple):
+    """What a dispatch was given besides rows, a handle and flags."""
+
+    topk_idx: Any
+    topk_weights: Any
+    stats: Any
+    num_experts: Any
+    most: Any
+    alignment: Any
+    num_sms: Any
+    num_qps: Any
+
+
+class Fresh(NamedTuple):
+    """What a fresh dispatch needs, checked."""
+
+    num_experts: int
+    most: int
+    alignment: int
+    num_sms: int
+
+
+class Both(EventHandle):
+    """Two points to wait for."""
+
+    __slots__ = ("_pair",)
+
+    def __init__(self, *pair: EventHandle) -> None:
+        self._event, self._pair = None, pair
+
+    def current_stream_wait(self) -> None:
+        for each in self._pair:
+            each.current_stream_wait()
+
+    def wait_on(self, stream: Any) -> None:
+        for each in self._pair:
+            each.wait_on(stream)
+
+
+def check_when(when: When) -> tuple[bool, EventOverlap | None]:
+    """Whether a call is asynchronous, and what it waits for."""
+    previous, before_epilogue, later, allocate = when
+    if allocate is not False and allocate is not True:
+        flag("allocate_on_comm_stream", allocate)
+    later = flag("async_with_compute_stream", later)
+    if previous is None and before_epilogue is None:
+        return later, None
+    first = _event("previous_event", previous)
+    second = _event("previous_event_before_epilogue", before_epilogue)
+    if second is None:
+        return later, None if first is None else EventOverlap(first)
+    return later, EventOverlap(Both(first or EventHandle(), second))
+
+
+def _event(name: str, given: Any) -> EventHandle | None:
+    if isinstance(given, EventOverlap):
+        return given.event
+    if given is not None and not isinstance(given, EventHandle):
+        raise ValueError(
+            f"{name} ({given!r}) must be an EventHandle, such as capture() returns, an "
+            f"EventOverlap, or None"
+        )
+    return given
+
+
+def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
+    """Make each of them a bool; None is left to mean the default.
+
+    ``later``: of an asynchronous call. ``copies_handles``: whether this generation can.
+    """
+    for name, value in flags.items():
+        if value is not False and value is not True and value is not None:
+            flags[name] = flag(name, value)
+    if not copies_handles and flags["do_handle_copy"]:
+        raise ValueError("do_handle_copy (True) must be False, as in DeepEP V2.5: clone topk_idx")
+    check_deferred(flags.get("defer_epilogue"), later)
+
+
+def check_deferred(defers: Any, later: bool) -> bool:
+    """Whether a call returns its event alone."""
+    if not defers:
+        return flag("defer_epilogue", defers)
+    if flag("defer_epilogue", defers) and not later:
+        raise ValueError("defer_epilogue (True) needs async_with_compute_stream=True")
+    return True
+
+
+def check_sms(num_sms: Any, num_qps: Any) -> int:
+    """Multiprocessors of a call, 0 for the default; queue pairs change nothing."""
+    whole("num_qps", num_qps)
+    return whole("num_sms", num_sms, 0, MOST_SMS)
+
+
+def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> Fresh:
+    """Look at all that routes ``data``. ``most``: tokens per rank, if the call does not say."""
+    num_sms = check_sms(routing.num_sms, routing.num_qps)
+    if routing.topk_idx is None:
+        raise ValueError(
+            "topk_idx is missing: pass it (and topk_weights, if there are any), or handle= of an "
+            "earlier dispatch"
+        )
+    inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
+    if routing.num_experts is None:
+        raise ValueError(
+            "num_experts is missing: pass it, or handle= of an earlier dispatch, which knows it"
+        )
+    experts = whole("num_experts", routing.num_experts, 1, MOST_EXPERTS)
+    if routing.most is not None:
+        most = whole("num_max_tokens_per_rank", routing.most, 1)
+    if not most:
+        raise ValueError(
+            "num_max_tokens_per_rank is missing: pass it here or to the constructor, the same on "
+            "all ranks"
+        )
+    if data.shape[0] > most:
+        raise ValueError(
+            f"x has {data.shape[0]} tokens, but num_max_tokens_per_rank is {most}: raise it on "
+            f"all ranks alike, or split the batch"
+        )
+    alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
+    if routing.stats is not None:
+        sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
+        decode.check_stats(natives, sizes, routing.stats, None)
+    return Fresh(experts, most, alignment, num_sms)
+
+
+def check_cached(
+    handle: Any, kind: type[CoreHandle], buffer: str, data: Tensor, routing: Routing, group: Any
+) -> CoreHandle:
+    """A cached dispatch has its routing from a ``handle`` of this ``kind``, and perhaps new
+    weights.
+    """
+    if routing.topk_idx is not None:
+        raise ValueError(
+            "topk_idx given together with handle: leave it out, the handle knows the routing"
+        )
+    check_handle(handle, kind, buffer, group)
+    check_sms(routing.num_sms, routing.num_qps)
+    if routing.num_experts is not None:
+        _same("num_experts", routing.num_experts, handle.num_experts)
+    if routing.alignment is not None:
+        _same("expert_alignment", routing.alignment, handle.expert_alignment)
+    if routing.most is not None:
+        _same("num_max_tokens_per_rank", routing.most, handle.num_max_tokens_per_rank)
+    native, config = handle.inner.native, handle.inner.ep.config
+    shape, device = (native.num_tokens, config.hidden), native.plan.returns.device
+    array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,), device)
+    if routing.topk_weights is not None:
+        picks = native.num_tokens, config.num_topk
+        meaning = "[T, K], as the topk_idx of the handle"
+        array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, device)
+    return handle
+
+
+def check_cached_flags(handle: CoreHandle, flags: dict[str, Any]) -> None:
+    """What cannot be on, and what must be as in the dispatch that made the handle."""
+    if flags["do_cpu_sync"]:
+        raise ValueError(
+            "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
+        )
+    if bool(flags["do_expand"]) is not handle.do_expand:
+        raise ValueError(
+            f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
+            f"dispatch that made the handle"
+        )
+
+
+def _same(name: str, given: Any, known: int) -> None:
+    if whole(name, given, 1) != known:
+        raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
+
+
+def check_handle(handle: Any, kind: type[CoreHandle], buffer: str, group: Any) -> CoreHandle:
+    """A handle that a dispatch of this generation returned, whose buffer lives."""
+    if isinstance(handle, kind):
+        inputs.check_handle(handle.inner, NormalHandle, "dispatch", group)
+        return handle
+    given = f"a {type(handle).__name__}"
+    if isinstance(handle, CoreHandle):
+        given = f"one of {handle.generation}"
+    elif isinstance(handle, LazyTuple):
+        given = "a tuple of Buffer (DeepEP V1)"
+    raise ValueError(
+        f"handle must be the EPHandle that dispatch() of {buffer} ({kind.generation}) returned, "
+        f"not {given}"
+    )
+
+
+def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
+    """Rows, weights and bias of a combine; returns the terms of the bias."""
+    if not handle.do_expand:
+        return normal.check_combine(x, handle.inner, topk_weights, bias)
+    terms = normal.check_combine(x, handle.inner, None, bias)
+    if topk_weights is not None:
+        meaning = "[rows], one for each of x, as do_expand returned them"
+        array("topk_weights", topk_weights, meaning, (x.shape[0],), FLOAT_DTYPES, x.device)
+    return terms
+
+
+# Of a rank that refuses its arguments
+
+
+def refused(
+    natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
+) -> Exception:
+    """Tell the ranks that are in this fresh dispatch; returns the error to raise. ``most``: tokens
+    per rank that the object of theirs is likely to be made for.
+    """
+    data = inputs.rows_of(x)
+    guess = (
+        inputs.columns(data),
+        likely("num_experts", routing.num_experts, error, MOST_EXPERTS),
+        inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights),
+        most if exact else likely("num_max_tokens_per_rank", routing.most or most, error),
+        inputs.place(data),
+    )
+    return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
+
+
+def refused_known(
+    natives: Natives, error: Exception, handle: Any, kind: type[CoreHandle], cached: bool
+) -> Exception:
+    """The same of a call with a handle, whose object they call if it is one of this ``kind``."""
+    inner = handle.inner if isinstance(handle, kind) else None
+    whom = natives.whom_of(inner, NormalHandle, natives.last_normal)
+    return natives.refused(error, whom, CACHED if cached else COMBINE)

@@ -1,0 +1,190 @@
+"""DeepEP V2.5's ``EPBuffer`` and ``EPHandle`` on native objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.deep_ep.elastic import Event
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
+from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
+from tokenyard.deep_ep.elastic_inputs import Routing
+from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
+from tokenyard.deep_ep.events import EventOverlap
+from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.load_balance import LoadBalance
+
+EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
+"""The last arguments of a dispatch."""
+_PLAN = "lb_allocation_plan_or_num_bytes"
+
+
+class EPHandle(CoreHandle):
+    """Handle of ``EPBuffer.dispatch``; see :class:`CoreHandle`."""
+
+    generation = "DeepEP V2.5"
+
+    def __init__(
+        self, inner: NormalHandle, shape: Shape, topk_idx: Tensor, num_scaleup_ranks: int
+    ) -> None:
+        super().__init__(inner, shape, topk_idx, num_scaleup_ranks)
+        self._version = _version_of(topk_idx)
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """The very ids of the dispatch.
+
+        Raises:
+            ValueError: they were changed since, as far as torch can tell.
+        """
+        if self._version != _version_of(self._topk_idx):
+            raise ValueError("topk_idx was modified while its EPHandle is in use: clone it before")
+        return self._topk_idx
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class EPBuffer(CoreBuffer, LoadBalance):
+    """Dispatch and combine with the names of DeepEP V2.5, on any group of any size, CPU and CUDA
+    tensors alike.
+
+    Making one is collective; native objects are made by the first call with new sizes.
+
+    Args:
+        lb_allocation_plan_or_num_bytes: bytes of memory for redundant experts, or a plan of them
+            (``num_bytes``); see ``lb_prefetch_weights``.
+        sl_idx: changes nothing.
+
+    All others, and errors, as of ``ElasticBuffer`` (``tokenyard.deep_ep.elastic``).
+    """
+
+    _kind, _copies_handles, _sms_together = EPHandle, False, 2
+
+    @with_rest(PATIENCE)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        lb_allocation_plan_or_num_bytes: Any = 0,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = None,
+        num_allocated_qps: int = 0,
+        **rest: Any,
+    ) -> None:
+        plan = lb_allocation_plan_or_num_bytes
+        flags = {
+            "use_fp8_dispatch": use_fp8_dispatch,
+            "deterministic": deterministic,
+            "allow_hybrid_mode": allow_hybrid_mode,
+            "allow_multiple_reduction": allow_multiple_reduction,
+            "prefer_overlap_with_compute": prefer_overlap_with_compute,
+        }
+        more = {"sl_idx": sl_idx, "num_allocated_qps": num_allocated_qps, _PLAN: plan}
+        more |= rest_of("EPBuffer", rest, PATIENCE)
+        super().__init__(
+            group, Sizing(num_bytes, num_max_tokens_per_rank, hidden, num_topk), flags, more
+        )
+        self._open_load_balance(plan)
+
+    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        super()._settle(sizing, flags, more)
+        self.check_plan(more[_PLAN])
+
+    def barrier(
+        self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Collective: the current stream waits until every rank's has come here.
+
+        Args:
+            wait_comm_stream: behind the calls on the communication stream, too.
+            with_cpu_sync: the host waits for the device before and after.
+            sequential: changes nothing.
+        """
+        self._barrier(wait_comm_stream, with_cpu_sync, sequential)
+
+    @with_rest(EP_DISPATCH_FLAGS)
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        **flags: Any,
+    ) -> Any:
+        """As ``ElasticBuffer.dispatch``, but for these.
+
+        Args:
+            topk_idx: stays in the handle as it is; do not change it while the handle is in use.
+            num_sms: rounded up to an even number.
+            do_handle_copy: must be False.
+            defer_epilogue: return the event alone, whose ``current_stream_wait()`` returns the
+                other four. Needs ``async_with_compute_stream``. The call itself runs at once.
+
+        Returns:
+            Rows, ids, weights, handle and event, or the event.
+        """
+        flags = rest_of("dispatch", flags, EP_DISPATCH_FLAGS)
+        routing = Routing(
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            num_qps,
+        )
+        when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
+        result = self._dispatch(x, handle, routing, when, flags)
+        return deferred(result) if flags["defer_epilogue"] else result
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
+        """As ``ElasticBuffer.combine``. With ``defer_epilogue`` (which needs
+        ``async_with_compute_stream``) it returns the event alone, whose ``current_stream_wait()``
+        returns the sums and the weights.
+        """
+        when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
+        sms = num_sms, num_qps
+        result = self._combine(x, handle, topk_weights, bias, sms, when, defer_epilogue)
+        return deferred(result) if defer_epilogue else result
+
+
+def deferred(result: tuple[Any, ...]) -> EventOverlap:
+    """The event of a call, which brings the rest of its ``result`` when it is waited for."""
+    *rest, event = result
+    event.register_hook_after_wait(partial(tuple, rest))
+    return event

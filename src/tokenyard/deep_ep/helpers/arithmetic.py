@@ -1,0 +1,99 @@
+"""Sizes, FP8 casts and comparisons: DeepEP's ``deep_ep.utils.math``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_GROUP = 128
+"""Channels that share a scale."""
+_LARGEST, _LEAST = 448.0, 1e-4
+
+
+def ceil_div(x: int, y: int) -> int:
+    """``x / y``, rounded up."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """``x``, rounded up to a multiple of ``y``."""
+    return ceil_div(x, y) * y
+
+
+def safe_div(a: float, b: float) -> float:
+    """``a / b``; 0 of nothing is 0."""
+    return 0 if a == b == 0 else a / b
+
+
+def calc_diff(x: Tensor, y: Tensor) -> float:
+    """How far two tensors are apart: 1 - cosine of both plus one; 0 if they are equal."""
+    a, b = x.double() + 1, y.double() + 1
+    return float(1 - 2 * (a * b).sum() / (a.square() + b.square()).sum())
+
+
+def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T, H]`` as FP8 E4M3 of that shape, and float32 scales ``[T, ceil(H / 128)]``."""
+    tokens, hidden = x.shape
+    groups = pad(x, (0, -hidden % _GROUP)).float().view(tokens, ceil_div(hidden, _GROUP), _GROUP)
+    largest = groups.abs().amax(2).clamp(_LEAST)
+    data = (groups * (_LARGEST / largest.unsqueeze(2))).to(torch.float8_e4m3fn)
+    return data.flatten(1)[:, :hidden].contiguous(), largest / _LARGEST
+
+
+def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
+    """BF16 ``[T, H]`` from FP8 and its scales: float32, or int32 with four exponents each."""
+    scales = x_scales
+    if scales.dtype == torch.int32:
+        exponents = scales.contiguous().view(torch.uint8).to(torch.int32)
+        scales = (exponents << 23).view(torch.float32)
+    wide = scales.repeat_interleave(_GROUP, 1)[:, : x_fp8.shape[1]]
+    return (x_fp8.float() * wide).to(torch.bfloat16)
+
+
+def inplace_unique(x: Tensor, num_slots: int) -> None:
+    """Let each row of ``x`` hold its distinct values from 0 to ``num_slots - 1``, the largest
+    first, then -1.
+    """
+    known = torch.where(x < 0, num_slots, x)
+    found = torch.zeros(len(x), num_slots + 1, dtype=torch.bool, device=x.device)
+    found.scatter_(1, known, True)
+    values = torch.arange(num_slots, dtype=x.dtype, device=x.device)
+    ordered = torch.where(found[:, :num_slots], values, -1).sort(1, descending=True).values
+    count = min(num_slots, x.shape[1])
+    x.fill_(-1)[:, :count] = ordered[:, :count]
+
+
+def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) -> Tensor:
+    """``scores [T, E]``, zero outside of each token's groups ``group_idx [T, G]``."""
+    in_group = torch.zeros(len(scores), num_groups, dtype=torch.bool, device=scores.device)
+    in_group.scatter_(1, group_idx, True)
+    return scores * in_group.repeat_interleave(scores.shape[1] // num_groups, 1)
+
+
+def hash_tensor(t: Tensor) -> int:
+    """A number of the bytes of ``t``, whatever its dtype and strides."""
+    flat = t.reshape(-1).contiguous().view(torch.uint8)
+    return int((flat.view(torch.int32) if t.nbytes % 4 == 0 else flat).sum(dtype=torch.int64))
+
+
+def hash_tensors(*tensors: Any) -> int:
+    """Of all tensors, also in lists; others count nothing."""
+    value = 0
+    for each in tensors:
+        if isinstance(each, (tuple, list)):
+            value ^= hash_tensors(*each)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(each, Tensor):
+            value ^= hash_tensor(each)
+    return value
+
+
+def count_bytes(*tensors: Any) -> int:
+    """Of all tensors, also in lists; None has none."""
+    return sum(
+        count_bytes(*each) if isinstance(each, (tuple, list)) else each.nbytes  # pyright: ignore[reportUnknownArgumentType]
+        for each in tensors
+        if each is not None
+    )

@@ -1,0 +1,369 @@
+"""HybridEP's dispatch and combine on the native calls: checks first, then what is exchanged."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import gradients
+from tokenyard.arguments import LARGEST, MOST_PICKS
+from tokenyard.autograd import Call
+from tokenyard.deep_ep import inputs
+from tokenyard.deep_ep.hybrid_config import BufferConfig
+from tokenyard.deep_ep.hybrid_routing import (
+    HybridHandle,
+    PermutedHandle,
+    from_node,
+    indices_to_map,
+    most_picks,
+    picks_of,
+    to_experts,
+    to_node,
+    weights_of,
+)
+from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.natives import Natives
+from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
+from tokenyard.header import DISPATCH
+from tokenyard.results import Received, rows_of_experts
+from tokenyard.routing import power_of_two_at_least
+from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout, Quantized
+
+BYTES = torch.float8_e4m3fn
+"""What rows of uint8, as DeepEP has them, are to the native calls: nobody computes with them."""
+
+
+class Routing(NamedTuple):
+    """What a dispatch was given besides rows: a map or picks, or neither with a handle."""
+
+    routing_map: Any
+    probs: Any
+    topk_idx: Any
+    topk_weights: Any
+    num_experts: Any
+    per_rank: Any
+
+
+class Shape(NamedTuple):
+    """How rows are asked for. ``rows``: static shapes, so many of them."""
+
+    permuted: bool
+    alignment: int = 1
+    rows: int | None = None
+
+
+class Given(NamedTuple):
+    """A dispatch of checked arguments."""
+
+    data: Tensor
+    scales: Tensor | None
+    as_bytes: bool
+    shape: Shape
+    num_experts: int
+    routing: Routing
+
+    def weights(self, topk_idx: Tensor) -> Tensor | None:
+        """Of the picks ``topk_idx``, from whatever says so."""
+        probs = self.routing.probs
+        if self.routing.routing_map is None and self.routing.topk_weights is not None:
+            given = self.routing.topk_idx, self.routing.topk_weights
+            probs = indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
+        return None if probs is None else weights_of(probs, topk_idx)
+
+
+# Checks
+
+
+def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
+    """What rows are asked for."""
+    alignment = 1 if pad_multiple is None else max(whole("pad_multiple", pad_multiple), 1)
+    waits = not flag("non_blocking", non_blocking)
+    if num_rows is None:
+        if not waits:
+            raise ValueError(
+                "num_permuted_tokens is missing: with non_blocking=True the host does not learn "
+                "how many rows come, so pass the most that may"
+            )
+        return Shape(permuted, alignment)
+    number = num_rows
+    if isinstance(num_rows, Tensor) and num_rows.numel() == 1 and not num_rows.is_floating_point():
+        number = int(num_rows)
+    rows = whole("num_permuted_tokens", number, 0, LARGEST)
+    if not waits and rows % alignment:
+        raise ValueError(
+            f"num_permuted_tokens ({rows}) must be a multiple of pad_multiple ({alignment}) with "
+            f"non_blocking=True: round it up"
+        )
+    return Shape(permuted, alignment, rows)
+
+
+def check_dispatch(
+    natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
+) -> Given:
+    """A fresh dispatch."""
+    given = hidden
+    as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
+    if as_bytes:
+        given = hidden.view(BYTES) if hidden.is_contiguous() else hidden.contiguous().view(BYTES)
+    if isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES:
+        if scales is None:
+            raise ValueError(
+                f"scaling_factor is missing: hidden is {hidden.dtype}, and travels with the scales "
+                f"[T, S] of its rows"
+            )
+        given = given, scales
+    data, scales = _rows(given)
+    experts = _check_routing(natives, data, routing, config)
+    tokens, most = data.shape[0], config.max_num_of_tokens_per_rank
+    if shape.rows is not None and tokens > most:
+        raise ValueError(
+            f"hidden has {tokens} tokens, but max_num_of_tokens_per_rank is {most}, which bounds "
+            f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks "
+            f"alike"
+        )
+    return Given(data, scales, as_bytes, shape, experts, routing)
+
+
+def _rows(given: Any) -> tuple[Tensor, Tensor | None]:
+    """:func:`inputs.check_rows` in HybridEP's names."""
+    try:
+        return inputs.check_rows(given)
+    except ValueError as error:
+        text = str(error).replace("x[0]", "hidden").replace("x[1]", "scaling_factor")
+        raise ValueError(f"hidden{text[1:]}" if text.startswith("x ") else text) from None
+
+
+def _check_routing(natives: Natives, data: Tensor, routing: Routing, config: BufferConfig) -> int:
+    """Returns the number of experts."""
+    tokens, device, table = data.shape[0], data.device, routing.routing_map
+    local = config.num_of_experts_per_rank
+    if routing.per_rank is not None:
+        local = whole("num_of_experts_per_rank", routing.per_rank, 1)
+    experts = local * natives.world_size
+    meaning = f"[T, E], of {tokens} tokens and {experts} experts ({local} on each rank)"
+    if table is not None:
+        inputs.array("routing_map", table, meaning, (tokens, experts), (torch.bool,), device)
+    elif routing.topk_idx is None:
+        raise ValueError(
+            "routing_map is missing: pass it (with probs), or topk_idx (with topk_weights), or "
+            "the handle of an earlier dispatch"
+        )
+    else:
+        number = routing.num_experts
+        if number is None or whole("num_of_experts", number, 1) != experts:
+            raise ValueError(
+                f"num_of_experts ({number}) must be {experts} with topk_idx: {local} experts on "
+                f"each of {natives.world_size} ranks"
+            )
+        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
+    if routing.probs is not None:
+        inputs.array("probs", routing.probs, meaning, (tokens, experts), FLOAT_DTYPES, device)
+    if experts > MOST_PICKS and table is not None:
+        raise ValueError(
+            f"routing_map has {experts} experts, but must have at most {MOST_PICKS}: pass topk_idx"
+        )
+    return experts
+
+
+def check_again(
+    hidden: Any, scales: Any, shape: Shape, routing: Routing, handle: HybridHandle
+) -> Given:
+    """A dispatch along the routing of a ``handle``."""
+    as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
+    given = hidden.contiguous().view(BYTES) if as_bytes else hidden
+    quantized = isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES
+    data, scales = _rows((given, scales) if quantized else given)
+    native, config = handle.native, handle.ep.config
+    device, tokens = native.plan.returns.device, native.num_tokens
+    meaning = "[T, H], as the handle was made for"
+    inputs.array("hidden", data, meaning, (tokens, config.hidden), (data.dtype,), device)
+    _check_same(shape, handle)
+    if routing.probs is not None:
+        known = tokens, config.num_experts
+        inputs.array("probs", routing.probs, "[T, E]", known, FLOAT_DTYPES, device)
+    if routing.topk_idx is not None:
+        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
+    return Given(data, scales, as_bytes, shape, config.num_experts, routing)
+
+
+def _check_same(shape: Shape, handle: HybridHandle) -> None:
+    """Rows are asked for as the handle has them, or not at all."""
+    rows, alignment = handle.native.num_rows, handle.native.spec.expert_alignment
+    if shape.rows is not None and shape.rows != rows:
+        raise ValueError(
+            f"num_permuted_tokens ({shape.rows}) must be {rows}, the rows of the dispatch that "
+            f"made the handle: pass that, or leave it out"
+        )
+    if shape.alignment not in (1, alignment):
+        raise ValueError(
+            f"pad_multiple ({shape.alignment}) must be {alignment}, as in the dispatch that made "
+            f"the handle: pass that, or leave it out"
+        )
+
+
+def check_combine(
+    hidden: Any, probs: Any, pad_multiple: Any, handle: HybridHandle
+) -> tuple[Tensor, Tensor | None]:
+    """Rows and their weights."""
+    native, config = handle.native, handle.ep.config
+    rows, device, permuted = native.num_rows, native.plan.returns.device, _is_permuted(handle)
+    meaning = "[N, H], the rows that the dispatch brought"
+    inputs.array("hidden", hidden, meaning, (rows, config.hidden), FLOAT_DTYPES, device)
+    if pad_multiple is not None:
+        _check_same(check_shape(True, pad_multiple, None, False), handle)
+    if probs is None:
+        return hidden, None
+    width = handle.config.num_of_experts_per_rank * handle.config.num_of_ranks_per_node
+    meaning = "[N], of the rows" if permuted else "[N, experts of the node]"
+    known = (rows,) if permuted else (rows, width)
+    inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, device)
+    return hidden, probs.float()
+
+
+def _is_permuted(handle: HybridHandle) -> bool:
+    return isinstance(handle, PermutedHandle)
+
+
+# Refusals: the ranks that are in the call learn why
+
+
+def refused(
+    natives: Natives,
+    error: Exception,
+    hidden: Any,
+    shape: Shape | None,
+    routing: Routing,
+    config: BufferConfig,
+) -> Exception:
+    """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes their
+    first call is about the most picks.
+    """
+    device = inputs.place(hidden) or inputs.place(routing.routing_map)
+    static = shape is not None and shape.rows is not None
+    if routing.topk_idx is None and not static:
+        return natives.refused(error, natives.whom_counting(COUNT_WORDS, device), DISPATCH)
+    experts = config.num_of_experts_per_rank * natives.world_size
+    picks = experts if routing.topk_idx is None else inputs.columns(routing.topk_idx)
+    guess = inputs.columns(hidden), experts, picks, _bound(static, config), device
+    return natives.refused(error, natives.whom_normal(guess), DISPATCH, not static)
+
+
+def refused_with(natives: Natives, error: Exception, handle: Any, op: int) -> Exception:
+    """Tell those in a call with a handle."""
+    return natives.refused(error, natives.whom_of(handle, HybridHandle, natives.last_normal), op)
+
+
+# Calls
+
+
+class Dispatched(NamedTuple):
+    """``tokens_per_expert``: of ``dispatch_with_permute``, with padding."""
+
+    hidden: Tensor
+    probs: Tensor | None
+    scales: Tensor | None
+    tokens_per_expert: Tensor | None
+    handle: HybridHandle
+
+
+def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) -> Dispatched:
+    """A fresh dispatch. ``waits``: counts are wanted on the host."""
+    data, shape, experts = given.data, given.shape, given.num_experts
+    topk_idx = given.routing.topk_idx
+    if given.routing.routing_map is not None:
+        table = given.routing.routing_map
+        top = experts if shape.rows is not None else _agreed_picks(natives, table)
+        topk_idx = picks_of(table, min(top, experts))
+    static = shape.rows is not None
+    bound, picks = _bound(static, config), topk_idx.shape[1]
+    ep = natives.normal((data.shape[1], experts, picks, bound, data.device))
+    recv = ep.dispatch(
+        _payload(given),
+        topk_idx,
+        given.weights(topk_idx),
+        layout=Layout.EXPERT_MAJOR if shape.permuted else Layout.FLAT,
+        exact=not static,
+        expert_alignment=shape.alignment,
+        capacity=shape.rows,
+    )
+    kind = PermutedHandle if shape.permuted else HybridHandle
+    handle = kind.of(ep, recv.handle, topk_idx, config)
+    probs = recv.row_weights if shape.permuted else recv.topk_weights
+    return _dispatched(given, recv, probs, handle, waits)
+
+
+def _bound(static: bool, config: BufferConfig) -> int:
+    """Of tokens, which exact shapes do not use."""
+    return max(config.max_num_of_tokens_per_rank, 1) if static else MAX_TOKENS
+
+
+def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
+    """Rows, and weights if there are any, along a known routing."""
+    native, ep = handle.native, handle.ep
+    recv = ep.dispatch(_payload(given), handle=native)
+    weights, probs = given.weights(handle.topk_idx), None
+    if weights is not None:
+        ids, rows = native.arrived.topk_idx, native.num_rows
+        probs = gradients.weights_there(_along(handle), weights, ids, rows)
+    return _dispatched(given, recv, probs, handle, waits)
+
+
+def _dispatched(
+    given: Given, recv: Received, probs: Tensor | None, handle: HybridHandle, waits: bool
+) -> Dispatched:
+    rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
+    if not _is_permuted(handle):
+        there = None if probs is None else to_node(handle, probs)
+        return Dispatched(rows, there, recv.scales, None, handle)
+    return Dispatched(rows, probs, recv.scales, _padded_counts(handle, waits), handle)
+
+
+def _padded_counts(handle: HybridHandle, waits: bool) -> Tensor:
+    """Rows of each expert's block: int32 ``[L]``, on the CPU if the host waits."""
+    native = handle.native
+    if native.spec.exact:
+        counts = aligned(rows_of_experts(native), native.spec.expert_alignment)
+        return torch.tensor(counts, dtype=torch.int32, device="cpu")
+    counts = native.arrived.expert_offsets.diff()
+    return counts.cpu() if waits else counts
+
+
+def combine(
+    hidden: Tensor, probs: Tensor | None, handle: HybridHandle
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of each token's rows ``[T, H]``, and their weights at their experts ``[T, E]``."""
+    native = handle.native
+    if probs is None:
+        return handle.ep.combine(hidden, native), None
+    if _is_permuted(handle):
+        combined, weights = gradients.of_dispatch(_along(handle), hidden, probs, None)
+    else:
+        summed: Any = handle.ep.combine(hidden, native, reduce_weights=from_node(handle, probs))
+        combined, weights = summed.x, summed.topk_weights
+    assert combined is not None and weights is not None
+    return combined, to_experts(handle, weights)
+
+
+def _along(handle: HybridHandle) -> Call:
+    """The object's calls along a routing that its backwards make, too."""
+    calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
+    return Call(calls, handle.native.spec, plan=handle.native.plan)
+
+
+def _payload(given: Given) -> Tensor | Quantized:
+    return given.data if given.scales is None else Quantized(given.data, given.scales)
+
+
+def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
+    """Picks per token that are enough on every rank, a power of two, so that few objects are made:
+    one small row to each rank.
+    """
+    mine, size, device = most_picks(routing_map), natives.world_size, routing_map.device
+    if size > 1:
+        table = torch.full((size, COUNT_WORDS), mine, dtype=torch.int32, device=device)
+        ranks = torch.arange(size, device=device).unsqueeze(1)
+        recv = natives.counting(COUNT_WORDS, device).dispatch(table.view(torch.float32), ranks)
+        mine = int(recv.x.view(torch.int32).max())
+    return power_of_two_at_least(max(mine, 1))

@@ -1,0 +1,335 @@
+"""DeepEP V2.5's load balance: experts that other ranks of the host hold a second time get their
+weights, and give their gradients back, by plain copies.
+
+A mapping int32 ``[ranks of the host, C]`` says which expert stands in each of the C redundant slots
+of each rank, -1 for none. Experts are counted within the host, L per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.arguments import MOST_BYTES
+from tokenyard.deep_ep.allocator import BufferAllocator, get_num_allocation_alignment
+from tokenyard.deep_ep.buffer_base import BufferBase
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.inputs import REFUSED, whole
+from tokenyard.deep_ep.lending import Domain, Message
+from tokenyard.deep_ep.streams import Streams
+from tokenyard.errors import NotSupported
+from tokenyard.memory.symmetric import MemoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Redundant slots ``[C, bytes]`` of this rank and its own experts ``[L, bytes]``, as uint8."""
+
+    slots: Tensor
+    own: Tensor
+
+
+class LoadBalance(BufferBase):
+    """The part of ``EPBuffer`` that moves weights and gradients of experts.
+
+    Attributes:
+        num_lb_bytes: of ``lb_storage``.
+        lb_storage: uint8, memory for redundant experts; None if there is none.
+    """
+
+    group: dist.ProcessGroup | MemoryGroup
+    num_nvlink_ranks: int
+    _streams: Streams
+    num_lb_bytes: int = 0
+    lb_storage: Tensor | None = None
+    _domain: Domain | None = None
+
+    @staticmethod
+    def check_plan(lb_allocation_plan_or_num_bytes: BufferAllocator | int) -> int:
+        """The bytes that it asks for.
+
+        Raises:
+            ValueError: a plan that has its memory, or no whole number of aligned bytes.
+        """
+        plan, name = lb_allocation_plan_or_num_bytes, "lb_allocation_plan_or_num_bytes"
+        if isinstance(plan, BufferAllocator):
+            if plan.materialized:
+                raise ValueError(f"{name}: this plan belongs to another buffer: make a plan for it")
+            return plan.num_bytes
+        num_bytes = whole(name, plan, 0, MOST_BYTES, ", or a BufferAllocator")
+        unit = get_num_allocation_alignment()
+        if num_bytes % unit:
+            raise ValueError(f"{name} ({num_bytes}) must be a multiple of {unit} bytes")
+        return num_bytes
+
+    def _open_load_balance(self, plan: BufferAllocator | int) -> None:
+        """Take the memory, on the current GPU if there is one. Asks nobody."""
+        self.num_lb_bytes = self.check_plan(plan)
+        if not self.num_lb_bytes and not isinstance(plan, BufferAllocator):
+            return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.inference_mode(False):  # kept for writes outside of it too
+            self.lb_storage = torch.zeros(self.num_lb_bytes, dtype=torch.uint8, device=device)
+        if isinstance(plan, BufferAllocator):
+            plan.materialize(self.lb_storage)
+
+    def lb_get_theoretical_num_sms(self) -> int:
+        """0: nothing of these copies is launched here; the group's backend takes what it needs."""
+        return 0
+
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Sequence[Tensor] | Tensor,
+        expert_weights: Sequence[Tensor] | Tensor,
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Copy experts into the slots of the ranks that hold them a second time. Collective among
+        the ranks of the host.
+
+        The host waits for a mapping in device memory, so a CUDA graph cannot hold this; one in host
+        memory is read at once. A silent rank: the group's own timeout.
+
+        Args:
+            redundant_expert_weights: ``[C, ...]`` to write into, contiguous, anywhere in memory;
+                slots without expert keep what they hold.
+            expert_weights: as many ``[L, ...]``, contiguous, the same bytes per expert.
+            redundancy_mapping: ``[ranks of the host, C]``, the same on all.
+            num_sms: changes nothing.
+            previous_event: what the copies wait for, else for the current stream.
+
+        Returns:
+            The event after which slots are good.
+
+        Raises:
+            ValueError: a bad argument; then other ranks that are in the call raise ``PeerError``.
+            Mismatch: ranks disagree. Nothing has moved.
+        """
+
+        def pairs() -> list[_Pair]:
+            many = _tensors("redundant_expert_weights", redundant_expert_weights)
+            own = _tensors("expert_weights", expert_weights)
+            if len(many) != len(own):
+                raise ValueError(
+                    f"redundant_expert_weights has {len(many)} tensors and expert_weights "
+                    f"{len(own)}: pass as many"
+                )
+            both = enumerate(zip(many, own, strict=True))
+            known = [_pair(f"weights[{at}]", *each) for at, each in both]
+            _check_alike(known)
+            return known
+
+        call = "lb_prefetch_weights", pairs, self._prefetch
+        return self._lend(*call, redundancy_mapping, num_sms, previous_event)
+
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: Tensor,
+        expert_grads: Tensor,
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Add the gradients of redundant slots to those of the experts, where they are at home: in
+        float32, one after the other by rank, then slot, so that equal calls give equal bits.
+
+        Args:
+            redundant_expert_grads: float32 ``[C, hidden]``, contiguous; stays as it is.
+            expert_grads: float32 ``[L, hidden]``, contiguous, added to.
+
+        The rest, collective use and errors are those of :meth:`lb_prefetch_weights`.
+        """
+
+        def pairs() -> list[_Pair]:
+            for name, value in (
+                ("redundant_expert_grads", redundant_expert_grads),
+                ("expert_grads", expert_grads),
+            ):
+                if not isinstance(value, Tensor) or value.dtype != torch.float32:  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise ValueError(f"{name} must be a float32 tensor [experts, hidden]")
+                if value.dim() != 2:
+                    raise ValueError(f"{name} has shape {list(value.shape)}, but must be 2-D")
+            return [_pair("grads", redundant_expert_grads, expert_grads)]
+
+        call = "lb_reduce_grads", pairs, self._reduce
+        return self._lend(*call, redundancy_mapping, num_sms, previous_event)
+
+    # How
+
+    def _lend(
+        self,
+        call: str,
+        pairs: Callable[[], list[_Pair]],
+        move: Callable[[Domain, torch.device, list[_Pair], list[list[int]]], None],
+        mapping: Tensor,
+        num_sms: Any,
+        previous_event: Any,
+    ) -> EventOverlap:
+        """Check, agree, move; on the communication stream."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise NotSupported(f"{call}() in a CUDA graph capture: call it before the graph")
+        if isinstance(self.group, MemoryGroup):
+            raise NotSupported(f"{call}() among virtual ranks: use a torch.distributed group")
+        if self.runtime is None:
+            raise RuntimeError(f"{call}() after destroy()")
+        if self._domain is None:
+            self._domain = Domain(self.group, self.num_nvlink_ranks)
+        domain = self._domain
+        try:
+            after, known = _after(previous_event), pairs()
+            whole("num_sms", num_sms)
+            _check_mapping(mapping, domain.size, known[0].slots.shape[0])
+            wire = domain.wire(known[0].own.device)
+        except REFUSED:
+            domain.refuse()
+            raise
+
+        def run(*_: Any) -> None:
+            sizes = [*(pair.own.shape[1] for pair in known), known[0].own.shape[0]]
+            try:
+                rows = _experts(mapping, domain.size * sizes[-1])
+            except REFUSED:
+                domain.refuse()
+                raise
+            domain.agree(call, wire, sizes, rows)
+            move(domain, wire, known, rows)
+
+        tensors = [part for pair in known for part in (pair.slots, pair.own)]
+        return self._streams.run(run, (mapping, *tensors), known[0].own, after, True)[1]
+
+    @staticmethod
+    def _prefetch(
+        domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: list[list[int]]
+    ) -> None:
+        send: list[Message] = []
+        recv: list[Message] = []
+        for pair in pairs:
+            for borrower, slot, owner, local in _filled(mapping, pair.own.shape[0]):
+                if owner == borrower == domain.rank:
+                    pair.slots[slot].copy_(pair.own[local])
+                elif owner == domain.rank:
+                    send.append((borrower, pair.own[local]))
+                elif borrower == domain.rank:
+                    recv.append((owner, pair.slots[slot]))
+        domain.exchange(send, recv, wire)
+
+    @staticmethod
+    def _reduce(
+        domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: list[list[int]]
+    ) -> None:
+        (pair,) = pairs
+        send: list[Message] = []
+        recv: list[Message] = []
+        terms: list[tuple[int, Tensor]] = []  # of this rank's experts, in the order of the sum
+        for borrower, slot, owner, local in _filled(mapping, pair.own.shape[0]):
+            if borrower == domain.rank != owner:
+                send.append((owner, pair.slots[slot]))
+            if owner == domain.rank:
+                mine = borrower == owner
+                terms.append((local, pair.slots[slot] if mine else torch.empty_like(pair.own[0])))
+                if not mine:
+                    recv.append((borrower, terms[-1][1]))
+        domain.exchange(send, recv, wire)
+        for local, term in terms:
+            pair.own[local].view(torch.float32).add_(term.view(torch.float32))
+
+
+def _filled(mapping: list[list[int]], num_local: int) -> list[tuple[int, int, int, int]]:
+    """Rank, slot, rank at home and number there of each expert that is held twice, in order."""
+    return [
+        (borrower, slot, *divmod(expert, num_local))
+        for borrower, row in enumerate(mapping)
+        for slot, expert in enumerate(row)
+        if expert >= 0
+    ]
+
+
+def _after(previous_event: Any) -> EventOverlap | None:
+    if previous_event is None or isinstance(previous_event, EventOverlap):
+        return previous_event
+    if isinstance(previous_event, EventHandle):
+        return EventOverlap(previous_event)
+    raise ValueError(
+        f"previous_event ({previous_event!r}) must be an EventHandle, such as capture() returns, "
+        "an EventOverlap, or None"
+    )
+
+
+def _tensors(name: str, given: Any) -> list[Tensor]:
+    many: list[Any] = [given] if isinstance(given, Tensor) else list(given or ())
+    if not many or not all(isinstance(each, Tensor) for each in many):
+        raise ValueError(f"{name} must be a tensor, or at least one tensor in a list")
+    return many
+
+
+def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
+    """Both as bytes, without autograd."""
+    names = f"redundant_expert_{what}", f"expert_{what}"
+    for name, value in zip(names, (slots, own), strict=True):
+        if value.layout is not torch.strided or not value.dim() or not value.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous tensor [experts, ...]: use .contiguous()"
+            )
+        if not (value.is_cpu or value.is_cuda):
+            raise ValueError(
+                f"{name} is on {value.device}, but must be in CPU or CUDA memory; tensors of a "
+                f"plan are once its buffer is made"
+            )
+    if not own.shape[0]:
+        raise ValueError(f"{names[1]} has shape {list(own.shape)}: a rank has at least one expert")
+    if slots.device != own.device:
+        raise ValueError(f"{names[0]} is on {slots.device}, but {names[1]} on {own.device}")
+    width = own.nbytes // own.shape[0]
+    if slots.nbytes != width * slots.shape[0]:
+        each = slots.nbytes // max(1, slots.shape[0])
+        raise ValueError(
+            f"{names[0]} has {each} bytes per expert and {names[1]} {width}: they must be equal"
+        )
+    return _Pair(
+        *(each.detach().view(-1).view(torch.uint8).view(len(each), width) for each in (slots, own))
+    )
+
+
+def _check_alike(pairs: list[_Pair]) -> None:
+    """All tensors have the same experts, slots and device."""
+    first = pairs[0]
+    for at, pair in enumerate(pairs):
+        for name, mine, want in (
+            ("redundant_expert_weights", pair.slots, first.slots),
+            ("expert_weights", pair.own, first.own),
+        ):
+            if mine.shape[0] != want.shape[0] or mine.device != want.device:
+                raise ValueError(
+                    f"{name}[{at}] has {mine.shape[0]} experts on {mine.device}, but {name}[0] "
+                    f"{want.shape[0]} on {want.device}: they must be equal"
+                )
+
+
+def _check_mapping(mapping: Any, num_ranks: int, num_slots: int) -> None:
+    name = "redundancy_mapping"
+    if not isinstance(mapping, Tensor) or mapping.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be an int32 tensor [ranks of the host, redundant slots]")
+    if mapping.shape != (num_ranks, num_slots):
+        raise ValueError(
+            f"{name} has shape {list(mapping.shape)}, but must be [ranks of the host, redundant "
+            f"slots] = [{num_ranks}, {num_slots}]"
+        )
+
+
+def _experts(mapping: Tensor, num_experts: int) -> list[list[int]]:
+    """The rows; each entry is an expert of the host, or -1."""
+    rows: list[list[int]] = mapping.tolist()  # pyright: ignore[reportUnknownVariableType]
+    for rank, row in enumerate(rows):
+        for slot, expert in enumerate(row):
+            if not -1 <= expert < num_experts:
+                raise ValueError(
+                    f"redundancy_mapping[{rank}, {slot}] ({expert}) must be an expert of the host "
+                    f"from 0 to {num_experts - 1}, or -1 for none"
+                )
+    return rows
