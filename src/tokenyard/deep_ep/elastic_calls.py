@@ -44,7 +44,10 @@ def dispatch(
         made: of the handle: its class, whether to copy ids, ranks of a scale-up group.
     """
     num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
-    ep = natives.normal((data.shape[1], shape.num_experts, num_topk, object_tokens, data.device))
+    ep = natives.normal(
+        (data.shape[1], shape.num_experts, num_topk, object_tokens, data.device),
+        object_tokens == shape.num_max_tokens_per_rank,
+    )
     payload = data if scales is None else Quantized(data, scales)
     if shape.do_expand:
         options: dict[str, Any] = {"layout": Layout.EXPERT_MAJOR}

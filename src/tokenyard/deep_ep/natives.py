@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
-from tokenyard.deep_ep.chunks import RING_BYTES
+from tokenyard.deep_ep.chunks import FEWEST_RING_BYTES, RING_BYTES, rings_for
 from tokenyard.deep_ep.handles import LazyTuple, kind_for
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
@@ -39,7 +39,6 @@ TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 """Seconds that a silent rank is waited for (default: as long as DeepEP waits)."""
 
 DEFAULT_TIMEOUT = 100.0
-FEWEST_RING_BYTES = 32 << 20
 
 LOW_LATENCY_OBJECTS = 2
 """Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
@@ -100,9 +99,10 @@ class Natives:
         self.last_normal: ExpertParallel | None = None
         self.last_low_latency: ExpertParallel | None = None
 
-    def normal(self, sizes: Sizes) -> ExpertParallel:
-        """The object of normal mode."""
-        self.last_normal = ep = self._normal.get(sizes) or self._new_normal(self._normal, sizes)
+    def normal(self, sizes: Sizes, bounded: bool = False) -> ExpertParallel:
+        """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
+        known = self._normal.get(sizes)
+        self.last_normal = ep = known or self._new_normal(self._normal, sizes, bounded)
         return ep
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
@@ -110,8 +110,15 @@ class Natives:
         sizes = width, self.world_size, 1, self.world_size, device
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
 
-    def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
+    def _new_normal(
+        self, made: dict[Sizes, ExpertParallel], sizes: Sizes, bounded: bool = False
+    ) -> ExpertParallel:
+        ring_bytes = self._ring_bytes
+        if bounded:
+            hidden, _, _, tokens, _ = sizes
+            enough = rings_for(tokens, hidden, self.world_size)
+            ring_bytes = min(ring_bytes or enough, enough)
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
