@@ -20,8 +20,8 @@ from tokenyard.types import Layout, Quantized
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
-Dispatched = tuple[Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle]
-"""Rows, ids, weights, what calls are made with, and the handle around it."""
+Dispatched = tuple[Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, Tensor | None]
+"""Rows, ids, weights, what calls are made with, the handle around it, its copy of the ids sent."""
 
 
 def dispatch(
@@ -67,7 +67,8 @@ def dispatch(
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         keep_psums(handle)
     weights = recv.row_weights if shape.do_expand else recv.topk_weights
-    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle
+    copy = kept if copies else None
+    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, copy
 
 
 def redispatch(
@@ -75,18 +76,18 @@ def redispatch(
     scales: Tensor | None,
     inner: NormalHandle,
     weights: Tensor | None,
+    ids: Tensor | None,
     by_column: bool,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids of then; and new weights, in an exchange of their
-    own.
+    own, for which ``ids`` are those of then.
     """
     ep, native = inner.ep, inner.native
     payload = data if scales is None else Quantized(data, scales)
     recv = ep.dispatch(payload, handle=native)
     if weights is not None:
-        weights = gradients.weights_there(
-            _call(inner), weights.float(), native.arrived.topk_idx, native.num_rows
-        )
+        assert ids is not None
+        weights = gradients.weights_there(_call(inner), weights.float(), ids, native.num_rows)
     return _rows(recv, by_column), recv.topk_idx, weights
 
 

@@ -140,8 +140,7 @@ class CoreBuffer:
     def _meet(self, refusal: str) -> list[str]:
         """Collective: agree on what must be the same, and learn every rank's host."""
         store = group_store(self.group)
-        if store is None:
-            return [this_host()]
+        assert store is not None  # there is a group
         names = ("num_bytes", "num_max_tokens_per_rank", "allow_hybrid_mode")
         same = {} if refusal else {name: getattr(self, name) for name in names}
         place = self.rank_idx, self.num_ranks
@@ -282,7 +281,9 @@ class CoreBuffer:
         assert known is not None
         inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
         natives.last_normal = inner.ep
-        given = data, scales, inner, routing.topk_weights, by_column
+        weights = routing.topk_weights
+        ids = None if weights is None else inner.native.arrived.topk_idx
+        given = data, scales, inner, weights, ids, by_column
         result, event = self._streams.run(
             elastic_calls.redispatch, given, data, after, later, inner
         )
@@ -318,7 +319,7 @@ class CoreBuffer:
         )
         later, after = when
         result, event = self._streams.run(elastic_calls.dispatch, given, data, after, later)
-        rows, recv_idx, weights, _, handle = result
+        rows, recv_idx, weights, _, handle, _ = result
         return rows, recv_idx, weights, handle, event
 
     def _object_tokens(self) -> int:
