@@ -102,23 +102,18 @@ class Natives:
     def normal(self, sizes: Sizes, bounded: bool = False) -> ExpertParallel:
         """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
         known = self._normal.get(sizes)
-        self.last_normal = ep = known or self._new_normal(self._normal, sizes, bounded)
-        return ep
+        if known is None:
+            known = self._new_bounded(sizes) if bounded else self._new_normal(self._normal, sizes)
+        self.last_normal = known
+        return known
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
         sizes = width, self.world_size, 1, self.world_size, device
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
 
-    def _new_normal(
-        self, made: dict[Sizes, ExpertParallel], sizes: Sizes, bounded: bool = False
-    ) -> ExpertParallel:
-        ring_bytes = self._ring_bytes
-        if bounded:
-            hidden, _, _, tokens, _ = sizes
-            enough = rings_for(tokens, hidden, self.world_size)
-            ring_bytes = min(ring_bytes or enough, enough)
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
+    def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
@@ -196,6 +191,13 @@ class Natives:
             return ep._calls.refuse(op, exact, known)  # pyright: ignore[reportPrivateUsage]
 
     # Making them
+
+    def _new_bounded(self, sizes: Sizes) -> ExpertParallel:
+        hidden, _, _, tokens, _ = sizes
+        enough = rings_for(tokens, hidden, self.world_size)
+        ring_bytes = min(self._ring_bytes or enough, enough)
+        self._normal[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
+        return self._normal[sizes]
 
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
         made: list[ExpertParallel] = []
