@@ -15,9 +15,6 @@ RING_BYTES = 128 << 20
 batch and the hidden size.
 """
 
-FEWEST_RING_BYTES = 32 << 20
-"""The least that a native object takes of it."""
-
 MOST_SMS = 1024
 """More than any GPU has. Tables in handles have a column for two."""
 
@@ -65,16 +62,6 @@ class Config:
         """Bytes for RDMA: none."""
         _check_hint(hidden_bytes, num_ranks)
         return 0
-
-
-def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
-    """Bytes of rings of an object to which no rank brings more than ``max_tokens`` rows: more than
-    all rows of all ranks (4 bytes per channel) are of no use.
-
-    >>> rings_for(128, 7168, 8) >> 20, rings_for(256, 7168, 8) >> 20, rings_for(4096, 7168, 8) >> 20
-    (32, 56, 128)
-    """
-    return min(RING_BYTES, max(FEWEST_RING_BYTES, 4 * max_tokens * hidden * num_ranks))
 
 
 def _check_hint(hidden_bytes: int, num_ranks: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenyard.arguments import MOST_EXPERTS, MOST_PICKS, real
-from tokenyard.deep_ep.chunks import rings_for
 from tokenyard.deep_ep.inputs import whole
+from tokenyard.deep_ep.natives import rings_for
 from tokenyard.topology import Topology
 
 NVLINK_GBS, RDMA_GBS = 450.0, 50.0

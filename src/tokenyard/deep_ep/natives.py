@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
-from tokenyard.deep_ep.chunks import FEWEST_RING_BYTES, RING_BYTES, rings_for
+from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LazyTuple, kind_for
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
@@ -39,6 +39,7 @@ TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 """Seconds that a silent rank is waited for (default: as long as DeepEP waits)."""
 
 DEFAULT_TIMEOUT = 100.0
+FEWEST_RING_BYTES = 32 << 20
 
 LOW_LATENCY_OBJECTS = 2
 """Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
@@ -287,6 +288,16 @@ def _engine_of(variable: str, default: str) -> str:
     if engine not in ENGINES:
         raise ValueError(f"{variable} ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
     return engine
+
+
+def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
+    """Bytes of rings of an object to which no rank brings more than ``max_tokens`` rows: more than
+    all rows of all ranks (4 bytes per channel) are of no use.
+
+    >>> rings_for(128, 7168, 8) >> 20, rings_for(256, 7168, 8) >> 20, rings_for(4096, 7168, 8) >> 20
+    (32, 56, 128)
+    """
+    return min(RING_BYTES, max(FEWEST_RING_BYTES, 4 * max_tokens * hidden * num_ranks))
 
 
 def timeout_of(default: float) -> float:
