@@ -50,6 +50,17 @@ def test_rows_per_expert(ranks: Ranks) -> None:
         buffer.destroy()
 
 
+@distributed_test(world_size=3)
+def test_fewer_experts_than_ranks(ranks: Ranks) -> None:
+    """The last rank holds none."""
+    buffer = made(ranks, KINDS[0])
+    world = world_of(ranks, "few", num_experts=2, num_topk=2)
+    for exact in (True, False):
+        by_rank(buffer, world, exact)
+        by_expert(buffer, world, 8, exact)
+    buffer.destroy()
+
+
 @distributed_test(world_size=(2, 3))
 def test_handles_last(ranks: Ranks) -> None:
     """Cached and after many other dispatches, out of order, on another buffer of the group, and

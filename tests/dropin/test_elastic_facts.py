@@ -222,6 +222,9 @@ def test_attributes(ranks: Ranks) -> None:
         assert fresh(buffer, world_of(ranks, "few"))[3].inner.ep.config.timeout == 77
         assert len(buffer._natives._normal) == 1  # pyright: ignore[reportPrivateUsage]
         buffer.barrier()
+        name = next(iter(inspect.signature(buffer.barrier).parameters))
+        with pytest.raises(ValueError, match=name):
+            buffer.barrier(5)
         buffer.destroy()
     patch.undo()
 

@@ -119,7 +119,7 @@ class ElasticBuffer(CoreBuffer):
             with_cpu_sync: the host waits for the device before and after.
             sequential: changes nothing.
         """
-        self._barrier(use_comm_stream, with_cpu_sync, sequential)
+        self._barrier(("use_comm_stream", use_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(DISPATCH_FLAGS)
     def dispatch(

@@ -237,9 +237,11 @@ class CoreBuffer:
 
     # Collective calls
 
-    def _barrier(self, waits_for_comm: Any, with_cpu_sync: Any, sequential: Any) -> None:
-        """A row from every rank to every rank, which the current stream waits for."""
-        natives, later = self._natives.check_open(), flag("use_comm_stream", waits_for_comm)
+    def _barrier(self, on_comm: tuple[str, Any], with_cpu_sync: Any, sequential: Any) -> None:
+        """A row from every rank to every rank, which the current stream waits for. ``on_comm``:
+        name and value.
+        """
+        natives, later = self._natives.check_open(), flag(*on_comm)
         flag("sequential", sequential)
         on_gpu = torch.cuda.is_initialized()
         syncs = flag("with_cpu_sync", with_cpu_sync) and on_gpu

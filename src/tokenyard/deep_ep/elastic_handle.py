@@ -73,7 +73,8 @@ class CoreHandle:
         """N."""
         if not self._exact:
             return self.inner.ep.world_size * self.num_max_tokens_per_rank
-        return int(self.inner.received().sum())
+        size = self.inner.ep.world_size
+        return int(self.inner.native.plan.splits[size : 2 * size].sum())
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
@@ -183,6 +184,8 @@ class CoreHandle:
             none = first.new_full((native.num_rows, config.num_topk), -1)
             return arrived.source, first, none
         slots, picks = plan.slots, plan.picks
+        if not slots.shape[1]:  # a rank without experts: nobody's rows only
+            slots, picks = slots.new_full((len(slots), 1), -1), picks.new_zeros((len(slots), 1))
         if not self._exact:
             order = torch.sort((slots[:, 0] < 0).to(torch.uint8), stable=True).indices
             order = order[: self.num_recv_tokens]

@@ -104,7 +104,7 @@ class EPBuffer(CoreBuffer):
             with_cpu_sync: the host waits for the device before and after.
             sequential: changes nothing.
         """
-        self._barrier(wait_comm_stream, with_cpu_sync, sequential)
+        self._barrier(("wait_comm_stream", wait_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(EP_DISPATCH_FLAGS)
     def dispatch(
