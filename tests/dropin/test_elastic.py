@@ -92,6 +92,27 @@ def test_handles_last(ranks: Ranks) -> None:
     other.destroy()
 
 
+@distributed_test(world_size=2)
+def test_ids_that_a_caller_changes(ranks: Ranks) -> None:
+    """A cached dispatch brings those that came, whatever became of the ones it brought before."""
+    rank, world = ranks.rank, world_of(ranks, "uneven")
+    for kind, inference in product(KINDS, (False, True)):
+        buffer = made(ranks, kind)
+        with torch.inference_mode(inference):
+            *_, ids, _, handle, _ = fresh(buffer, world)
+            for _ in range(3):
+                ids += 7
+                again = buffer.dispatch(
+                    world.x[rank], handle=handle, topk_weights=world.weights[rank]
+                )
+                ids = again[1]
+                assert torch.equal(ids, world.local_idx(rank))
+                assert torch.equal(again[2], world.local_weights(rank))
+            first = (world.local_idx(rank) >= 0).int().argmax(1)
+            assert torch.equal(handle.recv_src_metadata[:, 1].long() % 3, first)
+        buffer.destroy()
+
+
 def laid_out(scales: Tensor) -> list[Tensor]:
     """The same scales row by row, column by column, and with gaps."""
     return [scales, scales.t().contiguous().t(), scales.repeat_interleave(2, 1)[:, ::2]]

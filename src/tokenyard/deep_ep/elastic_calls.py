@@ -10,7 +10,14 @@ from torch import Tensor
 from tokenyard import autograd, gradients
 from tokenyard.autograd import Call
 from tokenyard.deep_ep import normal
-from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.elastic_handle import (
+    CoreHandle,
+    ReceivedIds,
+    Shape,
+    keep_psums,
+    most_rows,
+    version_of,
+)
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import Rows
@@ -20,8 +27,10 @@ from tokenyard.types import Layout, Quantized
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
-Dispatched = tuple[Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, Tensor | None]
-"""Rows, ids, weights, what calls are made with, the handle around it, its copy of the ids sent."""
+Dispatched = tuple[
+    Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
+]
+"""Rows, ids, weights, what calls are made with, the handle around it, its copies of ids."""
 
 
 def dispatch(
@@ -62,13 +71,18 @@ def dispatch(
         stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
-    inner = NormalHandle.of(ep, recv.handle, None, kept, shape.num_sms)
-    handle = kind(inner, shape, kept, scaleup)
+    native = recv.handle
+    ids = native.arrived.topk_idx
+    received = ReceivedIds(ids, 0, None)
+    if exact and ids is recv.topk_idx:
+        received = ReceivedIds(ids, version_of(ids), ids.clone())
+    inner = NormalHandle.of(ep, native, None, kept, shape.num_sms)
+    handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         keep_psums(handle)
     weights = recv.row_weights if shape.do_expand else recv.topk_weights
-    copy = kept if copies else None
-    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, copy
+    made_here = kept if copies else None, received.copy
+    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, made_here
 
 
 def redispatch(
@@ -76,19 +90,19 @@ def redispatch(
     scales: Tensor | None,
     inner: NormalHandle,
     weights: Tensor | None,
-    ids: Tensor | None,
+    received: ReceivedIds,
     by_column: bool,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Rows along a known routing, with the ids of then; and new weights, in an exchange of their
-    own, for which ``ids`` are those of then.
+    """Rows along a known routing, with the ids ``received`` then; and new weights, in an exchange
+    of their own.
     """
     ep, native = inner.ep, inner.native
     payload = data if scales is None else Quantized(data, scales)
     recv = ep.dispatch(payload, handle=native)
     if weights is not None:
-        assert ids is not None
-        weights = gradients.weights_there(_call(inner), weights.float(), ids, native.num_rows)
-    return _rows(recv, by_column), recv.topk_idx, weights
+        ids, rows = received.known(), native.num_rows
+        weights = gradients.weights_there(_call(inner), weights.float(), ids, rows)
+    return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
 def combine(

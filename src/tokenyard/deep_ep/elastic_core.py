@@ -283,9 +283,7 @@ class CoreBuffer:
         assert known is not None
         inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
         natives.last_normal = inner.ep
-        weights = routing.topk_weights
-        ids = None if weights is None else inner.native.arrived.topk_idx
-        given = data, scales, inner, weights, ids, by_column
+        given = data, scales, inner, routing.topk_weights, known.received, by_column
         result, event = self._streams.run(
             elastic_calls.redispatch, given, data, after, later, inner
         )
