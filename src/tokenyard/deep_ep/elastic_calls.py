@@ -16,7 +16,6 @@ from tokenyard.deep_ep.elastic_handle import (
     Shape,
     keep_psums,
     most_rows,
-    version_of,
 )
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
@@ -75,7 +74,7 @@ def dispatch(
     ids = native.arrived.topk_idx
     received = ReceivedIds(ids, 0, None)
     if exact and ids is recv.topk_idx:
-        received = ReceivedIds(ids, version_of(ids), ids.clone())
+        received = ReceivedIds(ids, -1 if ids.is_inference() else ids._version, ids.clone())
     inner = NormalHandle.of(ep, native, None, kept, shape.num_sms)
     handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -51,14 +51,11 @@ class ReceivedIds(NamedTuple):
 
     def again(self, ids: Tensor | None) -> Tensor | None:
         """``ids`` for another caller, or a copy of what they were if somebody has changed them."""
-        if self.copy is None or version_of(self.given) == self.version >= 0:
+        if self.copy is None:
             return ids
-        return self.copy.clone()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed; -1 if nobody can tell."""
-    return -1 if tensor.is_inference() else tensor._version
+        given = self.given  # in inference mode nobody counts changes
+        same = not given.is_inference() and given._version == self.version
+        return ids if same else self.copy.clone()
 
 
 class CoreHandle:

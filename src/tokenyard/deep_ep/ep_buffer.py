@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
-from tokenyard.deep_ep.elastic_handle import CoreHandle, version_of
+from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventOverlap
+from tokenyard.deep_ep.handles import NormalHandle
 
 EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
 """The last arguments of a dispatch."""
@@ -24,9 +25,9 @@ class EPHandle(CoreHandle):
 
     generation = "DeepEP V2.5"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._version = version_of(self._topk_idx)
+    def __init__(self, inner: NormalHandle, *rest: Any) -> None:
+        super().__init__(inner, *rest)
+        self._version = _version_of(self._topk_idx)
 
     @property
     def topk_idx(self) -> Tensor:
@@ -35,9 +36,13 @@ class EPHandle(CoreHandle):
         Raises:
             ValueError: they were changed since, as far as torch can tell.
         """
-        if self._version != version_of(self._topk_idx):
+        if self._version != _version_of(self._topk_idx):
             raise ValueError("topk_idx was modified while its EPHandle is in use: clone it before")
         return self._topk_idx
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class EPBuffer(CoreBuffer):
