@@ -50,6 +50,17 @@ def test_rows_per_expert(ranks: Ranks) -> None:
         buffer.destroy()
 
 
+@distributed_test(world_size=3)
+def test_fewer_experts_than_ranks(ranks: Ranks) -> None:
+    """The last rank holds none."""
+    buffer = made(ranks, KINDS[0])
+    world = world_of(ranks, "few", num_experts=2, num_topk=2)
+    for exact in (True, False):
+        by_rank(buffer, world, exact)
+        by_expert(buffer, world, 8, exact)
+    buffer.destroy()
+
+
 @distributed_test(world_size=(2, 3))
 def test_handles_last(ranks: Ranks) -> None:
     """Cached and after many other dispatches, out of order, on another buffer of the group, and
@@ -79,6 +90,27 @@ def test_handles_last(ranks: Ranks) -> None:
         assert torch.equal(handle.topk_idx, world.idx[rank])
     buffer.destroy()
     other.destroy()
+
+
+@distributed_test(world_size=2)
+def test_ids_that_a_caller_changes(ranks: Ranks) -> None:
+    """A cached dispatch brings those that came, whatever became of the ones it brought before."""
+    rank, world = ranks.rank, world_of(ranks, "uneven")
+    for kind, inference in product(KINDS, (False, True)):
+        buffer = made(ranks, kind)
+        with torch.inference_mode(inference):
+            *_, ids, _, handle, _ = fresh(buffer, world)
+            for _ in range(3):
+                ids += 7
+                again = buffer.dispatch(
+                    world.x[rank], handle=handle, topk_weights=world.weights[rank]
+                )
+                ids = again[1]
+                assert torch.equal(ids, world.local_idx(rank))
+                assert torch.equal(again[2], world.local_weights(rank))
+            first = (world.local_idx(rank) >= 0).int().argmax(1)
+            assert torch.equal(handle.recv_src_metadata[:, 1].long() % 3, first)
+        buffer.destroy()
 
 
 def laid_out(scales: Tensor) -> list[Tensor]:

@@ -15,13 +15,12 @@ import elastic_cost
 import tokenyard as ty
 from elastic_calls_of import KINDS, fresh, made, world_of
 from nvlink_pool import without_devices
-from tokenyard.deep_ep import elastic_facts, elastic_inputs
+from tokenyard.deep_ep import elastic_facts, elastic_inputs, natives
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
 from tokenyard.deep_ep.ep_buffer import EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.natives import TIMEOUT_VARIABLE
-from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import HOST_VARIABLE, Topology
 
@@ -207,6 +206,8 @@ def test_attributes(ranks: Ranks) -> None:
         assert buffer.rank_idx == ranks.rank and buffer.num_max_tokens_per_rank == 64
         assert buffer.deterministic and buffer.allow_multiple_reduction
         assert buffer.num_bytes == kind.get_buffer_size_hint(ranks.group, 64, 128) > 0
+        with pytest.raises(ValueError, match=r"num_max_tokens_per_rank \(0\)"):
+            kind.get_buffer_size_hint(ranks.group, 0, 128)
         assert weakref.ref(buffer)() is buffer and not buffer.explicitly_destroy
         handle = fresh(buffer, world_of(ranks, "few"))[3]
         assert handle.inner.ep.config.timeout == 1800
@@ -221,6 +222,39 @@ def test_attributes(ranks: Ranks) -> None:
         assert fresh(buffer, world_of(ranks, "few"))[3].inner.ep.config.timeout == 77
         assert len(buffer._natives._normal) == 1  # pyright: ignore[reportPrivateUsage]
         buffer.barrier()
+        name = next(iter(inspect.signature(buffer.barrier).parameters))
+        with pytest.raises(ValueError, match=name):
+            buffer.barrier(5)
+        buffer.destroy()
+    patch.undo()
+
+
+@distributed_test(world_size=2)
+def test_memory(ranks: Ranks) -> None:
+    """What native objects are made with: enough for all rows, but not more than num_bytes says."""
+    asked: list[Any] = []
+    real = natives.ExpertParallel
+
+    def make(*given: Any, **named: Any) -> Any:
+        asked.append((named["max_tokens_per_rank"], named["buffer_bytes"]))
+        return real(*given, **named)
+
+    patch, world, mib = pytest.MonkeyPatch(), world_of(ranks, "few"), 1 << 20
+    patch.setattr(natives, "ExpertParallel", make)
+    for options, want in (
+        ({}, [(64, 32 * mib), (16, 32 * mib)]),
+        ({"num_max_tokens_per_rank": 1 << 17}, [(1 << 17, 128 * mib), (16, 32 * mib)]),
+        (
+            {"num_max_tokens_per_rank": 1 << 16, "num_bytes": 48 * mib},
+            [(1 << 16, 48 * mib), (16, 32 * mib)],
+        ),
+        ({"num_max_tokens_per_rank": 0, "num_bytes": 0}, [(128, None), (16, 32 * mib)]),
+    ):
+        asked.clear()
+        buffer = made(ranks, KINDS[0], **options)
+        fresh(buffer, world, num_max_tokens_per_rank=32)
+        fresh(buffer, world, num_max_tokens_per_rank=16, do_cpu_sync=False)
+        assert asked == want
         buffer.destroy()
     patch.undo()
 
@@ -248,8 +282,8 @@ def test_a_group_is_needed() -> None:
     for kind in KINDS:
         with pytest.raises(ValueError, match="group"):
             kind(None, 8)
-        with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
-            kind.get_buffer_size_hint(MemoryGroup.__new__(MemoryGroup), 0, 8)
+        with pytest.raises(ValueError, match="group"):
+            kind.get_buffer_size_hint("world", 8, 8)
 
 
 MISSING = [

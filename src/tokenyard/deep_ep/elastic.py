@@ -45,8 +45,8 @@ class ElasticBuffer(CoreBuffer):
     Args:
         group: any ``torch.distributed`` group; gloo groups take CUDA tensors too.
         num_bytes: an upper bound for the rings of each native object, down to 32 MiB; more than
-            128 MiB are not used. Needed unless both ``num_max_tokens_per_rank`` and ``hidden`` are
-            given.
+            128 MiB are not used, nor more than all rows need. Default: what
+            :meth:`get_buffer_size_hint` says of ``num_max_tokens_per_rank`` and ``hidden``.
         num_cpu_bytes: must be 0 (Engram is not offered).
         num_max_tokens_per_rank: M, if a dispatch does not say it; the same on all ranks.
         num_topk, use_fp8_dispatch, deterministic, allow_multiple_reduction, sl_idx,
@@ -119,7 +119,7 @@ class ElasticBuffer(CoreBuffer):
             with_cpu_sync: the host waits for the device before and after.
             sequential: changes nothing.
         """
-        self._barrier(use_comm_stream, with_cpu_sync, sequential)
+        self._barrier(("use_comm_stream", use_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(DISPATCH_FLAGS)
     def dispatch(

@@ -10,7 +10,13 @@ from torch import Tensor
 from tokenyard import autograd, gradients
 from tokenyard.autograd import Call
 from tokenyard.deep_ep import normal
-from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.elastic_handle import (
+    CoreHandle,
+    ReceivedIds,
+    Shape,
+    keep_psums,
+    most_rows,
+)
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import Rows
@@ -20,8 +26,10 @@ from tokenyard.types import Layout, Quantized
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
-Dispatched = tuple[Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle]
-"""Rows, ids, weights, what calls are made with, and the handle around it."""
+Dispatched = tuple[
+    Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
+]
+"""Rows, ids, weights, what calls are made with, the handle around it, its copies of ids."""
 
 
 def dispatch(
@@ -44,7 +52,10 @@ def dispatch(
         made: of the handle: its class, whether to copy ids, ranks of a scale-up group.
     """
     num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
-    ep = natives.normal((data.shape[1], shape.num_experts, num_topk, object_tokens, data.device))
+    ep = natives.normal(
+        (data.shape[1], shape.num_experts, num_topk, object_tokens, data.device),
+        object_tokens == shape.num_max_tokens_per_rank,
+    )
     payload = data if scales is None else Quantized(data, scales)
     if shape.do_expand:
         options: dict[str, Any] = {"layout": Layout.EXPERT_MAJOR}
@@ -59,12 +70,18 @@ def dispatch(
         stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
-    inner = NormalHandle.of(ep, recv.handle, None, kept, shape.num_sms)
-    handle = kind(inner, shape, kept, scaleup)
+    native = recv.handle
+    ids = native.arrived.topk_idx
+    received = ReceivedIds(ids, 0, None)
+    if exact and ids is recv.topk_idx:
+        received = ReceivedIds(ids, -1 if ids.is_inference() else ids._version, ids.clone())
+    inner = NormalHandle.of(ep, native, None, kept, shape.num_sms)
+    handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         keep_psums(handle)
     weights = recv.row_weights if shape.do_expand else recv.topk_weights
-    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle
+    made_here = kept if copies else None, received.copy
+    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, made_here
 
 
 def redispatch(
@@ -72,19 +89,19 @@ def redispatch(
     scales: Tensor | None,
     inner: NormalHandle,
     weights: Tensor | None,
+    received: ReceivedIds,
     by_column: bool,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Rows along a known routing, with the ids of then; and new weights, in an exchange of their
-    own.
+    """Rows along a known routing, with the ids ``received`` then; and new weights, in an exchange
+    of their own.
     """
     ep, native = inner.ep, inner.native
     payload = data if scales is None else Quantized(data, scales)
     recv = ep.dispatch(payload, handle=native)
     if weights is not None:
-        weights = gradients.weights_there(
-            _call(inner), weights.float(), native.arrived.topk_idx, native.num_rows
-        )
-    return _rows(recv, by_column), recv.topk_idx, weights
+        ids, rows = received.known(), native.num_rows
+        weights = gradients.weights_there(_call(inner), weights.float(), ids, rows)
+    return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
 def combine(

@@ -101,7 +101,7 @@ class CoreBuffer:
         self._sms: dict[tuple[int, int], int] = {}
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
         self._natives = Natives(
-            group, self.rank_idx, self.num_ranks, self._ring_bytes, timeout=self._timeout
+            group, self.rank_idx, self.num_ranks, self.num_bytes, timeout=self._timeout
         )
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
@@ -111,16 +111,17 @@ class CoreBuffer:
         self.num_max_tokens_per_rank = whole(
             "num_max_tokens_per_rank", sizing.num_max_tokens_per_rank
         )
-        hidden = whole("hidden", sizing.hidden)
+        tokens, hidden = self.num_max_tokens_per_rank, whole("hidden", sizing.hidden)
         whole("num_topk", sizing.num_topk, 0, MOST_PICKS)
-        if sizing.num_bytes is None and not (self.num_max_tokens_per_rank and hidden):
+        if sizing.num_bytes is not None:
+            self.num_bytes = whole("num_bytes", sizing.num_bytes, 0, MOST_BYTES)
+        elif tokens and hidden:
+            self.num_bytes = elastic_facts.size_hint(self.num_ranks, tokens, hidden, 0)
+        else:
             raise ValueError(
-                f"num_bytes (None), num_max_tokens_per_rank ({self.num_max_tokens_per_rank}) and "
-                f"hidden ({hidden}): give num_bytes, or both of the others"
+                f"num_bytes (None), num_max_tokens_per_rank ({tokens}) and hidden ({hidden}): give "
+                f"num_bytes, or both of the others"
             )
-        given = sizing.num_bytes
-        self._ring_bytes = 0 if given is None else whole("num_bytes", given, 0, MOST_BYTES)
-        self.num_bytes = self._ring_bytes or elastic_facts.RING_BYTES
         for name, value in flags.items():
             setattr(self, name, flag(name, value))
         self.explicitly_destroy = flag("explicitly_destroy", more["explicitly_destroy"])
@@ -139,8 +140,7 @@ class CoreBuffer:
     def _meet(self, refusal: str) -> list[str]:
         """Collective: agree on what must be the same, and learn every rank's host."""
         store = group_store(self.group)
-        if store is None:
-            return [this_host()]
+        assert store is not None  # there is a group
         names = ("num_bytes", "num_max_tokens_per_rank", "allow_hybrid_mode")
         same = {} if refusal else {name: getattr(self, name) for name in names}
         place = self.rank_idx, self.num_ranks
@@ -163,14 +163,14 @@ class CoreBuffer:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes per rank that a buffer takes here on GPUs: the same whatever it is for."""
+        """Bytes per rank that a native object takes here on GPUs: 32 to 128 MiB, as the tokens of
+        all ranks need; whatever the flags and ``num_topk``.
+        """
         inputs.check_group(group)
-        flags = (
-            ("use_fp8_dispatch", use_fp8_dispatch),
-            ("allow_hybrid_mode", allow_hybrid_mode),
-            ("allow_multiple_reduction", allow_multiple_reduction),
-        )
-        return elastic_facts.size_hint(num_max_tokens_per_rank, hidden, num_topk, *flags)
+        flag("use_fp8_dispatch", use_fp8_dispatch)
+        flag("allow_hybrid_mode", allow_hybrid_mode)
+        flag("allow_multiple_reduction", allow_multiple_reduction)
+        return elastic_facts.size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -237,9 +237,11 @@ class CoreBuffer:
 
     # Collective calls
 
-    def _barrier(self, waits_for_comm: Any, with_cpu_sync: Any, sequential: Any) -> None:
-        """A row from every rank to every rank, which the current stream waits for."""
-        natives, later = self._natives.check_open(), flag("use_comm_stream", waits_for_comm)
+    def _barrier(self, on_comm: tuple[str, Any], with_cpu_sync: Any, sequential: Any) -> None:
+        """A row from every rank to every rank, which the current stream waits for. ``on_comm``:
+        name and value.
+        """
+        natives, later = self._natives.check_open(), flag(*on_comm)
         flag("sequential", sequential)
         on_gpu = torch.cuda.is_initialized()
         syncs = flag("with_cpu_sync", with_cpu_sync) and on_gpu
@@ -281,7 +283,7 @@ class CoreBuffer:
         assert known is not None
         inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
         natives.last_normal = inner.ep
-        given = data, scales, inner, routing.topk_weights, by_column
+        given = data, scales, inner, routing.topk_weights, known.received, by_column
         result, event = self._streams.run(
             elastic_calls.redispatch, given, data, after, later, inner
         )
@@ -317,7 +319,7 @@ class CoreBuffer:
         )
         later, after = when
         result, event = self._streams.run(elastic_calls.dispatch, given, data, after, later)
-        rows, recv_idx, weights, _, handle = result
+        rows, recv_idx, weights, _, handle, _ = result
         return rows, recv_idx, weights, handle, event
 
     def _object_tokens(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenyard.arguments import MOST_EXPERTS, MOST_PICKS, real
-from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import whole
+from tokenyard.deep_ep.natives import rings_for
 from tokenyard.topology import Topology
 
 NVLINK_GBS, RDMA_GBS = 450.0, 50.0
@@ -24,6 +24,9 @@ DEFAULT_RATES = RDMA_GBS, NVLINK_GBS, SM_READ_GBS, SM_WRITE_GBS
 
 SMS_WITHOUT_GPU = 132
 """Multiprocessors that count where there is no GPU: those of an H100 or H200."""
+
+HINT_UNIT = 2 << 20
+"""Bytes of which a size hint is a multiple, as DeepEP's."""
 
 FEWEST_SMS, FEWEST_ALONE = 4, 64
 """Of a call; of one that need not leave any to computation."""
@@ -50,16 +53,16 @@ def domains_of(grid: Topology | None, num_ranks: int, hybrid: bool) -> tuple[Dom
     return physical, physical if hybrid else alone
 
 
-def size_hint(
-    num_max_tokens_per_rank: Any, hidden: Any, num_topk: Any, *flags: tuple[str, Any]
-) -> int:
-    """Bytes of symmetric memory per rank: the same for all of these."""
-    whole("num_max_tokens_per_rank", num_max_tokens_per_rank, 1)
-    whole("hidden", hidden, 1)
+def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
+    """Bytes of symmetric memory per rank for up to ``tokens`` of every rank, a multiple of 2 MiB.
+
+    >>> size_hint(8, 1, 7168, 8) >> 20, size_hint(8, 300, 7168, 0) >> 20
+    (32, 66)
+    """
+    most = whole("num_max_tokens_per_rank", tokens, 1)
+    channels = whole("hidden", hidden, 1)
     whole("num_topk", num_topk, 0, MOST_PICKS)
-    for name, value in flags:
-        flag(name, value)
-    return RING_BYTES
+    return -(-rings_for(most, channels, num_ranks) // HINT_UNIT) * HINT_UNIT
 
 
 def check_rates(rates: dict[str, Any]) -> tuple[float, ...]:

@@ -35,6 +35,29 @@ class Shape(NamedTuple):
     do_cpu_sync: bool
 
 
+class ReceivedIds(NamedTuple):
+    """Ids that arrived with rows per rank. The caller has them, too, and may change them: with
+    exact shapes, where a copy is kept (static shapes are for decoding, in which every launch counts
+    and nobody repeats a dispatch).
+    """
+
+    given: Tensor
+    version: int
+    copy: Tensor | None
+
+    def known(self) -> Tensor:
+        """As they arrived; not to be handed out."""
+        return self.given if self.copy is None else self.copy
+
+    def again(self, ids: Tensor | None) -> Tensor | None:
+        """``ids`` for another caller, or a copy of what they were if somebody has changed them."""
+        if self.copy is None:
+            return ids
+        given = self.given  # in inference mode nobody counts changes
+        same = not given.is_inference() and given._version == self.version
+        return ids if same else self.copy.clone()
+
+
 class CoreHandle:
     """T tokens dispatched, K picks of each, N tokens received (each once), L local experts, R
     ranks, M ``num_max_tokens_per_rank``. Without ``do_cpu_sync`` N is R * M, and rows behind
@@ -45,6 +68,7 @@ class CoreHandle:
 
     Attributes:
         inner: the native handle, as ``Buffer`` holds one.
+        received: the ids that arrived.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
@@ -53,8 +77,14 @@ class CoreHandle:
     token_metadata_at_forward = channel_linked_list = None
 
     def __init__(
-        self, inner: NormalHandle, shape: Shape, topk_idx: Tensor, num_scaleup_ranks: int
+        self,
+        inner: NormalHandle,
+        shape: Shape,
+        topk_idx: Tensor,
+        num_scaleup_ranks: int,
+        received: ReceivedIds,
     ) -> None:
+        self.received = received
         self.inner, self._exact, self._scaleup = inner, shape.do_cpu_sync, num_scaleup_ranks
         self.do_expand, self.num_experts = shape.do_expand, shape.num_experts
         self.expert_alignment, self.num_sms = shape.expert_alignment, shape.num_sms
@@ -73,7 +103,8 @@ class CoreHandle:
         """N."""
         if not self._exact:
             return self.inner.ep.world_size * self.num_max_tokens_per_rank
-        return int(self.inner.received().sum())
+        size = self.inner.ep.world_size
+        return int(self.inner.native.plan.splits[size : 2 * size].sum())
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
@@ -179,10 +210,12 @@ class CoreHandle:
         native = self._native()
         plan, arrived, config = native.plan, native.arrived, self.inner.ep.config
         if not self.do_expand:
-            first = (arrived.topk_idx >= 0).to(torch.uint8).argmax(1)
+            first = (self.received.known() >= 0).to(torch.uint8).argmax(1)
             none = first.new_full((native.num_rows, config.num_topk), -1)
             return arrived.source, first, none
         slots, picks = plan.slots, plan.picks
+        if not slots.shape[1]:  # a rank without experts: nobody's rows only
+            slots, picks = slots.new_full((len(slots), 1), -1), picks.new_zeros((len(slots), 1))
         if not self._exact:
             order = torch.sort((slots[:, 0] < 0).to(torch.uint8), stable=True).indices
             order = order[: self.num_recv_tokens]

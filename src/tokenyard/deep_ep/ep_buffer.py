@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
-from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
+from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventOverlap
@@ -28,11 +28,9 @@ class EPHandle(CoreHandle):
 
     generation = "DeepEP V2.5"
 
-    def __init__(
-        self, inner: NormalHandle, shape: Shape, topk_idx: Tensor, num_scaleup_ranks: int
-    ) -> None:
-        super().__init__(inner, shape, topk_idx, num_scaleup_ranks)
-        self._version = _version_of(topk_idx)
+    def __init__(self, inner: NormalHandle, *rest: Any) -> None:
+        super().__init__(inner, *rest)
+        self._version = _version_of(self._topk_idx)
 
     @property
     def topk_idx(self) -> Tensor:
@@ -113,7 +111,7 @@ class EPBuffer(CoreBuffer, LoadBalance):
             with_cpu_sync: the host waits for the device before and after.
             sequential: changes nothing.
         """
-        self._barrier(wait_comm_stream, with_cpu_sync, sequential)
+        self._barrier(("wait_comm_stream", wait_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(EP_DISPATCH_FLAGS)
     def dispatch(

@@ -100,10 +100,13 @@ class Natives:
         self.last_normal: ExpertParallel | None = None
         self.last_low_latency: ExpertParallel | None = None
 
-    def normal(self, sizes: Sizes) -> ExpertParallel:
-        """The object of normal mode."""
-        self.last_normal = ep = self._normal.get(sizes) or self._new_normal(self._normal, sizes)
-        return ep
+    def normal(self, sizes: Sizes, bounded: bool = False) -> ExpertParallel:
+        """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
+        known = self._normal.get(sizes)
+        if known is None:
+            known = self._new_bounded(sizes) if bounded else self._new_normal(self._normal, sizes)
+        self.last_normal = known
+        return known
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
@@ -199,6 +202,13 @@ class Natives:
 
     # Making them
 
+    def _new_bounded(self, sizes: Sizes) -> ExpertParallel:
+        hidden, _, _, tokens, _ = sizes
+        enough = rings_for(tokens, hidden, self.world_size)
+        ring_bytes = min(self._ring_bytes or enough, enough)
+        self._normal[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
+        return self._normal[sizes]
+
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
         made: list[ExpertParallel] = []
         try:
@@ -287,6 +297,16 @@ def _engine_of(variable: str, default: str) -> str:
     if engine not in ENGINES:
         raise ValueError(f"{variable} ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
     return engine
+
+
+def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
+    """Bytes of rings of an object to which no rank brings more than ``max_tokens`` rows: more than
+    all rows of all ranks (4 bytes per channel) are of no use.
+
+    >>> rings_for(128, 7168, 8) >> 20, rings_for(256, 7168, 8) >> 20, rings_for(4096, 7168, 8) >> 20
+    (32, 56, 128)
+    """
+    return min(RING_BYTES, max(FEWEST_RING_BYTES, 4 * max_tokens * hidden * num_ranks))
 
 
 def timeout_of(default: float) -> float:
