@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
+import torch
 
 from doctor_machines import Driver, Library, PciBus, Space, findings, gpu, machine, matrix
 from tokenyard.cli import doctor_ask, doctor_probes
@@ -188,6 +190,26 @@ def test_loaded_files_and_wanted_packages(root: Path, monkeypatch: pytest.Monkey
     assert found == Library(version="3.4.6", wanted="3.4.5")
     monkeypatch.setattr(doctor_probes.metadata, "requires", lambda _: None)
     assert doctor_probes.library("nvidia-nccl", "libnccl.so") == Library(paths=loaded)
+
+
+def test_gpus_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that others keep to themselves has no free memory to tell; peers may differ by way."""
+    properties = {"name": "H200", "uuid": UUID(int=7), "major": 9, "minor": 0, "total_memory": 141}
+    cuda = {
+        "device_count": lambda: 2,
+        "get_device_properties": lambda _: SimpleNamespace(**properties),
+        "mem_get_info": lambda index: (140, 141) if index == 0 else exec("raise RuntimeError"),
+        "can_device_access_peer": lambda a, b: a < b,
+    }
+    for name, known in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, known)
+    told = {"name": "H200", "capability": "9.0", "memory_total": 141, "mig": None}
+    told["uuid"] = "00000000-0000-0000-0000-000000000007"
+    assert doctor_probes.gpus() == [
+        {**told, "index": 0, "memory_free": 140},
+        {**told, "index": 1, "memory_free": None},
+    ]
+    assert doctor_probes.peers() == [[True, True], [False, True]]
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -395,7 +417,7 @@ def test_driver_without_nvml(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.MonkeyPatch):
     """NVML's tables come out in torch's order, and one that fails only leaves a line."""
     build = {"version": "2.11.0", "cuda": "13.0", "hip": None, "backends": ["gloo"], "error": ""}
-    torch = {
+    seen = {
         "torch": build,
         "nccl": Library(version="2.28.9"),
         "gpus": [gpu(0, uuid="cc"), gpu(1, uuid="bb")],
@@ -406,7 +428,7 @@ def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.Monke
     real = doctor_ask.ask
 
     def asked(group: str, *words: str, timeout: float) -> Any:
-        return (torch, {}) if group == "torch" else real(group, *words, timeout=timeout)
+        return (seen, {}) if group == "torch" else real(group, *words, timeout=timeout)
 
     monkeypatch.setattr(doctor_ask, "ask", asked)
     facts, untold = gather(30, str)

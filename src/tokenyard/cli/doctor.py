@@ -53,7 +53,7 @@ class Options:
         "flat"
     )
     self_test: Annotated[bool, option("Dispatch and combine on real ranks.")] = True
-    timeout: Annotated[float, option("Seconds to wait for each answer.", min=0.1, max=86_400)] = (
+    timeout: Annotated[float, option("Seconds to wait for each process.", min=0.1, max=86_400)] = (
         60.0
     )
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False

@@ -95,7 +95,7 @@ def ask(
         if not line.startswith('{"name": '):
             said = line.strip() or said
             continue
-        with suppress(ValueError):  # cut short when the process was killed
+        with suppress(ValueError, KeyError):  # cut short when the process was killed
             told = json.loads(line)
             into, key = (errors, "error") if "error" in told else (answers, "value")
             into[told["name"]] = told[key]

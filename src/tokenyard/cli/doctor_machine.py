@@ -97,9 +97,9 @@ class Machine:
     def engine(self, ranks: int) -> dict[str, str]:
         """The engine that ``engine="auto"`` comes to with ``ranks`` ranks, and why."""
         if not self.gpus:
-            seen = (
-                "torch sees no GPU" if self.gpus == [] else "could not tell which GPUs torch sees"
-            )
+            seen = "torch sees no GPU"
+            if self.gpus is None:
+                seen = "could not tell which GPUs torch sees"
             return {"name": COLLECTIVE, "why": f"{seen}: ranks over gloo, through host memory"}
         missing = "; ".join(self.obstacles(ranks))
         if not missing:
@@ -120,8 +120,9 @@ class Machine:
         the experts' own tensors. On GPUs free is what the fullest of them has left; on the CPU the
         host's memory is shared among the ranks.
         """
-        tokens, hidden, experts, topk, ranks, layout = self.workload.values()
-        nvlink, flat = self.engine(ranks)["name"] == NVLINK, layout == "flat"
+        sizes = ("tokens", "hidden", "experts", "topk", "ranks")
+        tokens, hidden, experts, topk, ranks = (self.workload[name] for name in sizes)
+        nvlink, flat = self.engine(ranks)["name"] == NVLINK, self.workload["layout"] == "flat"
         here, everything = -(-experts // ranks), ranks * tokens  # experts of the rank with most
         reached = reach(popularity("uniform", experts), [0, here, experts], topk)[0]
         row = hidden * DTYPE.itemsize
