@@ -203,11 +203,14 @@ def test_columns_hold_what_their_heads_say():
     needs = need(GPU_FACTS)
     even, most = needs["even"], needs["most"]
     assert even["rows"] < most["rows"]
-    assert "even routing all tokens here" in lines
-    assert f"rows {even['rows']} {most['rows']}" in lines
-    for name in ("results", "buffers", "total"):
-        assert f"{name} {bytes_text(even[name])} {bytes_text(most[name])}" in lines
-    assert "free GPU memory 150 GB 150 GB" in lines
+    assert "routing rows results buffers total" in lines
+    for name, told in (("even", even), ("most", most)):
+        sizes = [bytes_text(told[key]) for key in ("results", "buffers", "total")]
+        assert f"{name} {told['rows']} {' '.join(sizes)}" in lines
+    assert (
+        "Memory of a rank (150 GB free on the GPU): tokens 4096, hidden 7168, experts 256, topk 8, "
+        "ranks 4, layout flat" in lines
+    )
     assert "device ranks engine seconds ok why" in lines
     assert "cpu 2 collective 250 ms yes gloo" in lines
     failed = printed(diagnosis(gpu_facts(), ran(error="signal 9", seconds=None, why="")))

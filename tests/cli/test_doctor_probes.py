@@ -21,6 +21,8 @@ from tokenyard.cli import doctor_ask, doctor_probes
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_probes import NO_NVML, reason
 
+links, p2p = (doctor_probes.QUESTIONS["nvml"][name] for name in ("links", "p2p"))
+
 # Reading what the driver says
 
 NVML = '''
@@ -99,26 +101,26 @@ def test_nvml_tells_the_driver_and_its_gpus(nvml: Any) -> None:
 
 def test_nvml_tells_paths_between_gpus(nvml: Any) -> None:
     paths = [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
-    assert doctor_probes.links(*UUIDS) == paths
-    assert (doctor_probes.p2p(*UUIDS) or [])[2] == ["CNS", "GNS", "X"]
+    assert links(*UUIDS) == paths
+    assert (p2p(*UUIDS) or [])[2] == ["CNS", "GNS", "X"]
     nvml.STATUS[0, 1] = 99
-    assert (doctor_probes.p2p(*UUIDS) or [])[0] == ["X", "U", "CNS"]
+    assert (p2p(*UUIDS) or [])[0] == ["X", "U", "CNS"]
 
 
 def test_links_to_a_switch_count_for_all_gpus_behind_it(nvml: Any) -> None:
     """As few as the GPU has that has fewest; links that are down count nothing."""
     nvml.nvmlDeviceGetNvLinkState = lambda gpu, link: link < (18, 18, 17)[gpu]
     nvml.nvmlDeviceGetNvLinkRemoteDeviceType = lambda gpu, link: 2
-    assert doctor_probes.links(*UUIDS) == matrix(3, "NV17", "X", _0_1="NV18")
+    assert links(*UUIDS) == matrix(3, "NV17", "X", _0_1="NV18")
 
 
 @pytest.mark.usefixtures("nvml", "root")
 def test_tables_are_in_the_order_of_torch() -> None:
     paths = [["X", "SYS", "PHB"], ["SYS", "X", "NV18"], ["PHB", "NV18", "X"]]
-    assert doctor_probes.links("cc", "aa", "bb") == paths
-    assert doctor_probes.links("GPU-CC", "GPU-AA", "GPU-BB") == paths
+    assert links("cc", "aa", "bb") == paths
+    assert links("GPU-CC", "GPU-AA", "GPU-BB") == paths
     for few in ((), ("aa",), ("aa", "dd")):
-        assert doctor_probes.links(*few) is None, "dd: a MIG instance"
+        assert links(*few) is None, "dd: a MIG instance"
 
 
 def test_driver_versions(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +196,17 @@ def test_loaded_files_and_wanted_packages(root: Path, monkeypatch: pytest.Monkey
 
 def test_gpus_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that others keep to themselves has no free memory to tell; peers may differ by way."""
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+        return 140, 141
+
     properties = {"name": "H200", "uuid": UUID(int=7), "major": 9, "minor": 0, "total_memory": 141}
     cuda = {
         "device_count": lambda: 2,
         "get_device_properties": lambda _: SimpleNamespace(**properties),
-        "mem_get_info": lambda index: (140, 141) if index == 0 else exec("raise RuntimeError"),
+        "mem_get_info": mem_get_info,
         "can_device_access_peer": lambda a, b: a < b,
     }
     for name, known in cuda.items():
@@ -402,16 +410,16 @@ def test_driver_without_nvml(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Its version is known by its file; what is not known is said, with the remedy. Where there is
     no driver, nothing is missing."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert (doctor_probes.driver(), doctor_probes.links(), doctor_probes.p2p()) == (None,) * 3
+    assert (doctor_probes.driver(), links(), p2p()) == (None,) * 3
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.1  Sat\n"
     write(root, {"proc/driver/nvidia/version": version})
     assert doctor_probes.driver("aa") == Driver(version="535.1")
-    for matrix_of in (doctor_probes.links, doctor_probes.p2p):
+    for matrix_of in (links, p2p):
         with pytest.raises(ModuleNotFoundError, match="pip install"):
             matrix_of()
     (root / "proc/driver/nvidia/version").unlink()
     with pytest.raises(ModuleNotFoundError, match=NO_NVML.partition(":")[0]):
-        doctor_probes.links("aa", "bb")
+        links("aa", "bb")
 
 
 def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -241,43 +241,7 @@ def bare(uuid: str) -> str:
     return uuid.removeprefix("GPU-").lower()
 
 
-def links(*uuids: str) -> list[list[str]] | None:
-    """The path of every pair as nvidia-smi names it."""
-
-    def path(nvml: Any, a: Any, b: Any) -> str:
-        ends, others = _nvlinks(nvml, a), _nvlinks(nvml, b)
-        direct = ends.count(nvml.nvmlDeviceGetPciInfo(b).busId.lower())
-        if count := direct + min(ends.count(SWITCH), others.count(SWITCH)):
-            return f"NV{count}"
-        return PATHS.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)), "SYS")
-
-    return _matrix(uuids, path)
-
-
-def _nvlinks(nvml: Any, gpu: Any) -> list[Any]:
-    """Where each active NVLink of a GPU leads: a PCI address or ``SWITCH``."""
-    found: list[Any] = []
-    for link in range(int(nvml.NVML_NVLINK_MAX_LINKS)):
-        try:
-            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
-                switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == SWITCH
-                peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)
-                found.append(SWITCH if switch else peer.busId.lower())
-        except nvml.NVMLError:  # fewer links than that, or none at all
-            continue
-    return found
-
-
-def p2p(*uuids: str) -> list[list[str]] | None:
-    """What the driver says about reading a peer's memory, in nvidia-smi's words."""
-
-    def word(nvml: Any, a: Any, b: Any) -> str:
-        return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, READ)), "U")
-
-    return _matrix(uuids, word)
-
-
-def _matrix(uuids: tuple[str, ...], cell: Callable[[Any, Any, Any], str]) -> Any:
+def matrix(cell: Callable[[Any, Any, Any], str], uuids: tuple[str, ...]) -> Any:
     """``cell(nvml, a, b)`` of each pair; None where NVML does not know a GPU (a MIG instance)."""
     if not uuids and not (ROOT / DRIVER_FILE).is_file():
         return None
@@ -286,6 +250,32 @@ def _matrix(uuids: tuple[str, ...], cell: Callable[[Any, Any, Any], str]) -> Any
     if nvml is None or None in order or len(order) < 2:
         return None
     return [["X" if a is b else cell(nvml, a, b) for b in order] for a in order]
+
+
+def path(nvml: Any, a: Any, b: Any) -> str:
+    """The path of a pair as nvidia-smi names it."""
+    ends, others = _nvlinks(nvml, a), _nvlinks(nvml, b)
+    direct = ends.count(nvml.nvmlDeviceGetPciInfo(b).busId.lower())
+    if count := direct + min(ends.count(SWITCH), others.count(SWITCH)):
+        return f"NV{count}"
+    return PATHS.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)), "SYS")
+
+
+def _nvlinks(nvml: Any, gpu: Any) -> list[Any]:
+    """Where each active NVLink of a GPU leads: a PCI address or ``SWITCH``."""
+    found: list[Any] = []
+    for link in range(int(nvml.NVML_NVLINK_MAX_LINKS)):
+        with suppress(nvml.NVMLError):  # fewer links than that, or none at all
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == SWITCH
+                peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)
+                found.append(SWITCH if switch else peer.busId.lower())
+    return found
+
+
+def peer_access(nvml: Any, a: Any, b: Any) -> str:
+    """What the driver says about reading a peer's memory, in nvidia-smi's words."""
+    return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, READ)), "U")
 
 
 # The process
@@ -315,7 +305,11 @@ QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "preflight": lambda: import_module("tokenyard.memory.preflight").unreachable_here(),
         "collect_env": collect_env,
     },
-    "nvml": {"driver": driver, "links": links, "p2p": p2p},
+    "nvml": {
+        "driver": driver,
+        "links": lambda *uuids: matrix(path, uuids),
+        "p2p": lambda *uuids: matrix(peer_access, uuids),
+    },
     "self-test": {
         "self-test": lambda *words: import_module("tokenyard.cli.doctor_selftest").run(*words)
     },

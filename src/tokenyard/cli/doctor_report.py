@@ -23,7 +23,7 @@ HOST = ("cpus", "memory", "shm", "limits", "hostname", "infiniband", "pci", "env
 SOFTWARE = ("python", "torch", "triton", "driver", "nccl", "nvshmem")
 GPU = ("index", "name", "capability", "memory_total", "memory_free", "mig", "uuid")
 TEST = ("device", "ranks", "engine", "seconds", "ok", "why")
-NEED = ("rows", "results", "buffers", "total")
+NEED = ("routing", "rows", "results", "buffers", "total")
 BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "buffers")
 
 
@@ -43,7 +43,9 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
         print_line(console, f"\n[bold]GPUs[/bold] {seen}")
     engine = f"{document['engine']['name']}: {escape(document['engine']['why'])}"
     print_line(console, f"\n[bold]Engine[/bold] {engine}")
-    print_section(console, f"Memory of a rank: {text('', need['workload'])}", _need(need))
+    title = f"Memory of a rank ({text('free', need['free']) or '?'} free on the {need['where']}): "
+    cases = [{"routing": case} | need[case] for case in ("even", "most")]
+    print_section(console, title + text("", need["workload"]), _records(NEED, cases))
     if document["self_tests"]:
         print_section(console, "Self-test", _records(TEST, document["self_tests"]))
     else:
@@ -93,13 +95,6 @@ def _links(facts: dict[str, Any]) -> Table:
 
     rows = [(str(a), *(cell(a, b) for b in gpus)) for a in gpus]
     return plain_table("<GPU", *map(str, gpus), rows=rows)
-
-
-def _need(need: dict[str, Any]) -> Table:
-    rows = [(key, *(text(key, need[case][key]) for case in ("even", "most"))) for key in NEED]
-    free = text("free", need["free"]) or "?"
-    rows.append((f"free {need['where']} memory", free, free))
-    return plain_table("<", "even routing", "all tokens here", rows=rows)
 
 
 def _print_verdict(console: Console, findings: list[dict[str, str]]) -> None:
