@@ -38,7 +38,7 @@ def findings(m: Machine) -> list[dict[str, str]]:
     for rule in RULES:
         try:
             for words in rule(m):
-                head, cause, remedy = map(str.strip, words.splitlines())
+                head, cause, remedy = map(str.strip, words.split("\n"))
                 title, symptom = head.split(": ", 1)
                 name, severity = title.split()
                 texts = {"symptom": symptom, "cause": cause, "remedy": remedy}
@@ -91,15 +91,17 @@ def gpus_that_do_not_start(m: Machine) -> Iterator[str]:
     else:
         yield f"""gpus-silent problem: {symptom}
             {error or m.untold.get("gpus") or "nothing says why"}
-            see whether nvidia-smi works, /dev/nvidia* can be opened, and what dmesg says (Xid)"""
+            see whether nvidia-smi works, /dev/nvidia* can be opened here, and what dmesg \
+says (Xid)"""
 
 
 def no_driver(m: Machine) -> Iterator[str]:
     """GPUs in the machine, but no driver here, or one that does not answer."""
     if why := m.untold.get("driver"):
-        yield f"""nvidia-smi-silent warning: the driver does not answer NVML, nor would nvidia-smi
+        yield f"""nvidia-smi-silent warning: the driver does not answer NVML, as nvidia-smi asks it
             {why}
-            see dmesg (Xid, NVRM); a GPU that fell off the bus needs a reset of the machine"""
+            run nvidia-smi by hand and see dmesg (Xid, NVRM); a GPU that fell off the bus needs \
+a reset of the machine"""
     elif m.pci and m.pci["gpus"] and not m.driver and not m.gpus:
         yield f"""no-driver warning: {m.pci["gpus"]} NVIDIA GPU(s) on the PCI bus, but no driver
             the driver is not installed, or this container was started without the GPUs
@@ -199,7 +201,8 @@ def host_settings(m: Machine) -> Iterator[str]:
         yield f"""hostname warning: this host's name {known["name"]} has no address \
 ({known["error"]})
             gloo looks it up when a group is made, and hangs or fails
-            add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface of ranks (or lo)"""
+            add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks \
+use (lo on one host)"""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if m.environment.get(name, "0") not in ("", "0") and m.pairs:
             yield f"""nccl-variable warning: {name} is set
