@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from tokenyard.cli.doctor_engine import Workload
-from tokenyard.cli.doctor_facts import Facts, Record
-from tokenyard.cli.doctor_findings import RULES, Finding
+from tokenyard.cli import doctor_findings
+from tokenyard.cli.doctor_machine import Machine
+from tokenyard.cli.doctor_probes import QUESTIONS, Record
 
 
 def record(**defaults: Any) -> Callable[..., Record]:
@@ -26,24 +25,27 @@ Space = record()
 Torch = record(cuda=None, hip=None, backends=[], error="")
 
 GIB = 1 << 30
-LAYER = Workload(tokens=4096, hidden=7168, experts=256, topk=8, ranks=4)
-CPU_FACTS = Facts(
-    python="3.12.3",
-    engines=["auto", "collective"],
-    cpus=2,
-    memory=Space(total=8 * GIB, free=6 * GIB),
-    shm=Space(total=4 * GIB, free=4 * GIB),
-    limits=Limits(memlock=8 << 20, open_files=20000),
-    hostname=HostName(name="here"),
-    infiniband=[],
-    pci=PciBus(gpus=0),
-    torch=Torch(version="2.11.0+cpu", backends=["gloo"]),
-    triton="3.6.0",
-    symmetric_memory="",
-    gpus=[],
-    peers=[],
-    preflight=[],
+LAYER = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8, "ranks": 4, "layout": "flat"}
+SILENT: Record = dict.fromkeys(
+    name for group in ("host", "torch", "nvml") for name in QUESTIONS[group]
 )
+SILENT |= {"python": "3.12.3", "engines": ["auto"], "environment": {}}
+CPU_FACTS = SILENT | {
+    "engines": ["auto", "collective", "nvlink"],
+    "cpus": 2,
+    "memory": Space(total=8 * GIB, free=6 * GIB),
+    "shm": Space(total=4 * GIB, free=4 * GIB),
+    "limits": Limits(memlock=8 << 20, open_files=20000),
+    "hostname": HostName(name="here"),
+    "infiniband": [],
+    "pci": PciBus(gpus=0),
+    "torch": Torch(version="2.11.0+cpu", backends=["gloo"]),
+    "triton": "3.6.0",
+    "symmetric_memory": "",
+    "gpus": [],
+    "peers": [],
+    "preflight": [],
+}
 
 
 def matrix(count: int, value: Any, own: Any, **others: Any) -> list[list[Any]]:
@@ -69,22 +71,35 @@ def gpu(index: int, **changes: Any) -> Record:
 
 
 NCCL = Library(version="2.28.9", wanted="2.28.9", paths=["/site/nccl/lib/libnccl.so.2"])
-GPU_FACTS = replace(
-    CPU_FACTS,
-    engines=["auto", "collective", "nvlink"],
-    pci=PciBus(gpus=4),
-    driver=Driver(version="580.159.04", cuda="13.0", gpus=[gpu(i) for i in range(4)]),
-    torch=Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"]),
-    nccl=NCCL,
-    gpus=[gpu(i) for i in range(4)],
-    peers=matrix(4, True, True),
-    links=matrix(4, "NV18", "X"),
-    p2p=matrix(4, "OK", "X"),
-)
+GPU_FACTS = CPU_FACTS | {
+    "pci": PciBus(gpus=4),
+    "driver": Driver(version="580.159.04", cuda="13.0", gpus=[gpu(i) for i in range(4)]),
+    "torch": Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"]),
+    "nccl": NCCL,
+    "gpus": [gpu(i) for i in range(4)],
+    "peers": matrix(4, True, True),
+    "links": matrix(4, "NV18", "X"),
+    "p2p": matrix(4, "OK", "X"),
+}
 
 
-def gpu_facts(**changes: Any) -> Facts:
-    return replace(GPU_FACTS, **changes)
+def gpu_facts(**changes: Any) -> Record:
+    return GPU_FACTS | changes
+
+
+def machine(facts: Record, asked: bool = False, **layer: Any) -> Machine:
+    """With these facts, of which ``untold`` are the reasons, and a layer like ``LAYER``."""
+    known = dict(facts)
+    return Machine(known, known.pop("untold", {}), LAYER | layer, asked)
+
+
+def engine(facts: Record, ranks: int | None = None) -> dict[str, str]:
+    """The likely engine, by default with one rank per GPU."""
+    return machine(facts).engine(ranks or len(facts["gpus"] or []))
+
+
+def need(facts: Record, **layer: Any) -> dict[str, Any]:
+    return machine(facts, **layer).need
 
 
 NO_GPUS: dict[str, Any] = {"gpus": [], "peers": [], "links": None, "p2p": None}
@@ -95,5 +110,10 @@ PCIE: dict[str, Any] = {
 CPU_BUILD = Torch(version="2.11.0+cpu", backends=["gloo"])
 
 
-def findings(facts: Facts) -> dict[str, Finding]:
-    return {finding.id: finding for rule in RULES for finding in rule(facts)}
+def findings(facts: Record, *tests: Record, asked: bool = False, **layer: Any) -> dict[str, Record]:
+    """By their ids."""
+    made = machine(facts, asked, **layer)
+    made.self_tests += tests
+    found = doctor_findings.findings(made)
+    assert not [name for name in made.untold if name.startswith("rule")], made.untold
+    return {finding["id"]: finding for finding in found}

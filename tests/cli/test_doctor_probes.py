@@ -5,35 +5,23 @@ and hang.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
+import torch
 
-from doctor_machines import (
-    Driver,
-    Gpu,
-    Library,
-    PciBus,
-    Space,
-    findings,
-    gpu,
-    matrix,
-)
-from tokenyard.cli import doctor_child, doctor_probes
-from tokenyard.cli.doctor_facts import Record
-from tokenyard.cli.doctor_guard import (
-    NO_NVML,
-    Asker,
-    in_time,
-    reason,
-    run,
-    without_launcher,
-)
-from tokenyard.cli.doctor_probes import by_uuid, driver_in
+from doctor_machines import Driver, Library, PciBus, Space, findings, gpu, machine, matrix
+from tokenyard.cli import doctor_ask, doctor_probes
+from tokenyard.cli.doctor_ask import ask, gather
+from tokenyard.cli.doctor_probes import NO_NVML, reason
+
+links, p2p = (doctor_probes.QUESTIONS["nvml"][name] for name in ("links", "p2p"))
 
 # Reading what the driver says
 
@@ -60,10 +48,6 @@ def nvmlDeviceGetMemoryInfo(gpu):
     if gpu == 1:
         raise NVMLError("no")
     return _Known(total=143771 << 20, free=143167 << 20)
-def nvmlDeviceGetCudaComputeCapability(gpu):
-    if gpu == 1:
-        raise NVMLError("no")
-    return 9, 0
 def nvmlDeviceGetMigMode(gpu):
     if gpu == 2:
         raise NVMLError("Not Supported")
@@ -90,62 +74,58 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def seen() -> list[Record]:
-    told = doctor_child.driver()
-    assert told is not None
-    return told["gpus"]
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process looks for ``proc``, ``sys`` and ``dev``."""
+    monkeypatch.setattr(doctor_probes, "ROOT", tmp_path)
+    return tmp_path
+
+
+UUIDS = ("aa", "bb", "cc")
+"""The stand-in's GPUs as torch names them."""
 
 
 def test_nvml_tells_the_driver_and_its_gpus(nvml: Any) -> None:
-    told = doctor_child.driver()
+    told = doctor_probes.driver()
     assert told is not None
     assert (told["version"], told["cuda"]) == ("580.159.04", "13.0")
-    gpus = seen()
-    assert gpus[0] == Gpu(
-        index=0,
-        name="NVIDIA H200",
-        uuid="GPU-aa",
-        memory_total=143771 << 20,
-        memory_free=143167 << 20,
-        capability="9.0",
-        mig=False,
-    )
-    told = [gpus[1][name] for name in ("memory_free", "capability", "mig")]
-    assert told == [None, None, True]
-    assert gpus[2]["mig"] is None
-    nvml.nvmlDeviceGetCount = lambda: 0
-    assert seen() == []
+    first, second, third = told["gpus"]
+    memory = 143167 << 20
+    assert first == {"uuid": "aa", "name": "NVIDIA H200", "memory_free": memory, "mig": False}
+    assert (second["memory_free"], second["mig"]) == (None, True)
+    assert third["mig"] is None
     nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
-    assert (doctor_child.driver() or {})["cuda"] == "12.4"
+    nvml.nvmlDeviceGetCount = lambda: 0
+    assert doctor_probes.driver() == Driver(version="580.159.04", cuda="12.4")
 
 
 def test_nvml_tells_paths_between_gpus(nvml: Any) -> None:
-    assert doctor_child.links() == [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
-    assert (doctor_child.p2p() or [])[2] == ["CNS", "GNS", "X"]
+    paths = [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
+    assert links(*UUIDS) == paths
+    assert (p2p(*UUIDS) or [])[2] == ["CNS", "GNS", "X"]
     nvml.STATUS[0, 1] = 99
-    assert (doctor_child.p2p() or [])[0] == ["X", "U", "CNS"]
+    assert (p2p(*UUIDS) or [])[0] == ["X", "U", "CNS"]
 
 
 def test_links_to_a_switch_count_for_all_gpus_behind_it(nvml: Any) -> None:
     """As few as the GPU has that has fewest; links that are down count nothing."""
     nvml.nvmlDeviceGetNvLinkState = lambda gpu, link: link < (18, 18, 17)[gpu]
     nvml.nvmlDeviceGetNvLinkRemoteDeviceType = lambda gpu, link: 2
-    assert doctor_child.links() == matrix(3, "NV17", "X", _0_1="NV18")
+    assert links(*UUIDS) == matrix(3, "NV17", "X", _0_1="NV18")
 
 
-def test_tables_are_in_the_order_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [gpu(at, uuid=uuid) for at, uuid in enumerate(("cc", "aa", "bb"))]
-    links = [["X", "NV18", "SYS"], ["NV18", "X", "PHB"], ["SYS", "PHB", "X"]]
-    known = [Gpu(index=at, name="H200", uuid=f"GPU-{u}") for at, u in enumerate(["aa", "bb", "cc"])]
-    asker = Asker(1)
-    told = {"driver": {"version": "1", "cuda": "13.0", "gpus": known}, "links": links}
-    monkeypatch.setattr(asker, "process", lambda *_: (told, {}))
-    facts = doctor_probes._of_driver(asker, gpus, tmp_path)
-    assert facts["links"] == [["X", "SYS", "PHB"], ["SYS", "X", "NV18"], ["PHB", "NV18", "X"]]
+@pytest.mark.usefixtures("nvml", "root")
+def test_tables_are_in_the_order_of_torch() -> None:
+    paths = [["X", "SYS", "PHB"], ["SYS", "X", "NV18"], ["PHB", "NV18", "X"]]
+    assert links("cc", "aa", "bb") == paths
+    assert links("GPU-CC", "GPU-AA", "GPU-BB") == paths
+    for few in ((), ("aa",), ("aa", "dd")):
+        assert links(*few) is None, "dd: a MIG instance"
 
 
-def test_driver_versions(tmp_path: Path) -> None:
-    """Of the driver's own file."""
+def test_driver_versions(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the driver's own file, without nvidia-ml-py."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     line = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC "
         "2023\nGCC version: 12\n"
@@ -154,48 +134,90 @@ def test_driver_versions(tmp_path: Path) -> None:
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     )
     for text, version in ((line, "535.104.05"), (open_line, "580.159.04")):
-        write(tmp_path, {"proc/driver/nvidia/version": text})
-        assert driver_in(tmp_path) == Driver(version=version)
-    write(tmp_path, {"proc/driver/nvidia/version": "what"})
-    assert driver_in(tmp_path) is None
+        write(root, {"proc/driver/nvidia/version": text})
+        assert doctor_probes.driver() == Driver(version=version)
+    write(root, {"proc/driver/nvidia/version": "what"})
+    assert doctor_probes.driver() is None
 
 
-@pytest.mark.usefixtures("nvml")
-def test_gpus_are_matched_by_uuid():
-    ours = [gpu(0, uuid="bb", memory_free=1), gpu(1, uuid="aa", memory_free=2)]
-    theirs = seen()[:2]
-    merged, order = by_uuid(ours, theirs)
-    assert order == [1, 0]
-    assert [(g["index"], g["memory_free"], g["mig"]) for g in merged] == [
+def answers(**groups: Any) -> Any:
+    """Stands in for ``ask``: what processes answer, by group; the rest is not there."""
+    return lambda group, *_, **__: groups.get(group, ({}, {}))
+
+
+def test_gpus_are_matched_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [gpu(0, uuid="bb", memory_free=1), gpu(1, uuid="aa", memory_free=2), gpu(2, uuid="cc")]
+    known = [
+        {"uuid": "aa", "name": "H200", "memory_free": 143167 << 20, "mig": False},
+        {"uuid": "bb", "name": "H200", "memory_free": None, "mig": True},
+    ]
+    told = {"driver": Driver(gpus=known)}
+    monkeypatch.setattr(doctor_ask, "ask", answers(torch=({"gpus": ours}, {}), nvml=(told, {})))
+    facts, untold = gather(1, str)
+    assert untold == {}
+    assert [(g["index"], g["memory_free"], g["mig"]) for g in facts["gpus"]] == [
         (0, 1, True),
         (1, 143167 << 20, False),
+        (2, gpu(2)["memory_free"], False),
     ]
-    assert by_uuid([gpu(0, uuid="cc")], theirs) == ([gpu(0, uuid="cc")], None)
 
 
-def test_loaded_files_and_wanted_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loaded_files_and_wanted_packages(root: Path, monkeypatch: pytest.MonkeyPatch):
     maps = (
         "7f0 r-xp 00000000 08:01 11   /a b/libnccl.so.2\n7f1 rw-p 00000000 08:01 11   /a "
         "b/libnccl.so.2\n"
         "7f2 r-xp 00000000 08:01 12   /opt/libnccl.so.2.18 (deleted)\n7f3 r-xp 00000000 08:01 13   "
-        "/opt/libnccl-net.so\n"
+        "/opt/libnccl-net.so\n7f3 r-xp 00000000 08:01 13   /libnccl.so.d/other\n"
         "7f4 rw-p 00000000 00:00 0 \n7f5 rw-p 00000000 00:00 0   [heap]\n"
     )
-    write(tmp_path, {"maps": maps})
-    assert doctor_child.mapped_files("libnccl.so", tmp_path / "maps") == [
-        "/a b/libnccl.so.2",
-        "/opt/libnccl.so.2.18",
-    ]
+    write(root, {"proc/self/maps": maps})
     asks = [
         "filelock",
         'nvidia-nccl-cu13==2.28.9; platform_system == "Linux"',
         "nvidia-nvshmem-cu12 (==3.4.5)",
     ]
-    monkeypatch.setattr(doctor_child.metadata, "requires", lambda _: asks)
-    assert doctor_child.wanted_package("nvidia-nccl") == ("nvidia-nccl-cu13", "2.28.9")
-    assert doctor_child.wanted_package("nvidia-nvshmem") == ("nvidia-nvshmem-cu12", "3.4.5")
-    monkeypatch.setattr(doctor_child.metadata, "requires", lambda _: None)
-    assert doctor_child.wanted_package("nvidia-nccl") == (None, None)
+    installed = {"nvidia-nvshmem-cu12": "3.4.6"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise doctor_probes.metadata.PackageNotFoundError
+        return installed[name]
+
+    monkeypatch.setattr(doctor_probes.metadata, "version", version)
+    monkeypatch.setattr(doctor_probes.metadata, "requires", lambda _: asks)
+    loaded = ["/a b/libnccl.so.2", "/opt/libnccl.so.2.18"]
+    found = doctor_probes.library("nvidia-nccl", "libnccl.so")
+    assert found == Library(wanted="2.28.9", paths=loaded)
+    found = doctor_probes.library("nvidia-nvshmem", "libnvshmem_host.so")
+    assert found == Library(version="3.4.6", wanted="3.4.5")
+    monkeypatch.setattr(doctor_probes.metadata, "requires", lambda _: None)
+    assert doctor_probes.library("nvidia-nccl", "libnccl.so") == Library(paths=loaded)
+
+
+def test_gpus_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that others keep to themselves has no free memory to tell; peers may differ by way."""
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+        return 140, 141
+
+    properties = {"name": "H200", "uuid": UUID(int=7), "major": 9, "minor": 0, "total_memory": 141}
+    cuda = {
+        "device_count": lambda: 2,
+        "get_device_properties": lambda _: SimpleNamespace(**properties),
+        "mem_get_info": mem_get_info,
+        "can_device_access_peer": lambda a, b: a < b,
+    }
+    for name, known in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, known)
+    told = {"name": "H200", "capability": "9.0", "memory_total": 141, "mig": None}
+    told["uuid"] = "00000000-0000-0000-0000-000000000007"
+    assert doctor_probes.gpus() == [
+        {**told, "index": 0, "memory_free": 140},
+        {**told, "index": 1, "memory_free": None},
+    ]
+    assert doctor_probes.peers() == [[True, True], [False, True]]
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -204,32 +226,32 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_host_memory_counts_the_cgroup(tmp_path: Path):
+def test_host_memory_counts_the_cgroup(root: Path):
     write(
-        tmp_path,
+        root,
         {
             "proc/meminfo": "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  800 "
             "kB\nHugePages_Total: 0\n"
         },
     )
-    assert doctor_probes.host_memory(tmp_path) == Space(total=1024000, free=819200)
+    assert doctor_probes.memory() == Space(total=1024000, free=819200)
     group = {
         "memory.max": "500000\n",
         "memory.current": "400000\n",
         "memory.stat": "anon 1\ninactive_file 100000\n",
     }
-    write(tmp_path / "sys/fs/cgroup", group)
-    assert doctor_probes.host_memory(tmp_path) == Space(total=500000, free=200000)
-    write(tmp_path / "sys/fs/cgroup", {"memory.max": "max\n"})
-    assert doctor_probes.host_memory(tmp_path)["free"] == 819200
+    write(root / "sys/fs/cgroup", group)
+    assert doctor_probes.memory() == Space(total=500000, free=200000)
+    write(root / "sys/fs/cgroup", {"memory.max": "max\n"})
+    assert doctor_probes.memory()["free"] == 819200
 
 
-def test_pci_bus_and_shared_memory(tmp_path: Path):
-    assert doctor_probes.pci_bus(tmp_path) == PciBus(gpus=0)
-    assert doctor_probes.shared_memory(tmp_path) == Space(total=0, free=0)
+def test_pci_bus_and_shared_memory(root: Path):
+    assert doctor_probes.pci() == PciBus(gpus=0)
+    assert doctor_probes.shm() == Space(total=0, free=0)
     device = "sys/bus/pci/devices/0000:0"
     write(
-        tmp_path,
+        root,
         {
             f"{device}1/vendor": "0x10de\n",
             f"{device}1/class": "0x030200\n",
@@ -240,42 +262,36 @@ def test_pci_bus_and_shared_memory(tmp_path: Path):
             f"{device}3/class": "0x020700\n",
         },
     )
-    assert doctor_probes.pci_bus(tmp_path) == PciBus(gpus=1, iommu=["DMA-FQ"])
+    assert doctor_probes.pci() == PciBus(gpus=1, iommu=["DMA-FQ"])
 
 
-def test_environment_shows_what_matters_only():
-    given = {"NCCL_DEBUG": "INFO", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "0", "SECRET": "s"}
-    assert doctor_probes.environment(given) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO"}
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "PATH": "/bin"}
-    assert without_launcher(launched) == {"PATH": "/bin"}
+def test_environment_shows_what_matters_only(monkeypatch: pytest.MonkeyPatch):
+    shown = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**shown, "HOME": "/x", "SECRET": "s", "NCCL": "s"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor_ask, "ask", answers())
+    assert shown.items() <= gather(1, str)[0]["environment"].items()
+    assert not {"HOME", "SECRET", "NCCL"} & gather(1, str)[0]["environment"].keys()
 
 
-# Probes that raise, crash and hang
+# Processes that raise, crash and hang
 
 
-def raises() -> int:
-    raise OSError("gone")
+def child(code: str, *words: str, timeout: float = 60) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a process that runs ``code`` answers to the questions about the driver."""
+    code = (
+        f"import json, os, subprocess, sys, time\ndef tell(**told): print(json.dumps(told))\n{code}"
+    )
+    return ask("nvml", *words, timeout=timeout, program=[sys.executable, "-uc", code])
 
 
-def hangs() -> int:
-    time.sleep(600)
-    return 0
-
-
-def test_a_probe_that_raises_or_hangs_could_not_tell():
-    asker = Asker(timeout=0.1)
-    assert asker.ask("cpus", raises) is None
-    assert asker.ask_soon("shm", hangs) is None
-    assert asker.ask_soon("memory", raises) is None
-    assert Asker(timeout=60).ask_soon("limits", lambda: 3) == 3
-    gone = "OSError: gone"
-    assert asker.untold == {
-        "cpus": gone,
-        "shm": "TimeoutError: no answer within 0.1 s",
-        "memory": gone,
-    }
-    with pytest.raises(KeyboardInterrupt):
-        in_time(lambda: (_ for _ in ()).throw(KeyboardInterrupt), 5)
+def test_a_process_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKS", "kept")
+    starts = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC_")
+    names = f"[name for name in os.environ if name.startswith({starts})]"
+    assert child(f"tell(name='driver', value={names})")[0] == {"driver": ["RANKS"]}
 
 
 def gone(pid: int) -> bool:
@@ -286,22 +302,23 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_hanging_command_is_killed_with_its_children():
-    done = run(["sh", "-c", "trap '' TERM; sleep 600 & echo $!; sleep 600"], 1.5)
-    assert done.why == "no answer within 1.5 s"
-    deadline = time.monotonic() + 10
-    while not gone(int(done.output)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gone(int(done.output))
-
-
-def test_a_child_that_keeps_the_output_open_is_not_waited_for():
-    done = run(
-        [sys.executable, "-c", "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"],
-        60,
+def test_a_hanging_process_is_killed_with_its_children():
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "tell(name='driver', value=subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     )
-    os.kill(int(done.output), 9)
-    assert done.why.startswith("exit code 0")
+    told, errors = child(code, timeout=2)
+    assert errors == dict.fromkeys(("links", "p2p"), "no answer within 2 s")
+    deadline = time.monotonic() + 10
+    while not gone(told["driver"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(told["driver"])
+
+
+def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for():
+    told, errors = child("tell(name='driver', value=subprocess.Popen(['sleep', '600']).pid)")
+    os.kill(told["driver"], 9)
+    assert errors["links"].startswith("exit code 0")
 
 
 @pytest.mark.parametrize(
@@ -314,16 +331,34 @@ def test_a_child_that_keeps_the_output_open_is_not_waited_for():
 )
 def test_what_was_answered_before_the_end_counts(end: str, timeout: float, why: str):
     code = (
-        "import json, os, sys, time; out = open(sys.argv[1], 'w', buffering=1);"
-        "print(json.dumps({'name': 'a', 'value': 1}), file=out); print(json.dumps({'name': 'b', "
-        "'error': 'E'}), file=out);"
-        f"out.write('{{\"name\": '); out.flush(); assert sys.argv[2] == 'x'; {end}"
+        "tell(name='driver', value=1); tell(name='links', error='E')\n"
+        "print('{}'); print('7'); print('a library talks'); tell(other='that too')\n"
+        f"""print('{{"name": '); assert sys.argv[1:] == ['nvml', 'x']; {end}"""
     )
-    asker = Asker(timeout, [sys.executable, "-c", code])
-    assert asker.process(["a", "b", "c"], "x") == (
-        {"a": 1},
-        {"b": "E", "c": why},
+    assert child(code, "x", timeout=timeout) == ({"driver": 1}, {"links": "E", "p2p": why})
+
+
+def test_an_answer_stands_on_its_own_line_whatever_was_printed():
+    """And a question that raises, or whose answer is no JSON, is not the end."""
+    code = (
+        "import runpy; probes = runpy.run_path(sys.argv[1])\n"
+        "def fails(): raise SystemExit('gone')\n"
+        "def talks(): print('NCCL INFO', end=''); return 3\n"
+        "probes['QUESTIONS']['nvml'] = {'driver': fails, 'links': lambda: {1}, 'p2p': talks}\n"
+        "probes['main']('nvml')"
     )
+    program = [sys.executable, "-c", f"import sys\n{code}", doctor_probes.__file__]
+    told, errors = ask("nvml", timeout=60, program=program)
+    assert told == {"p2p": 3}
+    assert errors["driver"] == "SystemExit: gone"
+    assert errors["links"].startswith("TypeError")
+
+
+def test_the_probes_need_no_torch_to_begin():
+    """So that a torch that hangs when it is imported leaves the host's answers."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, doctor_probes.__file__]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"
 
 
 def test_reasons_are_short():
@@ -338,23 +373,15 @@ def test_reasons_are_short():
         == "rank 0 failed: AssertionError: x: 1 row is wrong column 3: is 0"
     )
     assert reason(ValueError()) == "ValueError"
+    assert reason(ValueError("two\nlines")) == "ValueError: two lines"
     assert len(reason(ValueError("x" * 9999))) == 500
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules come first, also for processes of the doctor; its driver is loaded."""
-    known = [str(tmp_path), *sys.path]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(known))
-    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.1  Sat\n"
-    write(tmp_path, {"proc/driver/nvidia/version": version})
+    """A folder whose modules come first in processes of the doctor."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     return tmp_path
-
-
-def ask_driver(timeout: float, root: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is found out about a driver, and why the rest could not be told."""
-    asker = Asker(timeout)
-    return doctor_probes._of_driver(asker, [], root), asker.untold
 
 
 @pytest.mark.parametrize(
@@ -366,64 +393,57 @@ def ask_driver(timeout: float, root: Path) -> tuple[dict[str, Any], dict[str, st
     ],
 )
 def test_a_driver_that_hangs_or_fails(path: Path, script: str, timeout: float, why: str) -> None:
-    text = f"{NVML}\ndef nvmlInit():\n    {script}\n"
-    write(path, {"pynvml.py": text})
-    facts, untold = ask_driver(timeout, path)
-    assert facts["driver"] is None
-    assert untold.keys() == {"driver", "links", "p2p"}
-    assert why in untold["driver"]
+    write(path, {"pynvml.py": f"{NVML}\ndef nvmlInit():\n    {script}\n"})
+    told, errors = ask("nvml", *UUIDS, timeout=timeout)
+    assert told == {}
+    assert errors.keys() == {"driver", "links", "p2p"}
+    assert why in errors["driver"]
 
 
 def test_no_driver_is_no_fault(path: Path) -> None:
     text = f"{NVML}\ndef nvmlInit():\n    raise NVMLError_LibraryNotFound\n"
     write(path, {"pynvml.py": text})
-    assert ask_driver(60, path) == ({"driver": None}, {})
+    assert ask("nvml", *UUIDS, timeout=60) == ({"driver": None, "links": None, "p2p": None}, {})
 
 
-def test_driver_without_nvml(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is known by its file; what is not known is said, with the remedy."""
-    write(path, {"pynvml.py": "raise ModuleNotFoundError('pynvml')\n"})
-    facts, untold = ask_driver(60, path)
-    assert facts == {"driver": Driver(version="535.1")}
-    assert untold == {"links": NO_NVML, "p2p": NO_NVML}
-    assert "pip install" in NO_NVML
-    (path / "proc/driver/nvidia/version").unlink()
-    assert ask_driver(60, path) == ({"driver": None}, {})
-    asker = Asker(60)
-    monkeypatch.setattr(asker, "process", pytest.fail)
-    monkeypatch.setattr(asker, "ask_process", lambda *_: {"gpus": []})
-    assert doctor_probes.gather(asker, path).driver is None, "where nothing is, nobody is asked"
+def test_driver_without_nvml(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is known by its file; what is not known is said, with the remedy. Where there is
+    no driver, nothing is missing."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (doctor_probes.driver(), links(), p2p()) == (None,) * 3
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.1  Sat\n"
+    write(root, {"proc/driver/nvidia/version": version})
+    assert doctor_probes.driver("aa") == Driver(version="535.1")
+    for matrix_of in (links, p2p):
+        with pytest.raises(ModuleNotFoundError, match="pip install"):
+            matrix_of()
+    (root / "proc/driver/nvidia/version").unlink()
+    with pytest.raises(ModuleNotFoundError, match=NO_NVML.partition(":")[0]):
+        links("aa", "bb")
 
 
 def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.MonkeyPatch):
     """NVML's tables come out in torch's order, and one that fails only leaves a line."""
-    gpus = [
-        Gpu(index=0, name="NVIDIA H200", uuid="cc"),
-        Gpu(index=1, name="NVIDIA H200", uuid="bb"),
-    ]
-    answers = {
-        "torch": {
-            "version": "2.11.0",
-            "cuda": "13.0",
-            "hip": None,
-            "backends": ["gloo"],
-            "error": "",
-        },
-        "nccl": {"version": "2.28.9", "wanted": None, "paths": []},
-        "gpus": gpus,
+    build = {"version": "2.11.0", "cuda": "13.0", "hip": None, "backends": ["gloo"], "error": ""}
+    seen = {
+        "torch": build,
+        "nccl": Library(version="2.28.9"),
+        "gpus": [gpu(0, uuid="cc"), gpu(1, uuid="bb")],
         "peers": matrix(2, True, True),
     }
     broken = "\ndef nvmlDeviceGetP2PStatus(*_):\n    raise NVMLError('no such option')\n"
     write(path, {"pynvml.py": NVML + broken})
-    asker = Asker(30)
-    monkeypatch.setattr(asker, "ask_process", lambda *_: answers)
-    facts = doctor_probes.gather(asker, path)
-    assert facts.links == [["X", "PHB"], ["PHB", "X"]]
-    assert facts.p2p is None
-    assert facts.untold["p2p"] == "NVMLError: no such option"
-    assert "FileNotFoundError" in facts.untold["memory"]
-    assert facts.driver is not None
-    assert facts.driver["cuda"] == "13.0" and len(facts.driver["gpus"]) == 3
-    assert facts.gpus is not None and [g["mig"] for g in facts.gpus] == [None, True]
-    assert facts.torch is not None and facts.nccl == Library(version="2.28.9")
+    real = doctor_ask.ask
+
+    def asked(group: str, *words: str, timeout: float) -> Any:
+        return (seen, {}) if group == "torch" else real(group, *words, timeout=timeout)
+
+    monkeypatch.setattr(doctor_ask, "ask", asked)
+    facts, untold = gather(30, str)
+    assert untold == {"p2p": "NVMLError: no such option"}
+    assert facts["links"] == [["X", "PHB"], ["PHB", "X"]]
+    assert facts["p2p"] is None
+    assert facts["driver"]["cuda"] == "13.0" and len(facts["driver"]["gpus"]) == 3
+    assert [g["mig"] for g in facts["gpus"]] == [None, True]
     assert {"mig", "no-nccl"} <= findings(facts).keys()
+    assert machine(facts).count == 2

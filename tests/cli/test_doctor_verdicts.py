@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +14,26 @@ from doctor_machines import (
     CPU_FACTS,
     GIB,
     GPU_FACTS,
-    LAYER,
     NCCL,
     NO_GPUS,
     PCIE,
+    SILENT,
     Driver,
     HostName,
     Limits,
     PciBus,
     Space,
     Torch,
+    engine,
     findings,
     gpu,
     gpu_facts,
+    machine,
     matrix,
+    need,
 )
-from tokenyard.cli.doctor_engine import NVLINK_BYTES, Workload, likely_engine, need
-from tokenyard.cli.doctor_facts import Facts, numbers, unreachable
-from tokenyard.cli.doctor_findings import of_memory
+from tokenyard.cli.doctor_machine import NVLINK_BYTES, numbers
+from tokenyard.cli.doctor_probes import Record
 from tokenyard.engines import select
 from tokenyard.testing import routing
 
@@ -49,12 +50,12 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
     ("facts", "ranks", "name", "why"),
     [
         (CPU_FACTS, None, "collective", "torch sees no GPU: ranks over gloo"),
-        (replace(CPU_FACTS, gpus=None), None, "collective", "could not tell which GPUs torch sees"),
+        (CPU_FACTS | {"gpus": None}, None, "collective", "could not tell which GPUs torch sees"),
         (
             GPU_FACTS,
             None,
             "nvlink",
-            "4 GPUs that all reach each other, Triton 3.6.0, symmetric memory",
+            "4 GPUs that all reach each other, Triton 3.6.0",
         ),
         (GPU_FACTS, 2, "nvlink", "2 GPUs that all reach each other"),
         (GPU_FACTS, 1, "nvlink", "one rank, on a GPU, Triton 3.6.0"),
@@ -72,7 +73,7 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
             gpu_facts(gpus=[gpu(0)], peers=[[True]], triton="3.5.1"),
             None,
             "collective",
-            "not nvlink: it needs Triton 3.6, and this",
+            "not nvlink: it needs triton 3.6, and this",
         ),
         (
             gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)),
@@ -94,12 +95,12 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
             "collective",
             "ranks 0 and 1 share one GPU",
         ),
-        (gpu_facts(triton=None), None, "collective", "Triton is not installed"),
+        (gpu_facts(triton=None), None, "collective", "triton 3.6, which is not installed"),
         (
             gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]),
             None,
             "collective",
-            "not nvlink: it needs compute capability 7.0, and there is Tesla P100 (6.1)",
+            "not nvlink: it needs compute capability 7.0, and Tesla P100 is older",
         ),
         (gpu_facts(gpus=[gpu(0), gpu(1), OLD_GPU]), 2, "nvlink", "2 GPUs"),
         (gpu_facts(gpus=[OLD_GPU]), 1, "collective", "it needs compute capability 7.0"),
@@ -108,9 +109,14 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
             gpu_facts(triton="3.7.0"),
             None,
             "collective",
-            "not nvlink: it needs Triton 3.6, and this is 3.7.0",
+            "not nvlink: it needs triton 3.6, and this is triton 3.7.0",
         ),
-        (gpu_facts(triton="3.60.0"), None, "collective", "it needs Triton 3.6, and this is 3.60.0"),
+        (
+            gpu_facts(triton="3.60.0"),
+            None,
+            "collective",
+            "it needs triton 3.6, and this is triton 3.60.0",
+        ),
         (
             gpu_facts(symmetric_memory="ImportError: no"),
             None,
@@ -119,10 +125,10 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
         ),
         (gpu_facts(symmetric_memory=None), None, "collective", "symmetric memory: could not tell"),
         (
-            gpu_facts(engines=["auto", "collective"]),
+            gpu_facts(triton=None, gpus=[gpu(0), OLD_GPU]),
             None,
             "collective",
-            "not nvlink: this version does not have it",
+            "which is not installed: pip install 'tokenyard[cuda]'; it needs compute capability",
         ),
         (
             gpu_facts(torch=Torch(version="2", hip="6.4", backends=["gloo", "nccl"])),
@@ -138,10 +144,10 @@ CUDA_BUILD = Torch(version="2.11.0+cu130", cuda="13.0", backends=["gloo", "nccl"
         ),
     ],
 )
-def test_likely_engine(facts: Facts, ranks: int | None, name: str, why: str):
-    engine = likely_engine(facts, ranks)
-    assert engine.name == name
-    assert why in engine.why
+def test_likely_engine(facts: Record, ranks: int | None, name: str, why: str):
+    told = engine(facts, ranks)
+    assert told["name"] == name
+    assert why in told["why"]
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.6.1+git", "3.60.0", "3.7.0"])
@@ -151,8 +157,9 @@ def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.Mon
         select.importlib, "import_module", lambda _: SimpleNamespace(__version__=version)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     taken = not select.obstacle_of(torch.device("cuda", 0))
-    assert taken == (likely_engine(gpu_facts(triton=version)).name == "nvlink")
+    assert taken == (engine(gpu_facts(triton=version))["name"] == "nvlink")
     assert taken == ("triton-version" not in findings(gpu_facts(triton=version)))
 
 
@@ -167,27 +174,26 @@ def test_the_engine_takes_the_same_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     obstacle = select.obstacle_of(torch.device("cuda", 0))
-    engine = likely_engine(gpu_facts(gpus=[gpu(0, capability=".".join(map(str, capability)))]))
-    assert (not obstacle) == (engine.name == "nvlink")
-    assert obstacle.partition(",")[0] in engine.why
+    told = engine(gpu_facts(gpus=[gpu(0, capability=".".join(map(str, capability)))]))
+    assert (not obstacle) == (told["name"] == "nvlink")
+    assert obstacle.partition(",")[0] in told["why"]
 
 
 def test_everything_that_is_missing_is_named():
-    why = likely_engine(gpu_facts(triton=None, peers=matrix(4, False, True))).why
-    assert "6 of 6 pairs" in why and "Triton is not installed" in why
+    why = engine(gpu_facts(triton=None, peers=matrix(4, False, True)))["why"]
+    assert "6 of 6 pairs" in why and "triton 3.6, which is not installed" in why
 
 
 # What is wrong
 
 
 @pytest.mark.parametrize("facts", [CPU_FACTS, GPU_FACTS], ids=["cpu", "gpus"])
-def test_nothing_is_wrong_with_a_good_machine(facts: Facts):
+def test_nothing_is_wrong_with_a_good_machine(facts: Record):
     assert findings(facts) == {}
 
 
 def test_nothing_is_wrong_where_nothing_could_be_told_but_torch():
-    silent = Facts(python="3", engines=["auto"], torch=Torch(version="2", backends=["gloo"]))
-    assert findings(silent) == {}
+    assert findings(SILENT | {"torch": Torch(version="2", backends=["gloo"])}) == {}
 
 
 @pytest.mark.parametrize(
@@ -355,35 +361,39 @@ def test_findings(changes: dict[str, Any], found: dict[str, tuple[str, str, str]
     told = findings(gpu_facts(**changes))
     assert told.keys() == found.keys()
     for name, (severity, cause, remedy) in found.items():
-        assert told[name].severity == severity
-        assert cause in told[name].cause
-        assert remedy in told[name].remedy
+        assert told[name]["severity"] == severity
+        assert cause in told[name]["cause"]
+        assert remedy in told[name]["remedy"]
 
 
-def test_symptoms_name_what_they_are_about():
-    bad = findings(gpu_facts(peers=matrix(4, True, True, _0_3=False, _1_2=False)))["no-peer-access"]
-    assert bad.symptom == "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)"
-    two = findings(gpu_facts(nccl=NCCL | {"paths": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}))[
-        "two-nccls"
-    ]
-    assert two.symptom == "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2"
-    other = findings(gpu_facts(nccl=NCCL | {"version": "2.27.3", "paths": ["/opt/libnccl.so.2"]}))[
-        "nccl-mismatch"
-    ]
-    assert (
-        other.symptom
-        == "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9"
-    )
-    assert (
-        findings(gpu_facts(triton="3.7.0"))["triton-version"].symptom
-        == "Triton 3.7.0: engine nvlink needs 3.6"
-    )
-    assert (
-        "lost"
-        in findings(replace(CPU_FACTS, hostname=HostName(name="lost", error="?")))[
-            "hostname"
-        ].symptom
-    )
+@pytest.mark.parametrize(
+    ("changes", "name", "symptom"),
+    [
+        (
+            {"peers": matrix(4, True, True, _0_3=False, _1_2=False)},
+            "no-peer-access",
+            "no peer access between GPUs 0-3, 1-2 (2 of 6 pairs)",
+        ),
+        (
+            {"nccl": NCCL | {"paths": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}},
+            "two-nccls",
+            "2 NCCLs are loaded: /a/libnccl.so.2, /b/libnccl.so.2",
+        ),
+        (
+            {"nccl": NCCL | {"version": "2.27.3", "paths": ["/opt/libnccl.so.2"]}},
+            "nccl-mismatch",
+            "NCCL 2.27.3 is loaded from /opt/libnccl.so.2, but torch was made for 2.28.9",
+        ),
+        ({"triton": "3.7.0"}, "triton-version", "Triton 3.7.0: engine nvlink needs 3.6"),
+        (
+            {"hostname": HostName(name="lost", error="?")},
+            "hostname",
+            "this host's name lost has no address (?)",
+        ),
+    ],
+)
+def test_symptoms_name_what_they_are_about(changes: dict[str, Any], name: str, symptom: str):
+    assert findings(gpu_facts(**changes))[name]["symptom"] == symptom
 
 
 def test_versions_as_numbers():
@@ -400,24 +410,22 @@ def test_one_way_is_not_enough(a: int, b: int):
     """A GPU that is reached and cannot reach back."""
     peers = matrix(4, True, True)
     peers[a][b] = False
-    assert unreachable(gpu_facts(peers=peers)) == [(min(a, b), max(a, b))]
-    assert likely_engine(gpu_facts(peers=peers)).name == "collective"
+    assert machine(gpu_facts(peers=peers)).unreachable == [(min(a, b), max(a, b))]
+    assert engine(gpu_facts(peers=peers))["name"] == "collective"
 
 
 # Memory
 
 
 def test_memory_of_nvlink_does_not_grow():
-    small = need(replace(LAYER, tokens=64), "nvlink", GPU_FACTS)
-    large = need(LAYER, "nvlink", GPU_FACTS)
-    assert small.even.buffers == large.even.buffers == NVLINK_BYTES == 129 << 20
-    assert large.free == 140 * GIB
-    assert large.most.rows == 4 * 4096
+    small, large = need(GPU_FACTS, tokens=64), need(GPU_FACTS)
+    assert small["even"]["buffers"] == large["even"]["buffers"] == NVLINK_BYTES == 129 << 20
+    assert large["free"] == 140 * GIB
+    assert large["most"]["rows"] == 4 * 4096
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert_major"])
 def test_memory_is_what_one_rank_really_takes(layout: Any):
-    work = Workload(tokens=50, hidden=24, experts=6, topk=3, ranks=1, layout=layout)
     idx, weights = routing("uniform", 0, 1, 50, 3, 6, 0)
     with ty.ExpertParallel(
         num_experts=6, hidden=24, num_topk=3, max_tokens_per_rank=50, device="cpu"
@@ -432,40 +440,39 @@ def test_memory_is_what_one_rank_really_takes(layout: Any):
         buffers = ep.buffer_bytes
     parts = [recv.x, recv.topk_idx, recv.topk_weights, recv.row_weights, recv.source, out]
     real = sum(part.nbytes for part in parts if part is not None)
-    told = need(work, "collective", CPU_FACTS)
-    assert told.even.rows == recv.x.shape[0]
-    assert (told.even.results, told.even.buffers) == (real, buffers)
-    assert told.even == told.most
+    sizes = {"tokens": 50, "hidden": 24, "experts": 6, "topk": 3, "ranks": 1}
+    told = need(CPU_FACTS, layout=layout, **sizes)
+    assert told["even"]["rows"] == recv.x.shape[0]
+    assert (told["even"]["results"], told["even"]["buffers"]) == (real, buffers)
+    assert told["even"]["total"] == real + buffers
+    assert told["even"] == told["most"]
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert_major"])
 def test_rows_of_even_routing(layout: Any):
-    work = Workload(tokens=2000, hidden=8, experts=10, topk=3, ranks=4, layout=layout)
     rows = 0
     for rank in range(4):
         # Rank 0 holds experts 0 to 2.
         here = (routing("uniform", rank, 4, 2000, 3, 10, 1)[0] < 3).sum(1)
         rows += int((here > 0).sum() if layout == "flat" else here.sum())
-    told = need(work, "collective", CPU_FACTS)
-    assert told.even.rows == pytest.approx(rows, rel=0.03)
-    assert told.most.rows == (8000 if layout == "flat" else 24000)
+    told = need(CPU_FACTS, tokens=2000, hidden=8, experts=10, topk=3, ranks=4, layout=layout)
+    assert told["even"]["rows"] == pytest.approx(rows, rel=0.03)
+    assert told["most"]["rows"] == (8000 if layout == "flat" else 24000)
 
 
 def test_what_does_not_fit():
     poor = gpu_facts(gpus=[gpu(0), gpu(1, memory_free=1 << 20), gpu(2), gpu(3)])
-    needs = need(LAYER, "nvlink", poor)
-    assert needs.free == 1 << 20
-    assert [f.severity for f in of_memory(needs, asked=True)] == ["problem"]
-    assert [f.severity for f in of_memory(needs, asked=False)] == ["warning"]
-    assert [f.remedy for f in of_memory(needs, asked=True)] == [
-        "take fewer --tokens, or end what else runs here"
-    ]
-    assert need(replace(LAYER, ranks=1), "nvlink", poor).free == 140 * GIB
-    assert need(LAYER, "collective", CPU_FACTS).free == 6 * GIB // 4
-    crowd = need(replace(LAYER, ranks=1_000_000), "collective", CPU_FACTS)
-    assert [f.remedy for f in of_memory(crowd, asked=True)] == [
+    assert need(poor)["free"] == 1 << 20
+    assert findings(poor)["memory"]["severity"] == "warning"
+    found = findings(poor, asked=True)["memory"]
+    assert found["severity"] == "problem"
+    assert found["remedy"] == "take fewer --tokens, or end what else runs here"
+    assert need(poor, ranks=1)["free"] == 140 * GIB
+    assert need(CPU_FACTS)["free"] == 6 * GIB // 4
+    assert findings(CPU_FACTS, asked=True, ranks=1_000_000)["memory"]["remedy"] == (
         "take fewer --tokens or --ranks, or end what else runs here"
-    ]
-    unknown = need(LAYER, "collective", gpu_facts(gpus=[gpu(0, memory_free=None), gpu(1)]))
-    assert unknown.free is None
-    assert not list(of_memory(unknown, asked=True))
+    )
+    unknown = gpu_facts(gpus=[gpu(0, memory_free=None), gpu(1)], peers=matrix(2, True, True))
+    unknown |= {"links": None}
+    assert need(unknown)["free"] is None
+    assert findings(unknown, asked=True) == {}

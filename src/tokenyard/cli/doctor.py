@@ -1,5 +1,8 @@
 """``tokenyard doctor``: what this machine has, which engine it would get, whether dispatch and
 combine work on it.
+
+Child processes find out (``doctor_ask``, ``doctor_probes``) and run the self-test; ``Machine`` says
+what follows, ``doctor_findings`` what is wrong; ``doctor_report`` prints it.
 """
 
 from __future__ import annotations
@@ -8,28 +11,27 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from tokenyard.cli.consoles import table_console
-from tokenyard.cli.doctor_engine import Engine, Layout, Workload, likely_engine, need
-from tokenyard.cli.doctor_facts import Facts, SelfTest
-from tokenyard.cli.doctor_findings import RULES, of_memory, of_self_test
-from tokenyard.cli.doctor_guard import Asker
-from tokenyard.cli.doctor_probes import gather
-from tokenyard.cli.doctor_report import Diagnosis, as_json, print_diagnosis
+from tokenyard.cli.doctor_ask import ask, gather
+from tokenyard.cli.doctor_findings import PROBLEM, findings
+from tokenyard.cli.doctor_machine import Machine
+from tokenyard.cli.doctor_report import print_document
 from tokenyard.cli.options import bad, command, option
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.launch import under_torchrun
+from tokenyard.version import __version__
 
-Say = Callable[[str], object]
+SCHEMA = 1
+"""Raised when a key of the JSON document changes its meaning or goes away; new ones may come."""
 
-CPU_RANKS = 2
-"""Of the self-test."""
+CPU_RANKS, CPU_WORKLOAD_RANKS = 2, 4
+"""Of the self-test, and of the workload where nobody gives others."""
 
-CPU_WORKLOAD_RANKS = 4
 SIZES = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
 """Of the workload, where nobody gives others."""
 
@@ -47,22 +49,14 @@ class Options:
     experts: Annotated[int | None, _size("experts", "Experts over all ranks.")] = None
     topk: Annotated[int | None, _size("topk", "Experts per token.")] = None
     ranks: Annotated[int | None, _size("ranks", "Ranks of the workload.")] = None
-    layout: Annotated[Layout, option("Order of its received rows.")] = "flat"
+    layout: Annotated[Literal["flat", "expert_major"], option("Order of its received rows.")] = (
+        "flat"
+    )
     self_test: Annotated[bool, option("Dispatch and combine on real ranks.")] = True
-    timeout: Annotated[float, option("Seconds to wait for each answer.", min=0.1, max=86_400)] = (
+    timeout: Annotated[float, option("Seconds to wait for each process.", min=0.1, max=86_400)] = (
         60.0
     )
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Those of the workload, defaults included."""
-        return {name: getattr(self, name) or SIZES[name] for name in SIZES}
-
-    @property
-    def asked(self) -> bool:
-        """Whether a size was given."""
-        return any(getattr(self, name) is not None for name in (*SIZES, "ranks"))
 
 
 @command(Options)
@@ -75,61 +69,53 @@ def doctor(options: Options) -> None:
     """
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    sizes = options.sizes
-    if sizes["topk"] > sizes["experts"]:
-        bad("--topk", f"{sizes['topk']} experts per token, but there are {sizes['experts']}")
-    asker = Asker(options.timeout)
+    given = {name: getattr(options, name) for name in (*SIZES, "ranks")}
+    workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
+    if workload["topk"] > workload["experts"]:
+        bad("--topk", f"{workload['topk']} experts per token, but there are {workload['experts']}")
     with Console(stderr=True).status("") as spinner:  # silent where nobody watches
-        facts = gather(asker, say=spinner.update)
-        ranks = options.ranks or len(facts.gpus or []) or CPU_WORKLOAD_RANKS
-        workload = Workload(**sizes, ranks=ranks, layout=options.layout)
-        tests = run_self_tests(asker, facts, spinner.update) if options.self_test else []
-    diagnosis = diagnose(facts, workload, tests, options.asked, asker)
+        facts, untold = gather(options.timeout, spinner.update)
+        ranks = options.ranks or len(facts["gpus"] or []) or CPU_WORKLOAD_RANKS
+        workload |= {"ranks": ranks, "layout": options.layout}
+        machine = Machine(facts, untold, workload, asked=any(given.values()))
+        if options.self_test:
+            run_self_tests(machine, options.timeout, spinner.update)
+    document = diagnose(machine)
     if options.json:
-        typer.echo(json.dumps(as_json(diagnosis), indent=1))
+        typer.echo(json.dumps(document, indent=1))
     else:
-        print_diagnosis(table_console(), diagnosis)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
+        print_document(table_console(), document)
+    raise typer.Exit(0 if document["healthy"] else 1)
 
 
-def run_self_tests(asker: Asker, facts: Facts, say: Say) -> list[SelfTest]:
+def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:
     """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely
     here.
     """
     plans = [("cpu", CPU_RANKS, COLLECTIVE)]
-    if facts.gpus:
-        plans.append(("cuda", len(facts.gpus), likely_engine(facts).name))
-    tests: list[SelfTest] = []
+    if machine.gpus:
+        plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
     for device, ranks, engine in plans:
         say(f"self-test on {ranks} {device} ranks")
-        words = ("self-test", device, str(ranks), engine, str(asker.timeout / 2))
-        answers, errors = asker.process(["self-test"], *words)
-        told = {"engine": engine, "error": errors.get("self-test", "")}
-        told |= answers.get("self-test", {})
-        tests.append(SelfTest(device=device, ranks=ranks, **told))
-    return tests
+        words = (device, str(ranks), engine, str(timeout / 2))
+        answers, errors = ask("self-test", *words, timeout=timeout)
+        why = errors.get("self-test", "")
+        told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
+        test = {"device": device, "ranks": ranks, **told, "error": why, "ok": not why}
+        machine.self_tests.append(test)
 
 
-def diagnose(
-    facts: Facts, workload: Workload, tests: list[SelfTest], asked: bool, asker: Asker
-) -> Diagnosis:
-    """What the facts mean. A rule that raises becomes something that could not be told, too."""
-    unknown = Engine(COLLECTIVE, "could not tell why")
-    engine = asker.ask("engine", lambda: likely_engine(facts, workload.ranks)) or unknown
-    needs = need(workload, engine.name, facts)
-    findings = [
-        finding
-        for rule in RULES
-        for finding in asker.ask(f"rule {rule.__name__}", lambda rule=rule: list(rule(facts))) or []
-    ]
-    findings += of_memory(needs, asked)
-    findings += [finding for test in tests for finding in of_self_test(test, facts)]
-    return Diagnosis(
-        facts=facts,
-        workload=workload,
-        engine=engine,
-        need=needs,
-        tests=tests,
-        findings=findings,
-        untold=dict(asker.untold),
-    )
+def diagnose(machine: Machine) -> dict[str, Any]:
+    """The document of ``--json``; see ``docs/how-to/doctor.md``."""
+    found = findings(machine)
+    return {
+        "schema": SCHEMA,
+        "tokenyard": __version__,
+        "healthy": not any(finding["severity"] == PROBLEM for finding in found),
+        "engine": machine.engine(machine.workload["ranks"]),
+        "facts": machine.facts,
+        "memory": machine.need,
+        "self_tests": machine.self_tests,
+        "could_not_tell": machine.untold,
+        "findings": found,
+    }

@@ -1,36 +1,22 @@
-"""What is wrong with a machine, by its symptom, with the likely cause and a remedy. Pure functions
-of :class:`Facts`.
+"""What can be wrong with a machine. Every finding is three lines of text: its id, severity and
+symptom; the likely cause; a remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from tokenyard.cli.consoles import bytes_text
-from tokenyard.cli.doctor_engine import Need
-from tokenyard.cli.doctor_facts import (
-    UNLIMITED,
-    Facts,
-    Record,
-    SelfTest,
-    gpu_pairs,
-    numbers,
-    nvlinks,
-    old_gpus,
-    pairs_text,
-    unreachable,
-)
-from tokenyard.cli.doctor_guard import NO_ANSWER, NOT_ASKED
-from tokenyard.engines.known import NVLINK
-from tokenyard.engines.select import TRITON, triton_fits
+from tokenyard.cli.doctor_ask import NO_ANSWER, NOT_ASKED
+from tokenyard.cli.doctor_machine import Machine, numbers, pairs_text
+from tokenyard.cli.doctor_probes import reason
+from tokenyard.engines.select import CAPABILITY, TRITON, triton_fits
 
-MIB = 1 << 20
-SMALL_SHM = 128 * MIB
-"""A container's /dev/shm has 64 MB unless somebody asks for more."""
+PROBLEM, WARNING = "problem", "warning"
+"""A problem: this machine is not healthy. A warning: it works, but less well than it could."""
 
-FEW_FILES = 1024
-
+UNLIMITED = -1
+SMALL_SHM, FEW_FILES = 128 << 20, 1024
 P2P_REASONS = {
     "CNS": "the chipset does not support it",
     "GNS": "these GPUs do not support it",
@@ -44,279 +30,229 @@ ACS = (
     "on bare metal turn ACS off on the PCIe switches and boot with iommu=pt; in a virtual machine "
     "the host has to pass the GPUs through together"
 )
-PROBLEM, WARNING = "problem", "warning"
 
 
-class Finding(NamedTuple):
-    """A problem (this machine is not healthy) or a warning (it works, but less well than
-    it could).
-    """
-
-    id: str
-    severity: str
-    symptom: str
-    cause: str
-    remedy: str
-
-
-Rule = Callable[[Facts], Iterator[Finding]]
-
-
-def _remedy(why: str, remedy: str) -> str:
-    """What helps against ``why`` a process of our own has no answer; ``remedy`` if that is its own
-    fault.
-    """
-    if why.startswith(NOT_ASKED):
-        return "make room for processes (ulimit -u) and for files in a temporary directory (TMPDIR)"
-    slow = "; on a slow machine wait longer: --timeout"
-    return remedy + (slow if why.startswith(NO_ANSWER) else "")
+def findings(m: Machine) -> list[dict[str, str]]:
+    """All that is wrong. A rule that raises becomes something that could not be told."""
+    found: list[dict[str, str]] = []
+    for rule in RULES:
+        try:
+            for words in rule(m):
+                head, cause, remedy = map(str.strip, words.split("\n"))
+                title, symptom = head.split(": ", 1)
+                name, severity = title.split()
+                texts = {"symptom": symptom, "cause": cause, "remedy": remedy}
+                found.append({"id": name, "severity": severity, **texts})
+        except Exception as error:
+            m.untold[f"rule {rule.__name__}"] = reason(error)
+    return found
 
 
-def torch_itself(facts: Facts) -> Iterator[Finding]:
-    """torch does not answer, or cannot start ranks, or has no CUDA beside a driver."""
-    torch, driver = facts.torch, facts.driver
-    if torch is None:
-        why = facts.untold.get("torch", "nobody asked")
-        remedy = (
-            "run python -c 'import torch; torch.cuda.init()'; if that hangs or crashes, mend "
-            "torch or the driver first"
-        )
-        symptom = "torch does not answer"
-        yield Finding("torch-silent", PROBLEM, symptom, why, _remedy(why, remedy))
+def torch_itself(m: Machine) -> Iterator[str]:
+    if not m.torch:
+        why = m.untold.get("torch", "nobody asked")
+        call = "run python -c 'import torch; torch.cuda.init()'"
+        yield f"""torch-silent problem: torch does not answer
+            {why}
+            {with_patience(why, f"{call}; if that hangs or crashes, mend torch or the driver")}"""
         return
-    if "gloo" not in torch["backends"]:
-        symptom = "torch cannot connect ranks over gloo"
-        cause = f"torch {torch['version']} was built without torch.distributed or without gloo"
-        yield Finding("no-gloo", PROBLEM, symptom, cause, "install a build of torch that has it")
-    if driver and not torch["cuda"] and not torch["hip"]:
-        serves = f"; this driver serves CUDA up to {driver['cuda']}" if driver["cuda"] else ""
-        symptom = f"there is an NVIDIA driver ({driver['version']}), but torch sees no GPU"
-        cause = f"torch {torch['version']} is a CPU-only build"
-        remedy = f"install a CUDA build of torch{serves}"
-        yield Finding("cpu-only-torch", PROBLEM, symptom, cause, remedy)
+    version, backends, driver = m.torch["version"], m.torch["backends"], m.driver
+    if "gloo" not in backends:
+        yield f"""no-gloo problem: torch cannot connect ranks over gloo
+            torch {version} was built without torch.distributed or without gloo
+            install a build of torch that has it"""
+    if m.count > 1 and "nccl" not in backends:
+        yield f"""no-nccl warning: torch has no NCCL: GPUs exchange rows through host memory (gloo)
+            torch {version} was built without it
+            install a build of torch with NCCL"""
+    if driver and not m.torch["cuda"] and not m.torch["hip"]:
+        most = f"; this driver serves CUDA up to {driver['cuda']}" if driver["cuda"] else ""
+        yield f"""cpu-only-torch problem: torch sees no GPU beside NVIDIA driver {driver["version"]}
+            torch {version} is a CPU-only build
+            install a CUDA build of torch{most}"""
 
 
-def gpus_do_not_start(facts: Facts) -> Iterator[Finding]:
+def gpus_that_do_not_start(m: Machine) -> Iterator[str]:
     """A driver and a CUDA build of torch, but no GPU."""
-    torch, driver = facts.torch, facts.driver
-    if facts.gpus or torch is None or driver is None or not torch["cuda"]:
+    if m.gpus or not m.torch or not m.driver or not m.torch["cuda"]:
         return
-    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    known = f"although there is an NVIDIA driver ({driver['version']})"
-    symptom = f"torch {torch['version']} sees no GPU, {known}"
-    older = driver["cuda"] and numbers(driver["cuda"])[:1] < numbers(torch["cuda"])[:1]
-    if "too old" in torch["error"] or older:
-        serves = f"serves CUDA up to {driver['cuda']}" if driver["cuda"] else "is older"
-        cause = f"torch needs CUDA {torch['cuda']}, but the driver {serves}"
-        build = f"install a build of torch for CUDA {driver['cuda'] or 'of its age'} or older"
-        yield Finding("old-driver", PROBLEM, symptom, cause, f"update the driver, or {build}")
+    cuda, most, error = m.torch["cuda"], m.driver["cuda"], m.torch["error"]
+    hidden = m.environment.get("CUDA_VISIBLE_DEVICES")
+    symptom = f"torch {m.torch['version']} sees no GPU beside NVIDIA driver {m.driver['version']}"
+    if "too old" in error or (most and numbers(most)[:1] < numbers(cuda)[:1]):
+        serves, build = (f"serves CUDA up to {most}", most) if most else ("is older", "of its age")
+        yield f"""old-driver problem: {symptom}
+            torch needs CUDA {cuda}, but the driver {serves}
+            update the driver, or install a build of torch for CUDA {build} or older"""
     elif hidden is not None:
-        remedy = "unset it, or name the GPUs that ranks may use"
-        cause = f"CUDA_VISIBLE_DEVICES is {hidden!r}"
-        yield Finding("gpus-hidden", WARNING, symptom, cause, remedy)
+        yield f"""gpus-hidden warning: {symptom}
+            CUDA_VISIBLE_DEVICES is {hidden!r}
+            unset it, or name the GPUs that ranks may use"""
     else:
-        cause = torch["error"] or facts.untold.get("gpus") or "nothing says why"
-        remedy = (
-            "see whether nvidia-smi works, whether /dev/nvidia* can be opened here, and what "
-            "dmesg says (Xid)"
-        )
-        yield Finding("gpus-silent", PROBLEM, symptom, cause, remedy)
+        yield f"""gpus-silent problem: {symptom}
+            {error or m.untold.get("gpus") or "nothing says why"}
+            see whether nvidia-smi works, /dev/nvidia* can be opened here, and what dmesg \
+says (Xid)"""
 
 
-def no_driver(facts: Facts) -> Iterator[Finding]:
+def no_driver(m: Machine) -> Iterator[str]:
     """GPUs in the machine, but no driver here, or one that does not answer."""
-    if "driver" in facts.untold:
-        remedy = (
-            "run nvidia-smi by hand and see dmesg (Xid, NVRM); a GPU that fell off the bus needs "
-            "a reset of the machine"
-        )
-        symptom = "the driver does not answer NVML, through which nvidia-smi asks too"
-        yield Finding("nvidia-smi-silent", WARNING, symptom, facts.untold["driver"], remedy)
-    elif facts.pci and facts.pci["gpus"] and facts.driver is None and not facts.gpus:
-        symptom = f"{facts.pci['gpus']} NVIDIA GPU(s) on the PCI bus, but no driver"
-        cause = "the driver is not installed, or this container was started without the GPUs"
-        remedy = "install the driver, or start the container with its GPUs (docker run --gpus all)"
-        yield Finding("no-driver", WARNING, symptom, cause, remedy)
+    if why := m.untold.get("driver"):
+        yield f"""nvidia-smi-silent warning: the driver does not answer NVML, as nvidia-smi asks it
+            {why}
+            run nvidia-smi by hand and see dmesg (Xid, NVRM); a GPU that fell off the bus needs \
+a reset of the machine"""
+    elif m.pci and m.pci["gpus"] and not m.driver and not m.gpus:
+        yield f"""no-driver warning: {m.pci["gpus"]} NVIDIA GPU(s) on the PCI bus, but no driver
+            the driver is not installed, or this container was started without the GPUs
+            install the driver, or start the container with its GPUs (docker run --gpus all)"""
 
 
-def nccl_versions(facts: Facts) -> Iterator[Finding]:
-    """Another NCCL than torch was made for, two of them, or none."""
-    nccl, torch = facts.nccl, facts.torch
-    if len(facts.gpus or []) > 1 and torch and "nccl" not in torch["backends"]:
-        symptom = "GPUs exchange rows over gloo, through host memory: torch has no NCCL"
-        cause = f"torch {torch['version']} was built without it"
-        yield Finding("no-nccl", WARNING, symptom, cause, "install a build of torch with NCCL")
-    if nccl is None:
+def nccl_versions(m: Machine) -> Iterator[str]:
+    """Another NCCL than torch was made for, or two of them."""
+    if not m.nccl:
         return
-    cause = "LD_LIBRARY_PATH, LD_PRELOAD or a package brought another one"
-    if len(nccl["paths"]) > 1:
-        symptom = f"{len(nccl['paths'])} NCCLs are loaded: {', '.join(nccl['paths'])}"
-        remedy = "leave one: unset LD_PRELOAD, or remove the other package"
-        yield Finding("two-nccls", WARNING, symptom, cause, remedy)
-    if nccl["version"] and nccl["wanted"] and numbers(nccl["version"]) != numbers(nccl["wanted"]):
-        where = f" from {nccl['paths'][0]}" if nccl["paths"] else ""
-        symptom = (
-            f"NCCL {nccl['version']} is loaded{where}, but torch was made for {nccl['wanted']}"
-        )
-        package = f"pip install the NCCL {nccl['wanted']} that torch asks for"
-        remedy = f"unset LD_LIBRARY_PATH and LD_PRELOAD, or {package}"
-        yield Finding("nccl-mismatch", WARNING, symptom, cause, remedy)
+    version, wanted, paths = m.nccl["version"], m.nccl["wanted"], m.nccl["paths"]
+    if len(paths) > 1:
+        yield f"""two-nccls warning: {len(paths)} NCCLs are loaded: {", ".join(paths)}
+            LD_LIBRARY_PATH, LD_PRELOAD or a package brought another one
+            leave one: unset LD_PRELOAD, or remove the other package"""
+    if version and wanted and numbers(version) != numbers(wanted):
+        where = f" from {paths[0]}" if paths else ""
+        yield f"""nccl-mismatch warning: NCCL {version} is loaded{where}, \
+but torch was made for {wanted}
+            LD_LIBRARY_PATH, LD_PRELOAD or a package brought another one
+            unset them, or pip install the NCCL {wanted} that torch asks for"""
 
 
-def triton_version(facts: Facts) -> Iterator[Finding]:
-    """Only what keeps GPUs that could run engine ``nvlink`` from it."""
-    if NVLINK not in facts.engines or not facts.gpus or facts.peers is None:
+def software_for_nvlink(m: Machine) -> Iterator[str]:
+    """What alone keeps GPUs that could run engine nvlink from it."""
+    fit = all(numbers(gpu["capability"]) >= CAPABILITY for gpu in m.gpus or ())
+    if not (m.gpus and fit and m.peers) or m.unreachable:
         return
-    if unreachable(facts) or old_gpus(facts):
-        return
-    install = "pip install 'tokenyard[cuda]'"
-    if facts.triton is None:
-        symptom = "engine nvlink is out of reach without Triton"
-        cause = facts.untold.get("triton", "it is not installed")
-        yield Finding("no-triton", WARNING, symptom, cause, install)
-    elif not triton_fits(facts.triton):
-        symptom = f"Triton {facts.triton}: engine nvlink needs {TRITON}"
-        cause = "torch brought it, or something pinned it"
-        yield Finding("triton-version", WARNING, symptom, cause, install)
-    if facts.symmetric_memory and gpu_pairs(facts):
-        symptom = "engine nvlink is out of reach without torch's symmetric memory"
-        remedy = "install torch 2.9 or later"
-        yield Finding("no-symmetric-memory", WARNING, symptom, facts.symmetric_memory, remedy)
+    if m.triton is None:
+        yield f"""no-triton warning: engine nvlink is out of reach without Triton
+            {m.untold.get("triton", "it is not installed")}
+            pip install 'tokenyard[cuda]'"""
+    elif not triton_fits(m.triton):
+        yield f"""triton-version warning: Triton {m.triton}: engine nvlink needs {TRITON}
+            torch brought it, or something pinned it
+            pip install 'tokenyard[cuda]'"""
+    if m.symmetric_memory and m.pairs:
+        yield f"""no-symmetric-memory warning: engine nvlink needs torch's symmetric memory
+            {m.symmetric_memory}
+            install torch 2.9 or later"""
 
 
-def links(facts: Facts) -> Iterator[Finding]:
+def links(m: Machine) -> Iterator[str]:
     """Pairs of GPUs that cannot reach each other's memory (all are named), or may do so badly."""
-    bad, pairs = unreachable(facts), gpu_pairs(facts)
-    domains: list[str] = facts.pci["iommu"] if facts.pci else []
+    bad, mig = m.unreachable, any(gpu["mig"] for gpu in m.gpus or ())
+    domains: list[str] = m.pci["iommu"] if m.pci else []
     kinds = ", ".join(kind for kind in domains if kind != "identity")
     if bad:
-        of = f"{len(bad)} of {len(pairs)} pairs"
-        symptom = f"no peer access between GPUs {pairs_text(bad)} ({of})"
-        words = sorted({facts.p2p[a][b] for a, b in bad} - {"OK", "X"}) if facts.p2p else []
+        words = sorted({m.p2p[a][b] for a, b in bad} - {"OK", "X"}) if m.p2p else []
         told = [f"the driver says {word}: {P2P_REASONS.get(word, 'unknown')}" for word in words]
         told += [f"an IOMMU translates between them ({kinds})"] if kinds else []
-        unknown = "the GPUs' link, or PCIe ACS, an IOMMU or a virtual machine in between"
-        cause = "; ".join(told) or unknown
-        remedy = f"engine collective works without; for P2P over PCIe {ACS}"
-        if any(gpu["mig"] for gpu in facts.gpus or []):
-            cause, remedy = "MIG is on", "turn MIG off: nvidia-smi -mig 0"
-        yield Finding("no-peer-access", WARNING, symptom, cause, remedy)
-    over_pcie = [pair for pair in pairs if pair not in bad and nvlinks(facts, *pair) == 0]
-    if kinds and over_pcie and facts.peers is not None:
-        who = f"GPUs {pairs_text(over_pcie)}"
-        symptom = f"{who} reach each other over PCIe behind an IOMMU ({kinds})"
-        cause = (
-            "ACS may send their traffic through the root complex: slow, and on some machines "
-            "hanging or wrong"
-        )
-        remedy = f"{ACS}; if NCCL hangs, set NCCL_P2P_DISABLE=1"
-        yield Finding("iommu", WARNING, symptom, cause, remedy)
+        unknown = "their link, or PCIe ACS, an IOMMU or a virtual machine in between"
+        away = f"engine collective works without; for P2P over PCIe {ACS}"
+        yield f"""no-peer-access warning: {m.apart(m.count)}
+            {"MIG is on" if mig else "; ".join(told) or unknown}
+            {"turn MIG off: nvidia-smi -mig 0" if mig else away}"""
+    over_pcie = [pair for pair, count in m.nvlinks.items() if not count and pair not in bad]
+    if kinds and over_pcie and m.peers is not None:
+        yield f"""iommu warning: GPUs {pairs_text(over_pcie)} reach each other over PCIe behind \
+an IOMMU ({kinds})
+            ACS may lead it through the root complex: slow, on some machines hanging or wrong
+            {ACS}; if NCCL hangs, set NCCL_P2P_DISABLE=1"""
+    most = max(m.nvlinks.values(), default=0)
+    if fewer := [pair for pair, count in m.nvlinks.items() if count < most]:
+        yield f"""uneven-links warning: GPUs {pairs_text(fewer)} have fewer NVLinks than \
+the {most} of others
+            this board's wiring, or links that are down
+            see nvidia-smi topo -m and nvidia-smi nvlink -s"""
+    if any(gpu["mig"] or " MIG " in str(gpu["name"]) for gpu in m.devices):
+        yield """mig warning: MIG is on
+            MIG instances cannot reach each other's memory, and NCCL takes one per GPU
+            turn it off for ranks that work together: nvidia-smi -mig 0"""
 
 
-def uneven_links(facts: Facts) -> Iterator[Finding]:
-    """Pairs with fewer NVLinks than others, and MIG, which keeps instances apart."""
-    known = {pair: nvlinks(facts, *pair) for pair in gpu_pairs(facts)}
-    counts = {pair: links for pair, links in known.items() if links is not None}
-    most = max(counts.values(), default=0)
-    fewer = [pair for pair, links in counts.items() if links < most]
-    if fewer:
-        symptom = f"GPUs {pairs_text(fewer)} have fewer NVLinks than the {most} of others"
-        cause = "this board's wiring, or links that are down"
-        remedy = "see nvidia-smi topo -m and nvidia-smi nvlink -s"
-        yield Finding("uneven-links", WARNING, symptom, cause, remedy)
-    seen: list[Record] = [*(facts.gpus or []), *(facts.driver["gpus"] if facts.driver else [])]
-    if any(gpu["mig"] or " MIG " in str(gpu["name"]) for gpu in seen):
-        cause = "MIG instances cannot reach each other's memory, and NCCL takes one per GPU"
-        remedy = "turn it off for ranks that work together: nvidia-smi -mig 0"
-        yield Finding("mig", WARNING, "MIG is on", cause, remedy)
-
-
-def host_limits(facts: Facts) -> Iterator[Finding]:
-    """/dev/shm, locked memory, open files."""
-    shm, limits = facts.shm, facts.limits
+def host_limits(m: Machine) -> Iterator[str]:
+    shm, most = m.shm, m.limits or {"memlock": UNLIMITED, "open_files": UNLIMITED}
     if shm and (shm["total"] < SMALL_SHM or shm["free"] < SMALL_SHM // 2):
-        symptom = f"/dev/shm has {bytes_text(shm['total'])}, {bytes_text(shm['free'])} of it free"
-        cause = (
-            "a container gets 64 MB unless told otherwise; NCCL and torch's processes share "
-            "memory there"
-        )
-        remedy = "start it with --ipc=host or --shm-size=8g, or remount /dev/shm larger"
-        yield Finding("small-shm", WARNING, symptom, cause, remedy)
-    if limits and facts.infiniband and limits["memlock"] != UNLIMITED:
-        devices = ", ".join(facts.infiniband)
-        most = bytes_text(limits["memlock"])
-        symptom = f"only {most} can be locked, but there is InfiniBand ({devices})"
-        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
-        yield Finding("memlock", WARNING, symptom, "RDMA locks what it sends from", remedy)
-    if limits and limits["open_files"] != UNLIMITED and limits["open_files"] < FEW_FILES:
-        symptom = f"only {limits['open_files']} files can be open"
-        cause = "every pair of ranks takes sockets"
-        yield Finding("open-files", WARNING, symptom, cause, "ulimit -n 65536")
+        sizes = f"{bytes_text(shm['total'])}, {bytes_text(shm['free'])} of it free"
+        yield f"""small-shm warning: /dev/shm has {sizes}
+            a container gets 64 MB by default; NCCL and torch's processes share memory there
+            start it with --ipc=host or --shm-size=8g, or remount /dev/shm larger"""
+    if m.infiniband and most["memlock"] != UNLIMITED:
+        only, devices = bytes_text(most["memlock"]), ", ".join(m.infiniband)
+        yield f"""memlock warning: only {only} can be locked, but there is InfiniBand ({devices})
+            RDMA locks what it sends from
+            ulimit -l unlimited (docker run --ulimit memlock=-1)"""
+    if UNLIMITED != most["open_files"] < FEW_FILES:
+        yield f"""open-files warning: only {most["open_files"]} files can be open
+            every pair of ranks takes sockets
+            ulimit -n 65536"""
 
 
-def host_settings(facts: Facts) -> Iterator[Finding]:
+def host_settings(m: Machine) -> Iterator[str]:
     """The host's own name, which gloo looks up; variables that somebody set once."""
-    known = facts.hostname
-    why = known["error"] if known else facts.untold.get("hostname", "")
-    if why:
-        name = f", {known['name']}," if known else ""
-        symptom = f"this host's name{name} has no address ({why})"
-        cause = "gloo looks it up when a group is made, and hangs or fails"
-        remedy = (
-            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use (lo "
-            "on one host)"
-        )
-        yield Finding("hostname", WARNING, symptom, cause, remedy)
+    known = m.hostname or {"name": "(unknown)", "error": m.untold.get("hostname")}
+    if known["error"]:
+        yield f"""hostname warning: this host's name {known["name"]} has no address \
+({known["error"]})
+            gloo looks it up when a group is made, and hangs or fails
+            add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks \
+use (lo on one host)"""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
-        if facts.environment.get(name, "0") not in ("", "0") and len(facts.gpus or []) > 1:
-            cause = "NCCL then takes a slower way between GPUs"
-            remedy = "unset it unless NCCL hangs without"
-            yield Finding("nccl-variable", WARNING, f"{name} is set", cause, remedy)
+        if m.environment.get(name, "0") not in ("", "0") and m.pairs:
+            yield f"""nccl-variable warning: {name} is set
+                NCCL then takes a slower way between GPUs
+                unset it unless NCCL hangs without"""
 
 
-RULES: tuple[Rule, ...] = (
+def memory(m: Machine) -> Iterator[str]:
+    """A workload that does not fit is a problem if somebody asked about it."""
+    need = m.need
+    if need["free"] is not None and need["even"]["total"] > need["free"]:
+        total, free = bytes_text(need["even"]["total"]), bytes_text(need["free"])
+        where, fewer = need["where"], " or --ranks" if need["where"] == "host" else ""
+        yield f"""memory {PROBLEM if m.asked else WARNING}: a rank needs {total}, but {free} of \
+{where} memory are free
+            the workload is too large for this machine, or other processes hold its memory
+            take fewer --tokens{fewer}, or end what else runs here"""
+
+
+def self_tests(m: Machine) -> Iterator[str]:
+    """Dispatch and combine failed, hung, or gave other bits than the oracle."""
+    for test in m.self_tests:
+        remedy = "see that 127.0.0.1 and lo work unfiltered, and that GLOO_SOCKET_IFNAME is not set"
+        if test["device"] == "cuda":
+            remedy = "run again with NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1; if it hangs, with "
+            remedy += "NCCL_P2P_DISABLE=1"
+            remedy += f"; for P2P over PCIe {ACS}" if 0 in m.nvlinks.values() else ""
+        if not test["ok"]:
+            ranks = f"{test['ranks']} {test['device']} rank(s), engine {test['engine']}"
+            yield f"""self-test-{test["device"]} problem: the self-test on {ranks} failed
+                {test["error"]}
+                {with_patience(test["error"], remedy)}"""
+
+
+def with_patience(why: str, remedy: str) -> str:
+    """What helps against ``why`` a process has no answer; ``remedy`` if that is its own fault."""
+    if why.startswith(NOT_ASKED):
+        return "make room for processes (ulimit -u) and files in a temporary directory (TMPDIR)"
+    return remedy + ("; on a slow machine wait longer: --timeout" if NO_ANSWER in why else "")
+
+
+RULES: tuple[Callable[[Machine], Iterator[str]], ...] = (
     torch_itself,
-    gpus_do_not_start,
+    gpus_that_do_not_start,
     no_driver,
     nccl_versions,
-    triton_version,
+    software_for_nvlink,
     links,
-    uneven_links,
     host_limits,
     host_settings,
+    memory,
+    self_tests,
 )
-
-
-def of_memory(need: Need, asked: bool) -> Iterator[Finding]:
-    """A workload that does not fit is a problem if somebody ``asked`` about it, a warning if it is
-    the default one.
-    """
-    if need.free is None or need.even.total <= need.free:
-        return
-    free = f"{bytes_text(need.free)} of {need.where} memory are free"
-    symptom = f"a rank needs {bytes_text(need.even.total)}, but {free}"
-    cause = "the workload is too large for this machine, or other processes hold its memory"
-    fewer = "fewer --tokens or --ranks" if need.where == "host" else "fewer --tokens"
-    severity, remedy = PROBLEM if asked else WARNING, f"take {fewer}, or end what else runs here"
-    yield Finding("memory", severity, symptom, cause, remedy)
-
-
-def of_self_test(test: SelfTest, facts: Facts) -> Iterator[Finding]:
-    """Dispatch and combine failed, hung, or gave other bits than the oracle."""
-    if not test.error:
-        return
-    kind = "GPU" if test.device == "cuda" else "CPU"
-    symptom = f"the self-test on {test.ranks} {kind} rank(s), engine {test.engine} failed"
-    remedy = (
-        "see that 127.0.0.1 and interface lo work, that nothing filters them, and that "
-        "GLOO_SOCKET_IFNAME is not set"
-    )
-    if test.device == "cuda":
-        remedy = (
-            "run again with NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1; if it hangs, with "
-            "NCCL_P2P_DISABLE=1"
-        )
-        if any(nvlinks(facts, a, b) == 0 for a, b in gpu_pairs(facts)):
-            remedy += f"; for P2P over PCIe {ACS}"
-    name, remedy = f"self-test-{test.device}", _remedy(test.error, remedy)
-    yield Finding(name, PROBLEM, symptom, test.error, remedy)

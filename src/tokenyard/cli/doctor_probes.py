@@ -1,131 +1,43 @@
-"""Finding out: this host's files and limits, and torch and the driver in processes of their own."""
+"""The questions of ``tokenyard doctor``, answered in child processes: a probe may hang or crash.
+
+Only the standard library is imported before a question is asked, since torch itself may hang.
+``docs/how-to/doctor.md`` says what facts hold. Sizes are bytes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import platform
 import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module, metadata
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from tokenyard.cli.doctor_child import QUESTIONS
-from tokenyard.cli.doctor_facts import Facts, Record
-from tokenyard.cli.doctor_guard import NO_NVML, Asker
-from tokenyard.engines.known import ENGINES
+Record = dict[str, Any]
+ROOT = Path("/")
+"""Where ``proc``, ``sys`` and ``dev`` are."""
 
-NVIDIA, DISPLAY = "0x10de", "0x03"
-"""PCI vendor, and the first digits of a display controller's class."""
-
-SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES")
-LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
-LIBRARIES = ("NCCL_", "NVSHMEM_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "GLOO_", "TRITON_")
-VARIABLES = (*SETTINGS, *LOADER, *LIBRARIES)
-"""How the names of variables begin that change how ranks talk to each other."""
-
-DRIVER_FILE = "proc/driver/nvidia/version"
-
-CGROUPS = (
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
-"""Files of both versions: the limit, what is used, and how much of that is cache."""
+# This host, or the container it is
 
 
-def gather(
-    asker: Asker, root: Path = Path("/"), say: Callable[[str], object] = lambda _: None
-) -> Facts:
-    """Ask everything. ``root`` is where ``proc``, ``sys`` and ``dev`` are; ``say`` is told what is
-    asked just now.
-    """
-    say("looking at this host")
-    questions: dict[str, Callable[[], Any]] = {
-        "cpus": lambda: len(os.sched_getaffinity(0)),
-        "memory": lambda: host_memory(root),
-        "shm": lambda: shared_memory(root),
-        "limits": _limits,
-        "hostname": _hostname,
-        "infiniband": lambda: _names(root / "sys/class/infiniband"),
-        "pci": lambda: pci_bus(root),
-    }
-    facts = {name: asker.ask_soon(name, probe) for name, probe in questions.items()}
-    say("asking torch")
-    facts |= asker.ask_process(QUESTIONS["torch"], "torch")
-    gpus, bus = facts.get("gpus"), facts["pci"]
-    if (root / DRIVER_FILE).is_file() or gpus or (bus and bus["gpus"]):
-        say("asking the driver")
-        facts |= _of_driver(asker, gpus, root)
-    return Facts(
-        python=platform.python_version(),
-        engines=list(ENGINES),
-        environment=environment(dict(os.environ)),
-        **facts,
-        untold=dict(asker.untold),
-    )
-
-
-def _of_driver(asker: Asker, gpus: list[Record] | None, root: Path) -> dict[str, Any]:
-    """What NVML knows about the driver and, in torch's order, about the GPUs that torch sees."""
-    told, errors = asker.process(QUESTIONS["nvml"], "nvml")
-    driver = told.get("driver")
-    if NO_NVML in errors.get("driver", ""):
-        driver = asker.ask("driver", lambda: driver_in(root))
-        errors = {name: NO_NVML for name in ("links", "p2p") if driver or gpus}
-    asker.untold.update(errors)
-    facts: dict[str, Any] = {"driver": driver}
-    if not gpus or not driver:
-        return facts
-    facts["gpus"], order = by_uuid(gpus, driver["gpus"])
-    if order is not None and len(gpus) > 1:
-        for name in ("links", "p2p"):
-            matrix = told.get(name)
-            facts[name] = matrix and [[matrix[a][b] for b in order] for a in order]
-    return facts
-
-
-def driver_in(root: Path) -> Record | None:
-    """The driver as its own file tells, without NVML; None if there is no sign of one."""
-    file = root / DRIVER_FILE
-    text = file.read_text() if file.is_file() else ""
-    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return {"version": match[1], "cuda": None, "gpus": []} if match else None
-
-
-def by_uuid(
-    gpus: Sequence[Record], seen: Sequence[Record]
-) -> tuple[list[Record], list[int] | None]:
-    """Add to torch's GPUs what NVML saw of them (free memory without our own context, MIG).
-
-    Returns:
-        The GPUs, and where each stands among ``seen``; None if one is not there (a MIG instance).
-    """
-    places = {_bare(gpu["uuid"]): at for at, gpu in enumerate(seen) if gpu["uuid"]}
-    order = [places.get(_bare(gpu["uuid"]), -1) for gpu in gpus]
-    merged: list[Record] = []
-    for gpu, at in zip(gpus, order, strict=True):
-        known = {} if at < 0 else {"mig": seen[at]["mig"]}
-        if at >= 0 and seen[at]["memory_free"]:
-            known["memory_free"] = seen[at]["memory_free"]
-        merged.append(gpu | known)
-    return merged, (None if -1 in order else order)
-
-
-def _bare(uuid: str | None) -> str:
-    return (uuid or "").removeprefix("GPU-").removeprefix("MIG-").lower()
-
-
-def host_memory(root: Path) -> Record:
-    """What this host, or the cgroup of this process, has in all and can still give."""
-    sizes = _sizes(root / "proc/meminfo")
+def memory() -> Record:
+    """What the host, or the cgroup of this process (version 2 or 1), has and can still give."""
+    sizes, group = _sizes(ROOT / "proc/meminfo"), ROOT / "sys/fs/cgroup"
     total, free = sizes["MemTotal:"] * 1024, sizes["MemAvailable:"] * 1024
-    for files in CGROUPS:
-        limit, used, stat = (root / "sys/fs/cgroup" / file for file in files)
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
         try:
-            most = int(limit.read_text())  # "max" is no limit
-            left = most - int(used.read_text()) + _sizes(stat).get("inactive_file", 0)
+            most = int((group / limit).read_text())  # "max" is no limit
+            cache = _sizes(group / stat).get("inactive_file", 0)
+            left = most - int((group / used).read_text()) + cache
         except (OSError, ValueError):
             continue
         total, free = min(total, most), min(free, max(left, 0))
@@ -138,49 +50,294 @@ def _sizes(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines}
 
 
-def shared_memory(root: Path) -> Record:
-    """Size and free bytes of ``/dev/shm``, through which NCCL and processes of torch share memory;
-    0 if it is not there.
-    """
-    folder = root / "dev/shm"
+def shm() -> Record:
+    """``/dev/shm``, through which NCCL and processes of torch share memory; 0 where it is not."""
+    folder = ROOT / "dev/shm"
     total, _, free = shutil.disk_usage(folder) if folder.is_dir() else (0, 0, 0)
     return {"total": total, "free": free}
 
 
-def _limits() -> Record:
+def limits() -> Record:
     asked = {"memlock": resource.RLIMIT_MEMLOCK, "open_files": resource.RLIMIT_NOFILE}
     return {name: resource.getrlimit(limit)[0] for name, limit in asked.items()}
 
 
-def _hostname() -> Record:
-    name, why = socket.gethostname(), ""
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        why = str(error)
-    return {"name": name, "error": why}
-
-
-def pci_bus(root: Path) -> Record:
-    """NVIDIA's GPUs on the PCI bus, and the distinct kinds of their IOMMU domains ("identity",
-    "DMA", "DMA-FQ", ...).
+def pci() -> Record:
+    """NVIDIA's display controllers on the bus, and the distinct kinds of their IOMMU domains
+    ("identity", "DMA", "DMA-FQ", ...).
     """
-    devices = root / "sys/bus/pci/devices"
-    gpus = [devices / name for name in _names(devices) if _is_gpu(devices / name)]
-    types = [gpu / "iommu_group/type" for gpu in gpus]
-    kinds = {file.read_text().strip() for file in types if file.is_file()}
-    return {"gpus": len(gpus), "iommu": sorted(kinds)}
+    vendors = (ROOT / "sys/bus/pci/devices").glob("*/vendor")
+    nvidia = [file.parent for file in vendors if file.read_text().strip() == "0x10de"]
+    found = [device for device in nvidia if (device / "class").read_text().startswith("0x03")]
+    kinds = [device / "iommu_group/type" for device in found]
+    told = {file.read_text().strip() for file in kinds if file.is_file()}
+    return {"gpus": len(found), "iommu": sorted(told)}
 
 
-def _is_gpu(device: Path) -> bool:
-    vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-    return vendor == NVIDIA and kind.startswith(DISPLAY)
+def hostname() -> Record:
+    name = socket.gethostname()
+    return {"name": name, "error": why_not(lambda: socket.getaddrinfo(name, None))}
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+def why_not(call: Callable[[], object]) -> str:
+    """Why ``call`` raises; "" if it does not."""
+    try:
+        call()
+    except Exception as error:
+        return reason(error)
+    return ""
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """Of ``variables`` those that change how ranks talk to each other."""
-    return {name: value for name, value in sorted(variables.items()) if name.startswith(VARIABLES)}
+# torch and what it loads
+
+
+def triton() -> str | None:
+    try:
+        return import_module("triton").__version__
+    except ModuleNotFoundError:
+        return None
+
+
+def build() -> Record:
+    """Of torch."""
+    import torch
+    import torch.distributed as dist
+
+    made: Any = torch.version
+    asks = {name: f"is_{name}_available" for name in ("gloo", "nccl", "mpi")}
+    return {
+        "version": torch.__version__,
+        "cuda": made.cuda,
+        "hip": made.hip,
+        "backends": [name for name, ask in asks.items() if getattr(dist, ask, bool)()],
+        "error": why_not(torch.cuda.init) if made.cuda or made.hip else "",
+    }
+
+
+def nccl() -> Record | None:
+    dist = import_module("torch.distributed")
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    version = ".".join(map(str, import_module("torch.cuda.nccl").version()))
+    return library("nvidia-nccl", "libnccl.so") | {"version": version}
+
+
+def library(package: str, file: str) -> Record:
+    """Version of the installed package whose name begins so; the version that torch's own package
+    asks for (``nvidia-nccl-cu13==2.28.9; ...``); files of that name that this process has loaded.
+    """
+    pattern = re.compile(rf"({package}[\w-]*)\s*\(?==\s*([\d.]+)")
+    found = next(filter(None, map(pattern.match, metadata.requires("torch") or [])), None)
+    name, wanted = found.groups() if found else (package, None)
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        version = None
+    maps = (ROOT / "proc/self/maps").read_text()
+    paths = re.findall(rf"(/.*/{re.escape(file)}[^/]*?)(?: \(deleted\))?$", maps, re.MULTILINE)
+    return {"version": version, "wanted": wanted, "paths": list(dict.fromkeys(paths))}
+
+
+def gpus() -> list[Record]:
+    """Those that torch sees; matrices are in the same order."""
+    cuda = import_module("torch.cuda")
+
+    def gpu(index: int) -> Record:
+        known = cuda.get_device_properties(index)
+        try:
+            free = cuda.mem_get_info(index)[0]
+        except RuntimeError:  # in use by a process that keeps others out
+            free = None
+        return {
+            "index": index,
+            "name": known.name,
+            "uuid": str(known.uuid),
+            "capability": f"{known.major}.{known.minor}",
+            "memory_total": known.total_memory,
+            "memory_free": free,
+            "mig": None,
+        }
+
+    return [gpu(index) for index in range(cuda.device_count())]
+
+
+def peers() -> list[list[bool]]:
+    """Whether one GPU can address the other's memory."""
+    cuda = import_module("torch.cuda")
+    count = range(cuda.device_count())
+    return [[a == b or cuda.can_device_access_peer(a, b) for b in count] for a in count]
+
+
+def collect_env() -> dict[str, str]:
+    told = import_module("torch.utils.collect_env").get_env_info()._asdict()
+    return {name: str(value) for name, value in told.items() if value not in (None, "", "N/A")}
+
+
+# The driver, by NVML, which nvidia-smi asks too. Words are torch's GPUs: their UUIDs, in its order.
+
+NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cuda]'"
+DRIVER_FILE = "proc/driver/nvidia/version"
+
+P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS"}
+"""nvidia-smi's word for each status of a pair; others are U, unknown."""
+
+PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvidia-smi's word for the level of a pair's nearest common ancestor."""
+
+READ, SWITCH = 0, 2
+"""NVML's numbers for the capability to read a peer's memory, and for an NVLink to a switch."""
+
+
+def driver(*_: str) -> Record | None:
+    """NVIDIA's, and all GPUs that it sees. Without nvidia-ml-py what the driver's own file says."""
+    try:
+        nvml, found = _nvml()
+    except ModuleNotFoundError:
+        file = ROOT / DRIVER_FILE
+        text = file.read_text() if file.is_file() else ""
+        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+        return {"version": match[1], "cuda": None, "gpus": []} if match else None
+    if nvml is None:
+        return None
+
+    def seen(uuid: str, gpu: Any) -> Record:
+        told: Record = {"uuid": uuid, "name": nvml.nvmlDeviceGetName(gpu)}
+        told |= {"memory_free": None, "mig": None}
+        with suppress(nvml.NVMLError):  # it does not tell
+            told["memory_free"] = nvml.nvmlDeviceGetMemoryInfo(gpu).free
+        with suppress(nvml.NVMLError):  # it cannot be partitioned
+            told["mig"] = bool(nvml.nvmlDeviceGetMigMode(gpu)[0])
+        return told
+
+    newest = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+    return {
+        "version": nvml.nvmlSystemGetDriverVersion(),
+        "cuda": f"{newest // 1000}.{newest % 1000 // 10}",
+        "gpus": [seen(uuid, gpu) for uuid, gpu in found.items()],
+    }
+
+
+def _nvml() -> tuple[Any, dict[str, Any]]:
+    """NVML and its GPUs by bare UUID; None and none where there is no driver.
+
+    Raises:
+        ModuleNotFoundError: nvidia-ml-py is not installed.
+        NVMLError: the driver refuses.
+    """
+    try:
+        nvml: Any = import_module("pynvml")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(NO_NVML) from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
+        return None, {}
+    found = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return nvml, {bare(nvml.nvmlDeviceGetUUID(gpu)): gpu for gpu in found}
+
+
+def bare(uuid: str) -> str:
+    """A UUID without what only NVML writes."""
+    return uuid.removeprefix("GPU-").lower()
+
+
+def matrix(cell: Callable[[Any, Any, Any], str], uuids: tuple[str, ...]) -> Any:
+    """``cell(nvml, a, b)`` of each pair; None where NVML does not know a GPU (a MIG instance)."""
+    if not uuids and not (ROOT / DRIVER_FILE).is_file():
+        return None
+    nvml, found = _nvml()
+    order = [found.get(bare(uuid)) for uuid in uuids]
+    if nvml is None or None in order or len(order) < 2:
+        return None
+    return [["X" if a is b else cell(nvml, a, b) for b in order] for a in order]
+
+
+def path(nvml: Any, a: Any, b: Any) -> str:
+    """The path of a pair as nvidia-smi names it."""
+    ends, others = _nvlinks(nvml, a), _nvlinks(nvml, b)
+    direct = ends.count(nvml.nvmlDeviceGetPciInfo(b).busId.lower())
+    if count := direct + min(ends.count(SWITCH), others.count(SWITCH)):
+        return f"NV{count}"
+    return PATHS.get(int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)), "SYS")
+
+
+def _nvlinks(nvml: Any, gpu: Any) -> list[Any]:
+    """Where each active NVLink of a GPU leads: a PCI address or ``SWITCH``."""
+    found: list[Any] = []
+    for link in range(int(nvml.NVML_NVLINK_MAX_LINKS)):
+        with suppress(nvml.NVMLError):  # fewer links than that, or none at all
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == SWITCH
+                peer = nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)
+                found.append(SWITCH if switch else peer.busId.lower())
+    return found
+
+
+def peer_access(nvml: Any, a: Any, b: Any) -> str:
+    """What the driver says about reading a peer's memory, in nvidia-smi's words."""
+    return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, READ)), "U")
+
+
+# The process
+
+QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "host": {
+        "cpus": lambda: len(os.sched_getaffinity(0)),
+        "memory": memory,
+        "shm": shm,
+        "limits": limits,
+        "infiniband": lambda: sorted(
+            path.name for path in (ROOT / "sys/class/infiniband").glob("*")
+        ),
+        "pci": pci,
+        "hostname": hostname,
+    },
+    "torch": {
+        "triton": triton,
+        "symmetric_memory": lambda: why_not(
+            lambda: import_module("torch.distributed._symmetric_memory")
+        ),
+        "nccl": nccl,
+        "nvshmem": lambda: library("nvidia-nvshmem", "libnvshmem_host.so"),
+        "torch": build,
+        "gpus": gpus,
+        "peers": peers,
+        "preflight": lambda: import_module("tokenyard.memory.preflight").unreachable_here(),
+        "collect_env": collect_env,
+    },
+    "nvml": {
+        "driver": driver,
+        "links": lambda *uuids: matrix(path, uuids),
+        "p2p": lambda *uuids: matrix(peer_access, uuids),
+    },
+    "self-test": {
+        "self-test": lambda *words: import_module("tokenyard.cli.doctor_selftest").run(*words)
+    },
+}
+"""By the process that answers and the name of the fact. What may hang comes last, so that the rest
+is known.
+"""
+
+
+def main(group: str, *words: str) -> None:
+    """Answer the questions of ``group`` on stdout, each as soon as it is known: a JSON line with
+    its ``name``, and ``value`` or ``error``.
+    """
+    for name, ask in QUESTIONS[group].items():
+        try:
+            line = json.dumps({"name": name, "value": ask(*words)})
+        except BaseException as error:
+            line = json.dumps({"name": name, "error": reason(error)})
+        print(f"\n{line}", flush=True)  # at the start of a line, whatever a library printed
+
+
+def reason(error: BaseException) -> str:
+    """An exception as a line of at most 500 characters; of a traceback within its message (a
+    rank's) only the end.
+    """
+    head, *traces = str(error).split("\nTraceback (")
+    if not traces:
+        head = ": ".join(filter(None, (type(error).__name__, head)))
+    frames = traces[-1].splitlines()[1:] if traces else []
+    end = dropwhile(lambda line: not line or line[0].isspace(), frames)
+    return " ".join(" ".join([head, *end]).split())[:500]

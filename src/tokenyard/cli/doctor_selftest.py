@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard import ExpertParallel
-from tokenyard.cli.bench_cases import Call, Oracle, engine_calls, sweep_inputs
+from tokenyard.cli.bench_cases import Oracle, engine_calls, sweep_inputs
 from tokenyard.cli.bench_inputs import Case
 from tokenyard.launch import spawn
 
@@ -17,7 +17,7 @@ TOKENS, HIDDEN, TOPK = 24, 256, 4
 """Of each rank."""
 
 
-def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
+def run(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
     """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"); a silent rank is waited
     for ``seconds``.
 
@@ -32,34 +32,27 @@ def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, o
     return {"engine": name, "why": why, "seconds": round(time.monotonic() - begin, 2)}
 
 
-def case_for(world_size: int, layout: str) -> Case:
-    """Experts do not divide by the ranks, and some tokens pick one expert twice."""
-    return Case(TOKENS, HIDDEN, TOPK, 3 * world_size + 1, "duplicates", layout=layout)
-
-
 def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
     """One rank's part: dispatch and combine in two layouts. Returns the engine and why it is.
 
+    Experts do not divide by the ranks, and some tokens pick one expert twice.
+
     Raises:
-        AssertionError: a bit is wrong; says where.
+        AssertionError: a bit is wrong; says which layout and rank, and where.
     """
-    world = dist.get_world_size()
-    where: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
-    with ExpertParallel(**case_for(world, "flat").sizes, engine=engine, **where) as ep:
-        for layout in ("flat", "expert_major"):
-            case = case_for(world, layout)
+    known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
+    cases = [
+        Case(TOKENS, HIDDEN, TOPK, 3 * dist.get_world_size() + 1, "duplicates", layout=layout)
+        for layout in ("flat", "expert_major")
+    ]
+    with ExpertParallel(**cases[0].sizes, engine=engine, **known) as ep:
+        for case in cases:
             [batch], [sent] = sweep_inputs(case, 0, here, 1)
             truth = Oracle.asked(case, batch, sent)
-            fresh, _, combine = engine_calls(ep, case, [batch])
-            for call in (fresh, combine):
-                attempt(call, truth)
+            for call in engine_calls(ep, case, [batch]):
+                try:
+                    call.attempt(0, truth)
+                except AssertionError as error:
+                    what = f"rank {ep.rank}: {case.layout.upper()} {call.phase}"
+                    raise AssertionError(f"{what}: {error}") from None
         return ep.engine, ep.why
-
-
-def attempt(call: Call, truth: Oracle) -> None:
-    """Call once and compare; says which layout and rank is wrong."""
-    try:
-        call.attempt(0, truth)
-    except AssertionError as error:
-        what = f"{call.case.layout.upper()} {call.phase}"
-        raise AssertionError(f"rank {truth.batch.rank}: {what}: {error}") from None

@@ -176,16 +176,25 @@ def obstacle_of(gpu: torch.device | None) -> str:
     """Why this rank's kernels cannot work on ``gpu``; empty if they can."""
     if gpu is None:
         return "it needs CUDA devices, and a rank works on the CPU"
-    if importlib.util.find_spec("triton") is None:
-        return f"it needs triton {TRITON}, which is not installed: pip install 'tokenyard[cuda]'"
-    version: str = importlib.import_module("triton").__version__
-    if not triton_fits(version):
-        this = f"this is triton {version}: pip install 'tokenyard[cuda]'"
-        return f"it needs triton {TRITON}, and {this}"
-    if torch.cuda.get_device_capability(gpu) < CAPABILITY:
-        least, name = ".".join(map(str, CAPABILITY)), torch.cuda.get_device_name(gpu)
-        return f"it needs compute capability {least}, and {name} is older"
-    return ""
+    version: str | None = None
+    if importlib.util.find_spec("triton") is not None:
+        version = importlib.import_module("triton").__version__
+    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
+    return next(iter(obstacles(version, name, capability)), "")
+
+
+def obstacles(triton: str | None, name: str, capability: tuple[int, ...]) -> list[str]:
+    """Everything that keeps kernels from a GPU, with this version of Triton (None: not there)."""
+    found: list[str] = []
+    install = "pip install 'tokenyard[cuda]'"
+    if triton is None:
+        found.append(f"it needs triton {TRITON}, which is not installed: {install}")
+    elif not triton_fits(triton):
+        found.append(f"it needs triton {TRITON}, and this is triton {triton}: {install}")
+    if capability < CAPABILITY:
+        least = ".".join(map(str, CAPABILITY))
+        found.append(f"it needs compute capability {least}, and {name} is older")
+    return found
 
 
 def triton_fits(version: str) -> bool:
