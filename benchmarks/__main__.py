@@ -18,10 +18,11 @@ from benchmarks.nvlink import Suite, run_suite
 from benchmarks.record import Page, write_record
 from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
-from tokenyard.cli.bench import NVLINK_GBS, leading_console, on_all_ranks, run_rank, words
+from tokenyard.cli.bench import NVLINK_GBS, run_rank, words
 from tokenyard.cli.bench_report import Measurement
+from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import check_device, check_engine, command, option
-from tokenyard.cli.progress import progress
+from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 
 SMALL: dict[str, Any] = {"hidden": 256, "iterations": 2, "warmup": 1}
@@ -129,7 +130,7 @@ class Options:
         changes = {name: given[name] for name in ("iterations", "warmup") if given[name]}
         changes["seed"] = self.seed
         if "engine" in entry.takes:
-            asked = words(self.engine or "nvlink", "--engine", ENGINES)
+            asked = words("--engine", self.engine or "nvlink", ENGINES)
             if len(asked) > 1:
                 raise typer.BadParameter(f"{self.suite} measures one --engine at a time")
             [changes["engine"]] = asked

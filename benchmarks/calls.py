@@ -118,8 +118,7 @@ def collectives(
     calls.append(replace(back, name=f"{back.name} back"))
     if gathers:
         calls += [gather(plain, batches), scatter(plain, batches)]
-    # What stands in for a reduce-scatter says its name itself.
-    found = [call if call.name.startswith("all-reduce") else _of("BF16", call) for call in calls]
+    found = [_of("BF16", call) for call in calls]
     if fp8:
         cast = replace(plain, quantize="fp8")
         calls = [*exchanges(cast, batches), *([gather(cast, batches)] if gathers else [])]

@@ -17,7 +17,7 @@ from torch import Tensor
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
-from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
+from tokenyard.cli.bench_baselines import all_gather, reduce_scatter
 from tokenyard.cli.bench_cases import Batch, failure
 from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_report import Measurement
@@ -216,11 +216,11 @@ def _nccl(batches: list[Batch]) -> Callable[[int], object]:
     ]  # as long as FP8 rows with their scales
     gathered = sent[0].new_empty(size * tokens, sent[0].shape[1])
     sums = [batch.x.repeat(size, 1) for batch in batches]
-    reduce_scatter = reduce_scatter_for(torch.empty_like(batches[0].x), sums[0])[2]
+    reduced = torch.empty_like(batches[0].x)
 
     def pair(number: int) -> None:
         all_gather(gathered, sent[number % len(sent)])
-        reduce_scatter(sums[number % len(sums)])
+        reduce_scatter(reduced, sums[number % len(sums)])
 
     return pair
 

@@ -49,11 +49,11 @@ def network_gbs(line: Measurement) -> float | None:
 class Page(NamedTuple):
     """How a suite's lines are shown.
 
-    ``markdown(lines, suite, facts)`` is the page; ``draw(lines, path)`` its picture.
+    ``markdown(lines, suite, facts)`` is the page; ``draw(path, lines)`` its picture.
     """
 
     markdown: Callable[[list[Measurement], Any, dict[str, Any]], str]
-    draw: Callable[[list[Measurement], Path], None] | None = None
+    draw: Callable[[Path, list[Measurement]], None] | None = None
 
 
 def write_record(
@@ -85,11 +85,11 @@ def write_record(
 
 
 def _draw(
-    draw: Callable[[list[Measurement], Path], None], lines: list[Measurement], path: Path
+    draw: Callable[[Path, list[Measurement]], None], lines: list[Measurement], path: Path
 ) -> bool:
     """False if it cannot be drawn: the figures are worth more than the picture."""
     try:
-        draw(lines, path)
+        draw(path, lines)
     except Exception as error:
         print(f"no picture: {error}")
         return False

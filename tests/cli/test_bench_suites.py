@@ -42,15 +42,10 @@ def batch(tokens: int = 12, ranks: int = 2, experts: int = 8, hidden: int = 256)
 
 
 def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
-    call = Call(
-        case=rows_of(Suite().case(4)),
-        name="gather",
-        phase="dispatch",
-        run=int,
-        check=lambda *_: None,
-        traffic=[Traffic([100, 0], [0, 900]), Traffic([300, 0], [0, 100])],
-        least=[Traffic([10, 3], [3, 40])],
-    )
+    sent: Any = SimpleNamespace(traffic=lambda *_, **__: Traffic([10, 3], [3, 40]))
+    known: dict[str, Any] = {"crosses": Traffic([100, 0], [0, 600])}
+    case = rows_of(Suite().case(4))
+    call = Call(case, [sent], "dispatch", "gather", run=int, check=lambda *_: None, **known)
     line = line_of(call, "", Series([5.0], [4.0]), 2.0, section=MAIN)
     assert (line.wire_bytes, line.floor_us) == (600.0, 0.02)
     assert (line.wall_us, line.device_us, line.ours) == ([5.0], [4.0], False)
@@ -69,11 +64,11 @@ def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> 
     case = Suite(hidden=256, topk=2, experts=8).case(12)
     kinds = [PLAIN, "fp8", "fused", "major", BACK]
     calls = library_calls(ep, case, [sent], kinds)  # pyright: ignore[reportArgumentType]
-    sizes = [call.traffic[0].busiest for call in calls]
+    sizes = [call.least[0].busiest for call in calls]
     rows = sizes[0] / 512
     assert rows > 0 and sizes == [512 * rows, 264 * rows, 264 * rows, 264 * rows, 512 * rows]
-    assert all(call.least == call.traffic for call in calls)
-    there, back = calls[0].traffic[0], calls[-1].traffic[0]
+    assert all(call.crosses is None for call in calls)
+    there, back = calls[0].least[0], calls[-1].least[0]
     assert (back.sent, back.received) == (there.received, there.sent)
 
 
@@ -121,12 +116,12 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(
     moved: list[tuple[int, int]] = []
     suite, sent = Decode(hidden=7168), batch(hidden=7168)
 
-    def reduce_scatter_for(out: Any, sample: Any) -> Any:
-        assert (out.shape, sample.shape) == ((12, 7168), (24, 7168))
-        return "", 1, lambda sums: moved.append((sums.nbytes, 0))
+    def reduce_scatter(out: Any, sums: Any) -> None:
+        assert (out.shape, sums.shape) == ((12, 7168), (24, 7168))
+        moved.append((sums.nbytes, 0))
 
     monkeypatch.setattr(low_latency.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(low_latency, "reduce_scatter_for", reduce_scatter_for)
+    monkeypatch.setattr(low_latency, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(
         low_latency, "all_gather", lambda out, mine: moved.append((out.nbytes, mine.nbytes))
     )

@@ -24,6 +24,7 @@ import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
 from tokenyard.cli.consoles import bytes_text, seconds_text
+from tokenyard.cli.demo import print_result, worst_of_each_kind
 from tokenyard.cli.demo_model import (
     MoeLayer,
     Options,
@@ -33,7 +34,6 @@ from tokenyard.cli.demo_model import (
     results,
 )
 from tokenyard.cli.demo_rank import DemoResult, run_rank
-from tokenyard.cli.demo_report import print_result, worst_of_each_kind
 from tokenyard.cli.progress import progress
 
 SHAPE = Options(hidden=8, ffn=12, experts=5, topk=2, seed=3)
@@ -319,7 +319,7 @@ def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch
         (["--topk", "17"], "17 experts per token, but there are 16"),
         (["--ranks", "0"], "Invalid value for '--ranks'"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
-        (["--engine", "warp"], "'warp' is not one of auto"),
+        (["--engine", "warp"], "'warp' is unknown; use one of auto"),
         (
             ["--engine", "nvlink"],
             "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",

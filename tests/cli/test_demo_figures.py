@@ -5,6 +5,8 @@ warm-up, in their columns.
 from __future__ import annotations
 
 import io
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,9 +16,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from tokenyard.cli import demo_rank
+from tokenyard.cli.demo import print_result
 from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import PHASES, DemoResult, PhaseClock, run_rank, slowest
-from tokenyard.cli.demo_report import print_result
+from tokenyard.cli.demo_rank import PHASES, DemoResult, Share, run_rank
 from tokenyard.cli.plots import heat_map
 from tokenyard.testing import Ranks, distributed_test
 
@@ -34,12 +36,12 @@ def run(ranks: Ranks, steps: int) -> DemoResult:
 
 @distributed_test(world_size=2)
 def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -> None:
-    clocks: list[PhaseClock] = []
+    shares: list[Share] = []
 
-    class Clock(PhaseClock):
-        def __init__(self, device: Any) -> None:
-            super().__init__(device)
-            clocks.append(self)
+    class Kept(Share):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            shares.append(self)
 
     def compare(got: Any, want: Any) -> dict[str, float]:
         return {
@@ -48,11 +50,11 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
         }
 
     with (
-        mock.patch.object(demo_rank, "PhaseClock", Clock),
+        mock.patch.object(demo_rank, "Share", Kept),
         mock.patch.object(demo_rank, "compare", compare),
     ):
         once, often = run(ranks, 1), run(ranks, 3)
-    assert [{name: len(clock.seconds[name]) for name in PHASES} for clock in clocks] == [
+    assert [{name: len(share.seconds[name]) for name in PHASES} for share in shares] == [
         dict.fromkeys(PHASES, steps) for steps in (1, 3)
     ]
     assert (once.sent, once.received) == (often.sent, often.received)
@@ -72,10 +74,19 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
     assert sum(once.load) == 2 * len(TEXT) and once.tokens == [19, 18]
 
 
-def test_a_phase_takes_what_the_slowest_rank_takes() -> None:
-    steps = ([1.0, 9.0, 3.0], [2.0, 3.0, 4.0])
-    ranks = [dict.fromkeys(PHASES, each) for each in steps]
-    assert slowest(ranks) == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
+@distributed_test(world_size=2)
+def test_a_phase_takes_what_the_slowest_rank_takes(ranks: Ranks) -> None:
+    """The median over the steps; the warm-up, here 70 or 80, is none of them."""
+    taken = ([70.0, 1.0, 9.0, 3.0], [80.0, 2.0, 3.0, 4.0])[ranks.rank]
+    turns = {name: iter(taken) for name in PHASES}
+
+    @contextmanager
+    def phase(share: Share, name: str) -> Generator[None, None, None]:
+        yield
+        share.seconds[name].append(next(turns[name]))
+
+    with mock.patch.object(Share, "phase", phase):
+        assert run(ranks, 3).seconds == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
 
 
 RESULT = DemoResult(

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
 
     def tried(result: Any, phase: str = "dispatch") -> None:
         check = truth.check_combined if phase == "combine" else truth.check_routed
-        known: dict[str, Any] = {"traffic": [], "least": [], "name": ""}
+        known: dict[str, Any] = {"batches": [], "name": ""}
         attempt(
             Call(
                 case=case, phase=phase, run=lambda _: result, check=lambda y, _: check(y), **known
@@ -93,10 +93,7 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
         )
 
     def result(**changes: Any) -> Any:
-        known = {
-            name: getattr(want[1], name)
-            for name in ("topk_weights", "row_weights", "topk_idx", "expert_offsets", *names)
-        }
+        known = {each.name: getattr(want[1], each.name) for each in fields(want[1])}
         return SimpleNamespace(**{**known, **changes})
 
     tried(result())

@@ -75,7 +75,9 @@ def test_a_line_comes_at_once_and_then_again_and_again(monkeypatch: pytest.Monke
     assert progress.LINE_SECONDS <= 10
 
 
-def test_a_terminal_has_a_bar_unless_ranks_print(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_a_line_that_changes_unless_ranks_print(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for bar in (True, False):
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "stderr", err)

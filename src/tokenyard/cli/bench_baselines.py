@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, call_of, share
+from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, share
 from tokenyard.cli.bench_inputs import QUANTIZE, Case, everything_to_everyone
 from tokenyard.formats import quantize
 from tokenyard.routing import host_ints, send_order, tokens_in_ranks
@@ -28,7 +28,8 @@ _untyped: Any = dist
 # torch 2.13 renames these and warns about the old names.
 all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
 """``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
-_reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+"""``reduce_scatter(out, rows)``: this rank's part of the sum of every rank's rows."""
 
 
 def wire_words(x: Tensor, mode: Quantize | None = None) -> Tensor:
@@ -83,12 +84,8 @@ class _Trip:
 
 def baselines(case: Case, batches: Sequence[Batch]) -> list[Call]:
     """All of them, of a sweep. Collective."""
-    return [
-        *exchanges(case, batches, copies=True),
-        exchange_back(case, batches),
-        gather(case, batches),
-        scatter(case, batches),
-    ]
+    calls = exchanges(case, batches, copies=True)
+    return [*calls, *(make(case, batches) for make in (exchange_back, gather, scatter))]
 
 
 def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> list[Call]:
@@ -97,23 +94,12 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
     """
     mode = QUANTIZE[case.quantize]
     trips = [_Trip(batch, wire_words(batch.x, mode)) for batch in batches]
-    receive_buffer = trips[0].room(trip.arriving for trip in trips)
+    received = trips[0].room(trip.arriving for trip in trips)
+    packed = trips[0].room(len(trip.order) if copies else 0 for trip in trips)
+    arrived = torch.empty_like(received) if copies else packed
 
     def plain(number: int) -> Tensor:
-        return trips[number].there(receive_buffer[: trips[number].arriving], trips[number].rows)
-
-    def check(rows: Tensor, truth: Any) -> None:
-        assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
-
-    def call(name: str, run: Callable[[int], Tensor], note: str, kept: int) -> Call:
-        known: dict[str, Any] = {"note": note, "kept_bytes": lambda: kept}
-        return call_of(case, batches, DISPATCH, name, run, check, **known)
-
-    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", receive_buffer.nbytes)]
-    if not copies:
-        return calls
-    packed = trips[0].room(len(trip.order) for trip in trips)
-    arrived = torch.empty_like(receive_buffer)
+        return trips[number].there(received[: trips[number].arriving], trips[number].rows)
 
     def fresh(number: int) -> Tensor:
         trip = trips[number]
@@ -125,9 +111,18 @@ def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> 
         send = torch.index_select(trip.x, 0, trip.order, out=packed[: len(trip.order)])
         return trip.there(arrived[: trip.arriving], send).clone()
 
-    calls.append(call(FRESH_COPIES, fresh, "every buffer fresh", 0))
-    kept = packed.nbytes + arrived.nbytes
-    return [*calls, call(KEPT_COPIES, staged, "only the result is fresh", kept)]
+    def check(rows: Tensor, truth: Any) -> None:
+        assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
+
+    table: list[tuple[str, Callable[[int], Tensor], str, list[Tensor]]] = [
+        (PLAIN_EXCHANGE, plain, "rows ready to send", [received]),
+        (FRESH_COPIES, fresh, "every buffer fresh", []),
+        (KEPT_COPIES, staged, "only the result is fresh", [packed, arrived]),
+    ]
+    return [
+        Call(case, batches, DISPATCH, name, run, check, note=note, kept=kept)
+        for name, run, note, kept in (table if copies else table[:1])
+    ]
 
 
 def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
@@ -143,8 +138,8 @@ def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
     def check(result: tuple[Tensor, Tensor], _: Any) -> None:
         assert_same_bits(*result, what="returned rows")
 
-    known: dict[str, Any] = {"note": "rows ready, no sum", "kept_bytes": lambda: room.nbytes}
-    return call_of(case, batches, COMBINE, PLAIN_EXCHANGE, run, check, **known)
+    note = "rows ready, no sum"
+    return Call(case, batches, COMBINE, PLAIN_EXCHANGE, run, check, note=note, kept=[room])
 
 
 def gather(case: Case, batches: Sequence[Batch]) -> Call:
@@ -160,9 +155,9 @@ def gather(case: Case, batches: Sequence[Batch]) -> Call:
     def check(result: Tensor, truth: Any) -> None:
         assert_same_bits(result, wire_words(truth.x, mode), what="gathered rows")
 
-    traffic = everything_to_everyone(case.tokens, size, case.row_bytes)
-    known: dict[str, Any] = {"note": "all tokens to all", "kept_bytes": lambda: everything.nbytes}
-    return call_of(case, batches, DISPATCH, GATHER, run, check, traffic=traffic, **known)
+    known: dict[str, Any] = {"note": "all tokens to all", "kept": [everything]}
+    known["crosses"] = everything_to_everyone(case.tokens, size, case.row_bytes)
+    return Call(case, batches, DISPATCH, GATHER, run, check, **known)
 
 
 def scatter(case: Case, batches: Sequence[Batch]) -> Call:
@@ -170,38 +165,16 @@ def scatter(case: Case, batches: Sequence[Batch]) -> Call:
     size = dist.get_world_size()
     sums = [gathered(batch.x) * share(batch.rank) for batch in batches]
     reduced = torch.empty_like(batches[0].x)
-    name, trips, reduce = reduce_scatter_for(reduced, sums[0])
 
     def run(number: int) -> Tensor:
-        return reduce(sums[number])
+        reduce_scatter(reduced, sums[number])
+        return reduced
 
     def check(result: Tensor, truth: Any) -> None:
         expected = truth.batch.x.float() * sum(map(share, range(size)))
         relative = 2 * torch.finfo(result.dtype).eps
         assert_close(result, expected, relative=relative, what="reduced rows")
 
-    traffic = everything_to_everyone(case.tokens, size, case.combined_row_bytes, trips)
-    known: dict[str, Any] = {"note": "sums of all tokens ready", "traffic": traffic}
-    known["kept_bytes"] = lambda: reduced.nbytes
-    return call_of(case, batches, COMBINE, name, run, check, **known)
-
-
-def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
-    """(name, trips over the wire, call) of the best reduce-scatter that the backend has for this
-    dtype. Collective.
-    """
-
-    def direct(sums: Tensor) -> Tensor:
-        _reduce_scatter(out, sums)
-        return out
-
-    def by_all_reduce(sums: Tensor) -> Tensor:
-        total = sums.clone()
-        _untyped.all_reduce(total)
-        return total[dist.get_rank() * out.shape[0] :][: out.shape[0]].clone()
-
-    try:
-        direct(sample)
-    except RuntimeError:
-        return "all-reduce + slice (no reduce-scatter here)", 2, by_all_reduce
-    return SCATTER, 1, direct
+    known: dict[str, Any] = {"note": "sums of all tokens ready", "kept": [reduced]}
+    known["crosses"] = everything_to_everyone(case.tokens, size, case.combined_row_bytes)
+    return Call(case, batches, COMBINE, SCATTER, run, check, **known)

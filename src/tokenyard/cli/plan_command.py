@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 
 from tokenyard.cli.consoles import table_console
-from tokenyard.cli.options import bad, check_plot, command, option
+from tokenyard.cli.options import check_plot, check_words, command, option
 from tokenyard.cli.plan_report import as_json, print_plan
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.planner.prediction import plan as make_plan
 from tokenyard.planner.prediction import scaling
-from tokenyard.planner.rates import H200, Rates
+from tokenyard.planner.rates import H200
 from tokenyard.planner.record import rates_from
 from tokenyard.planner.traffic import SKEWS
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
@@ -33,14 +33,8 @@ Rate = Annotated[
 ]
 Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
 Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
-Record = Annotated[
-    Path | None,
-    option(
-        "JSON of tokenyard bench --json or of the suite nvlink.",
-        dir_okay=False,
-        show_default="recorded on 2x H200",
-    ),
-]
+FILE = "JSON of tokenyard bench --json or of the suite nvlink."
+Record = Annotated[Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x H200")]
 Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.", dir_okay=False)]
 
 
@@ -65,19 +59,6 @@ class Options:
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
     plot: Plot = None
 
-    @property
-    def dtypes(self) -> list[Dtype]:
-        asked = self.dtype or list(DTYPES)
-        for word in asked:
-            if word not in DTYPES:
-                bad("--dtype", f"{word!r} is unknown; use one of {', '.join(DTYPES)}")
-        return [dtype for dtype in DTYPES if dtype in asked]
-
-    @property
-    def known_rates(self) -> Rates:
-        measured = H200 if self.rates is None else rates_from(self.rates, H200)
-        return measured.with_links(nvlink=self.nvlink, nic=self.nic, latency=self.latency)
-
 
 @command(Options)
 def plan(options: Options) -> None:
@@ -88,10 +69,13 @@ def plan(options: Options) -> None:
     docs/how-to/planner.md says how far it is off.
     """
     check_plot(options.plot)
-    dtypes, given = options.dtypes, asdict(options)
+    asked, given = options.dtype or list(DTYPES), asdict(options)
+    check_words("--dtype", asked, DTYPES)
+    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in asked]
     try:
         workload = Workload(**{name: given[name] for name in WORK})
-        rates = options.known_rates
+        measured = H200 if options.rates is None else rates_from(options.rates, H200)
+        rates = measured.with_links(nvlink=options.nvlink, nic=options.nic, latency=options.latency)
         found = make_plan(workload, rates, dtypes, SKEWS, options.seed)
         shown, refused = ([], {}) if options.plot is None else scaling(workload, rates, dtypes)
     except ValueError as wrong:
@@ -101,9 +85,9 @@ def plan(options: Options) -> None:
     else:
         print_plan(table_console(), found)
     if options.plot is not None:
-        from tokenyard.cli.plan_plot import draw  # matplotlib is an extra
+        from tokenyard.cli.plots import save_plans  # matplotlib is an extra
 
-        draw(shown, options.plot)
+        save_plans(options.plot, shown)
         if refused:
             gpus, why = ", ".join(map(str, refused)), next(iter(refused.values()))
             typer.echo(f"Not in the picture: machines of {gpus} GPUs: {why}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import bytes_text, plain_table, print_line, print_section
+from tokenyard.cli.consoles import bytes_text, print_line, print_tables
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.twolevel_workspace import limit_of
 from tokenyard.planner.prediction import Call, Plan
@@ -41,13 +40,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _named(values: Rates | Traffic) -> dict[str, Any]:
-    """Fields, also those of tuples with names, which ``asdict`` leaves as they are and JSON writes
-    without names.
-    """
+    """Fields, also those of tuples with names, which JSON would write without names."""
     fields: dict[str, Any] = asdict(values)
-    return {
-        n: value._asdict() if hasattr(value, "_asdict") else value for n, value in fields.items()
-    }
+    return {n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()}
 
 
 def _call(call: Call) -> dict[str, Any]:
@@ -65,23 +60,23 @@ def _call(call: Call) -> dict[str, Any]:
 
 def print_plan(console: Console, plan: Plan) -> None:
     """Tables: times, bytes, sizes, rates."""
-    work, engine = plan.workload, plan.engine
-    machine = f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold]"
+    work, engine, rates = plan.workload, plan.engine, plan.rates
     print_line(
         console,
-        f"{machine}, {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of "
-        f"{work.experts} experts. Engine [bold]{engine}[/bold] {_when(plan)}; the others are for "
-        "comparison.",
+        f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold], {work.tokens} tokens per rank, "
+        f"hidden {work.hidden}, top-{work.topk} of {work.experts} experts. Engine "
+        f"[bold]{engine}[/bold] {_when(plan)}; the others are for comparison.",
     )
+    head = "<Call|<Engine|<Routing"
     calls = {call: (f"{call.name} {call.dtype}", call.engine, call.skew) for call in plan.calls}
-    sections = {
+    tables: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         "Time (us; each limit were it alone)": (
-            "<Call|<Engine|<Routing|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
-            [(*head, *_times(call)) for call, head in calls.items()],
+            f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
+            [(*names, *_times(call)) for call, names in calls.items()],
         ),
         "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
-            "<Call|<Engine|<Routing|NVLink|mean|NIC|mean",
-            [(*head, *_bytes(call)) for call, head in calls.items()],
+            f"{head}|NVLink|mean|NIC|mean",
+            [(*names, *_bytes(call)) for call, names in calls.items()],
         ),
         f"Rows of engine {engine} and what once per node saves": (
             "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
@@ -90,23 +85,17 @@ def print_plan(console: Console, plan: Plan) -> None:
         ),
         f"Sizes of engine {engine}": (
             "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
-            list(_sizes(plan)),
+            _sizes(plan),
         ),
     }
-    for title, (heads, rows) in sections.items():
-        table = plain_table(*heads.split("|"))
-        for row in rows:
-            table.add_row(*row)
-        print_section(console, title, table)
-    rates = plan.rates
+    print_tables(console, tables)
     there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
     print_line(
         console,
         f"\n[bold]Rates[/bold] {escape(rates.source)}. Dispatch {there} GB/s, in place {in_place}, "
         f"combine {back}, collective {' and '.join(exchange)}; NIC {rates.nic_gbs:g} GB/s, "
-        f"{rates.latency_us:g} us, {rates.put_us:g} us per put.",
+        f"{rates.latency_us:g} us, {rates.put_us:g} us per put.\n{IGNORED}",
     )
-    print_line(console, IGNORED)
 
 
 def _when(plan: Plan) -> str:
@@ -123,26 +112,30 @@ def us_text(us: float) -> str:
     return f"{us:,.1f}" if 0 < us < 99.95 else f"{us:,.0f}"
 
 
-def _times(call: Call) -> Iterator[str]:
+def _times(call: Call) -> tuple[str, ...]:
     terms = call.terms
-    yield from map(us_text, (terms.us, terms.nvlink, terms.nic, terms.programs))
-    yield from (us_text(terms.latency), us_text(terms.fill), terms.bound)
+    limits = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
+    return (*map(us_text, limits), terms.bound)
 
 
-def _bytes(call: Call) -> Iterator[str]:
-    return map(bytes_text, (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean))
+def _bytes(call: Call) -> tuple[str, ...]:
+    flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
+    return tuple(map(bytes_text, flows))
 
 
-def _rows(rows: Traffic) -> Iterator[str]:
+def _rows(rows: Traffic) -> tuple[str, ...]:
     flat, once = rows.flat_nic.mean, rows.nic.mean
-    yield from (f"{rows.ranks_reached:.2f}", f"{rows.nodes_reached:.2f}")
-    yield from (f"{flat:,.0f}", f"{once:,.0f}", f"{1 - once / flat:.0%}" if flat else "-")
+    saved = f"{1 - once / flat:.0%}" if flat else "-"
+    reached = (f"{rows.ranks_reached:.2f}", f"{rows.nodes_reached:.2f}")
+    return (*reached, f"{flat:,.0f}", f"{once:,.0f}", saved)
 
 
-def _sizes(plan: Plan) -> Iterator[list[str]]:
+def _sizes(plan: Plan) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
     for dtype, sizes in plan.sizes.items():
         total = bytes_text(sizes.symmetric_bytes)
         for ring in sizes.rings:
             counts = (ring.slots, ring.chunk, ring.back_slots, ring.back_chunk)
             each = (ring.name, str(ring.count), bytes_text(ring.num_bytes))
-            yield [dtype, str(sizes.channels), *each, *map(str, counts), total]
+            found.append((dtype, str(sizes.channels), *each, *map(str, counts), total))
+    return found
