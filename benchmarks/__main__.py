@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ class Entry:
 
     preset: Mapping[str, Any]
     tiny: Any
-    run: Callable[..., list[Measurement]]
+    run: Callable[..., Sequence[Measurement]]
     page: Page
     takes: tuple[str, ...] = ()
 
@@ -155,7 +155,7 @@ def grid(text: str | None, ranks: int) -> tuple[int, int]:
     )
 
 
-def measure(suite: Any, options: Options, console: Console) -> list[Measurement]:
+def measure(suite: Any, options: Options, console: Console) -> Sequence[Measurement]:
     """The lines of a suite, on the ranks of the launcher if there is one, else on processes."""
     if isinstance(suite, TwoLevel):
         return on_both_engines(suite, options.where, console)

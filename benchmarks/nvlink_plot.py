@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.nvlink import SMS, TOKENS
+from benchmarks.record import Line
 from tokenyard.cli.bench_cases import COMBINE
-from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.plots import Panel, curves_of, save_panels, styles
 
 
-def draw(path: Path, lines: list[Measurement]) -> None:
+def draw(path: Path, lines: list[Line]) -> None:
     """Write a PNG: time over tokens for dispatch and combine, time over SMs. Lines without times
     are left out.
 
@@ -31,7 +31,7 @@ def draw(path: Path, lines: list[Measurement]) -> None:
     save_panels(path, text, panels, looks)
 
 
-def _panel(title: str, axis: str, lines: list[Measurement]) -> Panel:
+def _panel(title: str, axis: str, lines: list[Line]) -> Panel:
     x = {"tokens": "tokens per rank", "sms": "SMs"}[axis]
     curves = curves_of(lines, lambda line: getattr(line.case, axis) or 0, lambda line: line.name)
     return Panel(title, x, "us", curves)

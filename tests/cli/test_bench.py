@@ -24,8 +24,7 @@ from tokenyard.cli.bench_inputs import (
     Case,
     Traffic,
     all_sent,
-    everything_to_everyone,
-    floor_us,
+    mean_busiest,
     once_per_rank,
     sweep,
 )
@@ -118,13 +117,9 @@ def test_wire_bytes_of_a_tiny_routing() -> None:
     assert (traffic.busiest, traffic.moved) == (30, [40, 20, 40])
 
 
-def test_floor_is_the_busiest_link_averaged_over_inputs() -> None:
+def test_the_busiest_link_is_averaged_over_inputs() -> None:
     inputs = [Traffic([20_000, 0], [0, 20_000]), Traffic([1000, 60_000], [60_000, 1000])]
-    assert floor_us(inputs, 40.0) == 1.0  # 40 kB at 40 GB/s
-
-
-def test_wire_bytes_of_gathering_everything() -> None:
-    assert everything_to_everyone(5, 4, 10) == Traffic([150] * 4, [150] * 4)
+    assert mean_busiest(inputs) == 40_000
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ from benchmarks.calls import BACK, PLAIN, library_calls, rows_of
 from benchmarks.low_latency import Decode, line_for
 from benchmarks.nvlink import MAIN, Suite
 from benchmarks.nvlink_report import losses
-from benchmarks.record import Network, network_gbs
+from benchmarks.record import Line, Network, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
 from tokenyard.cli.bench_cases import Batch, Call
 from tokenyard.cli.bench_inputs import Case, Traffic
-from tokenyard.cli.bench_report import Measurement, line_of
+from tokenyard.cli.bench_report import line_of
 from tokenyard.cli.timing import Series
 from tokenyard.testing import routing
 
@@ -46,10 +46,13 @@ def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
     known: dict[str, Any] = {"crosses": Traffic([100, 0], [0, 600])}
     case = rows_of(Suite().case(4))
     call = Call(case, [sent], "dispatch", "gather", run=int, check=lambda *_: None, **known)
-    line = line_of(call, "", Series([5.0], [4.0]), 2.0, section=MAIN)
+    line = line_of(call, "", Series([5.0], [4.0]), 2.0)
     assert (line.wire_bytes, line.floor_us) == (600.0, 0.02)
     assert (line.wall_us, line.device_us, line.ours) == ([5.0], [4.0], False)
-    assert line_of(call, "wrong", None, None, section=MAIN).wall_us == []
+    assert line_of(call, "wrong", None, None).wall_us == []
+    more: dict[str, Any] = {"section": MAIN, "kind": PLAIN, "bar_us": 3.0}
+    kept = asdict(Line.of(line, **more))
+    assert kept == {**asdict(line), **more, "network": None}
 
 
 def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +78,9 @@ def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> 
 def test_whoever_is_beaten_by_any_baseline_loses() -> None:
     case = Suite().case(4)
 
-    def line(name: str, us: float, ours: bool = False) -> Measurement:
+    def line(name: str, us: float, ours: bool = False) -> Line:
         known: dict[str, Any] = {"section": "tokens", "phase": "dispatch", "ours": ours}
-        return Measurement(case=case, name=name, wall_us=[us], **known)
+        return Line(case=case, name=name, wall_us=[us], **known)
 
     lines = [line("ours", 10.0, ours=True), line("quick", 8.0), line("slow", 20.0)]
     assert losses(lines, "wall") == ["- 4 tokens: ours (10.0 us) loses to quick (1.25x)"]
@@ -137,7 +140,7 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(
 def test_the_rate_is_of_the_rank_with_fewest_rows() -> None:
     network = Network(planned=[], row_bytes=100, rows=[50.0, 20.0])
     case = TwoLevel().case(1, engine="twolevel", sms=1)
-    line = Measurement(
+    line = Line(
         case=case, name="", phase="", device_us=[2.0, 3.0, 1.0], wall_us=[9.0], network=network
     )
     assert (network.payload_bytes, network_gbs(line)) == (2000.0, 1.0)
@@ -185,7 +188,7 @@ def test_times_are_of_one_call_each_on_its_own_clock(
     suite_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert suite_run._per_call([8.0, 4.0]) == [2.0, 1.0]
-    said: list[Measurement] = []
+    said: list[Line] = []
     case = rows_of(TwoLevel().case(1))
     counted = SimpleNamespace(
         call=SimpleNamespace(case=case, name="x", phase="", kind="", ep=None),

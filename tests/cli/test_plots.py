@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks import nvlink_plot
+from benchmarks.record import Line
 from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.plots import save_bench, save_plans
 from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200
@@ -36,12 +36,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def rows_of(record: str) -> list[Measurement]:
+def rows_of(record: str) -> list[Line]:
     """Of a record of before the schema had a number."""
-    known = {each.name for each in fields(Measurement)}
+    known = {each.name for each in fields(Line)}
     rows = json.loads((RECORDS / record).read_text())["rows"]
     return [
-        Measurement(
+        Line(
             case=Case(**row["job"], sms=row["sms"], rings=row.get("rings")),
             **{name: value for name, value in row.items() if name in known},
         )

@@ -150,15 +150,13 @@ class Call:
     """Something to time, of an engine or of a collective.
 
     Attributes:
-        case, phase, name, kind: of its line. note: a sentence about it.
+        case, phase, name: of its line. note: a sentence about it.
         run: the timed call; takes the number of the input, returns the result.
         check: compares a result with the truth about that input; raises ``AssertionError``.
         crosses: what crosses the wire, if that is more than :attr:`least`.
         kept: tensors that stay between calls for the sake of ``run``, besides what ``ep`` keeps.
         cold: the same call where nothing is kept from earlier ones, to measure memory.
         ep: the object whose call it is, None of a collective.
-        prepare: brings an input to where ``run`` reads it, before a result is checked.
-        bar_us: what it should at most take, in microseconds.
     """
 
     case: Case
@@ -172,9 +170,6 @@ class Call:
     kept: Sequence[Tensor] = ()
     cold: Callable[[int], Any] | None = None
     ep: ty.ExpertParallel | None = None
-    kind: str = ""
-    prepare: Callable[[int], Any] | None = None
-    bar_us: float | None = None
 
     @property
     def title(self) -> str:
@@ -199,8 +194,6 @@ class Call:
 
     def attempt(self, number: int, truth: Any) -> None:
         """Call once on an input; raises ``AssertionError`` if the result is wrong."""
-        if self.prepare is not None:
-            self.prepare(number)
         self.check(self.run(number), truth)
 
 

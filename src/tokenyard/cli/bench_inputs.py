@@ -121,21 +121,6 @@ def once_per_rank(topk_idx: Sequence[Tensor], num_experts: int, row_bytes: int) 
     return Traffic(host_ints(rows.sum(1)), host_ints(rows.sum(0)))
 
 
-def everything_to_everyone(tokens: int, ranks: int, row_bytes: int) -> Traffic:
-    """Traffic of an all-gather or a reduce-scatter of ``tokens`` rows a rank."""
-    each = [tokens * (ranks - 1) * row_bytes] * ranks
-    return Traffic(each, each)
-
-
 def mean_busiest(traffic: Sequence[Traffic]) -> float:
     """Bytes of the busiest link, mean over the inputs."""
     return sum(each.busiest for each in traffic) / len(traffic)
-
-
-def floor_us(traffic: Sequence[Traffic], link_gbs: float) -> float:
-    """Microseconds that the busiest link needs at ``link_gbs`` GB/s (1e9 bytes) each way.
-
-    >>> floor_us([Traffic([3700, 0], [0, 3700])], 370.0)
-    0.01
-    """
-    return mean_busiest(traffic) / link_gbs / 1e3

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,7 @@ from rich.console import Console
 import tokenyard
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
 from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Call
-from tokenyard.cli.bench_inputs import Case, floor_us, mean_busiest
+from tokenyard.cli.bench_inputs import Case, mean_busiest
 from tokenyard.cli.consoles import print_tables
 from tokenyard.cli.timing import Series, Stats, summarise
 
@@ -43,24 +44,20 @@ class Measurement:
     """One line of a table. Times are microseconds of one call of the slowest rank, one per round.
 
     Attributes:
-        name, phase: of the system or the call. section, kind: where it belongs in a suite.
+        name, phase: of the system or the call.
         ours: a call of the library. note: about it. error: why there are no times, "" if there are.
         wall_us: the Python call until its results are complete.
         device_us: between CUDA events, None without a GPU.
         wire_bytes: in the busiest direction of the busiest rank, no self traffic, mean over inputs.
         floor_us: what the case's least traffic takes at the link's rate, None if that is unknown.
-        bar_us: what it should at most take, None without a bar.
         symmetric_bytes: symmetric memory held after the calls, None if unknown.
         peak_bytes: most tensor bytes beyond the inputs, of the rank with most, kept buffers too.
         peak_per_moved: peak over bytes sent plus received, of the worst rank; None if nothing is.
-        network: what crosses between nodes (``benchmarks``), None if nobody counted.
     """
 
     case: Case
     name: str
     phase: str
-    section: str = ""
-    kind: str = ""
     ours: bool = False
     note: str = ""
     error: str = ""
@@ -68,11 +65,9 @@ class Measurement:
     device_us: list[float] | None = None
     wire_bytes: float = 0.0
     floor_us: float | None = None
-    bar_us: float | None = None
     symmetric_bytes: int | None = None
     peak_bytes: int | None = None
     peak_per_moved: float | None = None
-    network: Any = None
 
     @property
     def wall(self) -> Stats | None:
@@ -112,7 +107,6 @@ class Measurement:
             "device": self.device and self.device._asdict(),
             "wire_gbs": self.wire_gbs,
             "percent_of_floor": self.percent_of_floor,
-            "network_gbs": self.network and self.gbs(self.network.payload_bytes),
         }
 
 
@@ -123,27 +117,26 @@ def line_of(
     link_gbs: float | None,
     *,
     peaks: list[int] | None = None,
-    **known: Any,
 ) -> Measurement:
     """The line of a call. ``peaks``: of each rank, the most bytes of tensors beyond the inputs."""
     least = call.least
     moved, relative = least[0].moved, None
     if peaks and all(moved):
         relative = max(peak / size for peak, size in zip(peaks, moved, strict=True))
-    same = {name: getattr(call, name) for name in ("case", "name", "phase", "kind", "note")}
     return Measurement(
-        **same,
+        case=call.case,
+        name=call.name,
+        phase=call.phase,
+        note=call.note,
         ours=call.ep is not None,
         error=error,
         wall_us=times.wall if times else [],
         device_us=times.device if times else None,
         wire_bytes=mean_busiest([call.crosses] if call.crosses else least),
-        floor_us=None if error or link_gbs is None else floor_us(least, link_gbs),
-        bar_us=call.bar_us,
+        floor_us=None if error or link_gbs is None else mean_busiest(least) / link_gbs / 1e3,
         symmetric_bytes=call.symmetric_bytes,
         peak_bytes=max(peaks) if peaks else None,
         peak_per_moved=relative,
-        **known,
     )
 
 
@@ -227,7 +220,7 @@ def verdicts(rows: list[Measurement]) -> list[str]:
 # For a program
 
 
-def write_json(path: Path, rows: list[Measurement], facts: dict[str, Any]) -> None:
+def write_json(path: Path, rows: Sequence[Measurement], facts: dict[str, Any]) -> None:
     """Every figure with its raw times, behind :func:`facts_of` the run."""
     content = {**facts, "rows": [row.as_json() for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")

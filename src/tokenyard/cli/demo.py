@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
+from statistics import median
 
 import typer
 from rich.bar import Bar
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
 
 from tokenyard.cli.consoles import (
+    Rows,
     bytes_text,
     leading_console,
     print_line,
@@ -20,7 +22,7 @@ from tokenyard.cli.consoles import (
     seconds_text,
 )
 from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import DemoResult, run_rank
+from tokenyard.cli.demo_rank import Part, run_rank
 from tokenyard.cli.options import (
     bad,
     check_device,
@@ -65,12 +67,12 @@ def demo(options: Options) -> None:
         f"{options.experts} experts, {options.dtype}, {options.layout}"
     )
     print_line(console, f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}")
-    result = _run(options, text, world, console)
-    good = print_result(console, result, LIMITS[options.dtype])
+    parts = _run(options, text, world, console)
+    good = print_result(console, parts, LIMITS[options.dtype])
     if leads and options.plot is not None:
         from tokenyard.cli.plots import save_traffic  # matplotlib is an extra
 
-        save_traffic(options.plot, result, title)
+        save_traffic(options.plot, parts, title)
         print_line(console, f"Wrote {escape(str(options.plot))}")
     raise typer.Exit(int(not good))
 
@@ -110,7 +112,7 @@ def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     return name, content[:most]
 
 
-def _run(options: Options, text: bytes, world: int, console: Console) -> DemoResult:
+def _run(options: Options, text: bytes, world: int, console: Console) -> list[Part]:
     steps = [f"step {i + 1} of {options.steps}" for i in range(options.steps)]
     stages = [f"starting {world} ranks", "warming up", *steps, "comparing with one process"]
     with progress(stages, console) as counter:
@@ -123,27 +125,30 @@ def _run(options: Options, text: bytes, world: int, console: Console) -> DemoRes
 # What is printed
 
 
-def print_result(console: Console, result: DemoResult, limit: float) -> bool:
+def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
     """Everything that there is to say about a run; returns whether every error is within
     ``limit``.
     """
-    errors, worst = result.errors, worst_of_each_kind(result.errors)
-    print_line(console, f"Engine {escape(result.why)}")
-    counts = (map(str, each) for each in (result.experts, result.tokens, result.rows))
-    moved = (map(bytes_text, map(sum, each)) for each in (result.sent, result.received))
-    ranks = zip(map(str, range(len(result.rows))), *counts, *moved, strict=True)
+    print_line(console, f"Engine {escape(parts[0].why)}")
+    ranks = [
+        (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))
+        for rank, part in enumerate(parts)
+        for counts in [(rank, len(part.load), part.tokens, part.rows)]
+    ]
+    load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
+    errors = worst_errors(parts)
     verdicts = ("[red]mismatch[/red]", "[green]ok[/green]")
     compared = [
-        (escape(name), f"{errors[name]:.1e}", f"{limit:.0e}", verdicts[errors[name] <= limit])
-        for name in worst
+        (escape(name), f"{error:.1e}", f"{limit:.0e}", verdicts[error <= limit])
+        for name, error in errors.items()
     ]
-    sections: dict[str, tuple[str, Iterable[Sequence[RenderableType]]]] = {
+    sections: dict[str, tuple[str, Rows]] = {
         "Ranks (bytes over the wire per step, forward and backward)": (
             "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received",
             ranks,
         ),
-        f"Expert load ({_imbalance(result.load)})": ("Expert|Rank|Tokens|<", _load(result)),
-        "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(result.seconds)),
+        f"Expert load ({_imbalance(load)})": ("Expert|Rank|Tokens|<", _load(load)),
+        "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(parts)),
         "Relative error against the same layer on one process": (
             "<Tensor (of its kind the worst)|Error|Limit|<",
             compared,
@@ -151,45 +156,54 @@ def print_result(console: Console, result: DemoResult, limit: float) -> bool:
     }
     print_tables(console, sections)
     print_line(console, "")
-    wrong = [name for name in worst if not errors[name] <= limit]
-    for name in wrong:
-        text = f"MISMATCH: {name}: relative error {errors[name]:.1e}, but the limit is {limit:.0e}"
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    for name, error in wrong.items():
+        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {limit:.0e}"
         print_line(console, f"[bold red]{escape(text)}[/bold red]")
     if not wrong:
-        text = f"The output and all {len(errors) - 1} gradients match; the largest relative error"
-        print_line(console, f"[green]{text} is {max(errors.values()):.1e}[/green]")
+        count = len({name for part in parts for name in part.errors}) - 1
+        text = f"The output and all {count} gradients match; the largest relative error is"
+        print_line(console, f"[green]{text} {max(errors.values()):.1e}[/green]")
     return not wrong
 
 
-def worst_of_each_kind(errors: Mapping[str, float]) -> list[str]:
-    """Of ``gate[0] gradient``, ``gate[1] gradient``, ... only the one with the largest error."""
-    worst: dict[str, str] = {}
-    for name in sorted(errors, key=lambda name: errors[name]):
-        worst[name.partition("[")[0]] = name
-    return [name for name in errors if name in worst.values()]
-
-
-def _imbalance(load: Sequence[int]) -> str:
-    mean = sum(load) / len(load)
-    shown = f"{MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
-    return f"{shown}the largest is {max(load) / mean:.2f} times the mean of {mean:.3g} tokens"
+def worst_errors(parts: Sequence[Part]) -> dict[str, float]:
+    """By tensor the largest error of any rank; of ``gate[0] gradient``, ``gate[1] gradient``, ...
+    only the one with the largest.
+    """
+    worst: dict[str, tuple[str, float]] = {}
+    for part in parts:
+        for name, error in part.errors.items():
+            kind = name.partition("[")[0]
+            if kind not in worst or error > worst[kind][1]:
+                worst[kind] = name, error
+    return dict(worst.values())
 
 
 def _bar(value: float, most: float, rank: int = 0) -> Bar:
     return Bar(most, 0, value, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
 
 
-def _load(result: DemoResult) -> list[Sequence[RenderableType]]:
-    load, most = result.load, max(result.load)
-    owners = [rank for rank, held in enumerate(result.experts) for _ in range(held)]
-    busiest = sorted(range(len(owners)), key=lambda expert: -load[expert])[:MOST_BARS]
-    return [
-        (str(at), str(owners[at]), str(load[at]), _bar(load[at], most, owners[at]))
-        for at in sorted(busiest)
-    ]
+def _imbalance(load: Sequence[tuple[int, int]]) -> str:
+    most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
+    shown = f"{MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
+    return f"{shown}the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens"
 
 
-def _phases(seconds: Mapping[str, float]) -> list[Sequence[RenderableType]]:
-    most, total = max(seconds.values()), sum(seconds.values())
-    bars = [(name, seconds_text(each), _bar(each, most)) for name, each in seconds.items()]
-    return [*bars, ("sum", seconds_text(total))]
+def _load(load: Sequence[tuple[int, int]]) -> Rows:
+    """``load``: by expert, its rank and its tokens."""
+    busiest = sorted(range(len(load)), key=lambda expert: -load[expert][1])[:MOST_BARS]
+    most = load[busiest[0]][1]
+    for expert in sorted(busiest):
+        rank, count = load[expert]
+        yield str(expert), str(rank), str(count), _bar(count, most, rank)
+
+
+def _phases(parts: Sequence[Part]) -> Rows:
+    seconds = {
+        name: median(map(max, zip(*(part.seconds[name] for part in parts), strict=True)))
+        for name in parts[0].seconds
+    }
+    most = max(seconds.values())
+    yield from ((name, seconds_text(each), _bar(each, most)) for name, each in seconds.items())
+    yield "sum", seconds_text(sum(seconds.values()))

@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,36 +18,32 @@ from torch import Tensor
 import tokenyard as ty
 from tokenyard.cli.demo_model import SHARED, MoeLayer, Options, compare, make_weights, results
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import slowest_rank
 from tokenyard.routing import expert_bounds, host_ints
 
-T = TypeVar("T")
 PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
 
 
 @dataclass(frozen=True, slots=True)
-class DemoResult:
-    """What the ranks saw, the same on every rank.
+class Part:
+    """What one rank saw.
 
     Attributes:
         why: the engine that ran, and the reason for it.
-        tokens, rows, experts: per rank, tokens that it owns, rows that one dispatch brings it,
-            experts that it holds (rank 0 the first ones, and so on).
-        sent, received: bytes per step (forward and backward) at rank ``i`` to or from rank ``j``.
-        load: per expert, tokens routed to it.
-        errors: largest relative error per compared tensor (named by :func:`results`).
-        seconds: per phase, median over the steps of the slowest rank.
+        tokens, rows: that it owns, that one dispatch brings it.
+        sent, received: bytes per step (forward and backward) to and from each rank.
+        load: tokens routed to each expert that it holds; rank 0 has the first ones, and so on.
+        errors: relative error per compared tensor, named by :func:`results`.
+        seconds: by phase, one entry per step.
     """
 
     why: str
-    tokens: list[int]
-    rows: list[int]
-    sent: list[list[float]]
-    received: list[list[float]]
-    experts: list[int]
+    tokens: int
+    rows: int
+    sent: list[float]
+    received: list[float]
     load: list[int]
     errors: dict[str, float]
-    seconds: dict[str, float]
+    seconds: dict[str, list[float]]
 
 
 class Share:
@@ -69,8 +63,7 @@ class Share:
         self.gradient = gradient.to(device, options.row_dtype)
         self.weights = make_weights(options, device)
         here = {name: w if name in SHARED else w[held] for name, w in self.weights.items()}
-        self.layer = MoeLayer(here, options)
-        self.seconds = defaultdict[str, list[float]](list)
+        self.layer, self.seconds = MoeLayer(here, options), defaultdict[str, list[float]](list)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None, None, None]:
@@ -119,49 +112,42 @@ class Share:
         return compare(got, results(whole, wanted[self.mine], first_expert=0))
 
 
-def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> DemoResult:
-    """Be one rank. Every rank passes the same ``text``; rank 0 counts finished stages: start,
-    warm-up, steps.
+def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> list[Part]:
+    """Be one rank: what all ranks saw, in their order. Every rank passes the same ``text``; rank 0
+    counts finished stages: start, warm-up, steps.
     """
     share = Share(device, options, text)
-
-    def begin_stage() -> None:
-        """Start together, so that no phase counts another rank's delay."""
-        advance(counter)
-        sum_over_ranks(torch.zeros(1))
-
-    with ty.ExpertParallel(
-        num_experts=options.experts,
-        hidden=options.hidden,
-        num_topk=options.topk,
-        max_tokens_per_rank=share.most_tokens,
-        engine=options.engine,
-        device=device,
-    ) as ep:
-        begin_stage()
+    sizes = {"num_experts": options.experts, "hidden": options.hidden, "num_topk": options.topk}
+    where: dict[str, Any] = {"engine": options.engine, "device": device}
+    with ty.ExpertParallel(**sizes, max_tokens_per_rank=share.most_tokens, **where) as ep:
+        begin_stage(counter)
         y, recv = share.step(ep)
         share.seconds.clear()
         before = bytes_so_far(ep)
         for _ in range(options.steps):
-            begin_stage()
+            begin_stage(counter)
             y, recv = share.step(ep)
         moved: Any = (bytes_so_far(ep) - before) / options.steps
-    begin_stage()
-    taken = torch.tensor([share.seconds[name] for name in PHASES], dtype=torch.float64)
-    times: list[list[float]] = slowest_rank(taken, device).tolist()  # pyright: ignore
-    errors = of_ranks(share.errors(y))
-    names = dict.fromkeys(chain.from_iterable(errors))
-    return DemoResult(
+    begin_stage(counter)
+    mine = Part(
         why=ep.why,
-        tokens=of_ranks(y.shape[0]),
-        rows=of_ranks(recv.x.shape[0]),
-        sent=of_ranks(moved[0].tolist()),
-        received=of_ranks(moved[1].tolist()),
-        experts=of_ranks(len(recv.tokens_per_expert)),
-        load=list(chain.from_iterable(of_ranks(host_ints(recv.tokens_per_expert)))),
-        errors={name: max(rank.get(name, 0.0) for rank in errors) for name in names},
-        seconds=dict(zip(PHASES, map(median, times), strict=True)),
+        tokens=y.shape[0],
+        rows=recv.x.shape[0],
+        sent=moved[0].tolist(),
+        received=moved[1].tolist(),
+        load=host_ints(recv.tokens_per_expert),
+        errors=share.errors(y),
+        seconds=dict(share.seconds),
     )
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def begin_stage(counter: Counter) -> None:
+    """Start together, so that no phase counts another rank's delay. Collective."""
+    advance(counter)
+    sum_over_ranks(torch.zeros(1))
 
 
 def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
@@ -170,15 +156,8 @@ def bytes_so_far(ep: ty.ExpertParallel) -> Tensor:
     return torch.tensor([stats.bytes_sent, stats.bytes_received], dtype=torch.float64)
 
 
-def of_ranks(mine: T) -> list[T]:
-    """Collective: what every rank passes, in rank order."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Collective: the sum of every rank's tensor, on this tensor's device."""
+    """The sum of every rank's tensor, on this tensor's device. Collective."""
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
     total = tensor.detach().to(where, copy=True)
     dist.all_reduce(total)

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 
 from tokenyard.cli.bench_cases import COMBINE, DISPATCH
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.demo_rank import DemoResult
+from tokenyard.cli.demo_rank import Part
 from tokenyard.planner import prediction
 
 OURS = ("#c8553d", "#e9a23b", "#8f2d56", "#f2c57c", "#7f4f24")
@@ -227,31 +227,30 @@ def heat_map(axes: Axes, matrix: Sequence[Sequence[float]], *, title: str, unit:
     axes.set(title=title, xlabel="destination rank", ylabel="source rank")
 
 
-def _bars_by_rank(axes: Axes, result: DemoResult) -> None:
+def _bars_by_rank(axes: Axes, loads: Sequence[Sequence[int]]) -> None:
     """One bar per expert in its rank's colour, and their mean."""
-    load, owners = result.load, zip(result.experts, cycle(RANK_COLOURS), strict=False)
-    first, mean = 0, sum(load) / len(load)
-    for rank, (count, colour) in enumerate(owners):
-        places, tops = range(first, first + count), load[first : first + count]
-        axes.bar(places, tops, width=0.85, color=colour, label=f"rank {rank}")
-        first += count
+    first, mean = 0, sum(map(sum, loads)) / sum(map(len, loads))
+    for rank, (load, colour) in enumerate(zip(loads, cycle(RANK_COLOURS), strict=False)):
+        places = range(first, first + len(load))
+        axes.bar(places, load, width=0.85, color=colour, label=f"rank {rank}")
+        first += len(load)
     axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
-    axes.set(title="Expert load", xlabel="expert", ylabel="tokens", xlim=(-0.7, len(load) - 0.3))
+    axes.set(title="Expert load", xlabel="expert", ylabel="tokens", xlim=(-0.7, first - 0.3))
     axes.spines[["top", "right"]].set_visible(False)
-    if (ranks := len(result.experts)) <= MOST_LABELS:
+    if len(loads) <= MOST_LABELS:
         below: Look = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "frameon": False}
-        axes.legend(ncols=min(ranks + 1, 5), **below)
+        axes.legend(ncols=min(len(loads) + 1, 5), **below)
 
 
-def save_traffic(path: Path, result: DemoResult, title: str) -> None:
+def save_traffic(path: Path, parts: Sequence[Part], title: str) -> None:
     """Write a figure of the bytes between ranks (per step) beside the tokens of each expert."""
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    scale, unit = (1e6, "MB") if max(map(max, result.sent)) >= 1e6 else (1e3, "kB")
-    traffic = [[value / scale for value in row] for row in result.sent]
+    scale, unit = (1e6, "MB") if max(max(part.sent) for part in parts) >= 1e6 else (1e3, "kB")
+    traffic = [[value / scale for value in part.sent] for part in parts]
     per_step = f"{unit} per step, forward and backward"
     heat_map(left, traffic, title="Bytes between ranks", unit=per_step)
-    _bars_by_rank(right, result)
+    _bars_by_rank(right, [part.load for part in parts])
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
