@@ -104,7 +104,7 @@ def library_calls(
         kind = KINDS[name]
         if name in IN_PLACE and ep.engine not in IN_PLACE_ENGINES:
             continue
-        found = engine_calls(ep, replace(case, **kind.changes), batches, another)
+        found = engine_calls(ep, replace(case, **kind.changes), batches)
         fresh, cached, combine = found
         call = combine if kind.combine else cached if kind.cached else fresh
         bar = (bars or {}).get(name)

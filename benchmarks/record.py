@@ -94,8 +94,10 @@ def write_record(
     ``ranks``: GPUs that were used, if not all. Returns the path of the page.
     """
     out.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(suite, device)
-    facts["versions"]["nvshmem"] = package_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    facts = facts_of(suite, device, "python -m benchmarks")
+    facts["versions"]["nvshmem"] = package_version("nvidia-nvshmem-cu13") or package_version(
+        "nvidia-nvshmem-cu12"
+    )
     facts["devices"] = facts["devices"][:ranks]
     names: list[str] = facts["devices"]
     hardware = f"{len(names)}x{names[0].split()[-1].lower()}" if device == "cuda" else "cpu"

@@ -121,7 +121,7 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
     ]
     ep: Any = SimpleNamespace(buffer_bytes=9, engine="nvlink")
     calls = [
-        call(DISPATCH, *least, cold=lambda _: 1000, kept=[torch.zeros(50, dtype=torch.uint8)]),
+        call(DISPATCH, *least, run=lambda _: 1000, kept=[torch.zeros(50, dtype=torch.uint8)]),
         call(DISPATCH, *least),
         call(CACHED, *least, run=lambda _: 200, ep=ep),
         call(COMBINE, *least, run=lambda _: 300, kept=[torch.zeros(7, dtype=torch.uint8)]),
@@ -163,15 +163,12 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
     back = traffic_of(inputs, CASE.combined_row_bytes, back=True)
     make = partial(ty.ExpertParallel, **CASE.sizes, engine="collective", device=ranks.device)
     with make() as ep:
-        dispatch, cached, combine = bench.engine_calls(ep, CASE, batches, lambda: ep)
+        dispatch, cached, combine = bench.engine_calls(ep, CASE, batches)
         assert (dispatch.least, cached.least, combine.least) == (there, there, back)
         assert dispatch.crosses is cached.crosses is combine.crosses is None
         assert {each.symmetric_bytes for each in (dispatch, cached, combine)} == {0}
-        assert [each.kept_bytes for each in (dispatch, cached, combine)] == [
-            0,
-            ep.buffer_bytes,
-            ep.buffer_bytes,
-        ]
+        kept = {each.kept_bytes for each in (dispatch, cached, combine)}
+        assert kept == {ep.buffer_bytes} and ep.buffer_bytes > 0
         expected = Oracle.asked(CASE, batches[0], inputs[0])
         received = dispatch.run(0)
         dispatch.check(received, expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -146,9 +145,9 @@ def run_case(
     with ExitStack() as objects:
         calls: list[Call] = []
         for engine in plan.engines:
-            make = partial(ty.ExpertParallel, **case.sizes, engine=engine, device=device)
             try:
-                calls += engine_calls(objects.enter_context(make()), case, batches, make)
+                ep = ty.ExpertParallel(**case.sizes, engine=engine, device=device)
+                calls += engine_calls(objects.enter_context(ep), case, batches)
             except ty.NotSupported as error:
                 known: dict[str, Any] = {"name": f"tokenyard {engine}", "error": str(error)}
                 lines += [Measurement(case=case, phase=phase, **known) for phase in PHASES]
@@ -173,8 +172,7 @@ def measure(
     advance(counter)
     right = [call for call, error in zip(calls, errors, strict=True) if not error]
     peaks = [
-        on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes, device)
-        for each in right
+        on_ranks(peak_extra_bytes(each.run, 0, device) + each.kept_bytes, device) for each in right
     ]
     advance(counter)
     series = time_interleaved(

@@ -155,7 +155,6 @@ class Call:
         check: compares a result with the truth about that input; raises ``AssertionError``.
         crosses: what crosses the wire, if that is more than :attr:`least`.
         kept: tensors that stay between calls for the sake of ``run``, besides what ``ep`` keeps.
-        cold: the same call where nothing is kept from earlier ones, to measure memory.
         ep: the object whose call it is, None of a collective.
     """
 
@@ -168,7 +167,6 @@ class Call:
     note: str = ""
     crosses: Traffic | None = None
     kept: Sequence[Tensor] = ()
-    cold: Callable[[int], Any] | None = None
     ep: ty.ExpertParallel | None = None
 
     @property
@@ -184,8 +182,8 @@ class Call:
 
     @property
     def kept_bytes(self) -> int:
-        warm = 0 if self.ep is None or self.cold else self.ep.buffer_bytes
-        return warm + sum(tensor.nbytes for tensor in self.kept)
+        ours = 0 if self.ep is None else self.ep.buffer_bytes
+        return ours + sum(tensor.nbytes for tensor in self.kept)
 
     @property
     def symmetric_bytes(self) -> int:
@@ -197,16 +195,9 @@ class Call:
         self.check(self.run(number), truth)
 
 
-def engine_calls(
-    ep: ty.ExpertParallel,
-    case: Case,
-    batches: Sequence[Batch],
-    another: Callable[[], ty.ExpertParallel] | None = None,
-) -> list[Call]:
+def engine_calls(ep: ty.ExpertParallel, case: Case, batches: Sequence[Batch]) -> list[Call]:
     """A dispatch with a new routing, one whose handle is known, and a combine of the rows that
     came, times :func:`share`. Collective.
-
-    ``another`` makes an unused object like ``ep``, for the memory of a first call.
     """
     mode, sent = QUANTIZE[case.quantize], list[Any](each.x for each in batches)
     if case.cast_before and mode is not None:
@@ -214,14 +205,9 @@ def engine_calls(
     view: dict[str, Any] = {"in_place": True} if case.in_place else {}
     weighted: dict[str, Any] = {"weighted": True} if case.layout != "flat" else {}
 
-    def fresh(number: int, on: ty.ExpertParallel = ep) -> ty.Received:
+    def fresh(number: int) -> ty.Received:
         more: dict[str, Any] = {"layout": LAYOUTS[case.layout], "quantize": mode}
-        return on.dispatch(sent[number], *batches[number].picks, **more)
-
-    def cold(number: int) -> ty.Received:
-        assert another is not None
-        with another() as unused:
-            return fresh(number, unused)
+        return ep.dispatch(sent[number], *batches[number].picks, **more)
 
     def cached(number: int) -> ty.Received:
         return ep.dispatch(sent[number], handle=handles[number], quantize=mode, **view)
@@ -242,7 +228,7 @@ def engine_calls(
         return Call(case, batches, phase, f"tokenyard {ep.engine}", run, judge, ep=ep, **known)
 
     return [
-        call(DISPATCH, fresh, "check_routed", cold=cold, note=ep.why),
+        call(DISPATCH, fresh, "check_routed", note=ep.why),
         call(CACHED, cached, "check_rows"),
         call(COMBINE, combine, "check_combined"),
     ]

@@ -226,14 +226,12 @@ def write_json(path: Path, rows: Sequence[Measurement], facts: dict[str, Any]) -
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def facts_of(suite: Any, device: str) -> dict[str, Any]:
+def facts_of(suite: Any, device: str, program: str = "tokenyard") -> dict[str, Any]:
     """What is needed to repeat a run of ``suite``, a dataclass, on "cpu" or "cuda"."""
-    suites = "benchmarks" in Path(sys.argv[0]).parts
-    program = ["python", "-m", "benchmarks"] if suites else ["tokenyard"]
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([*program, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
@@ -268,14 +266,12 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def package_version(*names: str) -> str | None:
-    """Of the first of these packages that is installed."""
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+def package_version(name: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def device_names(device: str) -> list[str]:
