@@ -202,7 +202,7 @@ def printed(rows: list[Measurement], iterations: int = 20) -> list[list[str]]:
 
 
 def test_columns_hold_what_their_heads_say() -> None:
-    case = replace(CASE, sms=24)
+    case = CASE
     ours = Measurement(
         case=case,
         name="ours",
@@ -224,9 +224,9 @@ def test_columns_hold_what_their_heads_say() -> None:
         ),
     ]
     lines = [" ".join(line) for line in printed(rows)]
-    heads = "system end-to-end us device us wire GB/s % of floor x a2a SMs symm. MiB peak MiB"
+    heads = "system end-to-end us device us wire GB/s % of floor x a2a symm. MiB peak MiB"
     at = lines.index(heads)
-    assert lines[at + 2] == "combine ours 9.0 / 30.0 / 8.0 5.0 / 6.0 / 4.0 0.2 40 0.50 24 3 7"
+    assert lines[at + 2] == "combine ours 9.0 / 30.0 / 8.0 5.0 / 6.0 / 4.0 0.2 40 0.50 3 7"
     assert any(line.startswith("us: median / p99 / min of the slowest rank") for line in lines)
 
 

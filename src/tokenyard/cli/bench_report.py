@@ -31,7 +31,7 @@ SCHEMA = 2
 
 QUOTABLE_ITERATIONS = 20
 MIB = 1 << 20
-COLUMNS = "<|<system|end-to-end us|device us|wire GB/s|% of floor|x a2a|SMs|symm. MiB|peak MiB"
+COLUMNS = "<|<system|end-to-end us|device us|wire GB/s|% of floor|x a2a|symm. MiB|peak MiB"
 LEGEND = (
     "us: median / p99 / min of the slowest rank per round; wire: busiest direction of the busiest "
     "rank, no self traffic; x a2a: beside all_to_all_single of the same rows; peak: tensors beyond "
@@ -173,7 +173,6 @@ def _cells(row: Measurement, rows: list[Measurement]) -> list[str]:
         (row.wire_gbs, ".3g"),
         (row.percent_of_floor, ".0f"),
         (ratio(row, rows, PLAIN_EXCHANGE, COMBINE if row.phase == COMBINE else DISPATCH), ".2f"),
-        (row.case.sms, "d"),
         (None if row.symmetric_bytes is None else row.symmetric_bytes / MIB, ".0f"),
         (None if row.peak_bytes is None else row.peak_bytes / MIB, ".3g"),
     )
