@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import GATHER, PLAIN_EXCHANGE, SCATTER, baselines
+from tokenyard.cli.bench_baselines import (
+    GATHER,
+    PLAIN_EXCHANGE,
+    SCATTER,
+    instead_of_combine,
+    instead_of_dispatch,
+)
 from tokenyard.cli.bench_cases import COMBINE, Batch, Call, engine_calls, share
 from tokenyard.cli.bench_inputs import Case
 
@@ -138,13 +144,13 @@ def collectives(
     case: Case, batches: Sequence[Batch], *, fp8: bool = False, gathers: bool = True
 ) -> list[SuiteCall]:
     """What anybody could use instead, of BF16 rows; ``fp8``: there of FP8 rows as well."""
+    plain, cast = rows_of(case), replace(rows_of(case), quantize="fp8")
+    moved = {
+        "BF16": [*instead_of_dispatch(plain, batches), *instead_of_combine(plain, batches)],
+        "FP8": instead_of_dispatch(cast, batches) if fp8 else [],
+    }
     names = (PLAIN_EXCHANGE, *((GATHER, SCATTER) if gathers else ()))
-    plain = rows_of(case)
-    found = [_of("BF16", call) for call in baselines(plain, batches, names)]
-    if fp8:
-        casts = baselines(replace(plain, quantize="fp8"), batches, names)
-        found += [_of("FP8", call) for call in casts if call.phase != COMBINE]
-    return found
+    return [_of(rows, e) for rows, calls in moved.items() for e in calls if e.name in names]
 
 
 def _of(rows: str, call: Call) -> SuiteCall:

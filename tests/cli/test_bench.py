@@ -299,13 +299,13 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(number: int) -> None:
         raise ValueError("this cannot be done")
 
-    honest = bench_command.baselines
+    honest = bench_command.instead_of_combine
 
     def with_one_more(case: Case, batches: Any) -> list[Call]:
         doomed = Call(case, batches, COMBINE, "doomed", run=refuses, check=lambda *_: None)
         return [doomed, *honest(case, batches)]
 
-    monkeypatch.setattr(bench_command, "baselines", with_one_more)
+    monkeypatch.setattr(bench_command, "instead_of_combine", with_one_more)
     result = run("--skew", "zipf")
     assert result.exit_code == 1
     assert (

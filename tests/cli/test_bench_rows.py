@@ -18,7 +18,13 @@ from typer.testing import CliRunner
 import tokenyard as ty
 from tokenyard.cli import app, bench, bench_cases, timing
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baselines
+from tokenyard.cli.bench_baselines import (
+    FRESH_COPIES,
+    KEPT_COPIES,
+    PLAIN_EXCHANGE,
+    instead_of_combine,
+    instead_of_dispatch,
+)
 from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
 from tokenyard.cli.bench_inputs import (
     NUM_INPUTS,
@@ -148,7 +154,8 @@ def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench_cases.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(bench_cases, "all_sent", sent)
     monkeypatch.setattr(bench_cases.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(bench, "baselines", lambda *_, **__: [])
+    for phase in ("dispatch", "combine"):
+        monkeypatch.setattr(bench, f"instead_of_{phase}", lambda *_: [])
     monkeypatch.setattr(bench, "measure", lambda *_: [])
     assert bench.run_case(CASE, replace(PLAN, engines=[]), CPU) == []
     assert made == [(2, number, 9) for number in range(NUM_INPUTS)]
@@ -175,7 +182,8 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
         received.topk_weights[0, 0] += 1
         with pytest.raises(AssertionError, match="topk_weights: 1 of"):
             dispatch.check(received, expected)
-        found = {(each.name, each.phase): each for each in baselines(CASE, batches)}
+        others = [*instead_of_dispatch(CASE, batches), *instead_of_combine(CASE, batches)]
+        found = {(each.name, each.phase): each for each in others}
     everything = CASE.tokens * CASE.row_bytes
     assert found["all-gather", DISPATCH].crosses == Traffic([everything] * 2, [everything] * 2)
     scattered = found["reduce-scatter", COMBINE].crosses

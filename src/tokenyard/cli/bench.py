@@ -14,7 +14,7 @@ from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_baselines import baselines
+from tokenyard.cli.bench_baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.cli.bench_cases import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
 from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
 from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
@@ -151,7 +151,7 @@ def run_case(
             except ty.NotSupported as error:
                 known: dict[str, Any] = {"name": f"tokenyard {engine}", "error": str(error)}
                 lines += [Measurement(case=case, phase=phase, **known) for phase in PHASES]
-        calls += baselines(case, batches)
+        calls += [*instead_of_dispatch(case, batches), *instead_of_combine(case, batches)]
 
         def truth(number: int) -> Oracle:
             return Oracle.asked(case, batches[number], sent[number])

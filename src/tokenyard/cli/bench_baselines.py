@@ -24,7 +24,6 @@ from tokenyard.types import Quantize
 PLAIN_EXCHANGE, GATHER, SCATTER = "all_to_all_single", "all-gather", "reduce-scatter"
 FRESH_COPIES = "index_select + a2a + copy"
 KEPT_COPIES = "index_select + a2a + copy (staging kept)"
-NAMES = (PLAIN_EXCHANGE, FRESH_COPIES, KEPT_COPIES, GATHER, SCATTER)
 
 _untyped: Any = dist
 # torch 2.13 renames these and warns about the old names.
@@ -81,12 +80,6 @@ class _Trip:
         return out
 
 
-def baselines(case: Case, batches: Sequence[Batch], names: Sequence[str] = NAMES) -> list[Call]:
-    """Those of ``names``. Collective."""
-    calls = [*_instead_of_dispatch(case, batches), *_instead_of_combine(case, batches)]
-    return [call for call in calls if call.name in names]
-
-
 def _all_to_all_ranks(case: Case, row_bytes: int) -> Traffic:
     """Of every token of every rank."""
     size = dist.get_world_size()
@@ -94,7 +87,10 @@ def _all_to_all_ranks(case: Case, row_bytes: int) -> Traffic:
     return Traffic(each, each)
 
 
-def _instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
+def instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
+    """The rows of a dispatch, without and with the copies around them that it needs; every token to
+    every rank. Collective.
+    """
     mode = QUANTIZE[case.quantize]
     trips = [_Trip(batch, mode) for batch in batches]
     received = trips[0].room(*(trip.arriving for trip in trips))
@@ -138,9 +134,9 @@ def _instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
     return [*calls, Call(case, batches, DISPATCH, GATHER, gather, all_rows, note, crosses, kept)]
 
 
-def _instead_of_combine(case: Case, batches: Sequence[Batch]) -> list[Call]:
+def instead_of_combine(case: Case, batches: Sequence[Batch]) -> list[Call]:
     """Rows back to their owners, without the sum that combine ends with; sums of every token of
-    every rank.
+    every rank. Collective.
     """
     trips = [_Trip(batch) for batch in batches]
     rows = [trip.there(trip.room(trip.arriving), trip.rows) for trip in trips]
