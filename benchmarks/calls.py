@@ -17,8 +17,8 @@ from tokenyard.cli.bench_baselines import (
     instead_of_combine,
     instead_of_dispatch,
 )
-from tokenyard.cli.bench_cases import COMBINE, Batch, Call, engine_calls, share
-from tokenyard.cli.bench_inputs import Case
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import COMBINE, Batch, Call, engine_calls, share
 
 FRESH, PLAIN, DIRECT, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
 

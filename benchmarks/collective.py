@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.record import Page, find, head, markdown_table, times
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_inputs import sweep
 from tokenyard.cli.bench_report import Measurement, verdicts
 from tokenyard.cli.plots import save_bench
+from tokenyard.testing.cases import sweep
 
 SKEWS = ["uniform", "zipf"]
 

@@ -19,11 +19,11 @@ from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from tokenyard.cli.bench_baselines import all_gather, reduce_scatter
-from tokenyard.cli.bench_cases import Batch, failure
-from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import on_ranks, slowest_rank
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, failure
 from tokenyard.testing.compare import assert_same_bits
+from tokenyard.testing.timing import on_ranks, slowest_rank
 
 _cuda: Any = torch.cuda
 

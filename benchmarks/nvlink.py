@@ -32,11 +32,11 @@ from benchmarks.calls import (
 )
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
-from tokenyard.cli.bench_cases import Batch, check, failure
-from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.bench_report import line_of
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import time_interleaved
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, check, failure
+from tokenyard.testing.timing import time_interleaved
 
 HEAD_START_US = 1000.0
 """Longer than the host takes to launch any of the calls."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks.nvlink import SMS, TOKENS
 from benchmarks.record import Line
-from tokenyard.cli.bench_cases import COMBINE
 from tokenyard.cli.plots import Panel, curves_of, save_panels, styles
+from tokenyard.testing.checked_calls import COMBINE
 
 
 def draw(path: Path, lines: list[Line]) -> None:

@@ -10,8 +10,8 @@ from benchmarks.calls import BACK, FRESH, NEW_ROUTING_BAR_US, PLAIN, rows_of
 from benchmarks.nvlink import BOUNDED, MAIN, MAKING, SMS, TOKENS, ZIPF, Suite
 from benchmarks.nvlink_plot import draw
 from benchmarks.record import MB, NO_TIME, Line, Page, find, head, markdown_table, times
-from tokenyard.cli.bench_cases import COMBINE
 from tokenyard.cli.bench_report import number
+from tokenyard.testing.checked_calls import COMBINE
 
 
 def markdown(lines: list[Line], suite: Suite, facts: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tokenyard.cli.bench_report import Measurement, facts_of, package_version, write_json
-from tokenyard.cli.timing import Stats
+from tokenyard.testing.timing import Stats
 
 MB = 1e6
 NO_TIME = "**no time**"

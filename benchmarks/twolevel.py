@@ -37,10 +37,10 @@ from benchmarks.twolevel_calls import (
 )
 from tokenyard import launch
 from tokenyard.cli.bench_baselines import gathered
-from tokenyard.cli.bench_cases import Batch, check, failure
-from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.progress import Counter, advance, progress
-from tokenyard.cli.timing import Series, on_ranks, peak_extra_bytes, time_interleaved
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, check, failure
+from tokenyard.testing.timing import Series, on_ranks, peak_extra_bytes, time_interleaved
 from tokenyard.topology import Topology
 
 FIRST, FIRST_IN_PLACE, REST = "first calls", "first calls in place", "what was still to come"

@@ -14,10 +14,10 @@ from torch import Tensor
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth
 from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, PLAIN, SuiteCall
-from tokenyard.cli.bench_cases import COMBINE, Batch, share
-from tokenyard.cli.bench_inputs import Case, Traffic
 from tokenyard.routing import tokens_in_ranks
 from tokenyard.stats import Traffic as Crossed
+from tokenyard.testing.cases import Case, Traffic
+from tokenyard.testing.checked_calls import COMBINE, Batch, share
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.topology import Topology
 

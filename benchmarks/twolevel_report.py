@@ -19,8 +19,8 @@ from benchmarks.record import (
     times,
 )
 from benchmarks.twolevel_calls import BAR_GBS, BAR_GRID, BAR_SMS, NCCL, TwoLevel
-from tokenyard.cli.bench_inputs import NUM_INPUTS
 from tokenyard.cli.bench_report import number
+from tokenyard.testing.cases import NUM_INPUTS
 
 WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (DIRECT, BACK_IN_PLACE)}
 """Kinds of dispatch and combine that the bar is for, together."""

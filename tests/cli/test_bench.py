@@ -18,8 +18,10 @@ from typer.testing import CliRunner, Result
 from tokenyard import launch
 from tokenyard.cli import bench as bench_command
 from tokenyard.cli.bench import bench
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Call
-from tokenyard.cli.bench_inputs import (
+from tokenyard.cli.bench_report import Measurement, ratio, verdicts
+from tokenyard.cli.plots import save_bench
+from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing.cases import (
     NUM_INPUTS,
     Case,
     Traffic,
@@ -28,10 +30,8 @@ from tokenyard.cli.bench_inputs import (
     once_per_rank,
     sweep,
 )
-from tokenyard.cli.bench_report import Measurement, ratio, verdicts
-from tokenyard.cli.plots import save_bench
-from tokenyard.cli.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
-from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, PHASES, Call
+from tokenyard.testing.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
 
 CPU = torch.device("cpu")
 CASE = Case(

@@ -20,7 +20,7 @@ from benchmarks.low_latency_report import decode_markdown
 from benchmarks.record import Line
 from cases import Case
 from tokenyard import reference
-from tokenyard.cli.bench_cases import Batch
+from tokenyard.testing.checked_calls import Batch
 
 SUITE = replace(Decode(), tokens=(8, 128))
 FACTS: dict[str, Any] = {

@@ -25,9 +25,9 @@ from benchmarks.nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Suite, run_s
 from benchmarks.nvlink_report import losses, markdown
 from benchmarks.record import Line
 from tokenyard import launch, reference
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Batch, share
-from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, Batch, share
+from tokenyard.testing.timing import time_interleaved
 
 TINY = Suite(
     engine="collective",

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import tokenyard as ty
-from tokenyard.cli import app, bench, bench_cases, timing
+from tokenyard.cli import app, bench
 from tokenyard.cli.bench import Plan
 from tokenyard.cli.bench_baselines import (
     FRESH_COPIES,
@@ -25,8 +25,9 @@ from tokenyard.cli.bench_baselines import (
     instead_of_combine,
     instead_of_dispatch,
 )
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
-from tokenyard.cli.bench_inputs import (
+from tokenyard.cli.bench_report import Measurement, line_of, print_report
+from tokenyard.testing import Ranks, checked_calls, distributed_test, timing
+from tokenyard.testing.cases import (
     NUM_INPUTS,
     Case,
     Traffic,
@@ -34,9 +35,8 @@ from tokenyard.cli.bench_inputs import (
     mean_busiest,
     once_per_rank,
 )
-from tokenyard.cli.bench_report import Measurement, line_of, print_report
-from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
-from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
+from tokenyard.testing.timing import Series, peak_extra_bytes, time_interleaved
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -151,9 +151,9 @@ def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
         made.append((size, number, seed))
         return all_sent(case, size, number, seed)
 
-    monkeypatch.setattr(bench_cases.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(bench_cases, "all_sent", sent)
-    monkeypatch.setattr(bench_cases.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checked_calls.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(checked_calls, "all_sent", sent)
+    monkeypatch.setattr(checked_calls.dist, "get_rank", lambda: 0)
     for phase in ("dispatch", "combine"):
         monkeypatch.setattr(bench, f"instead_of_{phase}", lambda *_: [])
     monkeypatch.setattr(bench, "measure", lambda *_: [])

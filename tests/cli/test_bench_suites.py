@@ -23,11 +23,11 @@ from benchmarks.nvlink import MAIN, Suite
 from benchmarks.nvlink_report import losses
 from benchmarks.record import Line, Network, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
-from tokenyard.cli.bench_cases import Batch, Call
-from tokenyard.cli.bench_inputs import Case, Traffic
 from tokenyard.cli.bench_report import line_of
-from tokenyard.cli.timing import Series
 from tokenyard.testing import routing
+from tokenyard.testing.cases import Case, Traffic
+from tokenyard.testing.checked_calls import Batch, Call
+from tokenyard.testing.timing import Series
 
 CPU = torch.device("cpu")
 

@@ -37,9 +37,9 @@ from benchmarks.twolevel_report import judged, twolevel_markdown
 from nvlink_pool import run_all, without_devices
 from tokenyard import reference
 from tokenyard.cli import bench_report
-from tokenyard.cli.bench_cases import Batch, share
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.testing import Ranks, distributed_test, payload, routing
+from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.topology import Topology
 
 TINY = TwoLevel(

@@ -33,8 +33,6 @@ from doctor_machines import (
 )
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor
-from tokenyard.cli.bench_cases import Batch, Call, Oracle, share
-from tokenyard.cli.bench_inputs import all_sent
 from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_engine import need
 from tokenyard.cli.doctor_facts import Facts, SelfTest
@@ -42,6 +40,8 @@ from tokenyard.cli.doctor_findings import RULES, of_self_test
 from tokenyard.cli.doctor_guard import Asker
 from tokenyard.cli.doctor_report import Diagnosis, print_diagnosis
 from tokenyard.cli.doctor_selftest import TOKENS, attempt, case_for, check_rank
+from tokenyard.testing.cases import all_sent
+from tokenyard.testing.checked_calls import Batch, Call, Oracle, share
 
 # The self-test
 

@@ -18,11 +18,11 @@ from matplotlib.lines import Line2D
 
 from benchmarks import nvlink_plot
 from benchmarks.record import Line
-from tokenyard.cli.bench_inputs import Case
 from tokenyard.cli.plots import save_bench, save_plans
 from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import DTYPES, Workload
+from tokenyard.testing.cases import Case
 
 RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks"
 Look = tuple[str, Any, Any]

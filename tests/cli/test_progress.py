@@ -23,7 +23,7 @@ from benchmarks.twolevel import BAR_SMS, TwoLevel
 from tokenyard import launch
 from tokenyard.cli import bench, progress
 from tokenyard.cli.bench import Plan, run_rank
-from tokenyard.cli.bench_inputs import Case
+from tokenyard.testing.cases import Case
 
 LINE = re.compile(r" *\d+ s  (.*) \((\d+) of (\d+) stages done\)")
 SOON = 600.0

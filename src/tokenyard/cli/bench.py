@@ -15,8 +15,6 @@ from rich.console import Console
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
 from tokenyard.cli.bench_baselines import instead_of_combine, instead_of_dispatch
-from tokenyard.cli.bench_cases import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
-from tokenyard.cli.bench_inputs import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
 from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import (
@@ -29,8 +27,10 @@ from tokenyard.cli.options import (
     option,
 )
 from tokenyard.cli.progress import Counter, advance, on_all_ranks, progress
-from tokenyard.cli.timing import on_ranks, peak_extra_bytes, time_interleaved
 from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
+from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
+from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""

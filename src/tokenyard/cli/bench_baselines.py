@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, share
-from tokenyard.cli.bench_inputs import QUANTIZE, Case, Traffic
-from tokenyard.cli.timing import Timed
 from tokenyard.formats import quantize
 from tokenyard.routing import host_ints, send_order, tokens_in_ranks
+from tokenyard.testing.cases import QUANTIZE, Case, Traffic
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Batch, Call, share
 from tokenyard.testing.compare import assert_close, assert_same_bits
+from tokenyard.testing.timing import Timed
 from tokenyard.types import Quantize
 
 PLAIN_EXCHANGE, GATHER, SCATTER = "all_to_all_single", "all-gather", "reduce-scatter"

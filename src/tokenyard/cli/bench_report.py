@@ -21,10 +21,10 @@ from rich.console import Console
 
 import tokenyard
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Call
-from tokenyard.cli.bench_inputs import Case, mean_busiest
 from tokenyard.cli.consoles import print_tables
-from tokenyard.cli.timing import Series, Stats, summarise
+from tokenyard.testing.cases import Case, mean_busiest
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Call
+from tokenyard.testing.timing import Series, Stats, summarise
 
 SCHEMA = 2
 """Of the JSON. 1, without a number, is what records of before 2026-11-23 have."""

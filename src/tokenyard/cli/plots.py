@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.demo_rank import Part
 from tokenyard.planner import prediction
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH
 
 OURS = ("#c8553d", "#e9a23b", "#8f2d56", "#f2c57c", "#7f4f24")
 THEIRS = ("#1f4e79", "#4f93b8", "#7ba89c", "#6d6875", "#a3a0aa")

@@ -1,4 +1,4 @@
-"""What a bench measures, as data: cases, their inputs, and the bytes that must cross."""
+"""What is measured or checked, as data: cases, their inputs, and the bytes that must cross."""
 
 from __future__ import annotations
 

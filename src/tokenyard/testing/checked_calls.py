@@ -1,4 +1,4 @@
-"""Calls of the library that ``tokenyard bench`` times, and what their results must be.
+"""Calls of the library on known inputs, and what their results must be, bit for bit.
 
 Rows that go back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
 """
@@ -17,7 +17,10 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard import reference
-from tokenyard.cli.bench_inputs import (
+from tokenyard.engines.known import COLLECTIVE
+from tokenyard.formats import quantize
+from tokenyard.routing import expert_bounds
+from tokenyard.testing.cases import (
     DTYPES,
     LAYOUTS,
     QUANTIZE,
@@ -27,11 +30,8 @@ from tokenyard.cli.bench_inputs import (
     all_sent,
     once_per_rank,
 )
-from tokenyard.cli.timing import on_ranks
-from tokenyard.engines.known import COLLECTIVE
-from tokenyard.formats import quantize
-from tokenyard.routing import expert_bounds
 from tokenyard.testing.compare import assert_same_bits
+from tokenyard.testing.timing import on_ranks
 
 DISPATCH, CACHED, COMBINE = PHASES = ("dispatch", "cached dispatch", "combine")
 ROUTED = ("tokens_per_expert", "topk_idx", "topk_weights",
