@@ -160,7 +160,7 @@ def measure(suite: Any, options: Options, console: Console) -> Sequence[Measurem
     if isinstance(suite, TwoLevel):
         return on_both_engines(suite, options.where, console)
     run = SUITES[options.suite].run
-    with progress(suite.stages, console, bar=options.suite == "collective") as counter:
+    with progress(suite.stages, console, live=options.suite == "collective") as counter:
         return on_all_ranks(run, options.ranks, options.where, suite, counter)
 
 

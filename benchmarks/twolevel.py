@@ -257,7 +257,7 @@ def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Line
     """
 
     def measure(engine: str, here: torch.device | None) -> list[Line]:
-        with progress(suite.stages(engine), console, bar=False) as counter:
+        with progress(suite.stages(engine), console, live=False) as counter:
             if here is None:
                 return _in_processes(suite, engine, device, counter)
             return run_twolevel(here, suite, engine, counter=counter)

@@ -78,12 +78,12 @@ def test_a_line_comes_at_once_and_then_again_and_again(monkeypatch: pytest.Monke
 def test_a_terminal_has_a_line_that_changes_unless_ranks_print(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for bar in (True, False):
+    for live in (True, False):
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "stderr", err)
-        with progress.progress(["packing"], Console(file=out, force_terminal=True), bar=bar):
+        with progress.progress(["packing"], Console(file=out, force_terminal=True), live=live):
             pass
-        assert ("packing" in out.getvalue(), "packing" in err.getvalue()) == (bar, not bar)
+        assert ("packing" in out.getvalue(), "packing" in err.getvalue()) == (live, not live)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

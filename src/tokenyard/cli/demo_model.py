@@ -23,7 +23,8 @@ SHARED = ("embedding", "router")
 PER_EXPERT = ("gate", "up", "down")
 """Weights with one slice per expert, held by the rank that owns the expert."""
 
-Ranks = Annotated[int | None, option("Local processes.", min=1, show_default="4; under torchrun")]
+LOCAL = "Local processes; under torchrun its ranks count."
+Ranks = Annotated[int | None, option(LOCAL, min=1, show_default="4")]
 Text = Annotated[
     Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
 ]

@@ -45,12 +45,12 @@ def on_all_ranks(run: Callable[..., T], ranks: int, device: str, *arguments: obj
 
 @contextmanager
 def progress(
-    stages: Sequence[str], console: Console, *, bar: bool = True
+    stages: Sequence[str], console: Console, *, live: bool = True
 ) -> Generator[Counter, None, None]:
     """Yield a counter (which spawned ranks may be given) and say which stage of ``stages`` follows
     those counted.
 
-    On a terminal a line says so. Elsewhere, and without ``bar`` (ranks that print would tear it),
+    On a terminal a line says so. Elsewhere, and without ``live`` (ranks that print would tear it),
     lines on stderr do: at once, then every :data:`LINE_SECONDS`. A quiet console says nothing.
     """
     counter = cast(Counter, multiprocessing.get_context("spawn").Value("i", 0, lock=False))
@@ -58,23 +58,23 @@ def progress(
         yield counter
         return
     start, over = time.monotonic(), threading.Event()
-    live = console.status("") if bar and console.is_terminal else None
+    line = console.status("") if live and console.is_terminal else None
 
     def tell() -> None:
         done = min(counter.value, len(stages) - 1)
         told = f"{stages[done]} ({done} of {len(stages)} stages done)"
-        if live is not None:
-            live.update(told)
+        if line is not None:
+            line.update(told)
             return
         with suppress(OSError):  # nobody reads it any more: no reason to stop
             print(f"{time.monotonic() - start:6.0f} s  {told}", file=sys.stderr, flush=True)
 
     def follow() -> None:
-        while not over.wait(POLL_SECONDS if live else LINE_SECONDS):
+        while not over.wait(POLL_SECONDS if line else LINE_SECONDS):
             tell()
 
     follower = threading.Thread(target=follow, daemon=True)
-    with live or nullcontext():
+    with line or nullcontext():
         tell()
         follower.start()
         try:
