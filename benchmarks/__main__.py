@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +18,11 @@ from benchmarks.nvlink import Suite, run_suite
 from benchmarks.record import Page, write_record
 from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
-from tokenyard.cli.bench import NVLINK_GBS, leading_console, on_all_ranks, run_rank, words
+from tokenyard.cli.bench import NVLINK_GBS, run_rank, words
 from tokenyard.cli.bench_report import Measurement
+from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import check_device, check_engine, command, option
-from tokenyard.cli.progress import progress
+from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 
 SMALL: dict[str, Any] = {"hidden": 256, "iterations": 2, "warmup": 1}
@@ -38,7 +39,7 @@ class Entry:
 
     preset: Mapping[str, Any]
     tiny: Any
-    run: Callable[..., list[Measurement]]
+    run: Callable[..., Sequence[Measurement]]
     page: Page
     takes: tuple[str, ...] = ()
 
@@ -129,7 +130,7 @@ class Options:
         changes = {name: given[name] for name in ("iterations", "warmup") if given[name]}
         changes["seed"] = self.seed
         if "engine" in entry.takes:
-            asked = words(self.engine or "nvlink", "--engine", ENGINES)
+            asked = words("--engine", self.engine or "nvlink", ENGINES)
             if len(asked) > 1:
                 raise typer.BadParameter(f"{self.suite} measures one --engine at a time")
             [changes["engine"]] = asked
@@ -154,12 +155,12 @@ def grid(text: str | None, ranks: int) -> tuple[int, int]:
     )
 
 
-def measure(suite: Any, options: Options, console: Console) -> list[Measurement]:
+def measure(suite: Any, options: Options, console: Console) -> Sequence[Measurement]:
     """The lines of a suite, on the ranks of the launcher if there is one, else on processes."""
     if isinstance(suite, TwoLevel):
         return on_both_engines(suite, options.where, console)
     run = SUITES[options.suite].run
-    with progress(suite.stages, console, bar=options.suite == "collective") as counter:
+    with progress(suite.stages, console, live=options.suite == "collective") as counter:
         return on_all_ranks(run, options.ranks, options.where, suite, counter)
 
 

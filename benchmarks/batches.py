@@ -15,10 +15,10 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard.cli.bench_baselines import gathered
-from tokenyard.cli.bench_cases import Batch, share
-from tokenyard.cli.bench_inputs import DTYPES, NUM_INPUTS, Case
 from tokenyard.formats import quantize
 from tokenyard.routing import expert_bounds
+from tokenyard.testing.cases import DTYPES, NUM_INPUTS, Case
+from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.testing.routings import routing
 

@@ -6,13 +6,19 @@ Bars are goals that this project has set itself; they are no limits of the hardw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import exchange_back, exchanges, gather, scatter
-from tokenyard.cli.bench_cases import Batch, Call, engine_calls, share
-from tokenyard.cli.bench_inputs import Case
+from tokenyard.cli.bench_baselines import (
+    GATHER,
+    PLAIN_EXCHANGE,
+    SCATTER,
+    instead_of_combine,
+    instead_of_dispatch,
+)
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import COMBINE, Batch, Call, engine_calls, share
 
 FRESH, PLAIN, DIRECT, BACK, BACK_IN_PLACE = "new routing", "bf16", "view", "combine", "pull"
 
@@ -55,6 +61,31 @@ NEW_ROUTING_BAR_US = 45.0
 """What a new routing may add."""
 
 
+@dataclass(frozen=True, slots=True)
+class SuiteCall(Call):
+    """A call with its kind of :data:`KINDS`.
+
+    Attributes:
+        prepare: brings an input to where ``run`` reads it, before a result is checked.
+        bar_us: what it should at most take, in microseconds.
+    """
+
+    kind: str = ""
+    prepare: Callable[[int], Any] | None = None
+    bar_us: float | None = None
+
+    @classmethod
+    def of(cls, call: Call, **known: Any) -> SuiteCall:
+        """``call`` with what is known besides."""
+        same = {each.name: getattr(call, each.name) for each in fields(Call)}
+        return cls(**{**same, **known})
+
+    def attempt(self, number: int, truth: Any) -> None:
+        if self.prepare is not None:
+            self.prepare(number)
+        Call.attempt(self, number, truth)
+
+
 def rows_of(case: Case) -> Case:
     """What is moved, whoever moves it."""
     plain: dict[str, Any] = {"engine": "", "sms": None, "rings": None, "topology": None}
@@ -68,29 +99,30 @@ def library_calls(
     kinds: Sequence[str],
     another: Callable[[], ty.ExpertParallel] | None = None,
     bars: Mapping[str, float | None] | None = None,
-) -> list[Call]:
+) -> list[SuiteCall]:
     """Of ``kinds`` those that the engine can do. Collective.
 
     ``another``: makes an object for combines in place, which need symmetric memory that no dispatch
     overwrites. ``bars``: what kinds may take, us.
     """
-    calls: list[Call] = []
+    calls: list[SuiteCall] = []
     for name in kinds:
         kind = KINDS[name]
         if name in IN_PLACE and ep.engine not in IN_PLACE_ENGINES:
             continue
-        found = engine_calls(ep, replace(case, **kind.changes), batches, another)
+        found = engine_calls(ep, replace(case, **kind.changes), batches)
         fresh, cached, combine = found
         call = combine if kind.combine else cached if kind.cached else fresh
+        bar = (bars or {}).get(name)
+        call = SuiteCall.of(call, name=kind.name, kind=name, bar_us=bar, note="")
         if name == BACK_IN_PLACE:
             assert another is not None
             call = _pulling(call, another(), batches)
-        bar = (bars or {}).get(name)
-        calls.append(replace(call, name=kind.name, kind=name, bar_us=bar, note=""))
+        calls.append(call)
     return calls
 
 
-def _pulling(call: Call, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> Call:
+def _pulling(call: SuiteCall, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> SuiteCall:
     """A combine by ``ep`` in place, of the rows that ``call`` combines."""
     received = [ep.dispatch(each.x, *each.picks) for each in batches]
     full = [recv.x * share(ep.rank) for recv in received]
@@ -110,22 +142,17 @@ def _pulling(call: Call, ep: ty.ExpertParallel, batches: Sequence[Batch]) -> Cal
 
 def collectives(
     case: Case, batches: Sequence[Batch], *, fp8: bool = False, gathers: bool = True
-) -> list[Call]:
+) -> list[SuiteCall]:
     """What anybody could use instead, of BF16 rows; ``fp8``: there of FP8 rows as well."""
-    plain = rows_of(case)
-    calls = exchanges(plain, batches)
-    back = exchange_back(plain, batches)
-    calls.append(replace(back, name=f"{back.name} back"))
-    if gathers:
-        calls += [gather(plain, batches), scatter(plain, batches)]
-    # What stands in for a reduce-scatter says its name itself.
-    found = [call if call.name.startswith("all-reduce") else _of("BF16", call) for call in calls]
-    if fp8:
-        cast = replace(plain, quantize="fp8")
-        calls = [*exchanges(cast, batches), *([gather(cast, batches)] if gathers else [])]
-        found += [_of("FP8", call) for call in calls]
-    return found
+    plain, cast = rows_of(case), replace(rows_of(case), quantize="fp8")
+    moved = {
+        "BF16": [*instead_of_dispatch(plain, batches), *instead_of_combine(plain, batches)],
+        "FP8": instead_of_dispatch(cast, batches) if fp8 else [],
+    }
+    names = (PLAIN_EXCHANGE, *((GATHER, SCATTER) if gathers else ()))
+    return [_of(rows, e) for rows, calls in moved.items() for e in calls if e.name in names]
 
 
-def _of(rows: str, call: Call) -> Call:
-    return replace(call, name=f"{call.name} {rows}")
+def _of(rows: str, call: Call) -> SuiteCall:
+    back = " back" if (call.name, call.phase) == (PLAIN_EXCHANGE, COMBINE) else ""
+    return SuiteCall.of(call, name=f"{call.name}{back} {rows}")

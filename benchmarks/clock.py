@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenyard.cli.timing import EVENT_MICROSECONDS, Clock, Timed
+from tokenyard.testing.timing import EVENT_MICROSECONDS, Clock, Timed
 
 _untyped: Any = dist
 _untyped_cuda: Any = torch.cuda

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.record import Page, find, head, markdown_table, times
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_inputs import sweep
-from tokenyard.cli.bench_plot import draw
 from tokenyard.cli.bench_report import Measurement, verdicts
+from tokenyard.cli.plots import save_bench
+from tokenyard.testing.cases import sweep
 
 SKEWS = ["uniform", "zipf"]
 
@@ -62,4 +62,4 @@ def _cell(lines: list[Measurement], phase: str, name: str, tokens: int) -> str:
     return times(None if line is None else line.wall)
 
 
-PAGE = Page(collective_markdown, draw)
+PAGE = Page(collective_markdown, save_bench)

@@ -17,13 +17,13 @@ from torch import Tensor
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
-from tokenyard.cli.bench_baselines import all_gather, reduce_scatter_for
-from tokenyard.cli.bench_cases import Batch, failure
-from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement
+from benchmarks.record import Line
+from tokenyard.cli.bench_baselines import all_gather, reduce_scatter
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import on_ranks, slowest_rank
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, failure
 from tokenyard.testing.compare import assert_same_bits
+from tokenyard.testing.timing import on_ranks, slowest_rank
 
 _cuda: Any = torch.cuda
 
@@ -71,7 +71,7 @@ class Decode:
         return Case(*sizes, layout="expert_major", quantize="fp8", engine=engine)
 
 
-Probe = tuple[Measurement, Callable[[], float]]
+Probe = tuple[Line, Callable[[], float]]
 """A line without times, and what takes the time of one call."""
 
 
@@ -145,9 +145,7 @@ def _summed(batch: Batch, truth: DeviceTruth) -> Tensor:
     return total.to(torch.bfloat16)
 
 
-def run_decode(
-    device: torch.device, suite: Decode, counter: Counter | None = None
-) -> list[Measurement]:
+def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Line]:
     """Be one rank: measure everything. Collective; the lines are the same on every rank.
     ``counter``: of ``suite.stages``.
     """
@@ -155,7 +153,7 @@ def run_decode(
         raise ValueError(
             f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})"
         )
-    lines: list[Measurement] = []
+    lines: list[Line] = []
     for tokens in suite.tokens:
         batches = make_batches(suite.case(tokens), device, suite.seed)
         lines += _size(suite, tokens, batches, device, counter)
@@ -165,10 +163,10 @@ def run_decode(
 
 def _size(
     suite: Decode, tokens: int, batches: list[Batch], device: torch.device, counter: Counter | None
-) -> list[Measurement]:
+) -> list[Line]:
     """One batch size: every probe checked, then all timed in turn."""
     probes: list[Probe] = []
-    wrong: list[Measurement] = []
+    wrong: list[Line] = []
     made: list[tuple[ty.ExpertParallel, Calls]] = []
     for engine in ENGINES:
         case = suite.case(tokens, engine)
@@ -199,9 +197,9 @@ def _size(
     return [*lines, *wrong]
 
 
-def line_for(case: Case, what: str, **known: Any) -> Measurement:
+def line_for(case: Case, what: str, **known: Any) -> Line:
     """A line of an engine, or of NCCL."""
-    return Measurement(
+    return Line(
         case=case, name=case.engine or NCCL, phase=what, kind=what, ours=bool(case.engine), **known
     )
 
@@ -216,11 +214,11 @@ def _nccl(batches: list[Batch]) -> Callable[[int], object]:
     ]  # as long as FP8 rows with their scales
     gathered = sent[0].new_empty(size * tokens, sent[0].shape[1])
     sums = [batch.x.repeat(size, 1) for batch in batches]
-    reduce_scatter = reduce_scatter_for(torch.empty_like(batches[0].x), sums[0])[2]
+    reduced = torch.empty_like(batches[0].x)
 
     def pair(number: int) -> None:
         all_gather(gathered, sent[number % len(sent)])
-        reduce_scatter(sums[number % len(sums)])
+        reduce_scatter(reduced, sums[number % len(sums)])
 
     return pair
 
@@ -265,7 +263,7 @@ def _part(calls: Calls, which: int) -> float:
     return spent if which == 2 else after
 
 
-def _time(suite: Decode, probes: Sequence[Probe], device: torch.device) -> list[Measurement]:
+def _time(suite: Decode, probes: Sequence[Probe], device: torch.device) -> list[Line]:
     """The lines with times: every round times each probe once, in changing order."""
     order, shuffled = list(range(len(probes))), random.Random(suite.seed)
     times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)

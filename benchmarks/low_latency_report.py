@@ -16,13 +16,12 @@ from benchmarks.low_latency import (
     PARTS,
     Decode,
 )
-from benchmarks.record import NO_TIME, Page, find, head, markdown_table, times
-from tokenyard.cli.bench_report import Measurement
+from benchmarks.record import NO_TIME, Line, Page, find, head, markdown_table, times
 
 ROWS = [*((who, what) for who in ENGINES for what in (PAIR, DISPATCH, COMBINE)), (NCCL, PAIR)]
 
 
-def decode_markdown(lines: list[Measurement], suite: Decode, facts: dict[str, Any]) -> str:
+def decode_markdown(lines: list[Line], suite: Decode, facts: dict[str, Any]) -> str:
     """``facts`` are those of the JSON."""
     parts = [
         *head("Engine `low_latency` on {devices}", facts),
@@ -40,16 +39,16 @@ def decode_markdown(lines: list[Measurement], suite: Decode, facts: dict[str, An
     return "\n\n".join(parts) + "\n"
 
 
-def _find(lines: list[Measurement], who: str, what: str, tokens: int) -> Measurement | None:
+def _find(lines: list[Line], who: str, what: str, tokens: int) -> Line | None:
     return find(lines, name=who, kind=what, tokens=tokens)
 
 
-def _cell(line: Measurement | None) -> str:
+def _cell(line: Line | None) -> str:
     none = "-" if line is None or not line.error else NO_TIME
     return times(None if line is None else line.best, none=none)
 
 
-def _table(lines: list[Measurement], suite: Decode) -> str:
+def _table(lines: list[Line], suite: Decode) -> str:
     rows = [
         [
             f"`{who}`: {what}" if who in ENGINES else f"*{who}*",
@@ -60,7 +59,7 @@ def _table(lines: list[Measurement], suite: Decode) -> str:
     return markdown_table(["tokens per rank", *map(str, suite.tokens)], rows)
 
 
-def _memory(lines: list[Measurement]) -> list[str]:
+def _memory(lines: list[Line]) -> list[str]:
     ours = [line for line in lines if (line.name, line.kind) == (ENGINES[0], PAIR)]
     said = ", ".join(
         f"{line.case.tokens} tokens {line.symmetric_bytes / 1e6:.1f}"
@@ -70,14 +69,14 @@ def _memory(lines: list[Measurement]) -> list[str]:
     return [f"Symmetric memory of a rank, MB: {said}."] if said else []
 
 
-def _hooks(lines: list[Measurement], suite: Decode) -> list[str]:
+def _hooks(lines: list[Line], suite: Decode) -> list[str]:
     tokens = suite.parts_tokens
     cells = [f"{what} {_cell(_find(lines, ENGINES[0], what, tokens))}" for what in PARTS]
     when = "eager; receiving begins when all have sent"
     return [f"In two launches, {tokens} tokens ({when}): {'; '.join(cells)}."]
 
 
-def _verdicts(lines: list[Measurement], suite: Decode, num_ranks: int) -> list[str]:
+def _verdicts(lines: list[Line], suite: Decode, num_ranks: int) -> list[str]:
     said: list[str] = []
     for tokens in suite.tokens:
         ours, theirs = (_find(lines, who, PAIR, tokens) for who in (ENGINES[0], NCCL))

@@ -25,16 +25,18 @@ from benchmarks.calls import (
     KINDS,
     PLAIN,
     SMS_BARS_US,
+    SuiteCall,
     collectives,
     library_calls,
     rows_of,
 )
 from benchmarks.clock import QueuedClock
-from tokenyard.cli.bench_cases import Batch, Call, check, failure
-from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement, line_of
+from benchmarks.record import Line
+from tokenyard.cli.bench_report import line_of
 from tokenyard.cli.progress import Counter, advance
-from tokenyard.cli.timing import time_interleaved
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, check, failure
+from tokenyard.testing.timing import time_interleaved
 
 HEAD_START_US = 1000.0
 """Longer than the host takes to launch any of the calls."""
@@ -153,7 +155,7 @@ class _Run:
     suite: Suite
     device: torch.device
     counter: Counter | None = None
-    lines: list[Measurement] = field(default_factory=list[Measurement])
+    lines: list[Line] = field(default_factory=list[Line])
     start: float = field(default_factory=time.monotonic)
     barrier: Callable[[], object] | None = None
 
@@ -162,7 +164,7 @@ class _Run:
         plain = rows_of(table.cases[0])
         batches = make_batches(plain, self.device, self.suite.seed)
         with ExitStack() as stack:
-            calls: list[Call] = []
+            calls: list[SuiteCall] = []
             for case in table.cases:
                 calls += self._library(stack, table, case, batches)
             if table.beside is not None:
@@ -170,7 +172,7 @@ class _Run:
             self._check_and_time(table.section, calls, batches)
 
     def _check_and_time(
-        self, section: str, calls: Sequence[Call], batches: Sequence[Batch]
+        self, section: str, calls: Sequence[SuiteCall], batches: Sequence[Batch]
     ) -> None:
         suite, tokens = self.suite, batches[0].x.shape[0]
         errors = check(
@@ -190,15 +192,17 @@ class _Run:
         times = iter(series)
         for call, error in zip(calls, errors, strict=True):
             found = None if error else next(times)
-            self._say(line_of(call, error, found, suite.link_gbs, section=section))
+            line = line_of(call, error, found, suite.link_gbs)
+            known = {"section": section, "kind": call.kind, "bar_us": call.bar_us}
+            self._say(Line.of(line, **known))
 
     def _library(
         self, stack: ExitStack, table: Table, case: Case, batches: Sequence[Batch]
-    ) -> list[Call]:
+    ) -> list[SuiteCall]:
         """Calls of an object. None, and a line that says why, if it cannot be made on every rank.
         Collective.
         """
-        calls: list[Call] = []
+        calls: list[SuiteCall] = []
         shown = replace(case, sms=case.sms or _all_sms(self.device))
 
         def ep() -> ty.ExpertParallel:
@@ -218,12 +222,12 @@ class _Run:
         name = f"ExpertParallel with num_sms={case.sms}, buffer_bytes={case.rings}"
         if error := failure(make, name, 0, self.device):
             known: dict[str, Any] = {"section": table.section, "error": error, "ours": True}
-            self._say(Measurement(case=case, name=name, phase=MAKING, **known))
+            self._say(Line(case=case, name=name, phase=MAKING, **known))
             return []
         self.barrier = self.barrier or _barrier(self.suite, self.device)
         return calls
 
-    def _say(self, line: Measurement) -> None:
+    def _say(self, line: Line) -> None:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
         if dist.get_rank() == 0:
@@ -231,9 +235,7 @@ class _Run:
             print(text, file=sys.stderr, flush=True)
 
 
-def run_suite(
-    device: torch.device, suite: Suite, counter: Counter | None = None
-) -> list[Measurement]:
+def run_suite(device: torch.device, suite: Suite, counter: Counter | None = None) -> list[Line]:
     """Be one rank: measure everything. Collective; the lines are the same on every rank.
     ``counter``: of ``suite.stages``.
     """
@@ -262,7 +264,7 @@ def _all_sms(device: torch.device) -> int | None:
     return int(cuda.get_device_properties(device).multi_processor_count)
 
 
-def _in_short(line: Measurement) -> str:
+def _in_short(line: Line) -> str:
     case = line.case
     sms = f", {case.sms} SMs" if case.sms else ""
     rings = "" if case.rings is None else f", rings {case.rings >> 20} MiB"

@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.calls import BACK, FRESH, NEW_ROUTING_BAR_US, PLAIN, rows_of
 from benchmarks.nvlink import BOUNDED, MAIN, MAKING, SMS, TOKENS, ZIPF, Suite
 from benchmarks.nvlink_plot import draw
-from benchmarks.record import MB, NO_TIME, Page, find, head, markdown_table, times
-from tokenyard.cli.bench_cases import COMBINE
-from tokenyard.cli.bench_report import Measurement, number
+from benchmarks.record import MB, NO_TIME, Line, Page, find, head, markdown_table, times
+from tokenyard.cli.bench_report import number
+from tokenyard.testing.checked_calls import COMBINE
 
 
-def markdown(lines: list[Measurement], suite: Suite, facts: dict[str, Any]) -> str:
+def markdown(lines: list[Line], suite: Suite, facts: dict[str, Any]) -> str:
     """The record without its picture. ``facts`` are those of the JSON."""
     parts = [_head(suite, facts)]
     others = [line for line in lines if line.section == MAIN and not line.ours]
@@ -60,7 +60,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} %"
 
 
-def _meets(line: Measurement) -> bool:
+def _meets(line: Line) -> bool:
     """There is no bar, or the call takes at most what it says."""
     return line.bar_us is None or (line.best_us is not None and line.best_us <= line.bar_us)
 
@@ -69,7 +69,7 @@ def _unique(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _timed(lines: list[Measurement]) -> list[Measurement]:
+def _timed(lines: list[Line]) -> list[Line]:
     """Those about calls."""
     return [line for line in lines if line.phase != MAKING]
 
@@ -77,7 +77,7 @@ def _timed(lines: list[Measurement]) -> list[Measurement]:
 # Sections
 
 
-def _main(lines: list[Measurement]) -> str:
+def _main(lines: list[Line]) -> str:
     clocks, rest = ("kernel us", "end to end us"), ("% of floor", "bar us", "SMs", "symm. MB")
     headings = ("", *clocks, "wire GB/s", *rest)
     table = markdown_table(headings, map(_main_row, _timed(lines)))
@@ -85,7 +85,7 @@ def _main(lines: list[Measurement]) -> str:
     return "\n".join([title, "", table, "", *_bars(lines)])
 
 
-def _main_row(line: Measurement) -> list[str]:
+def _main_row(line: Line) -> list[str]:
     name = line.name if line.section == MAIN else f"{line.name}, {line.case.skew}"
     met = "" if line.bar_us is None else " (met)" if _meets(line) else " (missed)"
     symmetric = line.symmetric_bytes if line.ours else None
@@ -101,7 +101,7 @@ def _main_row(line: Measurement) -> list[str]:
     ]
 
 
-def _bars(lines: list[Measurement]) -> list[str]:
+def _bars(lines: list[Line]) -> list[str]:
     """What a new routing adds, and which bars were missed."""
     said: list[str] = []
     fresh, cached = (find(lines, section=MAIN, kind=kind) for kind in (FRESH, PLAIN))
@@ -118,7 +118,7 @@ def _bars(lines: list[Measurement]) -> list[str]:
     return [*said, *_missed(lines)]
 
 
-def _missed(lines: list[Measurement]) -> list[str]:
+def _missed(lines: list[Line]) -> list[str]:
     """The bars that lines do not meet, if there are any bars."""
     texts = [
         f"{line.name} {number(line.best_us)} ({number(line.bar_us)})"
@@ -132,7 +132,7 @@ def _missed(lines: list[Measurement]) -> list[str]:
     )
 
 
-def _sms(lines: list[Measurement], others: list[Measurement]) -> str:
+def _sms(lines: list[Line], others: list[Line]) -> str:
     """Calls over SMs; of ``others``, collectives that were timed elsewhere, those with the same
     rows stand below.
     """
@@ -161,14 +161,14 @@ def _sms(lines: list[Measurement], others: list[Measurement]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _with_rate(line: Measurement | None) -> str:
+def _with_rate(line: Line | None) -> str:
     stats = None if line is None else line.best
     if line is None or stats is None:
         return "-"
     return f"{times(stats)}, {number(line.wire_gbs)}, {_percent(line.percent_of_floor)}"
 
 
-def _tokens(lines: list[Measurement]) -> str:
+def _tokens(lines: list[Line]) -> str:
     timed = _timed(lines)
     names = _unique(line.name for line in timed)
     sizes = _unique(line.case.tokens for line in timed)
@@ -188,12 +188,12 @@ def _tokens(lines: list[Measurement]) -> str:
     return "\n".join(text)
 
 
-def _of(line: Measurement, clock: str) -> float | None:
+def _of(line: Line, clock: str) -> float | None:
     stats = line.device if clock == "device" else line.wall
     return None if stats is None else stats.median
 
 
-def _with_floor(line: Measurement | None, clock: str) -> str:
+def _with_floor(line: Line | None, clock: str) -> str:
     """The median on a clock and, where the floor is known, the percentage of it."""
     if line is None:
         return "-"
@@ -202,7 +202,7 @@ def _with_floor(line: Measurement | None, clock: str) -> str:
     return number(time, ",.1f") + of_floor
 
 
-def losses(lines: list[Measurement], clock: str) -> list[str]:
+def losses(lines: list[Line], clock: str) -> list[str]:
     """Where this library is slower than a baseline. ``clock``: "device" or "wall"."""
     said: list[str] = []
     for size in _unique(line.case.tokens for line in lines):
@@ -226,7 +226,7 @@ def losses(lines: list[Measurement], clock: str) -> list[str]:
     return said or ["No call loses to a baseline."]
 
 
-def _bounded(lines: list[Measurement]) -> str:
+def _bounded(lines: list[Line]) -> str:
     timed, case = _timed(lines), lines[0].case
     rows: list[list[str]] = []
     for line in timed:

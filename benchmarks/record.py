@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tokenyard.cli.bench_report import Measurement, facts_of, package_version, write_json
-from tokenyard.cli.timing import Stats
+from tokenyard.testing.timing import Stats
 
 MB = 1e6
 NO_TIME = "**no time**"
+T = TypeVar("T", bound=Measurement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +42,48 @@ class Network:
         return min(self.rows or self.planned, default=0) * self.row_bytes
 
 
-def network_gbs(line: Measurement) -> float | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line(Measurement):
+    """A line of a suite.
+
+    Attributes:
+        section, kind: where it belongs. bar_us: what it should at most take, None without a bar.
+        network: what crosses between nodes, None if nobody counted.
+    """
+
+    section: str = ""
+    kind: str = ""
+    bar_us: float | None = None
+    network: Network | None = None
+
+    @classmethod
+    def of(cls, line: Measurement, **known: Any) -> Line:
+        """``line`` with what is known besides."""
+        return cls(**{each.name: getattr(line, each.name) for each in fields(Measurement)}, **known)
+
+    def as_json(self) -> dict[str, Any]:
+        return Measurement.as_json(self) | {"network_gbs": network_gbs(self)}
+
+
+def network_gbs(line: Line) -> float | None:
     """Rows to other nodes, 1e9 bytes per second; as many come in meanwhile."""
-    return line.network and line.gbs(line.network.payload_bytes)
+    return None if line.network is None else line.gbs(line.network.payload_bytes)
 
 
 class Page(NamedTuple):
     """How a suite's lines are shown.
 
-    ``markdown(lines, suite, facts)`` is the page; ``draw(lines, path)`` its picture.
+    ``markdown(lines, suite, facts)`` is the page; ``draw(path, lines)`` its picture.
     """
 
-    markdown: Callable[[list[Measurement], Any, dict[str, Any]], str]
-    draw: Callable[[list[Measurement], Path], None] | None = None
+    markdown: Callable[[list[Any], Any, dict[str, Any]], str]
+    draw: Callable[[Path, list[Any]], None] | None = None
 
 
 def write_record(
     out: Path,
     name: str,
-    lines: list[Measurement],
+    lines: Sequence[Measurement],
     suite: Any,
     device: str,
     page: Page,
@@ -70,8 +94,10 @@ def write_record(
     ``ranks``: GPUs that were used, if not all. Returns the path of the page.
     """
     out.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(suite, device)
-    facts["versions"]["nvshmem"] = package_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    facts = facts_of(suite, device, "python -m benchmarks")
+    facts["versions"]["nvshmem"] = package_version("nvidia-nvshmem-cu13") or package_version(
+        "nvidia-nvshmem-cu12"
+    )
     facts["devices"] = facts["devices"][:ranks]
     names: list[str] = facts["devices"]
     hardware = f"{len(names)}x{names[0].split()[-1].lower()}" if device == "cuda" else "cpu"
@@ -80,16 +106,16 @@ def write_record(
     picture = path.with_suffix(".png")
     drawn = page.draw is not None and _draw(page.draw, lines, picture)
     behind = f"\n![]({picture.name})\n" if drawn else ""
-    path.write_text(page.markdown(lines, suite, facts) + behind)
+    path.write_text(page.markdown([*lines], suite, facts) + behind)
     return path
 
 
 def _draw(
-    draw: Callable[[list[Measurement], Path], None], lines: list[Measurement], path: Path
+    draw: Callable[[Path, list[Any]], None], lines: Sequence[Measurement], path: Path
 ) -> bool:
     """False if it cannot be drawn: the figures are worth more than the picture."""
     try:
-        draw(lines, path)
+        draw(path, [*lines])
     except Exception as error:
         print(f"no picture: {error}")
         return False
@@ -121,10 +147,10 @@ def times(stats: Stats | None, digits: int = 1, none: str = "-") -> str:
     return f"**{median}** ({least}, {most})"
 
 
-def find(lines: Sequence[Measurement], **wanted: Any) -> Measurement | None:
+def find(lines: Sequence[T], **wanted: Any) -> T | None:
     """The first line of which all this is true; names are those of a line or of its case."""
 
-    def value(line: Measurement, name: str) -> Any:
+    def value(line: Any, name: str) -> Any:
         return getattr(line.case if name in ("tokens", "sms") else line, name)
 
     return next(

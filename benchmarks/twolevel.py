@@ -21,9 +21,9 @@ from rich.console import Console
 
 import tokenyard as ty
 from benchmarks.batches import make_batches
-from benchmarks.calls import IN_PLACE, collectives, library_calls
+from benchmarks.calls import IN_PLACE, SuiteCall, collectives, library_calls
 from benchmarks.clock import QueuedClock
-from benchmarks.record import Network, network_gbs
+from benchmarks.record import Line, Network, network_gbs
 from benchmarks.twolevel_calls import (
     ALL_KINDS,
     BAR_SMS,
@@ -37,11 +37,10 @@ from benchmarks.twolevel_calls import (
 )
 from tokenyard import launch
 from tokenyard.cli.bench_baselines import gathered
-from tokenyard.cli.bench_cases import Batch, Call, check, failure
-from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.progress import Counter, advance, progress
-from tokenyard.cli.timing import Series, on_ranks, peak_extra_bytes, time_interleaved
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Batch, check, failure
+from tokenyard.testing.timing import Series, on_ranks, peak_extra_bytes, time_interleaved
 from tokenyard.topology import Topology
 
 FIRST, FIRST_IN_PLACE, REST = "first calls", "first calls in place", "what was still to come"
@@ -60,7 +59,7 @@ class _Run:
     engine: str
     device: torch.device
     kept: Path | None
-    lines: list[Measurement] = field(default_factory=list[Measurement])
+    lines: list[Line] = field(default_factory=list[Line])
     start: float = field(default_factory=time.monotonic)
     batches: dict[int, list[Batch]] = field(default_factory=dict[int, list[Batch]])
     held: dict[ty.ExpertParallel, int] = field(default_factory=dict[ty.ExpertParallel, int])
@@ -133,11 +132,11 @@ class _Run:
         ep: ty.ExpertParallel,
         kinds: Sequence[str],
         other: ty.ExpertParallel | None = None,
-    ) -> list[Call]:
+    ) -> list[SuiteCall]:
         """Calls of ``kinds``; none, and the line that says why, if making them, which makes first
         calls, fails. ``other`` is the object of combines in place. Collective.
         """
-        calls, batches = list[Call](), self.inputs(case.tokens)
+        calls, batches = list[SuiteCall](), self.inputs(case.tokens)
 
         def make() -> None:
             calls.extend(library_calls(ep, case, batches, kinds, lambda: other or ep))
@@ -148,7 +147,9 @@ class _Run:
         self._say(failed(case, what, error))
         return []
 
-    def _check_and_time(self, calls: Sequence[Call], batches: Sequence[Batch], case: Case) -> None:
+    def _check_and_time(
+        self, calls: Sequence[SuiteCall], batches: Sequence[Batch], case: Case
+    ) -> None:
         """Collective."""
         counted = [Counted(call, batches, self.suite.grid) for call in calls]
         errors = self._check(counted, batches, [""] * len(counted))
@@ -170,13 +171,13 @@ class _Run:
                 )
             self._say(line)
 
-    def _line(self, counted: Counted, error: str) -> Measurement:
+    def _line(self, counted: Counted, error: str) -> Line:
         """What is known without times. Collective."""
         call, ep = counted.call, counted.call.ep
         network = Network(planned=counted.planned, row_bytes=counted.row_bytes)
         known: dict[str, Any] = {"name": call.name, "phase": call.phase, "kind": call.kind}
         if ep is None:
-            return Measurement(case=call.case, error=error, network=network, **known)
+            return Line(case=call.case, error=error, network=network, **known)
         totals = [
             on_ranks(sum(counts), self.device) for counts in (counted.rows, counted.put_bytes)
         ]
@@ -190,7 +191,7 @@ class _Run:
         if call.case.rings and before != after and not error:
             error = f"memory grew from {before} to {after} bytes"
         known |= {"ours": True, "symmetric_bytes": after, "network": network}
-        return Measurement(case=call.case, error=error, **known)
+        return Line(case=call.case, error=error, **known)
 
     def _per_call(self, times: list[float]) -> list[float]:
         return [each / self.suite.calls for each in times]
@@ -234,7 +235,7 @@ class _Run:
         peak = peak_extra_bytes(call, 0, self.device)
         return max(on_ranks(peak - sizes[0], self.device))
 
-    def _say(self, line: Measurement) -> None:
+    def _say(self, line: Line) -> None:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
         if dist.get_rank() == 0:
@@ -245,18 +246,18 @@ class _Run:
                     file.write(json.dumps(asdict(line)) + "\n")
 
 
-def failed(case: Case, what: str, error: str) -> Measurement:
+def failed(case: Case, what: str, error: str) -> Line:
     """A line about first calls, or their object, that fail."""
-    return Measurement(case=case, name=what, phase=what, error=error, ours=True)
+    return Line(case=case, name=what, phase=what, error=error, ours=True)
 
 
-def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Measurement]:
+def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Line]:
     """Run on the ranks of the launcher if there is one, else on processes of our own: others for
     each engine.
     """
 
-    def measure(engine: str, here: torch.device | None) -> list[Measurement]:
-        with progress(suite.stages(engine), console, bar=False) as counter:
+    def measure(engine: str, here: torch.device | None) -> list[Line]:
+        with progress(suite.stages(engine), console, live=False) as counter:
             if here is None:
                 return _in_processes(suite, engine, device, counter)
             return run_twolevel(here, suite, engine, counter=counter)
@@ -268,7 +269,7 @@ def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Meas
         return [line for engine in engines for line in measure(engine, here)]
 
 
-def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -> list[Measurement]:
+def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -> list[Line]:
     """Should they die, the lines that they came to, and one that says why there are no more."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "lines"
@@ -284,7 +285,7 @@ def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -
             return [*(_read(text) for text in texts), lost]
 
 
-def _read(text: str) -> Measurement:
+def _read(text: str) -> Line:
     """A line that was kept."""
     told: dict[str, Any] = json.loads(text)
     for name, kind in (("case", Case), ("network", Network)):
@@ -292,7 +293,7 @@ def _read(text: str) -> Measurement:
     case: Case = told["case"]
     grid = None if case.topology is None else Topology(*case.topology)
     told["case"] = replace(case, topology=grid and (grid.num_nodes, grid.ranks_per_node))
-    return Measurement(**told)
+    return Line(**told)
 
 
 def run_twolevel(
@@ -301,7 +302,7 @@ def run_twolevel(
     engine: str,
     kept: Path | None = None,
     counter: Counter | None = None,
-) -> list[Measurement]:
+) -> list[Line]:
     """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the
     same on every rank.
 
@@ -343,7 +344,7 @@ def small_rings(suite: TwoLevel, batches: Sequence[Batch]) -> int:
     return max(1, least * suite.case(1).row_bytes // suite.overfull)
 
 
-def _several(call: Call, calls: int, inputs: int, number: int) -> Any:
+def _several(call: SuiteCall, calls: int, inputs: int, number: int) -> Any:
     """Calls behind each other, on one input after the other; the last result."""
     result: Any = None
     for turn in range(calls):
@@ -351,7 +352,7 @@ def _several(call: Call, calls: int, inputs: int, number: int) -> Any:
     return result
 
 
-def in_short(line: Measurement) -> str:
+def in_short(line: Line) -> str:
     """A line in words."""
     case = line.case
     rings = "" if case.rings is None else f", rings {case.rings / 1e6:.1f} MB"

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import tokenyard as ty
 from benchmarks.batches import DeviceTruth
-from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, PLAIN
-from tokenyard.cli.bench_cases import COMBINE, Batch, Call, share
-from tokenyard.cli.bench_inputs import Case, Traffic
+from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, PLAIN, SuiteCall
 from tokenyard.routing import tokens_in_ranks
 from tokenyard.stats import Traffic as Crossed
+from tokenyard.testing.cases import Case, Traffic
+from tokenyard.testing.checked_calls import COMBINE, Batch, share
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.topology import Topology
 
@@ -142,7 +142,7 @@ class Counted:
             counted.
     """
 
-    def __init__(self, call: Call, batches: Sequence[Batch], grid: Topology) -> None:
+    def __init__(self, call: SuiteCall, batches: Sequence[Batch], grid: Topology) -> None:
         self.call, ep = call, call.ep
         back, per_node = call.phase == COMBINE, ep is not None and ep.engine != "nvlink"
         experts = call.case.experts
@@ -164,7 +164,7 @@ class Counted:
         return [sum(each) / len(each) for each in ranks]
 
     def attempt(self, number: int, truths: Mapping[int, DeviceTruth]) -> None:
-        """Call once; check the result and what has crossed. ``truths``: by :attr:`tree`.
+        """SuiteCall once; check the result and what has crossed. ``truths``: by :attr:`tree`.
 
         Raises:
             AssertionError: a bit of the result is wrong, or a row too many or too few has crossed.

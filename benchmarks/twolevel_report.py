@@ -9,6 +9,7 @@ from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
 from benchmarks.record import (
     MB,
     NO_TIME,
+    Line,
     Network,
     Page,
     find,
@@ -18,14 +19,14 @@ from benchmarks.record import (
     times,
 )
 from benchmarks.twolevel_calls import BAR_GBS, BAR_GRID, BAR_SMS, NCCL, TwoLevel
-from tokenyard.cli.bench_inputs import NUM_INPUTS
-from tokenyard.cli.bench_report import Measurement, number
+from tokenyard.cli.bench_report import number
+from tokenyard.testing.cases import NUM_INPUTS
 
 WAYS = {"in fresh tensors": (PLAIN, BACK), "in place": (DIRECT, BACK_IN_PLACE)}
 """Kinds of dispatch and combine that the bar is for, together."""
 
 
-def judged(line: Measurement, suite: TwoLevel) -> str:
+def judged(line: Line, suite: TwoLevel) -> str:
     """ "reached" or "missed"; "" for a line that the bar is not for."""
     rate, sms = network_gbs(line), line.case.sms
     if line.case.engine != suite.engine or rate is None or sms is None or sms > BAR_SMS:
@@ -33,7 +34,7 @@ def judged(line: Measurement, suite: TwoLevel) -> str:
     return "reached" if rate >= BAR_GBS else "missed"
 
 
-def twolevel_markdown(lines: list[Measurement], suite: TwoLevel, facts: dict[str, Any]) -> str:
+def twolevel_markdown(lines: list[Line], suite: TwoLevel, facts: dict[str, Any]) -> str:
     """The record. ``facts`` are those of the JSON."""
     plain = [line for line in lines if line.case.rings is None and line.network]
     small = [line for line in lines if line.case.rings is not None and line.network]
@@ -85,12 +86,12 @@ def _head(suite: TwoLevel, facts: dict[str, Any]) -> list[str]:
 # Tables
 
 
-def _place(line: Measurement) -> int:
+def _place(line: Line) -> int:
     """Of a kind of call in tables."""
     return list(KINDS).index(line.kind) if line.kind in KINDS else len(KINDS)
 
 
-def _order_of(suite: TwoLevel) -> Callable[[Measurement], tuple[int, int, float]]:
+def _order_of(suite: TwoLevel) -> Callable[[Line], tuple[int, int, float]]:
     engines = [suite.engine, suite.reference, ""]
     return lambda line: (
         engines.index(line.case.engine),
@@ -99,12 +100,12 @@ def _order_of(suite: TwoLevel) -> Callable[[Measurement], tuple[int, int, float]
     )
 
 
-def _network(line: Measurement) -> Network:
+def _network(line: Line) -> Network:
     assert line.network is not None, "only calls are in tables"
     return line.network
 
 
-def _table(lines: Sequence[Measurement], suite: TwoLevel) -> str:
+def _table(lines: Sequence[Line], suite: TwoLevel) -> str:
     headings = (
         f"|SMs|tokens|us|end to end us|network GB/s|bar {BAR_GBS:.0f}|rows counted|rows planned|"
         "more bytes %|NVSHMEM|symm. MB"
@@ -112,7 +113,7 @@ def _table(lines: Sequence[Measurement], suite: TwoLevel) -> str:
     return markdown_table(headings.split("|"), [_row(line, judged(line, suite)) for line in lines])
 
 
-def _row(line: Measurement, verdict: str) -> list[str]:
+def _row(line: Line, verdict: str) -> list[str]:
     case, network = line.case, _network(line)
     rows = sum(network.rows)
     more = sum(network.put_bytes) / (rows * network.row_bytes) - 1 if rows else None
@@ -133,7 +134,7 @@ def _row(line: Measurement, verdict: str) -> list[str]:
     ]
 
 
-def _bounded(lines: Sequence[Measurement], curve: Sequence[Measurement]) -> str:
+def _bounded(lines: Sequence[Line], curve: Sequence[Line]) -> str:
     headings = (
         "|SMs|tokens|rings MB|bytes put / rings|symm. MB before|after|other tensors MB|us|"
         "network GB/s|speed beside default rings|rows counted|rows planned"
@@ -146,7 +147,7 @@ def _bounded(lines: Sequence[Measurement], curve: Sequence[Measurement]) -> str:
     return f"{table}\n\n{said}"
 
 
-def _bounded_row(line: Measurement, curve: Sequence[Measurement]) -> list[str]:
+def _bounded_row(line: Line, curve: Sequence[Line]) -> list[str]:
     case, network = line.case, _network(line)
     beside = find(curve, name=line.name, tokens=case.tokens)
     rings, faster = case.rings or 0, None
@@ -171,14 +172,14 @@ def _bounded_row(line: Measurement, curve: Sequence[Measurement]) -> list[str]:
 # The bar
 
 
-def _where(line: Measurement) -> str:
+def _where(line: Line) -> str:
     case = line.case
     sms = f", {case.sms or 'all'} SMs" if case.engine else ""
     rings = "" if case.rings is None else f", rings {case.rings / MB:.3f} MB"
     return f"{case.engine or NCCL}: {line.name}{sms}, {case.tokens} tokens{rings}"
 
 
-def _verdict(lines: Sequence[Measurement], suite: TwoLevel) -> list[str]:
+def _verdict(lines: Sequence[Line], suite: TwoLevel) -> list[str]:
     """For dispatch and combine with the same multiprocessors together, by :data:`WAYS`; then per
     line by its figure.
     """
@@ -199,7 +200,7 @@ def _verdict(lines: Sequence[Measurement], suite: TwoLevel) -> list[str]:
     ]
 
 
-def _both(under: Sequence[Measurement], suite: TwoLevel, sms: int, way: str) -> str:
+def _both(under: Sequence[Line], suite: TwoLevel, sms: int, way: str) -> str:
     """Whether both calls reach the bar; missed by one, it is missed. Behind that each with its
     rate.
     """

@@ -326,7 +326,7 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    from tokenyard.cli.plan_plot import draw
+    from tokenyard.cli.plots import save_plans
 
     LINES.write_text(with_tables(LINES.read_text()))
-    draw(machines(H200), PAGE.with_suffix(".png"))
+    save_plans(PAGE.with_suffix(".png"), machines(H200))

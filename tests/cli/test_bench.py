@@ -18,22 +18,20 @@ from typer.testing import CliRunner, Result
 from tokenyard import launch
 from tokenyard.cli import bench as bench_command
 from tokenyard.cli.bench import bench
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, PHASES, Call
-from tokenyard.cli.bench_inputs import (
+from tokenyard.cli.bench_report import Measurement, ratio, verdicts
+from tokenyard.cli.plots import save_bench
+from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing.cases import (
     NUM_INPUTS,
     Case,
     Traffic,
     all_sent,
-    everything_to_everyone,
-    floor_us,
+    mean_busiest,
     once_per_rank,
-    recorded_routing,
     sweep,
 )
-from tokenyard.cli.bench_plot import draw
-from tokenyard.cli.bench_report import Measurement, ratio, verdicts
-from tokenyard.cli.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
-from tokenyard.testing import Ranks, distributed_test, routing
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, PHASES, Call
+from tokenyard.testing.timing import peak_extra_bytes, slowest_rank, summarise, time_interleaved
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -119,14 +117,9 @@ def test_wire_bytes_of_a_tiny_routing() -> None:
     assert (traffic.busiest, traffic.moved) == (30, [40, 20, 40])
 
 
-def test_floor_is_the_busiest_link_averaged_over_inputs() -> None:
+def test_the_busiest_link_is_averaged_over_inputs() -> None:
     inputs = [Traffic([20_000, 0], [0, 20_000]), Traffic([1000, 60_000], [60_000, 1000])]
-    assert floor_us(inputs, 40.0) == 1.0  # 40 kB at 40 GB/s
-
-
-def test_wire_bytes_of_gathering_everything() -> None:
-    assert everything_to_everyone(5, 4, 10) == Traffic([150] * 4, [150] * 4)
-    assert everything_to_everyone(5, 4, 10, trips=2).busiest == 300
+    assert mean_busiest(inputs) == 40_000
 
 
 @pytest.mark.parametrize(
@@ -187,20 +180,8 @@ def test_verdicts_divide_by_the_composite_baselines() -> None:
     assert memory == "tokenyard x, dispatch: peak memory 1.25x bytes sent + received"
 
 
-def test_recorded_routing_is_repeatable_and_skewed() -> None:
-    idx, weights = recorded_routing(500, 4, 32, seed=3)
-    again = recorded_routing(500, 4, 32, seed=3)
-    assert torch.equal(idx, again[0])
-    assert torch.equal(weights, again[1])
-    assert not torch.equal(idx, recorded_routing(500, 4, 32, seed=4)[0])
-    assert all(len(set(picks)) == 4 for picks in idx.tolist())
-    torch.testing.assert_close(weights.sum(1), torch.ones(500))
-    uniform, _ = routing("uniform", 0, 1, 500, 4, 32, 3)
-    assert idx.flatten().bincount().max() > 1.5 * uniform.flatten().bincount().max()
-
-
 def test_inputs_differ_from_each_other_and_between_ranks() -> None:
-    for skew in ("uniform", "zipf", "recorded"):
+    for skew in ("uniform", "zipf"):
         sent = [
             each
             for number in range(NUM_INPUTS)
@@ -318,22 +299,13 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(number: int) -> None:
         raise ValueError("this cannot be done")
 
-    honest = bench_command.baselines
-    nothing = [Traffic([0], [0])]
+    honest = bench_command.instead_of_combine
 
-    def with_one_more(case: Case, *arguments: Any, **options: Any) -> list[Call]:
-        doomed = Call(
-            case=case,
-            name="doomed",
-            phase=COMBINE,
-            run=refuses,
-            check=lambda *_: None,
-            traffic=nothing,
-            least=nothing,
-        )
-        return [doomed, *honest(case, *arguments, **options)]
+    def with_one_more(case: Case, batches: Any) -> list[Call]:
+        doomed = Call(case, batches, COMBINE, "doomed", run=refuses, check=lambda *_: None)
+        return [doomed, *honest(case, batches)]
 
-    monkeypatch.setattr(bench_command, "baselines", with_one_more)
+    monkeypatch.setattr(bench_command, "instead_of_combine", with_one_more)
     result = run("--skew", "zipf")
     assert result.exit_code == 1
     assert (
@@ -347,7 +319,7 @@ def test_case_that_raises_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    result = run("--ranks", "2", "--skew", "uniform,recorded", "--link-gbs", "2", "--seed", "5",
+    result = run("--ranks", "2", "--skew", "uniform,zipf", "--link-gbs", "2", "--seed", "5",
                  "--json", str(out), "--plot", str(picture))  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "Only 4 iterations" in result.output
@@ -356,7 +328,7 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
     assert content["suite"]["seed"] == 5
     assert {"date", "command", "commit", "devices", "rows"} <= content.keys()
     assert Counter(row["phase"] for row in content["rows"]) == {DISPATCH: 10, CACHED: 2, COMBINE: 6}
-    cases = [Case(6, 24, 2, 5, skew) for skew in ("uniform", "recorded")]
+    cases = [Case(6, 24, 2, 5, skew) for skew in ("uniform", "zipf")]
     for row in content["rows"]:
         assert row["error"] == ""
         assert len(row["wall_us"]) == 4
@@ -380,14 +352,18 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--skew", "zipf,wild"], "'wild' is unknown; use one of uniform, zipf, recorded"),
-        (["--tokens", "4,0"], "--tokens '0' must be a whole number of at least 1"),
+        (["--skew", "zipf,wild"], "'wild' is unknown; use one of uniform, zipf"),
+        (
+            ["--tokens", "4,0"],
+            "Invalid value for --tokens: '0' must be a whole number of at least 1",
+        ),
         (
             ["--hidden", "2147483648"],
-            "--hidden '2147483648' must be a whole number of at least 1 (at most 2147483647)",
+            "Invalid value for --hidden: '2147483648' must be a whole number of at least 1 (at "
+            "most 2147483647)",
         ),
-        (["--topk", "9"], "--topk 9 must be at most --experts 5"),
-        (["--engine", "warp"], "--engine 'warp' is unknown"),
+        (["--topk", "9"], "Invalid value for --topk: 9 must be at most --experts 5"),
+        (["--engine", "warp"], "Invalid value for --engine: 'warp' is unknown"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str) -> None:
@@ -450,10 +426,8 @@ def test_plot_over_a_sweep_leaves_out_what_failed(tmp_path: Path) -> None:
             ("all_to_all_single", COMBINE),
         )
     ]
-    draw(
-        [*rows, Measurement(case=CASE, name="broken", phase=COMBINE, error="wrong")],
-        tmp_path / "lines.png",
-    )
-    draw([], tmp_path / "nothing.png")
+    broken = Measurement(case=CASE, name="broken", phase=COMBINE, error="wrong")
+    save_bench(tmp_path / "lines.png", [*rows, broken])
+    save_bench(tmp_path / "nothing.png", [])
     assert (tmp_path / "lines.png").read_bytes().startswith(PNG)
     assert (tmp_path / "nothing.png").read_bytes().startswith(PNG)

@@ -17,10 +17,10 @@ from benchmarks.__main__ import app
 from benchmarks.batches import DeviceTruth
 from benchmarks.low_latency import COMBINE, DISPATCH, NCCL, PAIR, PARTS, Decode, line_for
 from benchmarks.low_latency_report import decode_markdown
+from benchmarks.record import Line
 from cases import Case
 from tokenyard import reference
-from tokenyard.cli.bench_cases import Batch
-from tokenyard.cli.bench_report import Measurement
+from tokenyard.testing.checked_calls import Batch
 
 SUITE = replace(Decode(), tokens=(8, 128))
 FACTS: dict[str, Any] = {
@@ -62,8 +62,8 @@ def test_truth_about_weighted_sums_is_the_oracles() -> None:
         assert torch.equal(decode._summed(truth.batch, truth), want[rank].x)
 
 
-def lines(pair_us: float) -> list[Measurement]:
-    def line(who: str, what: str, tokens: int, us: float) -> Measurement:
+def lines(pair_us: float) -> list[Line]:
+    def line(who: str, what: str, tokens: int, us: float) -> Line:
         case = SUITE.case(tokens, "" if who == NCCL else who)
         times = [us, us + 1, us + 2]
         return line_for(case, what, device_us=times, symmetric_bytes=7_400_000)

@@ -23,11 +23,11 @@ from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, FRESH, KINDS, PLAIN
 from benchmarks.clock import QueuedClock
 from benchmarks.nvlink import BOUNDED, MAIN, SECTIONS, SMS, TOKENS, Suite, run_suite
 from benchmarks.nvlink_report import losses, markdown
+from benchmarks.record import Line
 from tokenyard import launch, reference
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Batch, share
-from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.timing import time_interleaved
 from tokenyard.testing import Ranks, distributed_test, payload, routing
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, Batch, share
+from tokenyard.testing.timing import time_interleaved
 
 TINY = Suite(
     engine="collective",
@@ -55,7 +55,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["nvlink", *arguments])
 
 
-def run_alone(suite: Suite) -> list[Measurement]:
+def run_alone(suite: Suite) -> list[Line]:
     """One rank, in this process, so that a test can put its hands on what is measured."""
     store = launch.local_store()
     with launch.joined(0, 1, port=store.port, name="alone") as here:
@@ -386,7 +386,7 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--tokens", "4"], "No such option: --tokens"),
         (["--topology", "2x2", "--device", "cpu"], "nvlink has no use for --topology"),
         (["--engine", "nvlink,auto", "--device", "cpu"], "nvlink measures one --engine at a time"),
-        (["--engine", "warp", "--device", "cpu"], "--engine 'warp' is unknown"),
+        (["--engine", "warp", "--device", "cpu"], "for --engine: 'warp' is unknown"),
         (
             ["--device", "cpu"],
             "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",
@@ -399,13 +399,11 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def line(
-    section: str, name: str, device: float, phase: str = CACHED, **options: Any
-) -> Measurement:
+def line(section: str, name: str, device: float, phase: str = CACHED, **options: Any) -> Line:
     at = {name: options.pop(name, None) for name in ("sms", "rings")}
     case = TINY.case(options.pop("tokens", 12), **at)
     known = {"section": section, "wall_us": [device + 10], "device_us": [device], **options}
-    return Measurement(case=case, name=name, phase=phase, wire_bytes=5120.0, **known)
+    return Line(case=case, name=name, phase=phase, wire_bytes=5120.0, **known)
 
 
 def test_record_says_what_was_missed() -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +16,27 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import tokenyard as ty
-from tokenyard.cli import app, bench, bench_baselines, bench_cases, timing
+from tokenyard.cli import app, bench
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE, baselines
-from tokenyard.cli.bench_cases import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
-from tokenyard.cli.bench_inputs import NUM_INPUTS, Case, Traffic, all_sent, floor_us, once_per_rank
+from tokenyard.cli.bench_baselines import (
+    FRESH_COPIES,
+    KEPT_COPIES,
+    PLAIN_EXCHANGE,
+    instead_of_combine,
+    instead_of_dispatch,
+)
 from tokenyard.cli.bench_report import Measurement, line_of, print_report
-from tokenyard.cli.timing import Series, peak_extra_bytes, time_interleaved
-from tokenyard.testing import Ranks, distributed_test
+from tokenyard.testing import Ranks, checked_calls, distributed_test, timing
+from tokenyard.testing.cases import (
+    NUM_INPUTS,
+    Case,
+    Traffic,
+    all_sent,
+    mean_busiest,
+    once_per_rank,
+)
+from tokenyard.testing.checked_calls import CACHED, COMBINE, DISPATCH, Call, Oracle, sweep_inputs
+from tokenyard.testing.timing import Series, peak_extra_bytes, time_interleaved
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -46,34 +58,43 @@ def traffic_of(inputs: list[Any], row_bytes: int, *, back: bool = False) -> list
     return [Traffic(each.received, each.sent) for each in there] if back else there
 
 
-def call(phase: str, **changes: Any) -> Call:
-    traffic = [
-        Traffic([100, 0], [0, 900]),
-        Traffic([300, 0], [0, 100]),
-    ]  # 600 on average in the busiest direction
-    known: dict[str, Any] = {
-        "run": lambda _: None,
-        "check": lambda *_: None,
-        "traffic": traffic,
-        "least": traffic,
-        **changes,
-    }
-    return Call(case=CASE, name="x", phase=phase, **known)
+class Known:
+    """Stands in for a batch whose rows cross as ``there``; FP8 rows there, BF16 rows back."""
+
+    def __init__(self, there: Traffic, back: Traffic) -> None:
+        self.by_row = {
+            (CASE.row_bytes, False): there,
+            (CASE.combined_row_bytes, True): back,
+        }
+
+    def traffic(self, row_bytes: int, *, back: bool = False) -> Traffic:
+        return self.by_row[row_bytes, back]
+
+
+def call(phase: str, there: list[Traffic], back: list[Traffic] | None = None, **known: Any) -> Call:
+    batches: Any = [Known(*each) for each in zip(there, back or there, strict=True)]
+    known = {"run": lambda _: None, "check": lambda *_: None, **known}
+    return Call(CASE, batches, phase, "x", **known)
 
 
 def test_a_row_is_of_the_worst_rank_and_of_its_own_traffic() -> None:
     least = [
         Traffic([10, 3], [10, 37]),
         Traffic([70, 20], [0, 0]),
-    ]  # 55 on average; the first moves 20 and 40
+    ]  # 53.5 on average; the first moves 20 and 40
+    more = Traffic([100, 0], [0, 600])
     once = Series([5.0], None)
 
-    def row(peaks: list[int], rate: float | None, least: list[Traffic]) -> Measurement:
-        return line_of(call(DISPATCH, least=least), "", once, rate, peaks=peaks)
+    def row(
+        peaks: list[int], rate: float | None, least: list[Traffic], **known: Any
+    ) -> Measurement:
+        return line_of(call(DISPATCH, least, **known), "", once, rate, peaks=peaks)
 
     first = row([80, 100], 2.0, least)
     assert (first.peak_bytes, first.peak_per_moved) == (100, 4.0)
-    assert (first.wire_bytes, first.floor_us) == (600.0, pytest.approx(53.5 / 2e3))
+    assert (first.wire_bytes, first.floor_us) == (53.5, pytest.approx(53.5 / 2e3))
+    wider = row([80, 100], 2.0, least, crosses=more)
+    assert (wider.wire_bytes, wider.floor_us, wider.peak_per_moved) == (600, first.floor_us, 4.0)
     turned = row([100, 80], None, least)
     assert (turned.peak_bytes, turned.peak_per_moved, turned.floor_us) == (100, 5.0, None)
     assert row([1, 2], None, [Traffic([0, 5], [0, 0])]).peak_per_moved is None
@@ -100,22 +121,23 @@ def test_measuring_uses_the_plan_and_memory_of_unused_objects(
     monkeypatch.setattr(bench, "time_interleaved", time)
     monkeypatch.setattr(bench, "on_ranks", lambda value, _: [value, 2 * value])
     monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, *_: call(0))
-    least_there, least_back = (
+    least = [
         traffic_of(inputs, size, back=back)
         for size, back in ((CASE.row_bytes, False), (CASE.combined_row_bytes, True))
-    )
+    ]
+    ep: Any = SimpleNamespace(buffer_bytes=9, engine="nvlink")
     calls = [
-        call(DISPATCH, cold=lambda _: 1000, kept_bytes=lambda: 50, least=least_there),
-        call(DISPATCH, least=least_there),
-        call(CACHED, run=lambda _: 200, least=least_there),
-        call(COMBINE, run=lambda _: 300, kept_bytes=lambda: 7, least=least_back),
+        call(DISPATCH, *least, run=lambda _: 1000, kept=[torch.zeros(50, dtype=torch.uint8)]),
+        call(DISPATCH, *least),
+        call(CACHED, *least, run=lambda _: 200, ep=ep),
+        call(COMBINE, *least, run=lambda _: 300, kept=[torch.zeros(7, dtype=torch.uint8)]),
     ]
     rows = bench.measure(calls, pytest.fail, PLAN, CPU)
     assert [row.phase for row in rows] == [DISPATCH, DISPATCH, CACHED, COMBINE]
     assert [row.wall_us for row in rows] == [[1.0], [], [2.0], [3.0]]
     assert [row.error for row in rows] == ["", "wrong", "", ""]
-    assert [row.peak_bytes for row in rows] == [2100, None, 400, 614]
-    there, back = (floor_us(each, 4.0) for each in (least_there, least_back))
+    assert [row.peak_bytes for row in rows] == [2100, None, 418, 614]
+    there, back = (mean_busiest(each) / 4e3 for each in least)  # at 4 GB/s, in us
     assert back == pytest.approx(there * 512 / 264) and there > 0
     assert [row.floor_us for row in rows] == [there, None, there, back]
     wanted = {"iterations": 7, "warmup": 2, "num_inputs": NUM_INPUTS, "device": CPU, "seed": 9}
@@ -129,10 +151,11 @@ def test_inputs_have_the_seed_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
         made.append((size, number, seed))
         return all_sent(case, size, number, seed)
 
-    monkeypatch.setattr(bench_cases.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(bench_cases, "all_sent", sent)
-    monkeypatch.setattr(bench_cases.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(bench, "baselines", lambda *_, **__: [])
+    monkeypatch.setattr(checked_calls.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(checked_calls, "all_sent", sent)
+    monkeypatch.setattr(checked_calls.dist, "get_rank", lambda: 0)
+    for phase in ("dispatch", "combine"):
+        monkeypatch.setattr(bench, f"instead_of_{phase}", lambda *_: [])
     monkeypatch.setattr(bench, "measure", lambda *_: [])
     assert bench.run_case(CASE, replace(PLAN, engines=[]), CPU) == []
     assert made == [(2, number, 9) for number in range(NUM_INPUTS)]
@@ -146,40 +169,30 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
     there = traffic_of(inputs, CASE.row_bytes)
     back = traffic_of(inputs, CASE.combined_row_bytes, back=True)
     make = partial(ty.ExpertParallel, **CASE.sizes, engine="collective", device=ranks.device)
-    real = bench_baselines.reduce_scatter_for
-
-    def two_trips(out: Any, sample: Any) -> Any:
-        return "two trips", 2, real(out, sample)[2]
-
-    with (
-        make() as ep,
-        mock.patch.object(bench_baselines, "reduce_scatter_for", two_trips),
-    ):
-        dispatch, cached, combine = bench.engine_calls(ep, CASE, batches, lambda: ep)
-        assert (dispatch.traffic, cached.traffic, combine.traffic) == (there, there, back)
+    with make() as ep:
+        dispatch, cached, combine = bench.engine_calls(ep, CASE, batches)
+        assert (dispatch.least, cached.least, combine.least) == (there, there, back)
+        assert dispatch.crosses is cached.crosses is combine.crosses is None
         assert {each.symmetric_bytes for each in (dispatch, cached, combine)} == {0}
-        assert [each.kept_bytes() for each in (dispatch, cached, combine)] == [
-            0,
-            ep.buffer_bytes,
-            ep.buffer_bytes,
-        ]
+        kept = {each.kept_bytes for each in (dispatch, cached, combine)}
+        assert kept == {ep.buffer_bytes} and ep.buffer_bytes > 0
         expected = Oracle.asked(CASE, batches[0], inputs[0])
         received = dispatch.run(0)
         dispatch.check(received, expected)
         received.topk_weights[0, 0] += 1
         with pytest.raises(AssertionError, match="topk_weights: 1 of"):
             dispatch.check(received, expected)
-        found = {(each.name, each.phase): each for each in baselines(CASE, batches)}
+        others = [*instead_of_dispatch(CASE, batches), *instead_of_combine(CASE, batches)]
+        found = {(each.name, each.phase): each for each in others}
     everything = CASE.tokens * CASE.row_bytes
-    assert found["all-gather", DISPATCH].traffic[0] == Traffic([everything] * 2, [everything] * 2)
-    assert (
-        found["two trips", COMBINE].traffic[0].busiest == 2 * CASE.tokens * CASE.combined_row_bytes
-    )
+    assert found["all-gather", DISPATCH].crosses == Traffic([everything] * 2, [everything] * 2)
+    scattered = found["reduce-scatter", COMBINE].crosses
+    assert scattered and scattered.busiest == CASE.tokens * CASE.combined_row_bytes
     arriving = [len(batch.flat) for batch in batches]
     sending = [each.sent[ranks.rank] // CASE.row_bytes for each in there]
     plain, kept = found[PLAIN_EXCHANGE, DISPATCH], found[KEPT_COPIES, DISPATCH]
-    assert plain.kept_bytes() == max(arriving) * CASE.row_bytes
-    assert kept.kept_bytes() >= (max(arriving) + max(sending)) * CASE.row_bytes
+    assert plain.kept_bytes == max(arriving) * CASE.row_bytes
+    assert kept.kept_bytes >= (max(arriving) + max(sending)) * CASE.row_bytes
     for each in (kept, found[FRESH_COPIES, DISPATCH]):
         first = each.run(0)
         copy = first.clone()
@@ -197,7 +210,7 @@ def printed(rows: list[Measurement], iterations: int = 20) -> list[list[str]]:
 
 
 def test_columns_hold_what_their_heads_say() -> None:
-    case = replace(CASE, sms=24)
+    case = CASE
     ours = Measurement(
         case=case,
         name="ours",
@@ -219,9 +232,10 @@ def test_columns_hold_what_their_heads_say() -> None:
         ),
     ]
     lines = [" ".join(line) for line in printed(rows)]
-    assert "ours 9.0 / 30.0 / 8.0 5.0 / 6.0 / 4.0 0.2 40 0.50 24 3 7" in lines
-    assert "end-to-end us device us wire % of symm. peak" in lines
-    assert "system median / p99 / min median / p99 / min GB/s floor x a2a SMs MiB MiB" in lines
+    heads = "system end-to-end us device us wire GB/s % of floor x a2a symm. MiB peak MiB"
+    at = lines.index(heads)
+    assert lines[at + 2] == "combine ours 9.0 / 30.0 / 8.0 5.0 / 6.0 / 4.0 0.2 40 0.50 3 7"
+    assert any(line.startswith("us: median / p99 / min of the slowest rank") for line in lines)
 
 
 def test_few_iterations_are_said_to_be_few() -> None:
@@ -316,7 +330,6 @@ def test_the_peak_on_a_gpu_is_beyond_what_lived_before(monkeypatch: pytest.Monke
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench.launch, "under_torchrun", lambda: False)
 
 
 def run(*arguments: str) -> None:

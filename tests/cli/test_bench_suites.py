@@ -21,13 +21,13 @@ from benchmarks.calls import BACK, PLAIN, library_calls, rows_of
 from benchmarks.low_latency import Decode, line_for
 from benchmarks.nvlink import MAIN, Suite
 from benchmarks.nvlink_report import losses
-from benchmarks.record import Network, network_gbs
+from benchmarks.record import Line, Network, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
-from tokenyard.cli.bench_cases import Batch, Call
-from tokenyard.cli.bench_inputs import Case, Traffic
-from tokenyard.cli.bench_report import Measurement, line_of
-from tokenyard.cli.timing import Series
+from tokenyard.cli.bench_report import line_of
 from tokenyard.testing import routing
+from tokenyard.testing.cases import Case, Traffic
+from tokenyard.testing.checked_calls import Batch, Call
+from tokenyard.testing.timing import Series
 
 CPU = torch.device("cpu")
 
@@ -42,19 +42,17 @@ def batch(tokens: int = 12, ranks: int = 2, experts: int = 8, hidden: int = 256)
 
 
 def test_a_line_has_the_floor_of_the_least_and_the_bytes_of_its_call() -> None:
-    call = Call(
-        case=rows_of(Suite().case(4)),
-        name="gather",
-        phase="dispatch",
-        run=int,
-        check=lambda *_: None,
-        traffic=[Traffic([100, 0], [0, 900]), Traffic([300, 0], [0, 100])],
-        least=[Traffic([10, 3], [3, 40])],
-    )
-    line = line_of(call, "", Series([5.0], [4.0]), 2.0, section=MAIN)
+    sent: Any = SimpleNamespace(traffic=lambda *_, **__: Traffic([10, 3], [3, 40]))
+    known: dict[str, Any] = {"crosses": Traffic([100, 0], [0, 600])}
+    case = rows_of(Suite().case(4))
+    call = Call(case, [sent], "dispatch", "gather", run=int, check=lambda *_: None, **known)
+    line = line_of(call, "", Series([5.0], [4.0]), 2.0)
     assert (line.wire_bytes, line.floor_us) == (600.0, 0.02)
     assert (line.wall_us, line.device_us, line.ours) == ([5.0], [4.0], False)
-    assert line_of(call, "wrong", None, None, section=MAIN).wall_us == []
+    assert line_of(call, "wrong", None, None).wall_us == []
+    more: dict[str, Any] = {"section": MAIN, "kind": PLAIN, "bar_us": 3.0}
+    kept = asdict(Line.of(line, **more))
+    assert kept == {**asdict(line), **more, "network": None}
 
 
 def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,20 +67,20 @@ def test_calls_move_rows_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> 
     case = Suite(hidden=256, topk=2, experts=8).case(12)
     kinds = [PLAIN, "fp8", "fused", "major", BACK]
     calls = library_calls(ep, case, [sent], kinds)  # pyright: ignore[reportArgumentType]
-    sizes = [call.traffic[0].busiest for call in calls]
+    sizes = [call.least[0].busiest for call in calls]
     rows = sizes[0] / 512
     assert rows > 0 and sizes == [512 * rows, 264 * rows, 264 * rows, 264 * rows, 512 * rows]
-    assert all(call.least == call.traffic for call in calls)
-    there, back = calls[0].traffic[0], calls[-1].traffic[0]
+    assert all(call.crosses is None for call in calls)
+    there, back = calls[0].least[0], calls[-1].least[0]
     assert (back.sent, back.received) == (there.received, there.sent)
 
 
 def test_whoever_is_beaten_by_any_baseline_loses() -> None:
     case = Suite().case(4)
 
-    def line(name: str, us: float, ours: bool = False) -> Measurement:
+    def line(name: str, us: float, ours: bool = False) -> Line:
         known: dict[str, Any] = {"section": "tokens", "phase": "dispatch", "ours": ours}
-        return Measurement(case=case, name=name, wall_us=[us], **known)
+        return Line(case=case, name=name, wall_us=[us], **known)
 
     lines = [line("ours", 10.0, ours=True), line("quick", 8.0), line("slow", 20.0)]
     assert losses(lines, "wall") == ["- 4 tokens: ours (10.0 us) loses to quick (1.25x)"]
@@ -121,12 +119,12 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(
     moved: list[tuple[int, int]] = []
     suite, sent = Decode(hidden=7168), batch(hidden=7168)
 
-    def reduce_scatter_for(out: Any, sample: Any) -> Any:
-        assert (out.shape, sample.shape) == ((12, 7168), (24, 7168))
-        return "", 1, lambda sums: moved.append((sums.nbytes, 0))
+    def reduce_scatter(out: Any, sums: Any) -> None:
+        assert (out.shape, sums.shape) == ((12, 7168), (24, 7168))
+        moved.append((sums.nbytes, 0))
 
     monkeypatch.setattr(low_latency.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(low_latency, "reduce_scatter_for", reduce_scatter_for)
+    monkeypatch.setattr(low_latency, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(
         low_latency, "all_gather", lambda out, mine: moved.append((out.nbytes, mine.nbytes))
     )
@@ -142,7 +140,7 @@ def test_the_baseline_moves_as_many_bytes_as_fp8_rows_with_scales(
 def test_the_rate_is_of_the_rank_with_fewest_rows() -> None:
     network = Network(planned=[], row_bytes=100, rows=[50.0, 20.0])
     case = TwoLevel().case(1, engine="twolevel", sms=1)
-    line = Measurement(
+    line = Line(
         case=case, name="", phase="", device_us=[2.0, 3.0, 1.0], wall_us=[9.0], network=network
     )
     assert (network.payload_bytes, network_gbs(line)) == (2000.0, 1.0)
@@ -190,7 +188,7 @@ def test_times_are_of_one_call_each_on_its_own_clock(
     suite_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert suite_run._per_call([8.0, 4.0]) == [2.0, 1.0]
-    said: list[Measurement] = []
+    said: list[Line] = []
     case = rows_of(TwoLevel().case(1))
     counted = SimpleNamespace(
         call=SimpleNamespace(case=case, name="x", phase="", kind="", ep=None),

@@ -22,7 +22,7 @@ from benchmarks import __main__ as command
 from benchmarks import twolevel as network
 from benchmarks.__main__ import app
 from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
-from benchmarks.record import Network
+from benchmarks.record import Line, Network
 from benchmarks.twolevel import (
     ALL_KINDS,
     BAR_SMS,
@@ -37,10 +37,9 @@ from benchmarks.twolevel_report import judged, twolevel_markdown
 from nvlink_pool import run_all, without_devices
 from tokenyard import reference
 from tokenyard.cli import bench_report
-from tokenyard.cli.bench_cases import Batch, share
-from tokenyard.cli.bench_report import Measurement
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.testing import Ranks, distributed_test, payload, routing
+from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.topology import Topology
 
 TINY = TwoLevel(
@@ -310,7 +309,7 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def line(
     engine: str, what: str, us: float, tokens: int = 4096, sms: int | None = BAR_SMS, **options: Any
-) -> Measurement:
+) -> Line:
     """58.7 MB to other nodes in ``us`` for 4096 tokens."""
     rows, error = [float(tokens)] * 4, options.pop("error", "")
     ours: dict[str, Any] = {}
@@ -322,7 +321,7 @@ def line(
     symmetric = options.pop("symmetric_bytes", 9_000_000 if engine else 0)
     counted = Network(**{"planned": rows, "row_bytes": 14336, **ours, **options})
     times = [] if error else [us, us + 1, us + 2]
-    return Measurement(
+    return Line(
         case=case,
         name=what,
         phase="",
@@ -336,7 +335,7 @@ def line(
     )
 
 
-def lines(there_us: float, back_us: float) -> list[Measurement]:
+def lines(there_us: float, back_us: float) -> list[Line]:
     return [
         line("twolevel", DISPATCH, there_us),
         line("twolevel", COMBINE_NAME, back_us),
@@ -352,7 +351,7 @@ def lines(there_us: float, back_us: float) -> list[Measurement]:
     ]
 
 
-def page(found: list[Measurement], **options: Any) -> str:
+def page(found: list[Line], **options: Any) -> str:
     return twolevel_markdown(found, TwoLevel(**options), FACTS)
 
 
@@ -443,7 +442,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TwoLevel]:
     """What the command wants measured; GPUs are pretended."""
     found: list[TwoLevel] = []
 
-    def on_both_engines(suite: TwoLevel, *_: Any) -> list[Measurement]:
+    def on_both_engines(suite: TwoLevel, *_: Any) -> list[Line]:
         found.append(suite)
         return lines(499.0, 585.0)
 

@@ -24,6 +24,7 @@ import tokenyard as ty
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
 from tokenyard.cli.consoles import bytes_text, seconds_text
+from tokenyard.cli.demo import print_result, worst_errors
 from tokenyard.cli.demo_model import (
     MoeLayer,
     Options,
@@ -32,8 +33,7 @@ from tokenyard.cli.demo_model import (
     relative_error,
     results,
 )
-from tokenyard.cli.demo_rank import DemoResult, run_rank
-from tokenyard.cli.demo_report import print_result, worst_of_each_kind
+from tokenyard.cli.demo_rank import Part, run_rank
 from tokenyard.cli.progress import progress
 
 SHAPE = Options(hidden=8, ffn=12, experts=5, topk=2, seed=3)
@@ -72,18 +72,13 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def some_result(**errors: float) -> DemoResult:
-    return DemoResult(
-        why="collective: because",
-        tokens=[2, 1],
-        rows=[3, 2],
-        sent=[[0.0, 1500.0], [30.0, 0.0]],
-        received=[[0.0, 30.0], [1500.0, 0.0]],
-        experts=[2, 1],
-        load=[4, 0, 2],
-        errors=errors,
-        seconds={"dispatch": 0.002, "backward": 0.5},
-    )
+def some_result(**errors: float) -> list[Part]:
+    seconds = {"dispatch": [0.002], "backward": [0.5]}
+    why = "collective: because"
+    return [
+        Part(why, 2, 3, [0.0, 1500.0], [0.0, 30.0], [4, 0], errors, seconds),
+        Part(why, 1, 2, [30.0, 0.0], [1500.0, 0.0], [2], {}, seconds),
+    ]
 
 
 # The layer and the check
@@ -158,7 +153,7 @@ def test_the_check_finds_a_broken_expert(monkeypatch: pytest.MonkeyPatch):
         progress(["work"], Console(quiet=True)) as counter,
         launch.joined(0, 1, port=store.port) as here,
     ):
-        result = run_rank(here, config, TEXT.encode(), counter)
+        [result] = run_rank(here, config, TEXT.encode(), counter)
     wrong = {name for name, error in result.errors.items() if error > demo.LIMITS["float32"]}
     shared = {"output", "embedding gradient", "router gradient"}
     assert wrong == shared | {f"{name}[0] gradient" for name in ("gate", "up", "down")}
@@ -177,8 +172,16 @@ def test_report_names_the_worst_of_each_kind():
         "gate[1] gradient": 0.75,
         "up[0] gradient": 1e-9,
     }
-    assert worst_of_each_kind(errors) == ["output", "gate[1] gradient", "up[0] gradient"]
-    assert not print_result(Console(file=out, width=100), some_result(**errors), limit=1e-5)
+    parts = some_result(**errors)
+    assert list(worst_errors(parts)) == ["output", "gate[1] gradient", "up[0] gradient"]
+    parts[1].errors.update({"output": 0.25, "gate[0] gradient": 0.625})
+    assert worst_errors(parts) == {
+        "output": 0.25,
+        "gate[1] gradient": 0.75,
+        "up[0] gradient": 1e-9,
+    }
+    parts[1].errors.clear()
+    assert not print_result(Console(file=out, width=100), parts, limit=1e-5)
     assert (
         "MISMATCH: gate[1] gradient: relative error 7.5e-01, but the limit is 1e-05"
         in out.getvalue()
@@ -319,7 +322,7 @@ def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch
         (["--topk", "17"], "17 experts per token, but there are 16"),
         (["--ranks", "0"], "Invalid value for '--ranks'"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
-        (["--engine", "warp"], "'warp' is not one of auto"),
+        (["--engine", "warp"], "'warp' is unknown; use one of auto"),
         (
             ["--engine", "nvlink"],
             "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",

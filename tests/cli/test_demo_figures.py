@@ -5,6 +5,8 @@ warm-up, in their columns.
 from __future__ import annotations
 
 import io
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,9 +16,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from tokenyard.cli import demo_rank
+from tokenyard.cli.demo import print_result, worst_errors
 from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import PHASES, DemoResult, PhaseClock, run_rank, slowest
-from tokenyard.cli.demo_report import print_result
+from tokenyard.cli.demo_rank import PHASES, Part, Share, run_rank
 from tokenyard.cli.plots import heat_map
 from tokenyard.testing import Ranks, distributed_test
 
@@ -28,18 +30,18 @@ class Counter:
     value = 0
 
 
-def run(ranks: Ranks, steps: int) -> DemoResult:
+def run(ranks: Ranks, steps: int) -> list[Part]:
     return run_rank(ranks.device, replace(SHAPE, steps=steps), TEXT, Counter())
 
 
 @distributed_test(world_size=2)
 def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -> None:
-    clocks: list[PhaseClock] = []
+    shares: list[Share] = []
 
-    class Clock(PhaseClock):
-        def __init__(self, device: Any) -> None:
-            super().__init__(device)
-            clocks.append(self)
+    class Kept(Share):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            shares.append(self)
 
     def compare(got: Any, want: Any) -> dict[str, float]:
         return {
@@ -48,51 +50,62 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
         }
 
     with (
-        mock.patch.object(demo_rank, "PhaseClock", Clock),
+        mock.patch.object(demo_rank, "Share", Kept),
         mock.patch.object(demo_rank, "compare", compare),
     ):
         once, often = run(ranks, 1), run(ranks, 3)
-    assert [{name: len(clock.seconds[name]) for name in PHASES} for clock in clocks] == [
+    assert [{name: len(share.seconds[name]) for name in PHASES} for share in shares] == [
         dict.fromkeys(PHASES, steps) for steps in (1, 3)
     ]
-    assert (once.sent, once.received) == (often.sent, often.received)
-    assert once.received == [list(column) for column in zip(*once.sent, strict=True)]
+    moved = [[(part.sent, part.received) for part in parts] for parts in (once, often)]
+    assert moved[0] == moved[1]
+    sent = [part.sent for part in once]
+    assert [part.received for part in once] == [list(column) for column in zip(*sent, strict=True)]
     # A row there with its token, ids and weights, and back as it is; the backward pass has a row
     # each way.
-    there, back = once.sent[0][1], once.sent[1][0]
-    assert there != back and min(there, back) > 0 and once.sent[0][0] == once.sent[1][1] == 0.0
+    there, back = sent[0][1], sent[1][0]
+    assert there != back and min(there, back) > 0 and sent[0][0] == sent[1][1] == 0.0
     counted = iter([torch.zeros(2, 2), torch.tensor([[0.0, 40.0], [0.0, 60.0]]) * (1 + ranks.rank)])
     with mock.patch.object(demo_rank, "bytes_so_far", side_effect=counted):
         made_up = run(ranks, 2)
-    assert (made_up.sent, made_up.received) == (
-        [[0.0, 20.0], [0.0, 40.0]],
-        [[0.0, 30.0], [0.0, 60.0]],
-    )
-    assert once.errors["output"] == once.errors["router gradient"] == 0.25
-    assert sum(once.load) == 2 * len(TEXT) and once.tokens == [19, 18]
+    assert [part.sent for part in made_up] == [[0.0, 20.0], [0.0, 40.0]]
+    assert [part.received for part in made_up] == [[0.0, 30.0], [0.0, 60.0]]
+    assert worst_errors(once) == {"output": 0.25, "router gradient": 0.25}
+    assert sum(sum(part.load) for part in once) == 2 * len(TEXT)
+    assert [part.tokens for part in once] == [19, 18]
 
 
-def test_a_phase_takes_what_the_slowest_rank_takes() -> None:
+@distributed_test(world_size=2)
+def test_the_warm_up_is_no_step(ranks: Ranks) -> None:
+    taken = ([70.0, 1.0, 9.0, 3.0], [80.0, 2.0, 3.0, 4.0])[ranks.rank]
+    turns = {name: iter(taken) for name in PHASES}
+
+    @contextmanager
+    def phase(share: Share, name: str) -> Generator[None, None, None]:
+        yield
+        share.seconds[name].append(next(turns[name]))
+
+    with mock.patch.object(Share, "phase", phase):
+        told = [part.seconds for part in run(ranks, 3)]
     steps = ([1.0, 9.0, 3.0], [2.0, 3.0, 4.0])
-    ranks = [dict.fromkeys(PHASES, each) for each in steps]
-    assert slowest(ranks) == dict.fromkeys(PHASES, 4.0)  # of 2, 9 and 4
+    assert told == [dict.fromkeys(PHASES, each) for each in steps]
 
 
-RESULT = DemoResult(
-    why="collective: because",
-    tokens=[20, 10],
-    rows=[31, 21],
-    sent=[[0.0, 1500.0], [30.0, 0.0]],
-    received=[[0.0, 30.0], [1500.0, 0.0]],
-    experts=[2, 1],
-    load=[4, 0, 11],
-    errors={"output": 0.0},
-    seconds={"dispatch": 0.002, "backward": 0.5},
-)
+SECONDS = [
+    {"dispatch": [0.001, 0.009, 0.003], "backward": [0.5, 0.1, 0.1]},
+    {"dispatch": [0.002, 0.003, 0.004], "backward": [0.1, 0.5, 0.5]},
+]
+"""By rank; the slowest takes 2, 9 and 4 ms for a dispatch, 4 as a median."""
+
+RESULT = [
+    Part("collective: because", 20, 31, [0.0, 1500.0], [0.0, 30.0], [4, 0], {}, SECONDS[0]),
+    Part("collective: because", 10, 21, [30.0, 0.0], [1500.0, 0.0], [11], {}, SECONDS[1]),
+]
 
 
 def test_tables_hold_what_their_heads_say() -> None:
     out = io.StringIO()
+    RESULT[0].errors["output"] = 0.0
     assert print_result(Console(file=out, width=150), RESULT, 1e-5)
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     at = lines.index("Rank Experts Tokens Rows received Bytes sent Bytes received")
@@ -103,7 +116,7 @@ def test_tables_hold_what_their_heads_say() -> None:
         ["1", "0", "0"],
         ["2", "1", "11"],
     ]
-    assert any(line.startswith("dispatch 2 ms") for line in lines) and "sum 502 ms" in lines
+    assert any(line.startswith("dispatch 4 ms") for line in lines) and "sum 504 ms" in lines
     assert "the largest is 2.20 times the mean of 5 tokens" in out.getvalue()
 
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +36,14 @@ from doctor_machines import (
 )
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor, doctor_findings
-from tokenyard.cli.bench_cases import Batch, Oracle, share
-from tokenyard.cli.bench_inputs import Case, all_sent
 from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_ask import ask
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_probes import Record
 from tokenyard.cli.doctor_report import print_document
 from tokenyard.cli.doctor_selftest import HIDDEN, TOKENS, TOPK, check_rank
+from tokenyard.testing.cases import Case, all_sent
+from tokenyard.testing.checked_calls import Batch, Oracle, share
 
 # The self-test
 
@@ -87,10 +88,7 @@ def test_the_self_test_compares_every_result(layout: ty.Layout):
     truth = Oracle(batch, torch.cat(x), want[1], out)
 
     def result(**changes: Any) -> Any:
-        known = {
-            name: getattr(want[1], name)
-            for name in ("topk_weights", "row_weights", "topk_idx", "expert_offsets", *names)
-        }
+        known = {each.name: getattr(want[1], each.name) for each in fields(want[1])}
         return SimpleNamespace(**{**known, **changes})
 
     truth.check_routed(result())

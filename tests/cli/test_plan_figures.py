@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tokenyard.cli import app
 from tokenyard.cli.consoles import bytes_text
-from tokenyard.cli.plan_report import us_text
+from tokenyard.cli.plan_command import us_text
 from tokenyard.planner.model import (
     collective_call,
     flat_call,

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.cli.bench_inputs import Case, all_sent, once_per_rank
 from tokenyard.planner.traffic import SKEWS, Traffic, popularity, reach, traffic, traffic_of
 from tokenyard.planner.workload import Workload
 from tokenyard.routing import tokens_in_ranks
 from tokenyard.testing import routing
+from tokenyard.testing.cases import Case, all_sent, once_per_rank
 
 
 def tried_all(chances: list[float], bounds: list[int], topk: int) -> list[float]:

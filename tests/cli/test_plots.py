@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks import nvlink_plot
-from tokenyard.cli import bench_plot, plan_plot
-from tokenyard.cli.bench_inputs import Case
-from tokenyard.cli.bench_report import Measurement
+from benchmarks.record import Line
+from tokenyard.cli.plots import save_bench, save_plans
 from tokenyard.planner.prediction import scaling
 from tokenyard.planner.rates import H200
 from tokenyard.planner.workload import DTYPES, Workload
+from tokenyard.testing.cases import Case
 
 RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks"
 Look = tuple[str, Any, Any]
@@ -36,12 +36,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def rows_of(record: str) -> list[Measurement]:
+def rows_of(record: str) -> list[Line]:
     """Of a record of before the schema had a number."""
-    known = {each.name for each in fields(Measurement)}
+    known = {each.name for each in fields(Line)}
     rows = json.loads((RECORDS / record).read_text())["rows"]
     return [
-        Measurement(
+        Line(
             case=Case(**row["job"], sms=row["sms"], rings=row.get("rings")),
             **{name: value for name, value in row.items() if name in known},
         )
@@ -79,7 +79,7 @@ def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
         H200,
         DTYPES,
     )
-    plan_plot.draw(plans, Path("plan.png"))
+    save_plans(Path("plan.png"), plans)
     [figure] = drawn
     assert [panel.get_title("left") for panel in figure.axes] == ["dispatch", "combine"]
     engines = ["nvlink, then twolevel", "collective", "flat exchange"]
@@ -105,7 +105,7 @@ def test_curves_of_a_plan_are_its_calls(drawn: list[Figure]) -> None:
         H200,
         DTYPES,
     )
-    plan_plot.draw(plans, Path("plan.png"))
+    save_plans(Path("plan.png"), plans)
     for panel, name in zip(drawn[0].axes, ("dispatch", "combine"), strict=True):
         curves = {str(line.get_label()): line for line in panel.get_lines()}
         for dtype in DTYPES if name == "dispatch" else ("bf16",):
@@ -120,7 +120,7 @@ def test_curves_of_a_plan_are_its_calls(drawn: list[Figure]) -> None:
 
 
 def test_a_sweep_has_a_look_per_system(drawn: list[Figure]) -> None:
-    bench_plot.draw(rows_of("collective-4xh200-20261121.json"), Path("sweep.png"))
+    save_bench(Path("sweep.png"), rows_of("collective-4xh200-20261121.json"))
     [figure] = drawn
     assert len(figure.axes) == 4
     found = looks(figure.axes)
@@ -130,7 +130,7 @@ def test_a_sweep_has_a_look_per_system(drawn: list[Figure]) -> None:
 
 
 def test_the_picture_of_a_record_has_a_look_per_call(drawn: list[Figure]) -> None:
-    nvlink_plot.draw(rows_of("nvlink-4xh200-20261122.json"), Path("record.png"))
+    nvlink_plot.draw(Path("record.png"), rows_of("nvlink-4xh200-20261122.json"))
     [figure] = drawn
     assert [panel.get_title("left") for panel in figure.axes] == ["dispatch", "combine", "over SMs"]
     found = looks(figure.axes)

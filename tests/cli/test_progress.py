@@ -23,7 +23,7 @@ from benchmarks.twolevel import BAR_SMS, TwoLevel
 from tokenyard import launch
 from tokenyard.cli import bench, progress
 from tokenyard.cli.bench import Plan, run_rank
-from tokenyard.cli.bench_inputs import Case
+from tokenyard.testing.cases import Case
 
 LINE = re.compile(r" *\d+ s  (.*) \((\d+) of (\d+) stages done\)")
 SOON = 600.0
@@ -75,13 +75,15 @@ def test_a_line_comes_at_once_and_then_again_and_again(monkeypatch: pytest.Monke
     assert progress.LINE_SECONDS <= 10
 
 
-def test_a_terminal_has_a_bar_unless_ranks_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bar in (True, False):
+def test_a_terminal_has_a_line_that_changes_unless_ranks_print(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for live in (True, False):
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "stderr", err)
-        with progress.progress(["packing"], Console(file=out, force_terminal=True), bar=bar):
+        with progress.progress(["packing"], Console(file=out, force_terminal=True), live=live):
             pass
-        assert ("packing" in out.getvalue(), "packing" in err.getvalue()) == (bar, not bar)
+        assert ("packing" in out.getvalue(), "packing" in err.getvalue()) == (live, not live)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -18,8 +18,8 @@ import tokenyard as ty
 from benchmarks.calls import library_calls
 from benchmarks.twolevel import ALL_KINDS, TwoLevel
 from benchmarks.twolevel_calls import Counted, GridTruth
-from tokenyard.cli.bench_cases import Batch
 from tokenyard.testing import payload, routing
+from tokenyard.testing.checked_calls import Batch
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 from tokenyard.topology import Topology
 

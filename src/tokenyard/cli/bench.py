@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,45 +13,37 @@ import typer
 from rich.console import Console
 
 import tokenyard as ty
-from tokenyard import launch
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_baselines import baselines
-from tokenyard.cli.bench_cases import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
-from tokenyard.cli.bench_inputs import (
-    DTYPES,
-    LAYOUTS,
-    NUM_INPUTS,
-    QUANTIZE,
-    SKEWS,
-    Case,
-    sweep,
-)
+from tokenyard.cli.bench_baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
-from tokenyard.cli.consoles import table_console
-from tokenyard.cli.options import check_device, check_folder, check_plot, command, option
-from tokenyard.cli.progress import Counter, advance, progress
-from tokenyard.cli.timing import on_ranks, peak_extra_bytes, time_interleaved
+from tokenyard.cli.consoles import leading_console
+from tokenyard.cli.options import (
+    bad,
+    check_device,
+    check_folder,
+    check_plot,
+    check_words,
+    command,
+    option,
+)
+from tokenyard.cli.progress import Counter, advance, on_all_ranks, progress
 from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
+from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
+from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
 
-WORDS = {
-    "skew": SKEWS,
-    "dtype": tuple(DTYPES),
-    "layout": tuple(LAYOUTS),
-    "quantize": tuple(QUANTIZE),
-}
+WORDS = {"skew": SKEWS, "dtype": DTYPES, "layout": LAYOUTS, "quantize": QUANTIZE}
 NUMBERS = ("tokens", "hidden", "topk", "experts")
 
 Engines = Annotated[
     list[str] | None, option("Comma list; may be given several times.", show_default=AUTO)
 ]
+RATE = "GB/s of a rank's link, one way."
 Rate = Annotated[
-    float | None,
-    option(
-        "GB/s of a rank's link, one way.", min=0.001, show_default="cuda: 370, NVLink; cpu: unknown"
-    ),
+    float | None, option(RATE, min=0.001, show_default="cuda: 370, NVLink; cpu: unknown")
 ]
 Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0, mxfp8: the cast in dispatch.")]
 Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
@@ -91,9 +81,7 @@ class Options:
     hidden: Annotated[str, option("Channels of a token.")] = "2048"
     topk: Annotated[str, option("Experts per token.")] = "8"
     experts: Annotated[str, option("Experts over all ranks.")] = "64"
-    skew: Annotated[str, option("uniform, zipf, recorded (text through a small router).")] = (
-        "uniform,zipf,recorded"
-    )
+    skew: Annotated[str, option("uniform, zipf.")] = "uniform,zipf"
     dtype: Annotated[str, option("bf16, fp16, fp32.")] = "bf16"
     layout: Annotated[str, option("flat, expert_major, expert_padded.")] = "flat"
     quantize: Casts = "none"
@@ -108,46 +96,39 @@ class Options:
     def plan(self) -> Plan:
         """What ranks do, checked."""
         lists: dict[str, list[Any]] = {
-            name: numbers(getattr(self, name), f"--{name}") for name in NUMBERS
+            name: numbers(f"--{name}", getattr(self, name)) for name in NUMBERS
         }
-        for name, allowed in WORDS.items():
-            lists[name] = words(getattr(self, name), f"--{name}", allowed)
+        for name, known in WORDS.items():
+            lists[name] = words(f"--{name}", getattr(self, name), list(known))
         cases = sweep(**lists)
         for case in cases:
             if case.topk > case.experts:
-                raise typer.BadParameter(
-                    f"--topk {case.topk} must be at most --experts {case.experts}"
-                )
-        asked = words(",".join(self.engine or [AUTO]), "--engine", ENGINES)
+                bad("--topk", f"{case.topk} must be at most --experts {case.experts}")
+        asked = words("--engine", ",".join(self.engine or [AUTO]), ENGINES)
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
         return Plan(cases, asked, self.iterations, self.warmup, rate, self.seed)
 
 
-def words(text: str, option: str, allowed: Sequence[str]) -> list[str]:
-    """A comma list of ``allowed``."""
+def words(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """A comma list of ``known``."""
     found = [word.strip().lower() for word in text.split(",")]
-    for word in found:
-        if word not in allowed:
-            known = ", ".join(allowed)
-            raise typer.BadParameter(f"{option} {word!r} is unknown; use one of {known}")
+    check_words(option, found, known)
     return found
 
 
-def numbers(text: str, option: str) -> list[int]:
+def numbers(option: str, text: str) -> list[int]:
     """A comma list of whole numbers from 1."""
     found = [word.strip() for word in text.split(",")]
     for word in found:
         if not word.isdecimal() or not 1 <= int(word) <= LARGEST:
-            raise typer.BadParameter(
-                f"{option} {word!r} must be a whole number of at least 1 (at most {LARGEST})"
-            )
+            bad(option, f"{word!r} must be a whole number of at least 1 (at most {LARGEST})")
     return [int(word) for word in found]
 
 
 # What ranks do
 
 
-def run_rank(device: torch.device, plan: Plan, counter: Counter) -> list[Measurement]:
+def run_rank(device: torch.device, plan: Plan, counter: Counter | None) -> list[Measurement]:
     """Be one rank: measure every case. Collective; the lines are the same on every rank.
 
     ``counter`` counts :attr:`Plan.stages`.
@@ -164,15 +145,13 @@ def run_case(
     with ExitStack() as objects:
         calls: list[Call] = []
         for engine in plan.engines:
-            make = partial(ty.ExpertParallel, **case.sizes, engine=engine, device=device)
             try:
-                calls += engine_calls(objects.enter_context(make()), case, batches, make)
+                ep = ty.ExpertParallel(**case.sizes, engine=engine, device=device)
+                calls += engine_calls(objects.enter_context(ep), case, batches)
             except ty.NotSupported as error:
-                refused = Measurement(
-                    case=case, name=f"tokenyard {engine}", phase="", error=str(error)
-                )
-                lines += [replace(refused, phase=phase) for phase in PHASES]
-        calls += baselines(case, batches)
+                known: dict[str, Any] = {"name": f"tokenyard {engine}", "error": str(error)}
+                lines += [Measurement(case=case, phase=phase, **known) for phase in PHASES]
+        calls += [*instead_of_dispatch(case, batches), *instead_of_combine(case, batches)]
 
         def truth(number: int) -> Oracle:
             return Oracle.asked(case, batches[number], sent[number])
@@ -193,8 +172,7 @@ def measure(
     advance(counter)
     right = [call for call, error in zip(calls, errors, strict=True) if not error]
     peaks = [
-        on_ranks(peak_extra_bytes(each.cold or each.run, 0, device) + each.kept_bytes(), device)
-        for each in right
+        on_ranks(peak_extra_bytes(each.run, 0, device) + each.kept_bytes, device) for each in right
     ]
     advance(counter)
     series = time_interleaved(
@@ -220,32 +198,14 @@ def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Meas
         return on_all_ranks(run_rank, ranks, device, plan, counter)
 
 
-def on_all_ranks(
-    run: Callable[..., list[Measurement]], ranks: int, device: str, *arguments: Any
-) -> list[Measurement]:
-    """``run(device, *arguments)`` on the ranks of the launcher if there is one, else on ``ranks``
-    processes of our own.
-    """
-    if not launch.under_torchrun():
-        return launch.spawn(run, ranks, *arguments, device=device)[0]
-    with launch.joined_by_launcher(device) as here:
-        return run(here, *arguments)
-
-
-def leading_console() -> tuple[bool, Console]:
-    """Whether this process prints and writes, and where to; other ranks' consoles are quiet."""
-    leads = int(os.environ.get("RANK", 0)) == 0
-    return leads, table_console(quiet=not leads)
-
-
 def _report(rows: list[Measurement], plan: Plan, options: Options, console: Console) -> None:
     print_report(rows, console, plan.iterations)
     if options.json is not None:
         write_json(options.json, rows, facts_of(plan, options.device))
     if options.plot is not None:
-        from tokenyard.cli.bench_plot import draw  # matplotlib is an extra
+        from tokenyard.cli.plots import save_bench  # matplotlib is an extra
 
-        draw(rows, options.plot)
+        save_bench(options.plot, rows)
 
 
 @command(Options)

@@ -6,18 +6,19 @@ at the same speed. They know every count beforehand and carry neither ids nor we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Batch, Call, call_of, share
-from tokenyard.cli.bench_inputs import QUANTIZE, Case, everything_to_everyone
 from tokenyard.formats import quantize
 from tokenyard.routing import host_ints, send_order, tokens_in_ranks
+from tokenyard.testing.cases import QUANTIZE, Case, Traffic
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Batch, Call, share
 from tokenyard.testing.compare import assert_close, assert_same_bits
+from tokenyard.testing.timing import Timed
 from tokenyard.types import Quantize
 
 PLAIN_EXCHANGE, GATHER, SCATTER = "all_to_all_single", "all-gather", "reduce-scatter"
@@ -28,7 +29,8 @@ _untyped: Any = dist
 # torch 2.13 renames these and warns about the old names.
 all_gather = getattr(_untyped, "all_gather_single", None) or _untyped.all_gather_into_tensor
 """``all_gather(out, mine)``: ``mine [T, W]`` of every rank, in rank order."""
-_reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.reduce_scatter_tensor
+"""``reduce_scatter(out, rows)``: this rank's part of the sum of every rank's rows."""
 
 
 def wire_words(x: Tensor, mode: Quantize | None = None) -> Tensor:
@@ -55,153 +57,117 @@ class _Trip:
     """One input of an exchange, known beforehand.
 
     Attributes:
-        x: words of this rank's rows. order: token of each row sent, by destination. rows: those
-            rows. to_peers, from_peers: how many rows go to, and come from, each rank.
+        x: this rank's rows; order: token of each row sent, by destination; rows: those rows.
+        to_peers, from_peers: how many rows go to, and come from, each rank; arriving: from all.
     """
 
-    def __init__(self, batch: Batch, words: Tensor) -> None:
+    def __init__(self, batch: Batch, mode: Quantize | None = None) -> None:
         size = len(batch.topk_idx)
         picks = [tokens_in_ranks(idx, batch.experts, size) for idx in batch.topk_idx]
-        self.x, self.order = words, send_order(picks[batch.rank])
-        self.rows = words.index_select(0, self.order)
+        self.x, self.order = wire_words(batch.x, mode), send_order(picks[batch.rank])
+        self.rows = self.x.index_select(0, self.order)
         self.to_peers = host_ints(picks[batch.rank].sum(0))
         self.from_peers = [int(each[:, batch.rank].sum()) for each in picks]
         self.arriving = sum(self.from_peers)
 
-    def room(self, rows: Iterable[int]) -> Tensor:
+    def room(self, *rows: int) -> Tensor:
         """For the largest number of rows."""
         return self.x.new_empty(max(rows), self.x.shape[1])
 
-    def there(self, out: Tensor, rows: Tensor) -> Tensor:
+    def there(self, room: Tensor, rows: Tensor) -> Tensor:
+        out = room[: self.arriving]
         _untyped.all_to_all_single(out, rows, self.from_peers, self.to_peers)
         return out
 
-    def back(self, out: Tensor, rows: Tensor) -> Tensor:
-        _untyped.all_to_all_single(out, rows, self.to_peers, self.from_peers)
-        return out
+
+def _all_to_all_ranks(case: Case, row_bytes: int) -> Traffic:
+    """Of every token of every rank."""
+    size = dist.get_world_size()
+    each = [case.tokens * (size - 1) * row_bytes] * size
+    return Traffic(each, each)
 
 
-def baselines(case: Case, batches: Sequence[Batch]) -> list[Call]:
-    """All of them, of a sweep. Collective."""
-    return [
-        *exchanges(case, batches, copies=True),
-        exchange_back(case, batches),
-        gather(case, batches),
-        scatter(case, batches),
-    ]
-
-
-def exchanges(case: Case, batches: Sequence[Batch], *, copies: bool = False) -> list[Call]:
-    """One ``all_to_all_single`` of the rows; ``copies``: also with those around it that a dispatch
-    needs.
+def instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
+    """The rows of a dispatch, without and with the copies around them that it needs; every token to
+    every rank. Collective.
     """
     mode = QUANTIZE[case.quantize]
-    trips = [_Trip(batch, wire_words(batch.x, mode)) for batch in batches]
-    receive_buffer = trips[0].room(trip.arriving for trip in trips)
+    trips = [_Trip(batch, mode) for batch in batches]
+    received = trips[0].room(*(trip.arriving for trip in trips))
+    packed = trips[0].room(*(len(trip.rows) for trip in trips))
+    arrived = torch.empty_like(received)
+    everything = trips[0].room(dist.get_world_size() * case.tokens)
 
     def plain(number: int) -> Tensor:
-        return trips[number].there(receive_buffer[: trips[number].arriving], trips[number].rows)
-
-    def check(rows: Tensor, truth: Any) -> None:
-        assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
-
-    def call(name: str, run: Callable[[int], Tensor], note: str, kept: int) -> Call:
-        known: dict[str, Any] = {"note": note, "kept_bytes": lambda: kept}
-        return call_of(case, batches, DISPATCH, name, run, check, **known)
-
-    calls = [call(PLAIN_EXCHANGE, plain, "rows ready to send", receive_buffer.nbytes)]
-    if not copies:
-        return calls
-    packed = trips[0].room(len(trip.order) for trip in trips)
-    arrived = torch.empty_like(receive_buffer)
+        return trips[number].there(received, trips[number].rows)
 
     def fresh(number: int) -> Tensor:
         trip = trips[number]
-        send = trip.x.index_select(0, trip.order)
-        return trip.there(trip.room([trip.arriving]), send).clone()
+        return trip.there(trip.room(trip.arriving), trip.x.index_select(0, trip.order)).clone()
 
     def staged(number: int) -> Tensor:
         trip = trips[number]
         send = torch.index_select(trip.x, 0, trip.order, out=packed[: len(trip.order)])
-        return trip.there(arrived[: trip.arriving], send).clone()
+        return trip.there(arrived, send).clone()
 
-    calls.append(call(FRESH_COPIES, fresh, "every buffer fresh", 0))
-    kept = packed.nbytes + arrived.nbytes
-    return [*calls, call(KEPT_COPIES, staged, "only the result is fresh", kept)]
-
-
-def exchange_back(case: Case, batches: Sequence[Batch]) -> Call:
-    """Rows back to their owners, without the sum that combine ends with."""
-    trips = [_Trip(batch, wire_words(batch.x)) for batch in batches]
-    room = trips[0].room(len(trip.rows) for trip in trips)
-    rows = [trip.there(trip.room([trip.arriving]), trip.rows) for trip in trips]
-
-    def run(number: int) -> tuple[Tensor, Tensor]:
-        trip = trips[number]
-        return trip.back(room[: len(trip.rows)], rows[number]), trip.rows
-
-    def check(result: tuple[Tensor, Tensor], _: Any) -> None:
-        assert_same_bits(*result, what="returned rows")
-
-    known: dict[str, Any] = {"note": "rows ready, no sum", "kept_bytes": lambda: room.nbytes}
-    return call_of(case, batches, COMBINE, PLAIN_EXCHANGE, run, check, **known)
-
-
-def gather(case: Case, batches: Sequence[Batch]) -> Call:
-    """Every token to every rank instead of a dispatch."""
-    mode, size = QUANTIZE[case.quantize], dist.get_world_size()
-    rows = [wire_words(batch.x, mode) for batch in batches]
-    everything = rows[0].new_empty(size * case.tokens, rows[0].shape[1])
-
-    def run(number: int) -> Tensor:
-        all_gather(everything, rows[number])
+    def gather(number: int) -> Tensor:
+        all_gather(everything, trips[number].x)
         return everything
 
-    def check(result: Tensor, truth: Any) -> None:
-        assert_same_bits(result, wire_words(truth.x, mode), what="gathered rows")
+    def my_rows(rows: Tensor, truth: Any) -> None:
+        assert_same_bits(rows, wire_words(truth.x, mode)[truth.batch.flat], what="rows")
 
-    traffic = everything_to_everyone(case.tokens, size, case.row_bytes)
-    known: dict[str, Any] = {"note": "all tokens to all", "kept_bytes": lambda: everything.nbytes}
-    return call_of(case, batches, DISPATCH, GATHER, run, check, traffic=traffic, **known)
+    def all_rows(rows: Tensor, truth: Any) -> None:
+        assert_same_bits(rows, wire_words(truth.x, mode), what="gathered rows")
+
+    crosses = _all_to_all_ranks(case, case.row_bytes)
+    table: list[tuple[str, Timed, str, list[Tensor]]] = [
+        (PLAIN_EXCHANGE, plain, "rows ready to send", [received]),
+        (FRESH_COPIES, fresh, "every buffer fresh", []),
+        (KEPT_COPIES, staged, "only the result is fresh", [packed, arrived]),
+    ]
+    calls = [
+        Call(case, batches, DISPATCH, name, run, my_rows, note, kept=kept)
+        for name, run, note, kept in table
+    ]
+    note, kept = "all tokens to all", [everything]
+    return [*calls, Call(case, batches, DISPATCH, GATHER, gather, all_rows, note, crosses, kept)]
 
 
-def scatter(case: Case, batches: Sequence[Batch]) -> Call:
-    """Sums of every token of every rank instead of a combine."""
-    size = dist.get_world_size()
+def instead_of_combine(case: Case, batches: Sequence[Batch]) -> list[Call]:
+    """Rows back to their owners, without the sum that combine ends with; sums of every token of
+    every rank. Collective.
+    """
+    trips = [_Trip(batch) for batch in batches]
+    rows = [trip.there(trip.room(trip.arriving), trip.rows) for trip in trips]
+    room = trips[0].room(*(len(trip.rows) for trip in trips))
     sums = [gathered(batch.x) * share(batch.rank) for batch in batches]
     reduced = torch.empty_like(batches[0].x)
-    name, trips, reduce = reduce_scatter_for(reduced, sums[0])
 
-    def run(number: int) -> Tensor:
-        return reduce(sums[number])
+    def back(number: int) -> tuple[Tensor, Tensor]:
+        trip = trips[number]
+        out = room[: len(trip.rows)]
+        _untyped.all_to_all_single(out, rows[number], trip.to_peers, trip.from_peers)
+        return out, trip.rows
 
-    def check(result: Tensor, truth: Any) -> None:
-        expected = truth.batch.x.float() * sum(map(share, range(size)))
+    def scatter(number: int) -> Tensor:
+        reduce_scatter(reduced, sums[number])
+        return reduced
+
+    def same_rows(result: tuple[Tensor, Tensor], _: Any) -> None:
+        assert_same_bits(*result, what="returned rows")
+
+    def right_sums(result: Tensor, truth: Any) -> None:
+        expected = truth.batch.x.float() * sum(map(share, range(dist.get_world_size())))
         relative = 2 * torch.finfo(result.dtype).eps
         assert_close(result, expected, relative=relative, what="reduced rows")
 
-    traffic = everything_to_everyone(case.tokens, size, case.combined_row_bytes, trips)
-    known: dict[str, Any] = {"note": "sums of all tokens ready", "traffic": traffic}
-    known["kept_bytes"] = lambda: reduced.nbytes
-    return call_of(case, batches, COMBINE, name, run, check, **known)
-
-
-def reduce_scatter_for(out: Tensor, sample: Tensor) -> tuple[str, int, Callable[[Tensor], Tensor]]:
-    """(name, trips over the wire, call) of the best reduce-scatter that the backend has for this
-    dtype. Collective.
-    """
-
-    def direct(sums: Tensor) -> Tensor:
-        _reduce_scatter(out, sums)
-        return out
-
-    def by_all_reduce(sums: Tensor) -> Tensor:
-        total = sums.clone()
-        _untyped.all_reduce(total)
-        return total[dist.get_rank() * out.shape[0] :][: out.shape[0]].clone()
-
-    try:
-        direct(sample)
-    except RuntimeError:
-        return "all-reduce + slice (no reduce-scatter here)", 2, by_all_reduce
-    return SCATTER, 1, direct
+    crosses = _all_to_all_ranks(case, case.combined_row_bytes)
+    table: list[tuple[str, Timed, Any, str, Traffic | None, Tensor]] = [
+        (PLAIN_EXCHANGE, back, same_rows, "rows ready, no sum", None, room),
+        (SCATTER, scatter, right_sums, "sums of all tokens ready", crosses, reduced),
+    ]
+    return [
+        Call(case, batches, COMBINE, name, run, check, note, more, [kept])
+        for name, run, check, note, more, kept in table
+    ]

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -17,23 +18,24 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import tokenyard
 from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
-from tokenyard.cli.bench_cases import COMBINE, DISPATCH, Call
-from tokenyard.cli.bench_inputs import Case, floor_us
-from tokenyard.cli.timing import Series, Stats, summarise
+from tokenyard.cli.consoles import print_tables
+from tokenyard.testing.cases import Case, mean_busiest
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Call
+from tokenyard.testing.timing import Series, Stats, summarise
 
 SCHEMA = 2
 """Of the JSON. 1, without a number, is what records of before 2026-11-23 have."""
 
 QUOTABLE_ITERATIONS = 20
 MIB = 1 << 20
+COLUMNS = "<|<system|end-to-end us|device us|wire GB/s|% of floor|x a2a|symm. MiB|peak MiB"
 LEGEND = (
-    "times of the slowest rank per round; wire: busiest direction of the busiest rank, no self "
-    "traffic; x a2a: beside all_to_all_single of the same rows; peak: tensors beyond the inputs, "
-    "kept buffers included"
+    "us: median / p99 / min of the slowest rank per round; wire: busiest direction of the busiest "
+    "rank, no self traffic; x a2a: beside all_to_all_single of the same rows; peak: tensors beyond "
+    "the inputs, kept buffers included"
 )
 
 
@@ -42,24 +44,20 @@ class Measurement:
     """One line of a table. Times are microseconds of one call of the slowest rank, one per round.
 
     Attributes:
-        name, phase: of the system or the call. section, kind: where it belongs in a suite.
+        name, phase: of the system or the call.
         ours: a call of the library. note: about it. error: why there are no times, "" if there are.
         wall_us: the Python call until its results are complete.
         device_us: between CUDA events, None without a GPU.
         wire_bytes: in the busiest direction of the busiest rank, no self traffic, mean over inputs.
         floor_us: what the case's least traffic takes at the link's rate, None if that is unknown.
-        bar_us: what it should at most take, None without a bar.
         symmetric_bytes: symmetric memory held after the calls, None if unknown.
         peak_bytes: most tensor bytes beyond the inputs, of the rank with most, kept buffers too.
         peak_per_moved: peak over bytes sent plus received, of the worst rank; None if nothing is.
-        network: what crosses between nodes (``benchmarks``), None if nobody counted.
     """
 
     case: Case
     name: str
     phase: str
-    section: str = ""
-    kind: str = ""
     ours: bool = False
     note: str = ""
     error: str = ""
@@ -67,11 +65,9 @@ class Measurement:
     device_us: list[float] | None = None
     wire_bytes: float = 0.0
     floor_us: float | None = None
-    bar_us: float | None = None
     symmetric_bytes: int | None = None
     peak_bytes: int | None = None
     peak_per_moved: float | None = None
-    network: Any = None
 
     @property
     def wall(self) -> Stats | None:
@@ -111,7 +107,6 @@ class Measurement:
             "device": self.device and self.device._asdict(),
             "wire_gbs": self.wire_gbs,
             "percent_of_floor": self.percent_of_floor,
-            "network_gbs": self.network and self.gbs(self.network.payload_bytes),
         }
 
 
@@ -122,29 +117,26 @@ def line_of(
     link_gbs: float | None,
     *,
     peaks: list[int] | None = None,
-    **known: Any,
 ) -> Measurement:
     """The line of a call. ``peaks``: of each rank, the most bytes of tensors beyond the inputs."""
-    moved, relative = call.least[0].moved, None
+    least = call.least
+    moved, relative = least[0].moved, None
     if peaks and all(moved):
         relative = max(peak / size for peak, size in zip(peaks, moved, strict=True))
     return Measurement(
         case=call.case,
         name=call.name,
         phase=call.phase,
-        kind=call.kind,
         note=call.note,
         ours=call.ep is not None,
         error=error,
         wall_us=times.wall if times else [],
         device_us=times.device if times else None,
-        wire_bytes=sum(each.busiest for each in call.traffic) / len(call.traffic),
-        floor_us=None if error or link_gbs is None else floor_us(call.least, link_gbs),
-        bar_us=call.bar_us,
+        wire_bytes=mean_busiest([call.crosses] if call.crosses else least),
+        floor_us=None if error or link_gbs is None else mean_busiest(least) / link_gbs / 1e3,
         symmetric_bytes=call.symmetric_bytes,
         peak_bytes=max(peaks) if peaks else None,
         peak_per_moved=relative,
-        **known,
     )
 
 
@@ -153,59 +145,39 @@ def line_of(
 
 def print_report(rows: list[Measurement], console: Console, iterations: int) -> None:
     """A table for each point of the sweep, and under it what the table is there to show."""
-    plain: dict[str, Any] = {"markup": False, "highlight": False}
+    said = [LEGEND]
     for case in dict.fromkeys(row.case for row in rows):
         mine = [row for row in rows if row.case == case]
-        console.print(_table(case, mine))
-        wrong = [row for row in mine if row.error]
-        said = [f"NO TIME for {row.phase} by {row.name}: {row.error}" for row in wrong]
-        for line in [*said, *verdicts(mine), ""]:
-            console.print(line, **plain)
-    for line in dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note):
-        console.print(line, **plain)
+        print_tables(console, {title_of(case): (COLUMNS, [_cells(row, mine) for row in mine])})
+        wrong = [f"NO TIME for {e.phase} by {e.name}: {e.error}" for e in mine if e.error]
+        console.print("\n".join([*wrong, *verdicts(mine)]), markup=False, highlight=False)
+    said += dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note)
     if iterations < QUOTABLE_ITERATIONS:
-        console.print(
-            f"Only {iterations} iterations: a figure worth quoting has at least "
-            f"{QUOTABLE_ITERATIONS}."
-        )
+        few = f"Only {iterations} iterations: a figure worth quoting has at least"
+        said.append(f"{few} {QUOTABLE_ITERATIONS}.")
+    console.print("\n".join(["", *said]), markup=False, highlight=False)
 
 
-def _table(case: Case, rows: list[Measurement]) -> Table:
-    title = (
+def title_of(case: Case) -> str:
+    cast = "" if case.quantize == "none" else f", {case.quantize} on the wire"
+    return (
         f"{case.tokens} tokens/rank, hidden {case.hidden}, top-{case.topk} of {case.experts}, "
-        f"{case.skew} routing, {case.dtype}, {case.layout}"
-        + ("" if case.quantize == "none" else f", {case.quantize} on the wire")
+        f"{case.skew} routing, {case.dtype}, {case.layout}{cast}"
     )
-    left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-    table = Table(title=title, title_style="bold", caption=LEGEND, **left)
-    table.add_column("system")
-    three = "\n[dim]median / p99 / min[/]"
-    on_device = three if any(row.device_us for row in rows) else ""
-    times = ("end-to-end us" + three, "device us" + on_device)
-    for heading in (*times, "wire\nGB/s", "% of\nfloor", "x a2a", "SMs", "symm.\nMiB", "peak\nMiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for phase in dict.fromkeys(row.phase for row in rows):
-        table.add_section()
-        table.add_row(f"[bold]{phase}[/]")
-        for row in rows:
-            if row.phase == phase:
-                table.add_row(f"  {row.name}", *_cells(row, rows))
-    return table
 
 
 def _cells(row: Measurement, rows: list[Measurement]) -> list[str]:
     if row.error:
-        return ["[bold red]no time[/]"]
-    phase = COMBINE if row.phase == COMBINE else DISPATCH
+        return [row.phase, row.name, "[bold red]no time[/]"]
     figures = (
         (row.wire_gbs, ".3g"),
         (row.percent_of_floor, ".0f"),
-        (ratio(row, rows, PLAIN_EXCHANGE, phase), ".2f"),
-        (row.case.sms, "d"),
+        (ratio(row, rows, PLAIN_EXCHANGE, COMBINE if row.phase == COMBINE else DISPATCH), ".2f"),
         (None if row.symmetric_bytes is None else row.symmetric_bytes / MIB, ".0f"),
         (None if row.peak_bytes is None else row.peak_bytes / MIB, ".3g"),
     )
-    return [_times(row.wall), _times(row.device), *(number(*each, "n/a") for each in figures)]
+    times = (_times(row.wall), _times(row.device))
+    return [row.phase, row.name, *times, *(number(*each, "n/a") for each in figures)]
 
 
 def number(value: float | None, form: str = ",.0f", none: str = "-") -> str:
@@ -217,7 +189,7 @@ def _times(stats: Stats | None) -> str:
     if stats is None:
         return "n/a"
     digits = 0 if stats.min >= 1000 else 1
-    return " / ".join(f"{value:,.{digits}f}" for value in (stats.median, stats.p99, stats.min))
+    return " / ".join(f"{value:,.{digits}f}" for value in stats)
 
 
 def ratio(row: Measurement, rows: list[Measurement], name: str, phase: str) -> float | None:
@@ -247,20 +219,18 @@ def verdicts(rows: list[Measurement]) -> list[str]:
 # For a program
 
 
-def write_json(path: Path, rows: list[Measurement], facts: dict[str, Any]) -> None:
+def write_json(path: Path, rows: Sequence[Measurement], facts: dict[str, Any]) -> None:
     """Every figure with its raw times, behind :func:`facts_of` the run."""
     content = {**facts, "rows": [row.as_json() for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def facts_of(suite: Any, device: str) -> dict[str, Any]:
+def facts_of(suite: Any, device: str, program: str = "tokenyard") -> dict[str, Any]:
     """What is needed to repeat a run of ``suite``, a dataclass, on "cpu" or "cuda"."""
-    suites = "benchmarks" in Path(sys.argv[0]).parts
-    program = ["python", "-m", "benchmarks"] if suites else ["tokenyard"]
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([*program, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "commit": commit(),
         "versions": versions(),
         "devices": device_names(device),
@@ -272,16 +242,15 @@ def commit() -> str | None:
     """The commit this package comes from ("-dirty" behind it if files differ), None if it is in no
     repository.
     """
+    git, text = ("git", "-C", str(Path(__file__).parent)), ""
+    tracked, describe = ("ls-files", "--error-unmatch", Path(__file__).name), "describe --always"
     try:
-        _git("ls-files", "--error-unmatch", Path(__file__).name)
-        return _git("describe", "--always", "--dirty", "--abbrev=40")
+        for asked in (tracked, (*describe.split(), "--dirty", "--abbrev=40")):
+            command = [*git, *asked]
+            text = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return text.strip()
 
 
 def versions() -> dict[str, str | None]:
@@ -296,22 +265,17 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def package_version(*names: str) -> str | None:
-    """Of the first of these packages that is installed."""
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+def package_version(name: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def device_names(device: str) -> list[str]:
     """Name of every GPU, or of the processor with its number of cores."""
     if device == "cuda":
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    from torch.utils import collect_env
-
-    env: Any = collect_env
-    told = re.search(r"^model name\s*:\s*(.*)", str(env.get_cpu_info(env.run)), re.I | re.M)
-    return [f"{told[1].strip() if told else platform.machine()}, {os.cpu_count()} cores"]
+    told = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    return [f"{told[1] if told else platform.machine()}, {os.cpu_count()} cores"]

@@ -1,8 +1,9 @@
-"""Tables on the terminal."""
+"""Numbers, lines and tables on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -10,28 +11,29 @@ from rich.table import Table
 
 PIPED_WIDTH = 150
 
+Rows = Iterable[Sequence[RenderableType]]
+
 
 def bytes_text(count: float) -> str:
     """``1234567`` to ``1.23 MB`` (powers of 1000)."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
+    return _scaled(count, "B", "kB", "MB", "GB", "TB")
 
 
 def seconds_text(seconds: float) -> str:
     """``0.00123`` to ``1.23 ms``."""
-    return _scaled(seconds * 1e6, ("us", "ms", "s"))
+    return _scaled(seconds * 1e6, "us", "ms", "s")
 
 
-def _scaled(value: float, units: Sequence[str]) -> str:
-    """In the first of ``units``, each 1000 of the one before, that needs three digits or less."""
-    *smaller, largest = units
-    for unit in smaller:
+def _scaled(value: float, *units: str) -> str:
+    """In the first unit, each 1000 of the one before, that needs three digits or less."""
+    for unit in units[:-1]:
         if value < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:.3g} {largest}"
+    return f"{value:.3g} {units[-1]}"
 
 
-def plain_table(*columns: str, rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
+def plain_table(*columns: str, rows: Rows = ()) -> Table:
     """A table; columns whose name starts with ``<`` are set left, the others right."""
     named = any(name.strip("<") for name in columns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=named)
@@ -48,6 +50,12 @@ def table_console(*, quiet: bool = False) -> Console:
     return terminal if terminal.is_terminal else Console(width=PIPED_WIDTH, quiet=quiet)
 
 
+def leading_console() -> tuple[bool, Console]:
+    """Whether this process prints and writes, and where to; other ranks' consoles are quiet."""
+    leads = int(os.environ.get("RANK", 0)) == 0
+    return leads, table_console(quiet=not leads)
+
+
 def print_line(console: Console, text: str) -> None:
     """A line of markup, as long as it is."""
     console.print(text, highlight=False, soft_wrap=True)
@@ -57,3 +65,9 @@ def print_section(console: Console, title: str, table: Table) -> None:
     """A blank line, a bold title and a table."""
     console.print(f"\n[bold]{escape(title)}[/bold]", highlight=False)
     console.print(table)
+
+
+def print_tables(console: Console, tables: Mapping[str, tuple[str, Rows]]) -> None:
+    """Sections by title: columns of :func:`plain_table` with ``|`` between, and rows."""
+    for title, (columns, rows) in tables.items():
+        print_section(console, title, plain_table(*columns.split("|"), rows=rows))

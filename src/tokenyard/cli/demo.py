@@ -1,33 +1,53 @@
-"""``tokenyard demo``: the command, where the text comes from, how ranks are started."""
+"""``tokenyard demo``: the command, where the text comes from, and what is printed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
+from statistics import median
 
 import typer
+from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
 
-from tokenyard.cli.consoles import print_line
+from tokenyard.cli.consoles import (
+    Rows,
+    bytes_text,
+    leading_console,
+    print_line,
+    print_tables,
+    seconds_text,
+)
 from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import DemoResult, bytes_of_rank_zero, run_rank
-from tokenyard.cli.demo_report import print_result
-from tokenyard.cli.options import bad, check_device, check_engine, check_plot, command
-from tokenyard.cli.progress import progress
+from tokenyard.cli.demo_rank import Part, run_rank
+from tokenyard.cli.options import (
+    bad,
+    check_device,
+    check_engine,
+    check_plot,
+    check_words,
+    command,
+)
+from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
-from tokenyard.launch import joined_by_launcher, spawn, under_torchrun
+from tokenyard.launch import under_torchrun
 
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error (2-norm of the difference over 2-norm) that passes for rounding."""
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Kinds of file that a figure can be written to."""
-
 README = Path(__file__).parents[3] / "README.md"
 """The project's README, if the package runs from its repository."""
+
+BAR_COLOURS = ("cyan", "yellow")
+"""Neighbouring ranks take turns; told apart by every kind of colour vision."""
+BAR_WIDTH = 40
+MOST_BARS = 32
+"""Experts shown; of more, the busiest."""
 
 
 @command(Options)
@@ -37,54 +57,43 @@ def demo(options: Options) -> None:
 
     The exit code is 1 if the output or a gradient differs. Works under torchrun too.
     """
-    world, leads = _ranks(options.ranks)
-    _check(options)
-    console, content, title = Console(quiet=not leads), b"", ""
+    world = _check(options)
+    leads, console = leading_console()
     if leads:
         check_plot(options.plot, SUFFIXES)
-        name, content = _read(options.text, options.tokens)
-        title = (
-            f"{len(content)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
-            f"{options.experts} experts, {options.dtype}, {options.layout}"
-        )
-        text = f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}"
-        console.print(text, highlight=False)
-    result = _run(options, content, world, console)
-    good = print_result(console, result, LIMITS[options.dtype])
+    name, text = _read(options.text, options.tokens)
+    title = (
+        f"{len(text)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
+        f"{options.experts} experts, {options.dtype}, {options.layout}"
+    )
+    print_line(console, f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}")
+    parts = _run(options, text, world, console)
+    good = print_result(console, parts, LIMITS[options.dtype])
     if leads and options.plot is not None:
-        from tokenyard.cli.plots import save_traffic
+        from tokenyard.cli.plots import save_traffic  # matplotlib is an extra
 
-        save_traffic(options.plot, result, title)
+        save_traffic(options.plot, parts, title)
         print_line(console, f"Wrote {escape(str(options.plot))}")
-    if not good:
-        raise typer.Exit(1)
+    raise typer.Exit(int(not good))
 
 
-def _ranks(asked: int | None) -> tuple[int, bool]:
-    """How many ranks there will be, and whether this process is the one that reads and prints."""
-    if not under_torchrun():
-        return asked or 4, True
-    started = int(os.environ["WORLD_SIZE"])
-    if asked not in (None, started):
-        bad("--ranks", f"{asked} ranks, but torchrun started {started}: leave it out")
-    return started, os.environ["RANK"] == "0"
-
-
-def _check(options: Options) -> None:
-    """The options fit each other and this machine."""
+def _check(options: Options) -> int:
+    """The options fit each other and this machine. Returns how many ranks there will be."""
+    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks or 4
+    if options.ranks not in (None, started):
+        bad("--ranks", f"{options.ranks} ranks, but torchrun started {started}: leave it out")
     if options.topk > options.experts:
         bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
     check_device(options.device)
-    if options.engine not in ENGINES:
-        bad("--engine", f"{options.engine!r} is not one of {', '.join(ENGINES)}")
+    check_words("--engine", [options.engine], ENGINES)
     check_engine(options.engine, options.device)
+    return started
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     """A name for the text, and its first bytes. Default: the README, which an installed package
     carries as metadata.
     """
-    name, content = "tokenyard's README", b""
     if path is not None or README.is_file():
         file = path or README
         name = file.name
@@ -93,6 +102,7 @@ def _read(path: Path | None, most: int) -> tuple[str, bytes]:
         except OSError as error:
             bad("--text", f"cannot read {file}: {error.strerror}")
     else:
+        name = "tokenyard's README"
         try:
             content = str(metadata("tokenyard").json.get("description", "")).encode()
         except PackageNotFoundError:
@@ -102,17 +112,98 @@ def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     return name, content[:most]
 
 
-def _run(options: Options, content: bytes, world: int, console: Console) -> DemoResult:
-    """Start ``world`` ranks, or be one of torchrun's; ``content`` counts on the leading process
-    only.
-    """
+def _run(options: Options, text: bytes, world: int, console: Console) -> list[Part]:
     steps = [f"step {i + 1} of {options.steps}" for i in range(options.steps)]
     stages = [f"starting {world} ranks", "warming up", *steps, "comparing with one process"]
     with progress(stages, console) as counter:
         try:
-            if not under_torchrun():
-                return spawn(run_rank, world, options, content, counter, device=options.device)[0]
-            with joined_by_launcher(options.device) as here:
-                return run_rank(here, options, bytes_of_rank_zero(content), counter)
+            return on_all_ranks(run_rank, world, options.device, options, text, counter)
         except NotSupported as error:
             bad("--engine", str(error))
+
+
+# What is printed
+
+
+def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
+    """Everything that there is to say about a run; returns whether every error is within
+    ``limit``.
+    """
+    print_line(console, f"Engine {escape(parts[0].why)}")
+    ranks = [
+        (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))
+        for rank, part in enumerate(parts)
+        for counts in [(rank, len(part.load), part.tokens, part.rows)]
+    ]
+    load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
+    errors = worst_errors(parts)
+    verdicts = ("[red]mismatch[/red]", "[green]ok[/green]")
+    compared = [
+        (escape(name), f"{error:.1e}", f"{limit:.0e}", verdicts[error <= limit])
+        for name, error in errors.items()
+    ]
+    sections: dict[str, tuple[str, Rows]] = {
+        "Ranks (bytes over the wire per step, forward and backward)": (
+            "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received",
+            ranks,
+        ),
+        f"Expert load ({_imbalance(load)})": ("Expert|Rank|Tokens|<", _load(load)),
+        "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(parts)),
+        "Relative error against the same layer on one process": (
+            "<Tensor (of its kind the worst)|Error|Limit|<",
+            compared,
+        ),
+    }
+    print_tables(console, sections)
+    print_line(console, "")
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    for name, error in wrong.items():
+        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {limit:.0e}"
+        print_line(console, f"[bold red]{escape(text)}[/bold red]")
+    if not wrong:
+        count = len({name for part in parts for name in part.errors}) - 1
+        text = f"The output and all {count} gradients match; the largest relative error is"
+        print_line(console, f"[green]{text} {max(errors.values()):.1e}[/green]")
+    return not wrong
+
+
+def worst_errors(parts: Sequence[Part]) -> dict[str, float]:
+    """By tensor the largest error of any rank; of ``gate[0] gradient``, ``gate[1] gradient``, ...
+    only the one with the largest.
+    """
+    worst: dict[str, tuple[str, float]] = {}
+    for part in parts:
+        for name, error in part.errors.items():
+            kind = name.partition("[")[0]
+            if kind not in worst or error > worst[kind][1]:
+                worst[kind] = name, error
+    return dict(worst.values())
+
+
+def _bar(value: float, most: float, rank: int = 0) -> Bar:
+    return Bar(most, 0, value, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
+
+
+def _imbalance(load: Sequence[tuple[int, int]]) -> str:
+    most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
+    shown = f"{MOST_BARS} busiest of {len(load)}; " if len(load) > MOST_BARS else ""
+    return f"{shown}the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens"
+
+
+def _load(load: Sequence[tuple[int, int]]) -> Rows:
+    """``load``: by expert, its rank and its tokens."""
+    busiest = sorted(range(len(load)), key=lambda expert: -load[expert][1])[:MOST_BARS]
+    most = load[busiest[0]][1]
+    for expert in sorted(busiest):
+        rank, count = load[expert]
+        yield str(expert), str(rank), str(count), _bar(count, most, rank)
+
+
+def _phases(parts: Sequence[Part]) -> Rows:
+    seconds = {
+        name: median(map(max, zip(*(part.seconds[name] for part in parts), strict=True)))
+        for name in parts[0].seconds
+    }
+    most = max(seconds.values())
+    yield from ((name, seconds_text(each), _bar(each, most)) for name, each in seconds.items())
+    yield "sum", seconds_text(sum(seconds.values()))

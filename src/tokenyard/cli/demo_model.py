@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,28 +17,24 @@ from torch.nn import functional
 from tokenyard.cli.options import option
 from tokenyard.engines.known import AUTO
 
-VOCABULARY = 256
-"""Tokens are bytes."""
-
 SHARED = ("embedding", "router")
 """Weights that every rank holds; their gradients are summed over ranks."""
 
 PER_EXPERT = ("gate", "up", "down")
 """Weights with one slice per expert, held by the rank that owns the expert."""
 
-Ranks = Annotated[
-    int | None, option("Ranks to start.", min=1, show_default="4; under torchrun its own")
-]
+LOCAL = "Local processes; under torchrun its ranks count."
+Ranks = Annotated[int | None, option(LOCAL, min=1, show_default="4")]
 Text = Annotated[
     Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
 ]
 Plot = Annotated[
     Path | None, option("Draw traffic and expert load (.png, .svg, .pdf).", dir_okay=False)
 ]
-Layouts = Annotated[Literal["flat", "expert_major"], option("Order of the received rows.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16"], option("What rows travel and experts compute in.")
 ]
+Layouts = Annotated[Literal["flat", "expert_major"], option("Order of the received rows.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +66,23 @@ def make_weights(options: Options, device: torch.device) -> dict[str, Tensor]:
     [E, H]``, ``gate`` and ``up [E, F, H]``, ``down [E, H, F]``."""
     generator = torch.Generator().manual_seed(options.seed)
     e, f, h = options.experts, options.ffn, options.hidden
-    sizes = {
-        "embedding": (VOCABULARY, h),
-        "router": (e, h),
-        "gate": (e, f, h),
-        "up": (e, f, h),
-        "down": (e, h, f),
+    sizes = ((256, h), (e, h), (e, f, h), (e, f, h), (e, h, f))
+    made = {
+        name: torch.randn(*size, generator=generator)
+        * (1 if name == "embedding" else size[-1] ** -0.5)
+        for name, size in zip((*SHARED, *PER_EXPERT), sizes, strict=True)
     }
-    normal = {name: torch.randn(*size, generator=generator) for name, size in sizes.items()}
-    scale = {name: size[-1] ** -0.5 for name, size in sizes.items()} | {"embedding": 1.0}
-    return {name: (weight * scale[name]).to(device) for name, weight in normal.items()}
+    return {name: weight.to(device) for name, weight in made.items()}
 
 
 class MoeLayer(nn.Module):
-    """One MoE layer, whole or with a slice of the experts.
+    """One MoE layer with weights of :func:`make_weights`, whole or with a slice of the experts.
 
-    Called on byte values ``[T]`` it runs all of its experts in one process; an expert-parallel
-    caller uses the parts.
-
-    Args:
-        weights: from :func:`make_weights`, with any contiguous slice of the per-expert ones.
+    Called on byte values ``[T]`` it runs all of its experts in one process, and returns ``[T, H]``;
+    an expert-parallel caller uses the parts.
     """
 
-    def __init__(self, weights: dict[str, Tensor], options: Options) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], options: Options) -> None:
         super().__init__()
         parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
         self.weights = nn.ParameterDict(parameters)
@@ -109,9 +100,7 @@ class MoeLayer(nn.Module):
 
     def experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Rows ``[N, H]`` with ids of experts held here (-1: elsewhere), each to the weighted sum
-        over its experts.
-
-        Expert by expert, and an expert takes its rows in order. Sums are float32 and rounded once.
+        over its experts. An expert takes its rows in order; sums are float32 and rounded once.
         """
         held = [self.weights[name].to(self.dtype) for name in PER_EXPERT]
         if not len(held[0]):  # then there are no rows: this keeps the rank in the backward exchange
@@ -125,27 +114,23 @@ class MoeLayer(nn.Module):
         return out.to(x.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Byte values ``[T]`` to ``[T, H]``."""
         x = self.embed(tokens)
         return self.experts(x, *self.route(x))
 
 
 def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:
     """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate[3]
-    gradient``, ...
+    gradient``, ... A gradient that backward did not make counts as zero.
 
-    ``first_expert`` is the global id of the layer's first expert. A gradient that backward did not
-    make counts as zero.
+    ``first_expert`` is the global id of the layer's first expert.
     """
     named = {"output": y.detach()}
     for name in (*SHARED, *PER_EXPERT):
         weight = layer.weights[name]
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if name in SHARED:
-            named[f"{name} gradient"] = gradient
-        else:
-            parts = enumerate(gradient.unbind(0), first_expert)
-            named |= {f"{name}[{expert}] gradient": part for expert, part in parts}
+        whole = name in SHARED
+        for at, part in enumerate([gradient] if whole else gradient, first_expert):
+            named[f"{name} gradient" if whole else f"{name}[{at}] gradient"] = part
     return named
 
 
@@ -153,11 +138,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or
     only ``want`` is 0.
     """
-    difference = torch.dist(got.double(), want.double()).item()
-    size = torch.dist(want.double(), torch.zeros_like(want).double()).item()
-    if difference == 0:
-        return 0.0
-    return difference / size if size > 0 and difference < float("inf") else float("inf")
+    gap = torch.dist(got.double(), want.double()).item()
+    size = float(want.double().square().sum().sqrt())
+    return 0.0 if gap == 0 else gap / size if size > 0 and gap < inf else inf
 
 
 def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:

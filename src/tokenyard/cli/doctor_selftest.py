@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tokenyard import ExpertParallel
-from tokenyard.cli.bench_cases import Oracle, engine_calls, sweep_inputs
-from tokenyard.cli.bench_inputs import Case
 from tokenyard.launch import spawn
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Oracle, engine_calls, sweep_inputs
 
 TOKENS, HIDDEN, TOPK = 24, 256, 4
 """Of each rank."""

@@ -33,32 +33,14 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
         def call(**given: Any) -> None:
             run(kind(**given))
 
-        hints = get_type_hints(kind, include_extras=True)
-        known = [
-            each.replace(annotation=hints[name])
-            for name, each in signature(kind).parameters.items()
-        ]
         made: Any = call
-        made.__signature__ = Signature(known)
+        hints = get_type_hints(kind, include_extras=True)
+        fields = signature(kind).parameters.items()
+        made.__signature__ = Signature([e.replace(annotation=hints[name]) for name, e in fields])
         made.__annotations__, made.__doc__, made.__name__ = hints, run.__doc__, run.__name__
         return call
 
     return decorate
-
-
-def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
-    """A figure can be drawn, as a file of a kind in ``suffixes``, where ``--plot`` says.
-
-    Raises:
-        BadParameter: matplotlib is not installed, another kind of file, or no directory for it.
-    """
-    if path is None:
-        return
-    if find_spec("matplotlib") is None:
-        bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
-    if path.suffix.lower() not in suffixes:
-        bad("--plot", f"{path.name!r} must end in {' or '.join(suffixes)}")
-    check_folder(path, "--plot")
 
 
 def bad(option: str, why: str) -> NoReturn:
@@ -66,10 +48,28 @@ def bad(option: str, why: str) -> NoReturn:
     raise typer.BadParameter(why, param_hint=option)
 
 
+def check_words(option: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    """All of ``asked`` are ``known``."""
+    for word in asked:
+        if word not in known:
+            bad(option, f"{word!r} is unknown; use one of {', '.join(known)}")
+
+
 def check_folder(path: Path | None, option: str) -> None:
     """There is a directory for the file that ``option`` names."""
     if path is not None and not path.absolute().parent.is_dir():
         bad(option, f"{path.parent} is not a directory")
+
+
+def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
+    """A figure can be drawn, as a file of a kind in ``suffixes``, where ``--plot`` says."""
+    if path is None:
+        return
+    if find_spec("matplotlib") is None:
+        bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
+    if path.suffix.lower() not in suffixes:
+        bad("--plot", f"{path.name!r} must end in {' or '.join(suffixes)}")
+    check_folder(path, "--plot")
 
 
 def check_device(device: str) -> None:

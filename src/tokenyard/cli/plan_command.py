@@ -1,5 +1,5 @@
-"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be
-at hand.
+"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be at
+hand, as tables for a reader or as JSON for a program.
 """
 
 from __future__ import annotations
@@ -7,22 +7,32 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from tokenyard.cli.consoles import table_console
-from tokenyard.cli.options import bad, check_plot, command, option
-from tokenyard.cli.plan_report import as_json, print_plan
+from tokenyard import __version__
+from tokenyard.cli.consoles import bytes_text, print_line, print_tables, table_console
+from tokenyard.cli.options import check_plot, check_words, command, option
+from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.engines.twolevel_workspace import limit_of
+from tokenyard.planner.prediction import Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
-from tokenyard.planner.prediction import scaling
-from tokenyard.planner.rates import H200, Rates
+from tokenyard.planner.rates import CALLS, H200, Rates
 from tokenyard.planner.record import rates_from
-from tokenyard.planner.traffic import SKEWS
+from tokenyard.planner.traffic import SKEWS, Traffic
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
 
 WORK = ("nodes", "gpus_per_node", "tokens", "hidden", "experts", "topk", "sms", "buffer_bytes")
+IGNORED = (
+    "Not in these times: the Python call (100-260 us in the records; CUDA graphs hide it), the "
+    "plan of a new routing, congestion, rails that do not match, limits of NICs and their queues, "
+    "GPUs that wait for slower ones. The network was never measured."
+)
+
 
 Dtypes = Annotated[
     list[str] | None,
@@ -33,14 +43,8 @@ Rate = Annotated[
 ]
 Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
 Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
-Record = Annotated[
-    Path | None,
-    option(
-        "JSON of tokenyard bench --json or of the suite nvlink.",
-        dir_okay=False,
-        show_default="recorded on 2x H200",
-    ),
-]
+FILE = "JSON of tokenyard bench --json or of the suite nvlink."
+Record = Annotated[Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x H200")]
 Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.", dir_okay=False)]
 
 
@@ -65,19 +69,6 @@ class Options:
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
     plot: Plot = None
 
-    @property
-    def dtypes(self) -> list[Dtype]:
-        asked = self.dtype or list(DTYPES)
-        for word in asked:
-            if word not in DTYPES:
-                bad("--dtype", f"{word!r} is unknown; use one of {', '.join(DTYPES)}")
-        return [dtype for dtype in DTYPES if dtype in asked]
-
-    @property
-    def known_rates(self) -> Rates:
-        measured = H200 if self.rates is None else rates_from(self.rates, H200)
-        return measured.with_links(nvlink=self.nvlink, nic=self.nic, latency=self.latency)
-
 
 @command(Options)
 def plan(options: Options) -> None:
@@ -88,10 +79,13 @@ def plan(options: Options) -> None:
     docs/how-to/planner.md says how far it is off.
     """
     check_plot(options.plot)
-    dtypes, given = options.dtypes, asdict(options)
+    asked, given = options.dtype or list(DTYPES), asdict(options)
+    check_words("--dtype", asked, DTYPES)
+    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in asked]
     try:
         workload = Workload(**{name: given[name] for name in WORK})
-        rates = options.known_rates
+        measured = H200 if options.rates is None else rates_from(options.rates, H200)
+        rates = measured.with_links(nvlink=options.nvlink, nic=options.nic, latency=options.latency)
         found = make_plan(workload, rates, dtypes, SKEWS, options.seed)
         shown, refused = ([], {}) if options.plot is None else scaling(workload, rates, dtypes)
     except ValueError as wrong:
@@ -101,9 +95,130 @@ def plan(options: Options) -> None:
     else:
         print_plan(table_console(), found)
     if options.plot is not None:
-        from tokenyard.cli.plan_plot import draw  # matplotlib is an extra
+        from tokenyard.cli.plots import save_plans  # matplotlib is an extra
 
-        draw(shown, options.plot)
+        save_plans(options.plot, shown)
         if refused:
             gpus, why = ", ".join(map(str, refused)), next(iter(refused.values()))
             typer.echo(f"Not in the picture: machines of {gpus} GPUs: {why}", err=True)
+
+
+# What is printed
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything that :func:`print_plan` shows, with bytes and microseconds as plain numbers."""
+    work = asdict(plan.workload)
+    del work["dtype"]
+    return {
+        "tokenyard": __version__,
+        "workload": work,
+        "rates": _named(plan.rates),
+        "engine": plan.engine,
+        "engine_runs": _when(plan),
+        "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
+        "rows": {skew: _named(rows) for skew, rows in plan.traffic.items()},
+        "calls": [_call(call) for call in plan.calls],
+    }
+
+
+def _named(values: Rates | Traffic) -> dict[str, Any]:
+    """Fields, also those of tuples with names, which JSON would write without names."""
+    fields: dict[str, Any] = asdict(values)
+    return {n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    terms = asdict(call.terms)
+    return {
+        **{name: getattr(call, name) for name in ("name", "engine", "dtype", "skew")},
+        "us": call.terms.us,
+        "bound": call.terms.bound,
+        "links_in_turn": terms.pop("in_turn"),
+        "terms_us": terms,
+        "nvlink_bytes": call.nvlink._asdict(),
+        "nic_bytes": call.nic._asdict(),
+    }
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Tables: times, bytes, sizes, rates."""
+    work, engine, rates = plan.workload, plan.engine, plan.rates
+    print_line(
+        console,
+        f"[bold]{work.nodes} x {work.gpus_per_node} GPUs[/bold], {work.tokens} tokens per rank, "
+        f"hidden {work.hidden}, top-{work.topk} of {work.experts} experts. Engine "
+        f"[bold]{engine}[/bold] {_when(plan)}; the others are for comparison.",
+    )
+    head = "<Call|<Engine|<Routing"
+    calls = {call: (f"{call.name} {call.dtype}", call.engine, call.skew) for call in plan.calls}
+    tables: dict[str, tuple[str, list[tuple[str, ...]]]] = {
+        "Time (us; each limit were it alone)": (
+            f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
+            [(*names, *_times(call)) for call, names in calls.items()],
+        ),
+        "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
+            f"{head}|NVLink|mean|NIC|mean",
+            [(*names, *_bytes(call)) for call, names in calls.items()],
+        ),
+        f"Rows of engine {engine} and what once per node saves": (
+            "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
+            "saved",
+            [(skew, *_rows(rows)) for skew, rows in plan.traffic.items()],
+        ),
+        f"Sizes of engine {engine}": (
+            "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
+            _sizes(plan),
+        ),
+    }
+    print_tables(console, tables)
+    there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
+    print_line(
+        console,
+        f"\n[bold]Rates[/bold] {escape(rates.source)}. Dispatch {there} GB/s, in place {in_place}, "
+        f"combine {back}, collective {' and '.join(exchange)}; NIC {rates.nic_gbs:g} GB/s, "
+        f"{rates.latency_us:g} us, {rates.put_us:g} us per put.\n{IGNORED}",
+    )
+
+
+def _when(plan: Plan) -> str:
+    """When the engine that is planned runs."""
+    if plan.engine == NVLINK:
+        return "would run"
+    if limit := limit_of(plan.workload.grid):
+        return f"is on paper only (it takes at most {limit}; collective would run)"
+    return 'would run if asked for, engine="twolevel" ("auto" takes collective there)'
+
+
+def us_text(us: float) -> str:
+    """Three digits are more than the model knows."""
+    return f"{us:,.1f}" if 0 < us < 99.95 else f"{us:,.0f}"
+
+
+def _times(call: Call) -> tuple[str, ...]:
+    terms = call.terms
+    limits = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
+    return (*map(us_text, limits), terms.bound)
+
+
+def _bytes(call: Call) -> tuple[str, ...]:
+    flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
+    return tuple(map(bytes_text, flows))
+
+
+def _rows(rows: Traffic) -> tuple[str, ...]:
+    flat, once = rows.flat_nic.mean, rows.nic.mean
+    saved = f"{1 - once / flat:.0%}" if flat else "-"
+    reached = (f"{rows.ranks_reached:.2f}", f"{rows.nodes_reached:.2f}")
+    return (*reached, f"{flat:,.0f}", f"{once:,.0f}", saved)
+
+
+def _sizes(plan: Plan) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for dtype, sizes in plan.sizes.items():
+        total = bytes_text(sizes.symmetric_bytes)
+        for ring in sizes.rings:
+            counts = (ring.slots, ring.chunk, ring.back_slots, ring.back_chunk)
+            each = (ring.name, str(ring.count), bytes_text(ring.num_bytes))
+            found.append((dtype, str(sizes.channels), *each, *map(str, counts), total))
+    return found

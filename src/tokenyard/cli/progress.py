@@ -1,4 +1,6 @@
-"""Progress of work that other processes do: a bar on a terminal, lines on stderr elsewhere."""
+"""Work that ranks do for a command, and how far they are: on a terminal a line that changes, lines
+on stderr elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol, cast
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-POLL_SECONDS = 0.1
-LINE_SECONDS = 5.0
+from tokenyard import launch
+
+POLL_SECONDS, LINE_SECONDS = 0.1, 5.0
+T = TypeVar("T")
 
 
 class Counter(Protocol):
-    """How many stages are done. One rank writes it, the process that draws reads it."""
+    """How many stages are done. One rank writes it, the process that prints reads it."""
 
     value: int
 
@@ -30,65 +33,52 @@ def advance(counter: Counter | None) -> None:
         counter.value += dist.get_rank() == 0
 
 
+def on_all_ranks(run: Callable[..., T], ranks: int, device: str, *arguments: object) -> T:
+    """What rank 0 returns of ``run(device, *arguments)``: on the ranks of the launcher if there is
+    one, else on ``ranks`` processes of our own.
+    """
+    if not launch.under_torchrun():
+        return launch.spawn(run, ranks, *arguments, device=device)[0]
+    with launch.joined_by_launcher(device) as here:
+        return run(here, *arguments)
+
+
 @contextmanager
 def progress(
-    stages: Sequence[str], console: Console, *, bar: bool = True
+    stages: Sequence[str], console: Console, *, live: bool = True
 ) -> Generator[Counter, None, None]:
     """Yield a counter (which spawned ranks may be given) and say which stage of ``stages`` follows
     those counted.
 
-    On a terminal a bar says so. Elsewhere, and without ``bar`` (ranks that print would tear it), a
-    line on stderr does: at once, then every :data:`LINE_SECONDS`. A quiet console says nothing.
+    On a terminal a line says so. Elsewhere, and without ``live`` (ranks that print would tear it),
+    lines on stderr do: at once, then every :data:`LINE_SECONDS`. A quiet console says nothing.
     """
     counter = cast(Counter, multiprocessing.get_context("spawn").Value("i", 0, lock=False))
     if console.quiet:
         yield counter
         return
-    say = _bar if bar and console.is_terminal else _lines
-    with say(stages, counter, console):
-        yield counter
-
-
-def _lines(stages: Sequence[str], counter: Counter, _: Console) -> AbstractContextManager[None]:
-    start = time.monotonic()
+    start, over = time.monotonic(), threading.Event()
+    line = console.status("") if live and console.is_terminal else None
 
     def tell() -> None:
         done = min(counter.value, len(stages) - 1)
         told = f"{stages[done]} ({done} of {len(stages)} stages done)"
+        if line is not None:
+            line.update(told)
+            return
         with suppress(OSError):  # nobody reads it any more: no reason to stop
             print(f"{time.monotonic() - start:6.0f} s  {told}", file=sys.stderr, flush=True)
 
-    tell()
-    return _every(LINE_SECONDS, tell)
-
-
-@contextmanager
-def _bar(stages: Sequence[str], counter: Counter, console: Console) -> Generator[None, None, None]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as drawn:
-        task = drawn.add_task(stages[0], total=len(stages))
-
-        def update() -> None:
-            done = min(counter.value, len(stages) - 1)
-            drawn.update(task, completed=done, description=stages[done])
-
-        with _every(POLL_SECONDS, update):
-            yield
-
-
-@contextmanager
-def _every(seconds: float, call: Callable[[], object]) -> Generator[None, None, None]:
-    """Make ``call`` again and again meanwhile, on a thread."""
-    over = threading.Event()
-
     def follow() -> None:
-        while not over.wait(seconds):
-            call()
+        while not over.wait(POLL_SECONDS if line else LINE_SECONDS):
+            tell()
 
     follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        over.set()
-        follower.join()
+    with line or nullcontext():
+        tell()
+        follower.start()
+        try:
+            yield counter
+        finally:
+            over.set()
+            follower.join()

@@ -1,4 +1,4 @@
-"""What a bench measures, as data: cases, their inputs, and the bytes that must cross."""
+"""What is measured or checked, as data: cases, their inputs, and the bytes that must cross."""
 
 from __future__ import annotations
 
@@ -21,18 +21,7 @@ NUM_INPUTS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 QUANTIZE = {"none": None, **{mode.name.lower(): mode for mode in Quantize}}
-SKEWS = ("uniform", "zipf", "recorded")
-
-ROUTER_WIDTH, ROUTER_CONTEXT = 64, 8
-ROUTER_SHARPNESS, ROUTER_FADING = 1.5, 0.7
-ROUTER_TEXT = b"""
-the tokens leave their rank and look for the experts that the router has picked for them, a few of
-many. each rank packs its rows, tells its peers how many will come, and sends them on their way. the
-experts do their work, row by row, and the results go back to the rank that owns the token, where
-they are added up in a fixed order. some experts are asked more often than others, because words are
-not equally common in any language, and so one rank may wait for another. a bench that sends the
-same number of rows to everyone will never see this: it is why we also route real text.
-"""
+SKEWS = ("uniform", "zipf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +68,8 @@ class Case:
     @property
     def sizes(self) -> dict[str, Any]:
         """What every ``ExpertParallel`` for this case is made with."""
-        return {
-            "num_experts": self.experts,
-            "hidden": self.hidden,
-            "num_topk": self.topk,
-            "max_tokens_per_rank": self.tokens,
-        }
+        sizes = {"num_experts": self.experts, "hidden": self.hidden, "num_topk": self.topk}
+        return {**sizes, "max_tokens_per_rank": self.tokens}
 
 
 def sweep(**lists: list[Any]) -> list[Case]:
@@ -100,42 +85,11 @@ Sent = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 def all_sent(case: Case, num_ranks: int, number: int, seed: int) -> Sent:
     """Input ``number`` of every rank, on the CPU; the same on whichever rank computes it."""
-    seed, sizes = seed * NUM_INPUTS + number, (case.tokens, case.topk, case.experts)
-
-    def picks(rank: int) -> tuple[Tensor, Tensor]:
-        if case.skew == "recorded":
-            return recorded_routing(*sizes, seed * num_ranks + rank)
-        return routing(case.skew, rank, num_ranks, *sizes, seed)
-
-    dtype, ranks = DTYPES[case.dtype], range(num_ranks)
+    seed, ranks, dtype = seed * NUM_INPUTS + number, range(num_ranks), DTYPES[case.dtype]
+    sizes = (num_ranks, case.tokens, case.topk, case.experts, seed)
     x = [payload(rank, case.tokens, case.hidden, dtype, seed) for rank in ranks]
-    idx, weights = zip(*map(picks, ranks), strict=True)
+    idx, weights = zip(*(routing(case.skew, rank, *sizes) for rank in ranks), strict=True)
     return x, list(idx), list(weights)
-
-
-def recorded_routing(
-    num_tokens: int, num_topk: int, num_experts: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Route text through a small softmax router whose weights are fixed random numbers.
-
-    The text is :data:`ROUTER_TEXT` with its words drawn anew for each ``seed``. A token is one
-    byte; its hidden state is the sum of embeddings of the last :data:`ROUTER_CONTEXT` bytes, older
-    ones weigh less.
-
-    Returns:
-        ``topk_idx [T, K]`` int64 and ``topk_weights [T, K]`` float32, which sum to 1 per token.
-    """
-    fixed = torch.Generator().manual_seed(0)
-    tables = torch.randn(ROUTER_CONTEXT, 256, ROUTER_WIDTH, generator=fixed)
-    router = torch.randn(ROUTER_WIDTH, num_experts, generator=fixed)
-    router = router * ROUTER_SHARPNESS / ROUTER_WIDTH**0.5
-    words, length = ROUTER_TEXT.split(), num_tokens + ROUTER_CONTEXT - 1
-    drawn = torch.randint(len(words), (length,), generator=torch.Generator().manual_seed(seed))
-    text = b" ".join(words[int(at)] for at in drawn)[:length]
-    context = torch.tensor(list(text)).unfold(0, ROUTER_CONTEXT, 1).flip(1)
-    hidden = sum(tables[age][context[:, age]] * ROUTER_FADING**age for age in range(ROUTER_CONTEXT))
-    weights, idx = torch.topk(torch.softmax(hidden @ router, dim=1), num_topk, dim=1)
-    return idx, weights / weights.sum(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +121,6 @@ def once_per_rank(topk_idx: Sequence[Tensor], num_experts: int, row_bytes: int) 
     return Traffic(host_ints(rows.sum(1)), host_ints(rows.sum(0)))
 
 
-def everything_to_everyone(
-    num_tokens: int, num_ranks: int, row_bytes: int, trips: int = 1
-) -> Traffic:
-    """Traffic of an all-gather or a reduce-scatter of ``num_tokens`` rows a rank; an all-reduce
-    takes two ``trips``.
-    """
-    each = [num_tokens * (num_ranks - 1) * row_bytes * trips] * num_ranks
-    return Traffic(each, each)
-
-
-def floor_us(traffic: list[Traffic], link_gbs: float) -> float:
-    """Microseconds that the busiest link needs at ``link_gbs`` GB/s (1e9 bytes) each way, mean over
-    the inputs.
-
-    >>> floor_us([Traffic([3700, 0], [0, 3700])], 370.0)
-    0.01
-    """
-    return sum(each.busiest for each in traffic) / len(traffic) / link_gbs / 1e3
+def mean_busiest(traffic: Sequence[Traffic]) -> float:
+    """Bytes of the busiest link, mean over the inputs."""
+    return sum(each.busiest for each in traffic) / len(traffic)

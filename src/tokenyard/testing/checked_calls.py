@@ -1,4 +1,4 @@
-"""Calls of the library that ``tokenyard bench`` times, and what their results must be.
+"""Calls of the library on known inputs, and what their results must be, bit for bit.
 
 Rows that go back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
 """
@@ -17,7 +17,10 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard import reference
-from tokenyard.cli.bench_inputs import (
+from tokenyard.engines.known import COLLECTIVE
+from tokenyard.formats import quantize
+from tokenyard.routing import expert_bounds
+from tokenyard.testing.cases import (
     DTYPES,
     LAYOUTS,
     QUANTIZE,
@@ -27,14 +30,13 @@ from tokenyard.cli.bench_inputs import (
     all_sent,
     once_per_rank,
 )
-from tokenyard.cli.timing import on_ranks
-from tokenyard.engines.known import COLLECTIVE
-from tokenyard.formats import quantize
-from tokenyard.routing import expert_bounds
 from tokenyard.testing.compare import assert_same_bits
+from tokenyard.testing.timing import on_ranks
 
 DISPATCH, CACHED, COMBINE = PHASES = ("dispatch", "cached dispatch", "combine")
-ROUTED = ("tokens_per_expert", "topk_idx", "topk_weights", "row_weights", "expert_offsets")
+ROUTED = ("tokens_per_expert", "topk_idx", "topk_weights",
+          "row_weights", "expert_offsets", "source_ranges")  # fmt: skip
+"""What a dispatch with a new routing returns besides rows."""
 
 
 def share(rank: int) -> float:
@@ -125,16 +127,12 @@ class Oracle:
             AssertionError: a bit is wrong, a tensor is missing, or one should not be there.
         """
         want = self.received
-        padded = want.source_ranges is not None
-        filled = want.source >= 0 if padded else slice(None)
-        scales = ("scales",) if want.scales is not None else ()
-        ranges = ("source_ranges",) if padded and fields else ()
-        for name in ("source", "x", *scales, *fields, *ranges):
+        filled = want.source >= 0
+        for name in ("source", "x", "scales", *fields):
             got, wanted = getattr(recv, name), getattr(want, name)
-            if got is None or wanted is None:
-                fault = "is missing" if got is None else "should not be there"
-                assert got is wanted, f"{name} {fault}"
-            else:
+            fault = "is missing" if got is None else "should not be there"
+            assert (got is None) == (wanted is None), f"{name} {fault}"
+            if got is not None:
                 rows = name in ("x", "scales")
                 source, at = (want.source[filled], filled) if rows else (None, slice(None))
                 assert_same_bits(got.cpu()[at], wanted[at], what=name, source=source)
@@ -147,40 +145,45 @@ class Oracle:
         assert_same_bits(y.cpu(), self.combined, what="combined")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
-    """Something to time.
+    """Something to time, of an engine or of a collective.
 
     Attributes:
-        case, name, phase, kind: of its line. note: a sentence about it.
+        case, phase, name: of its line. note: a sentence about it.
         run: the timed call; takes the number of the input, returns the result.
         check: compares a result with the truth about that input; raises ``AssertionError``.
-        traffic: what crosses the wire, per input; least: the least that the case could do with.
-        cold: the same call where nothing is kept from earlier ones, to measure memory; None where
-            ``kept_bytes``, which stay allocated between calls for the sake of ``run``, tells.
+        crosses: what crosses the wire, if that is more than :attr:`least`.
+        kept: tensors that stay between calls for the sake of ``run``, besides what ``ep`` keeps.
         ep: the object whose call it is, None of a collective.
-        prepare: brings an input to where ``run`` reads it, before a result is checked.
-        bar_us: what it should at most take, in microseconds.
     """
 
     case: Case
-    name: str
+    batches: Sequence[Batch]
     phase: str
+    name: str
     run: Callable[[int], Any]
     check: Callable[[Any, Any], None]
-    traffic: list[Traffic]
-    least: list[Traffic]
-    cold: Callable[[int], Any] | None = None
-    kept_bytes: Callable[[], int] = int
-    ep: ty.ExpertParallel | None = None
     note: str = ""
-    kind: str = ""
-    prepare: Callable[[int], Any] | None = None
-    bar_us: float | None = None
+    crosses: Traffic | None = None
+    kept: Sequence[Tensor] = ()
+    ep: ty.ExpertParallel | None = None
 
     @property
     def title(self) -> str:
         return f"{self.phase} by {self.name}"
+
+    @property
+    def least(self) -> list[Traffic]:
+        """The least that the case could do with, per input: a row once per (token, rank)."""
+        back = self.phase == COMBINE
+        row_bytes = self.case.combined_row_bytes if back else self.case.row_bytes
+        return [batch.traffic(row_bytes, back=back) for batch in self.batches]
+
+    @property
+    def kept_bytes(self) -> int:
+        ours = 0 if self.ep is None else self.ep.buffer_bytes
+        return ours + sum(tensor.nbytes for tensor in self.kept)
 
     @property
     def symmetric_bytes(self) -> int:
@@ -189,43 +192,12 @@ class Call:
 
     def attempt(self, number: int, truth: Any) -> None:
         """Call once on an input; raises ``AssertionError`` if the result is wrong."""
-        if self.prepare is not None:
-            self.prepare(number)
         self.check(self.run(number), truth)
 
 
-def call_of(
-    case: Case,
-    batches: Sequence[Batch],
-    phase: str,
-    name: str,
-    run: Callable[[int], Any],
-    check: Callable[[Any, Any], None],
-    *,
-    traffic: Traffic | None = None,
-    **known: Any,
-) -> Call:
-    """A call of which the least that crosses is a row per (token, rank); ``traffic``: what crosses
-    if that is more. ``known``: further fields.
-    """
-    back = phase == COMBINE
-    row_bytes = case.combined_row_bytes if back else case.row_bytes
-    least = [batch.traffic(row_bytes, back=back) for batch in batches]
-    crosses = [traffic] * len(batches) if traffic else least
-    fields: dict[str, Any] = {"traffic": crosses, "least": least, **known}
-    return Call(case=case, name=name, phase=phase, run=run, check=check, **fields)
-
-
-def engine_calls(
-    ep: ty.ExpertParallel,
-    case: Case,
-    batches: Sequence[Batch],
-    another: Callable[[], ty.ExpertParallel] | None = None,
-) -> list[Call]:
+def engine_calls(ep: ty.ExpertParallel, case: Case, batches: Sequence[Batch]) -> list[Call]:
     """A dispatch with a new routing, one whose handle is known, and a combine of the rows that
     came, times :func:`share`. Collective.
-
-    ``another`` makes an unused object like ``ep``, for the memory of a first call.
     """
     mode, sent = QUANTIZE[case.quantize], list[Any](each.x for each in batches)
     if case.cast_before and mode is not None:
@@ -233,14 +205,9 @@ def engine_calls(
     view: dict[str, Any] = {"in_place": True} if case.in_place else {}
     weighted: dict[str, Any] = {"weighted": True} if case.layout != "flat" else {}
 
-    def fresh(number: int, on: ty.ExpertParallel = ep) -> ty.Received:
+    def fresh(number: int) -> ty.Received:
         more: dict[str, Any] = {"layout": LAYOUTS[case.layout], "quantize": mode}
-        return on.dispatch(sent[number], *batches[number].picks, **more)
-
-    def cold(number: int) -> ty.Received:
-        assert another is not None
-        with another() as unused:
-            return fresh(number, unused)
+        return ep.dispatch(sent[number], *batches[number].picks, **more)
 
     def cached(number: int) -> ty.Received:
         return ep.dispatch(sent[number], handle=handles[number], quantize=mode, **view)
@@ -248,22 +215,22 @@ def engine_calls(
     def combine(number: int) -> Any:
         return ep.combine(rows[number], handles[number], **weighted)
 
-    handles: list[ty.Handle] = []
-    rows: list[Tensor] = []
+    handles, rows = list[ty.Handle](), list[Tensor]()
     for recv in map(fresh, range(len(batches))):
         plain = recv.x if recv.scales is None else recv.dequantize(DTYPES[case.dtype])
         rows.append(plain * share(ep.rank))
         handles.append(recv.handle)
 
-    def call(phase: str, run: Any, check: Callable[[Any, Any], None], **known: Any) -> Call:
-        known = {"ep": ep, "kept_bytes": lambda: ep.buffer_bytes, **known}
-        return call_of(case, batches, phase, f"tokenyard {ep.engine}", run, check, **known)
+    def call(phase: str, run: Callable[[int], Any], check: str, **known: Any) -> Call:
+        def judge(result: Any, truth: Any) -> None:
+            getattr(truth, check)(result)
 
-    first: dict[str, Any] = {"cold": cold, "kept_bytes": int, "note": ep.why}
+        return Call(case, batches, phase, f"tokenyard {ep.engine}", run, judge, ep=ep, **known)
+
     return [
-        call(DISPATCH, fresh, lambda recv, truth: truth.check_routed(recv), **first),
-        call(CACHED, cached, lambda recv, truth: truth.check_rows(recv)),
-        call(COMBINE, combine, lambda y, truth: truth.check_combined(y)),
+        call(DISPATCH, fresh, "check_routed", note=ep.why),
+        call(CACHED, cached, "check_rows"),
+        call(COMBINE, combine, "check_combined"),
     ]
 
 

@@ -41,11 +41,8 @@ class Stats(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Microseconds of the slowest rank, one entry per round.
-
-    Attributes:
-        wall: the Python call until its results are complete on the device.
-        device: between two events on the current stream around the call; None without a GPU.
+    """Microseconds of the slowest rank, one entry per round: the Python call until its results are
+    complete; and between two events on the current stream around it, None without a GPU.
     """
 
     wall: list[float]
@@ -112,17 +109,11 @@ def time_interleaved(
     seed: int = 0,
     clock: Clock | None = None,
 ) -> list[Series]:
-    """Time ``calls`` side by side on every rank of the default process group. A collective call.
+    """Time ``calls``, the same on every rank of the default process group, in turn. Collective.
 
-    Args:
-        calls: the same list on every rank; device: where they work.
-        iterations, warmup: rounds that count, rounds before them that do not.
-        num_inputs: round ``i`` uses input ``i % num_inputs``.
-        seed: of the order inside the rounds; the same on every rank.
-        clock: what takes a time, by default :class:`Clock`.
-
-    Returns:
-        One series per call, equal on every rank.
+    ``warmup`` rounds come before the ``iterations`` that count; round ``i`` uses input ``i %
+    num_inputs``. ``seed``: of the order inside the rounds, the same on every rank. ``clock``: what
+    takes a time. Returns one series per call, equal on every rank.
     """
     clock, shuffled, order = clock or Clock(device), random.Random(seed), list(range(len(calls)))
     times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
@@ -132,17 +123,16 @@ def time_interleaved(
             taken = clock.time(calls[at], turn % num_inputs)
             if turn >= 0:
                 times[:, at, turn] = torch.tensor(taken, dtype=torch.float64)
-    slowest: Any = slowest_rank(times, device)
-    walls, on_device = slowest.tolist()
+    walls, on_device = slowest_rank(times, device).unbind(0)
     return [
-        Series(*each)
-        for each in zip(walls, on_device if clock.cuda else [None] * len(calls), strict=True)
+        Series(wall.tolist(), taken.tolist() if clock.cuda else None)
+        for wall, taken in zip(walls, on_device, strict=True)
     ]
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
-    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank. A
-    collective call.
+    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank.
+    Collective.
     """
     largest = times.to(device, copy=True)
     _untyped.all_reduce(largest, dist.ReduceOp.MAX)
@@ -157,13 +147,11 @@ def on_ranks(value: int, device: torch.device) -> list[int]:
 
 
 def peak_extra_bytes(call: Timed, number: int, device: torch.device) -> int:
-    """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before
-    it.
+    """Most bytes that tensors held at once during ``call(number)`` beyond those that lived before.
 
-    Counts what torch's allocators hand out, on all threads that work for this call. It leaves out
-    buffers that a communication library or a driver keeps for itself. Resident memory (``VmHWM``)
-    would count those too, but it depends on what the C heap kept from earlier calls, by up to half
-    of what is measured here.
+    Counts what torch's allocators hand out, on all threads that work for this call, not what a
+    communication library or a driver keeps for itself. (Resident memory would, but it depends on
+    what the C heap kept from earlier calls, by up to half of what is measured here.)
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
