@@ -208,6 +208,12 @@ def test_attributes(ranks: Ranks) -> None:
         assert buffer.num_bytes == kind.get_buffer_size_hint(ranks.group, 64, 128) > 0
         with pytest.raises(ValueError, match=r"num_max_tokens_per_rank \(0\)"):
             kind.get_buffer_size_hint(ranks.group, 0, 128)
+        for most in (1, 64, 4095, 8192, 1 << 20):  # see TOKEN_UNIT
+            for hidden in (128, 7168):
+                less, more = (
+                    kind.get_buffer_size_hint(ranks.group, m, hidden) for m in (most, most + 1)
+                )
+                assert less < more
         assert weakref.ref(buffer)() is buffer and not buffer.explicitly_destroy
         handle = fresh(buffer, world_of(ranks, "few"))[3]
         assert handle.inner.ep.config.timeout == 1800

@@ -100,9 +100,8 @@ class CoreBuffer:
         )
         self._sms: dict[tuple[int, int], int] = {}
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
-        self._natives = Natives(
-            group, self.rank_idx, self.num_ranks, self.num_bytes, timeout=self._timeout
-        )
+        rings = self.num_bytes - self.num_bytes % elastic_facts.HINT_UNIT
+        self._natives = Natives(group, self.rank_idx, self.num_ranks, rings, timeout=self._timeout)
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
     def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -164,7 +163,8 @@ class CoreBuffer:
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes per rank that a native object takes here on GPUs: 32 to 128 MiB, as the tokens of
-        all ranks need; whatever the flags and ``num_topk``.
+        all ranks need, and 128 bytes per token, so that the hint for more tokens is larger;
+        whatever the flags and ``num_topk``.
         """
         inputs.check_group(group)
         flag("use_fp8_dispatch", use_fp8_dispatch)

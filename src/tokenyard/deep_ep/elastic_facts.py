@@ -25,8 +25,11 @@ DEFAULT_RATES = RDMA_GBS, NVLINK_GBS, SM_READ_GBS, SM_WRITE_GBS
 SMS_WITHOUT_GPU = 132
 """Multiprocessors that count where there is no GPU: those of an H100 or H200."""
 
-HINT_UNIT = 2 << 20
-"""Bytes of which a size hint is a multiple, as DeepEP's."""
+HINT_UNIT, TOKEN_UNIT = 2 << 20, 128
+"""Bytes to which rings are rounded up in a size hint, as DeepEP's; and those it counts per token
+besides. Programs keep a buffer while its size is at least the hint, and then take its
+``num_max_tokens_per_rank`` for enough: a hint for more tokens must be larger.
+"""
 
 FEWEST_SMS, FEWEST_ALONE = 4, 64
 """Of a call; of one that need not leave any to computation."""
@@ -54,15 +57,18 @@ def domains_of(grid: Topology | None, num_ranks: int, hybrid: bool) -> tuple[Dom
 
 
 def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
-    """Bytes of symmetric memory per rank for up to ``tokens`` of every rank, a multiple of 2 MiB.
+    """Bytes of symmetric memory per rank for up to ``tokens`` of every rank; more for more tokens.
 
     >>> size_hint(8, 1, 7168, 8) >> 20, size_hint(8, 300, 7168, 0) >> 20
     (32, 66)
+    >>> size_hint(8, 8192, 7168, 8) < size_hint(8, 8193, 7168, 8)
+    True
     """
     most = whole("num_max_tokens_per_rank", tokens, 1)
     channels = whole("hidden", hidden, 1)
     whole("num_topk", num_topk, 0, MOST_PICKS)
-    return -(-rings_for(most, channels, num_ranks) // HINT_UNIT) * HINT_UNIT
+    rings = -(-rings_for(most, channels, num_ranks) // HINT_UNIT) * HINT_UNIT
+    return rings + TOKEN_UNIT * most
 
 
 def check_rates(rates: dict[str, Any]) -> tuple[float, ...]:
