@@ -66,6 +66,7 @@ CALLS = {
         "exact": False,
         "quantize": ty.Quantize.FP8,
     },
+    "major, MXFP8": {"layout": ty.Layout.EXPERT_MAJOR, "quantize": ty.Quantize.MXFP8},
 }
 
 
@@ -127,7 +128,9 @@ def test_matches_the_oracle(
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.__name__)
-@pytest.mark.parametrize("mode", [None, ty.Quantize.FP8], ids=["bf16", "cast"])
+@pytest.mark.parametrize(
+    "mode", [None, ty.Quantize.FP8, ty.Quantize.MXFP8], ids=["bf16", "cast", "MXFP8"]
+)
 @reaches
 @sizes
 def test_rows_left_and_summed_in_place(
