@@ -275,9 +275,11 @@ def test_constructors(ranks: Ranks) -> None:
             )
             check(error, signature if here else ty.PeerError, *words)
             assert "ExpertParallel" not in str(error)
-        sizes = {"num_max_tokens_per_rank": 8 + ranks.rank}
-        error = error_of(lambda k=kind, s=sizes: made(ranks, k, **s))
-        check(error, ty.Mismatch, "num_max_tokens_per_rank", "8", "9")
+        sizes: dict[str, Any]
+        for name, least in (("num_max_tokens_per_rank", 8), ("hidden", 128), ("num_bytes", 2**25)):
+            sizes = {name: least + ranks.rank}
+            error = error_of(lambda k=kind, s=sizes: made(ranks, k, **s))
+            check(error, ty.Mismatch, name, str(least), str(least + 1))
         check(error_of(lambda k=kind: k("world", 8)), ValueError, "group ('world')")
         check(error_of(lambda k=kind: k(ranks.group, 8, colour=1)), TypeError, "colour")
         made(ranks, kind).destroy()

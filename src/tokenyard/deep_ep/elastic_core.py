@@ -114,6 +114,7 @@ class CoreBuffer:
         whole("num_topk", sizing.num_topk, 0, MOST_PICKS)
         if sizing.num_bytes is not None:
             self.num_bytes = whole("num_bytes", sizing.num_bytes, 0, MOST_BYTES)
+            hidden = 0  # nothing depends on it then
         elif tokens and hidden:
             self.num_bytes = elastic_facts.size_hint(self.num_ranks, tokens, hidden, 0)
         else:
@@ -123,6 +124,13 @@ class CoreBuffer:
             )
         for name, value in flags.items():
             setattr(self, name, flag(name, value))
+        # Sizes first: bytes that follow from them are not what a caller gave.
+        self._same = {
+            "num_max_tokens_per_rank": tokens,
+            "hidden": hidden,
+            "num_bytes": self.num_bytes,
+            "allow_hybrid_mode": self.allow_hybrid_mode,
+        }
         self.explicitly_destroy = flag("explicitly_destroy", more["explicitly_destroy"])
         if more["sl_idx"] is not None:
             whole("sl_idx", more["sl_idx"])
@@ -140,8 +148,7 @@ class CoreBuffer:
         """Collective: agree on what must be the same, and learn every rank's host."""
         store = group_store(self.group)
         assert store is not None  # there is a group
-        names = ("num_bytes", "num_max_tokens_per_rank", "allow_hybrid_mode")
-        same = {} if refusal else {name: getattr(self, name) for name in names}
+        same = {} if refusal else self._same
         place = self.rank_idx, self.num_ranks
         return agree(store, *place, same, refusal, self._timeout, this_host())[1]
 
