@@ -8,7 +8,7 @@ A few variants keep a few words of a thread in local memory (:data:`SPILLS`): a 
 threads of 64 registers or 512 of 128, and what casts a row, or has eight rows on their way at once,
 holds more. That is accepted: those words stay in the first-level cache beside rows that come over a
 link, and where engine twolevel's tilings with and without were both timed, those without were no
-faster (``docs/explanation/performance.md``). What is called most spills nothing.
+faster (``docs/benchmarks/experiments-twolevel.md``). What is called most spills nothing.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SPILLS = {
 }
 """Most local loads and stores where there may be some; all others have none. All roles of a kernel
 share one loop, and a program has all registers of its multiprocessor. On H200s tilings without
-spills were no faster, or slower (``docs/explanation/performance.md``)."""
+spills were no faster, or slower (``docs/benchmarks/experiments-twolevel.md``)."""
 
 
 @pytest.fixture(scope="module")
