@@ -2,7 +2,15 @@
 
 from tokenyard.api import ExpertParallel
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerLost, PeerTimeout
+from tokenyard.errors import (
+    Mismatch,
+    NotSupported,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    RankExpelled,
+    StoreLost,
+)
 from tokenyard.handle import Handle
 from tokenyard.results import Combined, Received
 from tokenyard.routing import expert_bounds
@@ -24,8 +32,10 @@ __all__ = [
     "PeerTimeout",
     "Quantize",
     "Quantized",
+    "RankExpelled",
     "Received",
     "Stats",
+    "StoreLost",
     "Topology",
     "__version__",
     "expert_bounds",

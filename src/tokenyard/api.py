@@ -12,22 +12,21 @@ from torch import Tensor
 from tokenyard import checks
 from tokenyard.arguments import check_device, check_optional, check_sizes, check_timeout
 from tokenyard.call_queue import Waitable
-from tokenyard.calls import Calls
 from tokenyard.config import Config
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.select import Choice, Request, choose
+from tokenyard.engines.select import Request, choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.limits import most_result_bytes
 from tokenyard.memory.symmetric import MemoryGroup
+from tokenyard.recovery import Recoverable
 from tokenyard.rendezvous import agree, check_group, group_store, place_in, ranks_sharing
 from tokenyard.results import Combined, Received
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
 from tokenyard.types import Layout, Quantize, Quantized
-from tokenyard.validation import Validation
 
 _log = logging.getLogger("tokenyard")
 
@@ -35,7 +34,7 @@ BESIDE_COLLECTIVES = 32
 """A ``spare_sms`` for calls that overlap with NCCL's (``docs/reference/protocols.md``, Limits)."""
 
 
-class ExpertParallel:
+class ExpertParallel(Recoverable):
     """Sends tokens to the ranks that hold their experts, and their results back.
 
     Making one is collective over ``group``, and so are ``dispatch``, ``combine``, ``warmup`` and
@@ -70,7 +69,9 @@ class ExpertParallel:
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
-        topology: the :class:`Topology` given or detected; None if hosts are uneven.
+        topology: the :class:`Topology` given or detected; None if hosts are uneven or a rank is
+            gone.
+        epoch: how often this object has recovered.
 
     Raises:
         ValueError: an argument is out of range.
@@ -124,19 +125,14 @@ class ExpertParallel:
             raise refusal
         self.topology, no_grid = settle_topology(grid, hosts)
         sizes |= {"rank": self.rank, "world_size": self.world_size}
-        self.config = Config(**sizes, timeout=timeout, topology=self.topology)
+        self.config = Config(**sizes, timeout=timeout, topology=self.topology, absent=())
         request = Request(engine, where, **optional, no_grid=no_grid)
-        self._begin(choose(self.group, store, self.config, request), hosts)
-
-    def _begin(self, choice: Choice, hosts: list[str]) -> None:
-        """Make the engine. ``hosts``: of each rank."""
-        nodes, device = node_numbers(self.topology, hosts), choice.device
-        self._stats = Stats.zeros(self.rank, self.world_size, nodes)
-        with torch.inference_mode(False):  # it may outlive the block that it is made in
-            self._calls = Calls(self.config, choice.make(self._stats), device)
-        self.device, self.engine, self.why = device, self._calls.engine.name, choice.why
-        most_bytes = most_result_bytes(device, ranks_sharing(self.group, device, hosts, self.rank))
-        self._validation = Validation(self._calls, device, most_bytes)
+        self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
+        self._store = store
+        choice = choose(self.group, store, self.config, request)
+        sharing = ranks_sharing(self.group, choice.device, hosts, self.rank)
+        self._most_bytes = most_result_bytes(choice.device, sharing)
+        self._begin(choice)
         if self.rank == 0:
             _log.info(self.why)
 
@@ -312,7 +308,7 @@ class ExpertParallel:
         such rows end as with a dispatch in place.
         """
         try:
-            known = checks.check_handle(handle, self._calls.number)
+            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
             checks.check_row_dtype(dtype)
             if in_place:
                 self._validation.combine_in_place(known, None, (), dtype)
@@ -348,9 +344,11 @@ class ExpertParallel:
 
     @property
     def active_ranks(self) -> list[bool]:
-        """Which ranks take part: all, unless the engine is low_latency. Waits for the device."""
+        """Which ranks take part. Waits for the device if the engine is low_latency."""
         low = self._calls.low
-        return [True] * self.world_size if low is None else self._calls.queue.run(low.active_ranks)
+        if low is not None:
+            return self._calls.queue.run(low.active_ranks)
+        return [rank not in self.config.absent for rank in range(self.world_size)]
 
     @property
     def active_mask(self) -> Tensor:

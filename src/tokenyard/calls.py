@@ -25,6 +25,7 @@ from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.ops import Moved, Request, enlist
+from tokenyard.redirect import Redirect
 from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
@@ -37,7 +38,8 @@ _NO_EXTRAS: dict[str, Any] = {}
 
 class DispatchRequest(NamedTuple):
     """A dispatch of checked arguments. ``known``: of a cached one, which has neither ids nor
-    weights. One in place is not tracked by autograd.
+    weights. One in place is not tracked by autograd. ``asked``: picks and weights as given, if
+    picks go elsewhere.
     """
 
     payload: Payload
@@ -48,6 +50,7 @@ class DispatchRequest(NamedTuple):
     known: Handle | None
     in_place: bool
     when: When
+    asked: tuple[Tensor, Tensor | None] | None = None
 
 
 class CombineRequest(NamedTuple):
@@ -64,14 +67,28 @@ class CombineRequest(NamedTuple):
     out: Tensor | None
     in_place: bool
     when: When
+    lost: Tensor | None = None
 
 
 class Calls(Guard):
-    """Makes calls on an engine in program order. ``number``: by which operators find it."""
+    """Makes calls on an engine in program order.
 
-    def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
+    Attributes:
+        number: by which operators find it.
+        earlier: numbers that the object had before it recovered.
+        redirect: where picks of ranks that are gone go; None if none is.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        device: torch.device | None,
+        earlier: frozenset[int] = frozenset(),
+        redirect: Redirect | None = None,
+    ) -> None:
         super().__init__(config, engine, device)
-        self.number = enlist(self)
+        self.number, self.earlier, self.redirect = enlist(self), earlier, redirect
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows
 
@@ -125,7 +142,9 @@ class Calls(Guard):
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """A fresh dispatch."""
-        payload, topk_idx, weights, spec, mode, _, in_place, when = request
+        if self.redirect is not None and request.topk_idx is not None:
+            request = _redirected(request, request.topk_idx, self.redirect)
+        payload, topk_idx, weights, spec, mode, _, in_place, when, _ = request
         tracked = not in_place and transforms.is_tracked(payload.x, weights)
         if tracked or when.later:
             return self._dispatch_later(request, tracked)
@@ -135,7 +154,7 @@ class Calls(Guard):
         return Received(fields=self._fresh_fields(request, *moved))
 
     def _dispatch_later(self, request: DispatchRequest, tracked: bool) -> Received:
-        payload, ids, weights, spec, mode, _, in_place, when = request
+        payload, ids, weights, spec, mode, _, in_place, when, _ = request
         assert ids is not None
         still, fixed = Payload(payload.x.detach(), payload.scales), transforms.detached(weights)
         call = partial(self.engine.dispatch, still, ids, fixed, spec, mode, in_place=in_place)
@@ -163,7 +182,7 @@ class Calls(Guard):
 
     def redispatch(self, request: DispatchRequest) -> Received:
         """A cached dispatch: the rows, with the routing that the handle knows."""
-        payload, _, _, _, mode, known, in_place, when = request
+        payload, _, _, _, mode, known, in_place, when, _ = request
         assert known is not None
         plan, spec, x = known.plan, known.spec, payload.x
         if not when.later and (in_place or not transforms.is_tracked(x)):
@@ -186,8 +205,10 @@ class Calls(Guard):
 
     def combine(self, request: CombineRequest) -> Combined:
         """A combine."""
-        rows, handle, weights, at_owner, reduce, bias, out, in_place, when = request
+        rows, handle, weights, at_owner, reduce, bias, out, in_place, when, lost = request
         plan, spec = handle.plan, handle.spec
+        if lost is not None:
+            lost.copy_(self._lost_weights(request))
         if at_owner is not None:
             weights = self._fetch_weights(at_owner, handle)
         if reduce is not None:
@@ -218,6 +239,18 @@ class Calls(Guard):
             return _combined_fields(x, reduced, reduce)
 
         return self._waited_for(Combined(finish, self._work_of(ticket)), when, ticket)
+
+    def _lost_weights(self, request: CombineRequest) -> Tensor:
+        """What the picks weigh that a combine's sums lack: ``[T]`` float32."""
+        asked = request.handle.asked
+        if self.redirect is None or asked is None:
+            return torch.zeros(())
+        ids, weights = asked
+        if request.at_owner is not None:
+            weights = request.at_owner
+        elif request.weights is None:
+            weights = None  # an unweighted combine
+        return self.redirect.lost_weights(ids, weights)
 
     def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, H]`` for a combine in place (:class:`InPlace`)."""
@@ -289,6 +322,7 @@ class Calls(Guard):
             index_dtype=ids.dtype,
             plan=plan,
             arrived=arrived,
+            asked=request.asked,
         )
         return self._fields(request.payload.x, received, handle)
 
@@ -298,6 +332,12 @@ class Calls(Guard):
         if received.scales is not None:
             fields["_dequantize"] = dequantizer(self, sent, handle.plan, handle.spec)
         return fields
+
+
+def _redirected(request: DispatchRequest, ids: Tensor, redirect: Redirect) -> DispatchRequest:
+    """The same dispatch to experts that are there; what was asked is the caller's to change."""
+    weights = None if request.weights is None else request.weights.detach().clone()
+    return request._replace(topk_idx=redirect.picks(ids), asked=(ids.clone(), weights))
 
 
 def _combined_fields(x: Tensor, reduced: Tensor | None, reduce: Tensor | None) -> dict[str, Any]:

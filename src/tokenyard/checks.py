@@ -4,6 +4,7 @@ remedy.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -272,10 +273,14 @@ def check_row_dtype(dtype: Any) -> None:
         )
 
 
-def check_handle(handle: Any, owner: int) -> Handle:
-    """A handle of this very object."""
+def check_handle(handle: Any, owner: int, earlier: Collection[int] = ()) -> Handle:
+    """A handle of this very object, which had ``earlier`` numbers before it recovered."""
     if not isinstance(handle, Handle):
         raise ValueError(f"handle must be the .handle of a dispatch, not {type(handle).__name__}")
+    if handle.owner in earlier:
+        raise ValueError(
+            "this handle is from before recover(), of ranks and rows that are gone: dispatch again"
+        )
     if handle.owner != owner:
         raise ValueError(
             "this handle belongs to another ExpertParallel: combine with the object that dispatched"

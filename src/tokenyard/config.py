@@ -12,7 +12,9 @@ MOST_MATRIX_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Sizes for the life of an object. ``timeout``: seconds; ``topology``: None of no grid."""
+    """Sizes of an object. ``timeout``: seconds; ``topology``: None of no grid; ``absent``: ranks
+    that are gone, of which this epoch has no rows and no experts.
+    """
 
     num_experts: int
     hidden: int
@@ -22,6 +24,12 @@ class Config:
     world_size: int
     timeout: float
     topology: Topology | None = None
+    absent: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks that take part."""
+        return [rank for rank in range(self.world_size) if rank not in self.absent]
 
     @property
     def bounds(self) -> list[int]:

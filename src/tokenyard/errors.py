@@ -26,8 +26,8 @@ class PeerError(RuntimeError):
 
 
 class PeerTimeout(RuntimeError):
-    """A peer stayed silent past the timeout. Afterwards the object accepts only ``stats`` and
-    ``close``.
+    """A peer stayed silent past the timeout. Afterwards the object accepts only ``recover``,
+    ``stats`` and ``close``.
 
     Attributes:
         rank: the silent rank (group rank), or -1 if it could not be told.
@@ -40,6 +40,23 @@ class PeerTimeout(RuntimeError):
 
 class PeerLost(PeerTimeout):
     """The connection to a peer closed: it exited, crashed or gave up on another peer."""
+
+
+class RankExpelled(RuntimeError):
+    """The other ranks have recovered without this one, which they took for dead: its object is of
+    no more use, and so is every handle.
+
+    Attributes:
+        survivors: the ranks that went on.
+    """
+
+    def __init__(self, message: str, survivors: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.survivors = survivors
+
+
+class StoreLost(RuntimeError):
+    """The store through which survivors agree does not answer: its process is gone."""
 
 
 def afresh(error: _Error) -> _Error:

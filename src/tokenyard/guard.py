@@ -26,6 +26,7 @@ class Guard:
     Attributes:
         low: the engine, if it is one for decoding.
         gone: why no more calls can be made; empty while they can.
+        failure: the error that ended the calls of all ranks.
     """
 
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
@@ -33,14 +34,33 @@ class Guard:
         self.queue = CallQueue(threaded=engine.waits_on_host, device=device)
         self.low = engine.decoder
         self.gone, self.closed, self.inherited = "", False, False
-        self._lost: RuntimeError | None = None
+        self.failure: RuntimeError | None = None
         self._doing: tuple[str, int | None] = "a call", None
         forks.watch(self)
 
     def check_open(self) -> None:
         """Raise if this object was closed, interrupted, or lost a peer."""
         if self.gone:
-            raise RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+            remedy = "make a new one"
+            if isinstance(self.failure, PeerTimeout) and not self.closed:
+                remedy += ", or recover() with the ranks that are left"
+            raise RuntimeError(f"this ExpertParallel {self.gone}: {remedy}")
+
+    def failed(self) -> RuntimeError | None:
+        """What has ended the calls of all ranks, once those under way are over: on this rank or, as
+        the others have reported, on another.
+        """
+        self.queue.run(lambda: None)
+        if self.failure is None:
+            report = self.engine.failure()
+            if report is not None:
+                self.fail(report.to(self.config.rank, "recover()"))
+        return self.failure
+
+    def fail(self, error: RuntimeError) -> None:
+        """End the calls of this rank for what others did."""
+        self.failure = afresh(error)
+        self.gone = f"lost a peer ({error})"
 
     def refuse(self, op: int, exact: bool, error: ValueError | NotSupported) -> Exception:
         """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
@@ -62,10 +82,10 @@ class Guard:
             self.check_open()
         self.make("check(), after call", self.engine.check)
 
-    def close(self) -> None:
-        """Finish what was started and let go of the engine."""
+    def close(self, gone: str = "is closed") -> None:
+        """Finish what was started and let go of the engine. ``gone``: why, for later calls."""
         if not self.closed:
-            over, self.gone, self.closed = self._lost is not None, "is closed", True
+            over, self.gone, self.closed = self.failure is not None, gone, True
             try:
                 self.wait(partial(self.queue.close, wait=not over))
             finally:
@@ -93,8 +113,8 @@ class Guard:
         if self.queue.is_busy:
             later = self.watched(partial(call, *args, **options), op)
             return self.wait(partial(self.queue.run, later))
-        if self._lost is not None:
-            raise afresh(self._lost)
+        if self.failure is not None:
+            raise afresh(self.failure)
         self._doing = op, self.engine.calls_begun
         try:
             return self.queue.run(call, *args, **options)
@@ -106,8 +126,8 @@ class Guard:
         """``call``, unless a peer was lost before its turn; notices one that is lost in it."""
 
         def watched() -> Result:
-            if self._lost is not None:
-                raise afresh(self._lost)
+            if self.failure is not None:
+                raise afresh(self.failure)
             self._doing = op, self.engine.calls_begun
             try:
                 return call()
@@ -130,22 +150,23 @@ class Guard:
 
         If whoever waited for the call was interrupted meanwhile, that is what the call came to.
         """
-        if isinstance(error, Exception) and self._lost is not None:
-            raise afresh(self._lost) from None
+        if isinstance(error, Exception) and self.failure is not None:
+            raise afresh(self.failure) from None
         if isinstance(error, PeerTimeout):
-            self._lost = afresh(error)
-            self.gone = self.gone or f"lost a peer ({error})"
+            gone = self.gone
+            self.fail(error)
+            self.gone = gone or self.gone
         self._notice_interrupt(error)
 
     def _notice_interrupt(self, error: BaseException) -> None:
         """Ctrl-C ends the object, as this rank has left a call that others are in."""
         alone = self.config.world_size == 1 and self.engine.waits_on_host
-        if is_from_outside(error) and not alone and self._lost is None:
+        if is_from_outside(error) and not alone and self.failure is None:
             op, number = self._doing
             where = (
                 f"was interrupted in {op if number is None else f'{op} #{number}'} "
                 f"({type(error).__name__})"
             )
             self.gone = f"{where}, so no rank can use it any more"
-            self._lost = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
+            self.failure = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
             self.engine.interrupt(f"rank {self.config.rank} {where}")

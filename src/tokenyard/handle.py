@@ -76,6 +76,7 @@ class Handle:
         num_rows: rows of the dispatched result (``[L * R * M]`` for ``EXPERT_PADDED``).
         has_weights: whether weights rode along.
         index_dtype: dtype of the ``topk_idx`` that was dispatched.
+        asked: that and its weights as they were given, if picks went elsewhere (``redirect.py``).
     """
 
     owner: int
@@ -86,6 +87,7 @@ class Handle:
     index_dtype: torch.dtype
     plan: Plan
     arrived: Arrived
+    asked: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def layout(self) -> Layout:

@@ -198,18 +198,19 @@ def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str
 
 
 def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
-    """Raise what ``headers [R, words]`` (one row from each rank, CPU) call for.
+    """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of those that are
+    absent) call for.
 
     Raises:
         ValueError: this rank's own ids are out of range.
         Mismatch: ranks disagree on the call or its arguments.
         PeerError: another rank refused its arguments, or sent counts that cannot be.
     """
-    rows = [host_ints(row) for row in headers]
+    rows = {peer: host_ints(headers[peer]) for peer in config.members}
     own = rows[config.rank]
     if own[STATUS] == BAD_INDEX:
         raise ValueError(_bad_index(own, config.num_experts))
-    for peer, row in enumerate(rows):
+    for peer, row in rows.items():
         if row[0] != MAGIC:
             raise PeerError(
                 f"rank {peer} sent something that is not a tokenyard header; do all ranks run the "
@@ -230,7 +231,7 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
             where = _bad_index(row, config.num_experts)
             raise PeerError(f"rank {peer} refused its side of this call: {where}")
     _check_agreement(rows)
-    for peer, row in enumerate(rows):
+    for peer, row in rows.items():
         _check_counts(peer, row, config, max_rows)
 
 
@@ -239,13 +240,14 @@ def _bad_index(row: list[int], num_experts: int) -> str:
     return bad_index_text(at, value, max(num_picks, 1), num_experts)
 
 
-def _check_agreement(rows: list[list[int]]) -> None:
+def _check_agreement(rows: dict[int, list[int]]) -> None:
+    (first, theirs), *_ = rows.items()
     for at, name in enumerate(_NAMES, start=_FINGERPRINT):
-        for peer, row in enumerate(rows):
-            if row[at] != rows[0][at]:
+        for peer, row in rows.items():
+            if row[at] != theirs[at]:
                 raise Mismatch(
-                    f"ranks disagree on {name_of(name)}: rank 0 says {shown(name, rows[0][at])}, "
-                    f"rank {peer} says {shown(name, row[at])}"
+                    f"ranks disagree on {name_of(name)}: rank {first} says "
+                    f"{shown(name, theirs[at])}, rank {peer} says {shown(name, row[at])}"
                 )
 
 

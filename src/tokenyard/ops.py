@@ -85,6 +85,8 @@ class Request:
 
 _objects: WeakValueDictionary[int, Caller] = WeakValueDictionary()
 _unused = count(1)
+_recovered: set[int] = set()
+"""Objects' numbers before they recovered."""
 
 
 def enlist(calls: Caller) -> int:
@@ -96,12 +98,22 @@ def enlist(calls: Caller) -> int:
 
 def owner_of(number: int) -> Caller:
     """The object behind ``number``; a graph may outlive it."""
+    if number in _recovered:
+        raise RuntimeError(
+            "this graph's forward was made before recover(), in an epoch whose ranks and rows are "
+            "gone: make the forward again"
+        )
     try:
         return _objects[number]
     except KeyError:
         raise RuntimeError(
             "the ExpertParallel of this graph is closed and gone: keep it until after the backward"
         ) from None
+
+
+def retire(number: int) -> None:
+    """The object has recovered, and is found by another number from now on."""
+    _recovered.add(number)
 
 
 # Operators

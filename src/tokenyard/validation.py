@@ -61,7 +61,7 @@ class Validation:
         if handle is not None:
             routing = {"topk_idx": topk_idx, "topk_weights": topk_weights}
             routing |= {"layout": layout, "capacity": capacity}
-            known = checks.check_handle(handle, self._calls.number)
+            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
             checks.check_cached(known, payload, routing, exact, expert_alignment)
             spec = known.spec
         else:
@@ -93,7 +93,7 @@ class Validation:
         """``weighting``: weighted, topk_weights and reduce_weights."""
         weighted, topk_weights, reduce_weights = weighting
         check_flag("in_place", in_place)
-        known = checks.check_handle(handle, self._calls.number)
+        known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
         rows = checks.check_rows(x, known, self._config)
         at_owner = checks.check_weighting(
             known, weighted, topk_weights, reduce_weights, self._config
@@ -103,11 +103,15 @@ class Validation:
         checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)
         if in_place:
             self.combine_in_place(known, reduce_weights, (rows, *terms), rows.dtype)
+        lost: Tensor | None = None
         if self._calls.low is not None:
             transforms.check_tangents((rows, at_owner, carried, *terms), _NO_TANGENTS)
             self._calls.low.check_combine(rows, known.spec, known.num_tokens, options)
+        elif options is not None:
+            options.check(self._config, rows.device, known.num_tokens)
+            lost = options.lost_weights
         return CombineRequest(
-            rows, known, carried, at_owner, reduce_weights, terms, out, in_place, when
+            rows, known, carried, at_owner, reduce_weights, terms, out, in_place, when, lost
         )
 
     def combine_in_place(
@@ -142,8 +146,8 @@ class Validation:
         if after is not None and derives:
             after.wait()
             after = None
-        if options is not None:
-            self._calls.need_low("takes no options of a call")
+        if options is not None and options.need_low_latency:
+            self._calls.need_low("takes no options of a call but lost_weights")
         if self._calls.low is None:
             return When(later, after)
         if async_op and return_hook:
@@ -165,6 +169,8 @@ class Validation:
             transforms.check_tangents((*payload, request.weights), _NO_TANGENTS)
             how = {"cached": request.known is not None, "in_place": request.in_place}
             low.check_dispatch(payload, request.spec, request.mode, **how, options=options)
+        elif options is not None:
+            options.check(self._config, payload.x.device, None)
 
     def _check_device(self, x: Tensor) -> None:
         if self._device is None and x.device.type not in ("cpu", "cuda"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
+from tokenyard.engines.failures import Report
 from tokenyard.engines.send_plan import SendPlan, counts_by_rank, note_bad_index
 from tokenyard.engines.transport import Transport
 from tokenyard.handle import Plan, Spec
@@ -50,6 +51,9 @@ class Agreement(Engine):
 
     def awaited(self) -> int | None:
         return self._transport.awaited(self._calls)
+
+    def failure(self) -> Report | None:
+        return self._transport.failure()
 
     def check(self) -> None:
         """Raise if a static dispatch was given ids out of range; the host waits for the device."""

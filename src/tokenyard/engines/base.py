@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
+from tokenyard.engines.failures import Report
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
@@ -120,6 +121,10 @@ class Engine(Protocol):
         """A rank that waits for this one in the call that it makes next, as far as it is known.
         Ranks that wait on the device do not say so.
         """
+        return None
+
+    def failure(self) -> Report | None:
+        """The report of the first rank that gave up, if any did and it is known."""
         return None
 
     def check(self) -> None:

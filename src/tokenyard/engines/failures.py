@@ -102,6 +102,10 @@ class FailureReports:
             self._looked, self._look = now, self._aside.start(self._or_else(self._first, None))
         return found
 
+    def first(self) -> Report | None:
+        """The report of the first rank that gave up, as the store has it now."""
+        return self._ask(self._first, None, self._grace + PATIENCE)
+
     def waits_in(self, what: str) -> None:
         """Tell other ranks, whatever they wait in, that this process waits in a call ("": no)."""
         if self._aside is not None and (what or self._tells):

@@ -51,23 +51,38 @@ def _ends(messages: _Messages) -> _Messages:
 
 
 class GlooTransport:
-    """A full mesh of our own between the hosts. CUDA tensors are staged through host memory."""
+    """A full mesh of our own between the hosts. CUDA tensors are staged through host memory.
+
+    ``members``: the ranks in it, ascending (default: all); others send nothing, and zeros as
+    headers.
+    """
 
     counts_on_host = True
     name = "gloo"
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, timeout: float
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        members: list[int] | None = None,
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
+        members = list(range(world_size)) if members is None else members
+        self._place = {member: place for place, member in enumerate(members)}
+        mine = self._place[rank]
+        self._peers = [*members[mine + 1 :], *members[:mine]]
+        """Every other rank, nearest first, so that not all send to the first at once."""
         self._mesh: Any = None
         self._aside = Aside()
         self._interrupted = ""
         self._heard: Report | None = None
         if store is not None:
             self._failures = FailureReports(store, rank, timeout)
-            self._mesh = self._connect(store)
+            if self._peers:
+                self._mesh = self._connect(store)
 
     def _connect(self, store: dist.Store) -> Any:
         """The mesh, once every rank has it: whoever is lost later is lost in a call, by name."""
@@ -99,7 +114,7 @@ class GlooTransport:
         with _connection(base) as apart:
             place = dist.PrefixStore(f"tokenyard/mesh/{number.decode()}", apart)
             mesh = dist.ProcessGroupGloo(
-                dist.PrefixStore("mesh", place), self.rank, self.world_size, wait
+                dist.PrefixStore("mesh", place), self._place[self.rank], len(self._place), wait
             )
             if self._interrupted or self._heard is not None:
                 raise RuntimeError("this rank has given up meanwhile")
@@ -108,14 +123,9 @@ class GlooTransport:
             place.wait([f"connected/{peer}" for peer in self._peers], wait)
         return mesh
 
-    @property
-    def _peers(self) -> list[int]:
-        """Every other rank, nearest first, so that not all send to rank 0 at once."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         mine = header.cpu()
-        theirs = torch.empty_like(mine)
+        theirs = torch.zeros_like(mine)
         theirs[self.rank] = mine[self.rank]
         recvs = [(peer, theirs[peer]) for peer in self._peers]
         sends = [(peer, mine[peer]) for peer in self._peers]
@@ -167,7 +177,8 @@ class GlooTransport:
         works: _Works = []
         for peer, tensor in messages:
             try:
-                works.append((peer, getattr(self._mesh, verb)([tensor.view(-1)], peer, tag)))
+                post = getattr(self._mesh, verb)
+                works.append((peer, post([tensor.view(-1)], self._place[peer], tag)))
             except RuntimeError as error:
                 raise self._lost(peer, what, error) from error
         return works
@@ -262,7 +273,7 @@ class GlooTransport:
 
     def interrupt(self, text: str) -> None:
         self._interrupted = text
-        if self.world_size > 1:
+        if self._peers:
             try:
                 self._failures.report(text, self.rank)
             finally:
@@ -275,10 +286,14 @@ class GlooTransport:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in self._peers:
             try:
-                self._mesh.recv([nothing], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+                wait = timedelta(milliseconds=1)
+                self._mesh.recv([nothing], self._place[peer], _CUT_TAG).wait(wait)
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
+
+    def failure(self) -> Report | None:
+        return self._failures.first() if self._peers else None
 
     def close(self) -> None:
         if self._mesh is not None:

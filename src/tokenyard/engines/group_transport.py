@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.failures import LOOK, FailureReports
+from tokenyard.engines.failures import LOOK, FailureReports, Report
 from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, ended_from_outside
 from tokenyard.memory.kernel_launch import wait_until
@@ -65,6 +65,9 @@ class GroupTransport:
         """As :meth:`Transport.interrupt`; what is on the device already stays there."""
         if self._failures is not None:
             self._failures.report(text, self.rank)
+
+    def failure(self) -> Report | None:
+        return None if self._failures is None else self._failures.first()
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """Blocks must follow each other without gaps. The device waits, not the host."""

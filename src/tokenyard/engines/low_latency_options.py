@@ -14,8 +14,8 @@ from tokenyard.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallOptions:
-    """Options of a dispatch or combine of engine ``low_latency``. Tensors are the caller's,
-    contiguous, on the object's device.
+    """Options of a dispatch or combine of engine ``low_latency``; a combine of the others takes
+    ``lost_weights``. Tensors are the caller's, contiguous, on the object's device.
 
     Attributes:
         timeout: seconds of this call, by the device's clock, after which silent ranks are left out;
@@ -36,6 +36,12 @@ class CallOptions:
     loads: Tensor | None = None
     scales_by_column: bool = False
     lost_weights: Tensor | None = None
+
+    @property
+    def need_low_latency(self) -> bool:
+        """Whether more is asked than every engine can tell."""
+        numbers = self.timeout, self.waits, self.loads
+        return self.scales_by_column or any(each is not None for each in numbers)
 
     def check(self, config: Config, device: torch.device | None, num_tokens: int | None) -> None:
         """Raise ValueError, which names option, limit and value, if they cannot be. ``num_tokens``:

@@ -52,11 +52,16 @@ class Request(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An engine still to be made, its device (None: host and CUDA tensors alike), and why."""
+    """An engine still to be made, its device (None: host and CUDA tensors alike), and why.
+
+    ``again``: the same among the members of another epoch (``Config.absent``), which meet in the
+    epoch's store; None if the engine cannot go on without a rank. Collective.
+    """
 
     make: Callable[[Stats], Engine]
     device: torch.device | None
     why: str
+    again: Callable[[Config, dist.Store], Choice] | None = None
 
 
 def choose(
@@ -294,13 +299,25 @@ def _collective(
             f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a "
             f"group with gloo"
         )
-    why = f"{size} ranks over a gloo mesh of their own, through host memory{hops}"
-    return choice(GlooTransport(store, config.rank, size, config.timeout), device, why)
+    return _over_gloo(device, request.no_grid, config, store)
+
+
+def _over_gloo(
+    device: torch.device | None, no_grid: str, config: Config, store: dist.Store
+) -> Choice:
+    transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
+    left = f"{len(config.members)} of " if config.absent else ""
+    why = f"{left}{config.world_size} ranks over a gloo mesh of their own, through host memory"
+    make = partial(CollectiveEngine, config, transport)
+    again = partial(_over_gloo, device, no_grid)
+    return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)
 
 
 def _hops(config: Config, no_grid: str) -> str:
     """What there is to say about nodes, if there are several."""
     grid = config.topology
+    if config.absent:
+        return ""
     if grid is None:
         return f"; rows cross the network once per rank, not per node: {no_grid}"
     if not grid.has_levels:

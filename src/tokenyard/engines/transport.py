@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tokenyard.engines.failures import Report
 from tokenyard.rows import RowFormat
 from tokenyard.stats import Stats
 
@@ -88,6 +89,10 @@ class Transport(Protocol):
 
     def interrupt(self, text: str) -> None:
         """This rank was ended from outside: tell the others why, and end what they wait for."""
+        ...
+
+    def failure(self) -> Report | None:
+        """The report of the first rank that gave up, if any did; asks the store."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,161 @@
+"""Going on with the ranks that are left: the part of :class:`ExpertParallel` that lasts from one
+epoch to the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard import ops
+from tokenyard.calls import Calls
+from tokenyard.config import Config
+from tokenyard.engines.select import Choice
+from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerTimeout, RankExpelled, afresh
+from tokenyard.redirect import Redirect, check_replicas
+from tokenyard.routing import host_ints
+from tokenyard.stats import Stats
+from tokenyard.survivors import Vote, settle, store_of
+from tokenyard.topology import Topology
+from tokenyard.validation import Validation
+
+_log = logging.getLogger("tokenyard")
+
+
+class Recoverable:
+    """An object whose ranks may become fewer. Ranks and experts keep their numbers."""
+
+    config: Config
+    topology: Topology | None
+    epoch: int = 0
+    _calls: Calls
+    _validation: Validation
+    _stats: Stats
+    _choice: Choice
+    _store: dist.Store | None
+    _most_bytes: int
+    _replicas: Tensor | None = None
+
+    def _begin(self, choice: Choice) -> None:
+        """Make the engine of an epoch."""
+        known = getattr(self, "_calls", None)
+        earlier: frozenset[int] = frozenset()
+        if known is not None:
+            earlier = known.earlier | {known.number}
+        redirect = Redirect(self.config, self._replicas) if self.config.absent else None
+        with torch.inference_mode(False):  # it may outlive the block that it is made in
+            engine = choice.make(self._stats)
+            self._calls = Calls(self.config, engine, choice.device, earlier, redirect)
+        self._choice, self.why, self.engine = choice, choice.why, engine.name
+        self.device = choice.device
+        self._validation = Validation(self._calls, choice.device, self._most_bytes)
+
+    def recover(self, replicas: Any = None) -> list[int]:
+        """Go on with the ranks that are left, after a call has ended in :class:`PeerTimeout` or
+        :class:`PeerLost` (or Ctrl-C). Collective: every rank that lives calls it, whatever it was
+        in, within the timeout of the first one. Ranks and experts keep their numbers; the call that
+        failed can be made again. Results of earlier calls stay readable, their handles are of no
+        more use.
+
+        Args:
+            replicas: ``[logical experts, copies]`` expert ids, -1 for none: experts of a row have
+                the same weights. A pick of an expert that is gone goes to the next one of its row
+                that is not. Without such a one it is dropped: ``CallOptions.lost_weights``. The
+                same on all ranks. Default: the table given last, if any.
+
+        Returns:
+            The ranks that take part now.
+
+        Raises:
+            RuntimeError: nothing has failed; in a CUDA graph's capture; the object is closed.
+            NotSupported: this engine cannot go on without a rank.
+            ValueError: ``replicas`` is no such table (the others get ``PeerError``).
+            Mismatch: ranks disagree on ``replicas``.
+            RankExpelled: the others have gone on without this rank.
+            StoreLost: the store in which ranks agree is gone with its process.
+            PeerTimeout: one more rank was lost meanwhile.
+        After the last four but ``RankExpelled`` and ``StoreLost`` call it again.
+        """
+        calls = self._calls
+        store, failure = self._check_recoverable()
+        table, refusal = self._replicas, ""
+        try:
+            if replicas is not None:
+                table = check_replicas(replicas, self.config.num_experts)
+        except ValueError as error:
+            refusal = str(error)
+        known = "" if table is None else str([host_ints(row) for row in table.unbind()])
+        lost = failure.rank if isinstance(failure, PeerTimeout) else -1
+        here = store_of(store, self.epoch)
+        place = self.config.rank, self.config.members, self.config.timeout
+        try:
+            votes = settle(here, *place, Vote(lost, refusal, known))
+        except RankExpelled as error:
+            calls.fail(error)
+            calls.gone = f"was left behind ({error})"
+            raise
+        self.epoch += 1
+        members, size = list(votes), self.config.world_size
+        self._leave(tuple(rank for rank in range(size) if rank not in members))
+        _check_votes(votes, self.config.rank, refusal, known)
+        self._replicas = table
+        try:
+            again = self._choice.again
+            assert again is not None
+            self._begin(again(self.config, store_of(store, self.epoch)))
+        except PeerTimeout as error:
+            calls.fail(error)
+            raise
+        calls.close("has recovered since this call began")
+        ops.retire(calls.number)
+        if self.config.rank == members[0]:
+            _log.warning("recovered (epoch %d): ranks %s; %s", self.epoch, members, self.why)
+        return members
+
+    def _check_recoverable(self) -> tuple[dist.Store, RuntimeError]:
+        """The object's store, and what has failed."""
+        calls = self._calls
+        if calls.closed:
+            calls.check_open()
+        if isinstance(calls.failure, RankExpelled):
+            raise afresh(calls.failure)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("recover() asks the host, which a CUDA graph's capture cannot hold")
+        if self._store is None or self._choice.again is None:
+            raise NotSupported(
+                f"engine {calls.engine.name!r} cannot go on without a rank here: make a new "
+                f"ExpertParallel on a group of the ranks that are left"
+            )
+        failure = calls.failed()
+        if failure is None:
+            raise RuntimeError(
+                "recover() was called, but no rank of this ExpertParallel has reported a failure: "
+                "call it once a call has raised PeerTimeout or PeerLost"
+            )
+        return self._store, failure
+
+    def _leave(self, absent: tuple[int, ...]) -> None:
+        """Note who is gone. Nodes are not followed where ranks of one are missing."""
+        grid = None if absent else self.config.topology
+        self.config = replace(self.config, absent=absent, topology=grid)
+        self.topology = grid
+
+
+def _check_votes(votes: dict[int, Vote], rank: int, refusal: str, replicas: str) -> None:
+    """Raise unless all ranks of the next epoch can begin it."""
+    if refusal:
+        raise ValueError(refusal)
+    for peer, vote in votes.items():
+        if vote.refusal:
+            raise PeerError(f"rank {peer} refused its side of recover(): {vote.refusal}")
+    for peer, vote in votes.items():
+        if vote.replicas != replicas:
+            raise Mismatch(
+                f"ranks disagree on replicas: rank {rank} says {replicas or None}, rank {peer} "
+                f"says {vote.replicas or None}"
+            )
