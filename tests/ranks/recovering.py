@@ -1,5 +1,5 @@
-"""What the tests of recovery share: what the oracle says of the ranks that are left, ten good calls,
-meetings of survivors.
+"""What the tests of recovery share: what the oracle says of the ranks that are left, ten good
+calls, meetings of survivors.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,13 +54,12 @@ class Left(Case):
 
     @cached_property
     def picks(self) -> list[tuple[Tensor, Tensor]]:  # pyright: ignore
-        share = self.num_experts // self.world_size
-        assert share * self.world_size == self.num_experts
+        bounds = ty.expert_bounds(self.num_experts, self.world_size)
         picks = []
         for idx, weights in self.kept:
             idx = idx.clone()
             for rank in self.gone:
-                idx[(idx >= rank * share) & (idx < (rank + 1) * share)] = -1
+                idx[(idx >= bounds[rank]) & (idx < bounds[rank + 1])] = -1
             picks.append((idx, weights))
         return picks
 
@@ -68,8 +67,8 @@ class Left(Case):
 def ten_good_calls(
     ranks: Ranks, ep: ty.ExpertParallel, gone: tuple[int, ...], instead: Any = (), tokens: int = 13
 ) -> None:
-    """Dispatches in all layouts, cached, asynchronous and weighted ones, and their combines: bit for
-    bit what the oracle says of the ranks that are left.
+    """Dispatches in all layouts, cached, asynchronous and weighted ones, and their combines: bit
+    for bit what the oracle says of the ranks that are left.
     """
     assert ep.active_ranks == [rank not in gone for rank in range(ranks.world_size)]
     for number in range(4):
@@ -113,6 +112,13 @@ def object_of(ranks: Ranks, timeout: float, **changes: Any) -> ty.ExpertParallel
     ep = ty.ExpertParallel(gloo(ranks), **sizes, timeout=600.0)
     ep._calls.engine._transport.timeout = timeout  # pyright: ignore
     return ep
+
+
+def set_timeout(ep: ty.ExpertParallel, timeout: float) -> None:
+    """How long :meth:`recover` and later epochs wait: what is made before takes as long as it
+    takes.
+    """
+    ep.config = replace(ep.config, timeout=timeout)
 
 
 def store_of_test(ranks: Ranks) -> Any:

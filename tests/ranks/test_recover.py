@@ -9,14 +9,17 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard as ty
 from bad_input import check, error_of
 from recovering import (
+    POINTS,
     die,
     fail,
     meet_left,
     object_of,
+    set_timeout,
     stop,
     store_of_test,
     ten_good_calls,
@@ -42,4 +45,190 @@ def test_two_ranks_are_killed_one_after_the_other(ranks: Ranks, points: tuple[st
         assert ep.epoch == epoch and ep.engine == "collective"
         ten_good_calls(ranks, ep, gone)
     assert "2 of 4 ranks" in ep.why
+    ep.close()
+
+
+@distributed_test(world_size=3)
+def test_a_rank_that_freezes_is_left_behind_at_every_step(ranks: Ranks) -> None:
+    """It learns that when it wakes, and its object stays out of use. A new object of all works."""
+    store, everybody = store_of_test(ranks), [0, 1, 2]
+    for at, point in enumerate(POINTS):
+        frozen = at % 3
+        left = [rank for rank in everybody if rank != frozen]
+        ep = object_of(ranks, TIMEOUT)
+        if ranks.rank == frozen:
+            store.set(f"pid/{at}", str(os.getpid()))
+        meet_left(ranks, f"made/{at}", everybody)
+        error = fail(ranks, ep, point, frozen, stop)
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+        if ranks.rank == frozen:
+            for _ in range(2):
+                late = error_of(ep.recover)
+                check(late, ty.RankExpelled, f"without rank {frozen}", "start it anew")
+                assert isinstance(late, ty.RankExpelled) and late.survivors == tuple(left)
+            check(error_of(ep.warmup), RuntimeError, "left behind", "make a new one")
+        else:
+            assert error.rank == frozen, str(error)
+            assert ep.recover() == left
+            ten_good_calls(ranks, ep, (frozen,))
+            meet_left(ranks, f"good/{at}", left)
+            if ranks.rank == left[0]:
+                os.kill(int(store.get(f"pid/{at}")), signal.SIGCONT)
+        meet_left(ranks, f"over/{at}", everybody)
+        ep.close()
+
+
+@distributed_test(world_size=3)
+def test_nobody_is_gone(ranks: Ranks) -> None:
+    """A rank that its user interrupts, or that only was too slow, goes on with the others. Results
+    of before stay, handles do not.
+    """
+    ep = object_of(ranks, 600.0)
+    x = torch.randn(5, ep.config.hidden, requires_grad=True)
+    idx = torch.arange(3).expand(5, -1)
+    recv = ep.dispatch(x, idx)
+    pending = ep.dispatch(x.detach(), idx, async_op=True)
+    rows = recv.x.detach().clone()
+    if ranks.rank == 1:
+        pending.wait()
+        with pytest.raises(KeyboardInterrupt):
+            ep._calls.make("a call", interrupted)
+        lost: Exception | None = None
+    else:
+        lost = error_of(lambda: ep.combine(rows, recv.handle))
+        assert isinstance(lost, ty.PeerLost) and lost.rank == 1, repr(lost)
+    assert ep.recover() == [0, 1, 2] and ep.epoch == 1
+    ten_good_calls(ranks, ep, ())
+    pending.wait()
+    for handle in (recv.handle, pending.handle):
+        check(error_of(lambda h=handle: ep.combine(rows, h)), ValueError, "before recover()")
+    check(error_of(recv.x.sum().backward), RuntimeError, "before recover()", "forward again")
+    y = ep.combine(ep.dispatch(x, idx).x, ep.dispatch(x, idx).handle)
+    y.sum().backward()
+    assert x.grad is not None
+    ep.close()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@distributed_test(world_size=3, may_die=(1,))
+def test_replicas_take_the_place_of_experts_that_are_gone(ranks: Ranks) -> None:
+    """Of experts 0 .. 8, three per rank: 3 has copies 0 and 7, 4 a copy on its own rank only, and 5
+    none.
+    """
+    ep = object_of(ranks, 600.0, num_experts=9)
+    fail(ranks, ep, "between", 1, die)
+    table = [[7, 3, 0], [4, -1, 8], [1, 2, -1]]
+    assert ep.recover(torch.tensor(table)) == [0, 2]
+    ten_good_calls(ranks, ep, (1,), instead=((3, 0), (4, 8)))
+    ep.close()
+
+
+@distributed_test(world_size=3, may_die=(1,))
+def test_bad_tables_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    """The ranks agree on who is gone all the same, and can try again."""
+    ep = object_of(ranks, 600.0)
+    fail(ranks, ep, "combine", 1, die)
+    bad = [
+        ([[0, 8]], "replicas has expert 8, but there are 8 experts"),
+        ([[-2, 0]], "replicas has expert -2"),
+        ([[0, 3], [5, 0]], "replicas has expert 0 twice"),
+        ([0, 1], r"replicas must be integers [logical experts, copies]"),
+        (torch.empty(0, 2, dtype=torch.int64), "list|Tensor [0, 2]"),
+        (torch.rand(2, 2), "of torch.float32"),
+        ([[0, 1], [2]], "must be integers"),
+        ("all", "must be integers"),
+    ]
+    for number, (table, text) in enumerate(bad, start=1):
+        error = error_of(lambda table=table: ep.recover(table if ranks.rank == 2 else None))
+        if ranks.rank == 2:
+            check(error, ValueError, text.split("|")[-1])
+        else:
+            check(error, ty.PeerError, "rank 2 refused its side of recover()", text.split("|")[-1])
+        assert ep.epoch == number
+    error = error_of(lambda: ep.recover([[ranks.rank, 4]]))
+    check(error, ty.Mismatch, "ranks disagree on replicas", "[[0, 4]]", "[[2, 4]]")
+    assert ep.recover() == [0, 2]
+    ten_good_calls(ranks, ep, (1,))
+    ep.close()
+
+
+@distributed_test(world_size=2)
+def test_recover_needs_a_failure(ranks: Ranks) -> None:
+    """On one rank or on all, of an object that works or is closed, in a capture; and again once it
+    has recovered.
+    """
+    ep = object_of(ranks, TIMEOUT)
+    for _ in range(2):
+        check(error_of(ep.recover), RuntimeError, "no rank", "has reported a failure")
+        meet_left(ranks, "asked", [0, 1])
+        ten_good_calls(ranks, ep, ())
+    if ranks.rank == 0:
+        error = error_of(lambda: ep.dispatch(torch.zeros(1, 40), torch.zeros(1, 3).long()))
+        assert isinstance(error, ty.PeerTimeout) and error.rank == 1
+        check(error_of(ep.warmup), RuntimeError, "lost a peer", "or recover()")
+    meet_left(ranks, "failed", [0, 1])
+    assert ep.recover() == [0, 1]  # rank 1 only heard of it
+    check(error_of(ep.recover), RuntimeError, "has reported a failure")
+    ten_good_calls(ranks, ep, ())
+    meet_left(ranks, "over", [0, 1])
+    ep.close()
+    check(error_of(ep.recover), RuntimeError, "is closed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        ep = object_of(ranks, 600.0)
+        check(error_of(ep.recover), RuntimeError, "CUDA graph's capture")
+
+
+@distributed_test(world_size=3)
+def test_a_rank_alone_goes_on_alone(ranks: Ranks) -> None:
+    """One that nobody answers within the timeout; those who come later are left behind."""
+    ep = object_of(ranks, TIMEOUT)
+    set_timeout(ep, TIMEOUT)
+    if ranks.rank == 0:
+        error = error_of(lambda: ep.dispatch(torch.zeros(1, 40), torch.zeros(1, 3).long()))
+        assert isinstance(error, ty.PeerTimeout)
+        assert ep.recover() == [0]
+        ten_good_calls(ranks, ep, (1, 2))
+        meet_left(ranks, "late", [0, 1, 2])
+    else:
+        meet_left(ranks, "late", [0, 1, 2])
+        check(
+            error_of(ep.recover),
+            ty.RankExpelled,
+            f"ranks 0 have recovered without rank {ranks.rank}",
+        )
+    ep.close()
+
+
+@distributed_test(world_size=3, may_die=(0,))
+def test_a_store_that_dies_with_rank_0(ranks: Ranks) -> None:
+    """Its process holds the store, freezes, and is killed: the others learn that they cannot agree,
+    and what to do.
+    """
+    port = store_of_test(ranks)
+    if ranks.rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.set("pid", str(os.getpid()))
+        port.set("port", str(own.port))
+    else:
+        own = dist.TCPStore("127.0.0.1", int(port.get("port")), is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenyard.api.group_store", lambda _: own)
+        ep = object_of(ranks, TIMEOUT)
+    set_timeout(ep, TIMEOUT)
+    meet_left(ranks, "made", [0, 1, 2])
+    if ranks.rank == 0:
+        stop()
+    error = error_of(lambda: ep.dispatch(torch.zeros(1, 40), torch.zeros(1, 3).long()))
+    assert isinstance(error, ty.PeerTimeout), repr(error)
+    texts = "the store is gone", "torchrun's agent"
+    check(error_of(ep.recover), ty.StoreLost, f"not answered for {TIMEOUT} s", *texts)
+    meet_left(ranks, "frozen", [1, 2])
+    if ranks.rank == 1:
+        os.kill(int(port.get("pid")), signal.SIGKILL)
+    check(error_of(ep.recover), ty.StoreLost, *texts)
     ep.close()
