@@ -81,7 +81,6 @@ class Recoverable:
             PeerTimeout: one more rank was lost meanwhile.
         After the last four but ``RankExpelled`` and ``StoreLost`` call it again.
         """
-        calls = self._calls
         store, failure = self._check_recoverable()
         table, refusal = self._replicas, ""
         try:
@@ -89,33 +88,44 @@ class Recoverable:
                 table = check_replicas(replicas, self.config.num_experts)
         except ValueError as error:
             refusal = str(error)
-        known = "" if table is None else str([host_ints(row) for row in table.unbind()])
         lost = failure.rank if isinstance(failure, PeerTimeout) else -1
+        known = "" if table is None else str([host_ints(row) for row in table.unbind()])
+        members = self._settle(store, Vote(lost, refusal, known))
+        self._replicas = table
+        self._renew(store)
+        if self.config.rank == members[0]:
+            _log.warning("recovered (epoch %d): ranks %s; %s", self.epoch, members, self.why)
+        return members
+
+    def _settle(self, store: dist.Store, vote: Vote) -> list[int]:
+        """Agree on the ranks of the next epoch, and on how it begins."""
+        config = self.config
         here = store_of(store, self.epoch)
-        place = self.config.rank, self.config.members, self.config.timeout
         try:
-            votes = settle(here, *place, Vote(lost, refusal, known))
+            votes = settle(here, config.rank, config.members, config.timeout, vote)
         except RankExpelled as error:
-            calls.fail(error)
-            calls.gone = f"was left behind ({error})"
+            self._calls.fail(error)
+            self._calls.gone = f"was left behind ({error})"
             raise
         self.epoch += 1
-        members, size = list(votes), self.config.world_size
-        self._leave(tuple(rank for rank in range(size) if rank not in members))
-        _check_votes(votes, self.config.rank, refusal, known)
-        self._replicas = table
+        absent = tuple(rank for rank in range(config.world_size) if rank not in votes)
+        # Nodes of which ranks are missing are not followed any more.
+        self.topology = None if absent else self.topology
+        self.config = replace(config, absent=absent, topology=self.topology)
+        _check_votes(votes, config.rank, vote)
+        return list(votes)
+
+    def _renew(self, store: dist.Store) -> None:
+        """Connect the ranks of this epoch, and let go of the last one."""
+        calls, again = self._calls, self._choice.again
+        assert again is not None
         try:
-            again = self._choice.again
-            assert again is not None
             self._begin(again(self.config, store_of(store, self.epoch)))
         except PeerTimeout as error:
             calls.fail(error)
             raise
         calls.close("has recovered since this call began")
         ops.retire(calls.number)
-        if self.config.rank == members[0]:
-            _log.warning("recovered (epoch %d): ranks %s; %s", self.epoch, members, self.why)
-        return members
 
     def _check_recoverable(self) -> tuple[dist.Store, RuntimeError]:
         """The object's store, and what has failed."""
@@ -139,23 +149,17 @@ class Recoverable:
             )
         return self._store, failure
 
-    def _leave(self, absent: tuple[int, ...]) -> None:
-        """Note who is gone. Nodes are not followed where ranks of one are missing."""
-        grid = None if absent else self.config.topology
-        self.config = replace(self.config, absent=absent, topology=grid)
-        self.topology = grid
 
-
-def _check_votes(votes: dict[int, Vote], rank: int, refusal: str, replicas: str) -> None:
+def _check_votes(votes: dict[int, Vote], rank: int, mine: Vote) -> None:
     """Raise unless all ranks of the next epoch can begin it."""
-    if refusal:
-        raise ValueError(refusal)
+    if mine.refusal:
+        raise ValueError(mine.refusal)
     for peer, vote in votes.items():
         if vote.refusal:
             raise PeerError(f"rank {peer} refused its side of recover(): {vote.refusal}")
     for peer, vote in votes.items():
-        if vote.replicas != replicas:
+        if vote.replicas != mine.replicas:
             raise Mismatch(
-                f"ranks disagree on replicas: rank {rank} says {replicas or None}, rank {peer} "
-                f"says {vote.replicas or None}"
+                f"ranks disagree on replicas: rank {rank} says {mine.replicas or None}, rank "
+                f"{peer} says {vote.replicas or None}"
             )
