@@ -34,7 +34,7 @@ from tokenyard.planner.workload import Dtype, Workload
 PAGE = Path(__file__).parent / "how-to" / "planner.md"
 RECORDS = Path(__file__).parent / "benchmarks"
 LINES = RECORDS / "planner-validation.md"
-"""The tables; ``PAGE`` has the picture, and says in words how far off the plans are."""
+"""The tables, and how far off the plans are in words; ``PAGE`` has the picture."""
 TWO, FOUR = RECORDS / "nvlink-2xh200-20261122.json", RECORDS / "nvlink-4xh200-20261122.json"
 PORTABLE = RECORDS / "collective-4xh200-20261121.json"
 AS_TWO_BY_ONE = RECORDS / "twolevel-2xh200-dev-20261122.json"
