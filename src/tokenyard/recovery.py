@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import ops
+from tokenyard.admission import accept, check_name, invite
+from tokenyard.arguments import LARGEST, check_device, check_timeout, check_whole, whole
 from tokenyard.calls import Calls
 from tokenyard.config import Config
-from tokenyard.engines.select import Choice
+from tokenyard.engines.select import Choice, over_gloo
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerTimeout, RankExpelled, afresh
 from tokenyard.redirect import Redirect, check_replicas
 from tokenyard.routing import host_ints
@@ -25,13 +27,17 @@ from tokenyard.topology import Topology
 from tokenyard.validation import Validation
 
 _log = logging.getLogger("tokenyard")
+_Object = TypeVar("_Object", bound="Recoverable")
 
 
 class Recoverable:
     """An object whose ranks may become fewer. Ranks and experts keep their numbers."""
 
     config: Config
-    topology: Topology | None
+    group: Any
+    rank: int
+    world_size: int
+    topology: Topology | None = None
     epoch: int = 0
     _calls: Calls
     _validation: Validation
@@ -89,8 +95,7 @@ class Recoverable:
         except ValueError as error:
             refusal = str(error)
         lost = failure.rank if isinstance(failure, PeerTimeout) else -1
-        known = "" if table is None else str([host_ints(row) for row in table.unbind()])
-        members = self._settle(store, Vote(lost, refusal, known))
+        members = self._settle(store, Vote(lost, refusal, str(_rows_of(table) or "")))
         self._replicas = table
         self._renew(store)
         if self.config.rank == members[0]:
@@ -127,6 +132,82 @@ class Recoverable:
         calls.close("has recovered since this call began")
         ops.retire(calls.number)
 
+    def admit(self, rank: int, at: str) -> None:
+        """Let a new process be ``rank``, which is gone: it calls :meth:`join` with the same words.
+        Collective, between two calls; the members wait for it up to the timeout, so start it
+        before. Its experts take picks again. It costs what :meth:`recover` does: new connections,
+        and handles of before are refused.
+
+        Args:
+            at: under which they meet in the store; another one for each object.
+
+        Raises:
+            ValueError: ``rank`` is not gone, or ``at`` no name.
+            Mismatch: the members disagree on them.
+            PeerTimeout: it did not come. If no rank was lost beside, the object is as it was.
+            NotSupported: this engine cannot.
+        """
+        self._calls.check_open()
+        self._calls.queue.run(lambda: None)
+        store, config = self._check_engine(), self.config
+        check_name(at)
+        if whole(rank) not in config.absent:
+            raise ValueError(
+                f"rank ({rank!r}) must be one that is gone: {list(config.absent) or 'none is'}"
+            )
+        facts = {"epoch": self.epoch, "most_bytes": self._most_bytes}
+        facts |= {"replicas": _rows_of(self._replicas)}
+        self._store = invite(store_of(store, self.epoch), config, rank, at, facts)
+        self.epoch += 1
+        absent = tuple(each for each in config.absent if each != rank)
+        self.config = replace(config, absent=absent)
+        self._renew(self._store)
+
+    @classmethod
+    def join(
+        cls: type[_Object],
+        store: dist.Store,
+        rank: int,
+        at: str,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 30.0,
+    ) -> _Object:
+        """In a new process: become ``rank`` of an object whose members :meth:`admit` it.
+
+        Args:
+            store: theirs, such as ``TCPStore(host, port, is_master=False)``.
+            at: as there.
+            timeout: seconds to wait for an invitation.
+
+        Raises:
+            ValueError: bad arguments, or another rank is invited there.
+            RuntimeError: another process has come first.
+            PeerTimeout: no invitation, or a member did not come.
+        """
+        if not isinstance(store, dist.Store):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"store ({store!r}) must be a torch.distributed.Store")
+        rank, at = check_whole("rank", rank, 0, LARGEST), check_name(at)
+        where = None if device is None else check_device(device)
+        self = cls.__new__(cls)
+        self._store, self.config, facts = accept(store, rank, at, check_timeout(timeout))
+        self.group, self.rank, self.world_size = None, rank, self.config.world_size
+        self.epoch, self._most_bytes = facts["epoch"] + 1, facts["most_bytes"]
+        if facts["replicas"] is not None:
+            self._replicas = check_replicas(facts["replicas"], self.config.num_experts)
+        self._stats = Stats.zeros(rank, self.world_size)
+        self._begin(over_gloo(where, "", self.config, store_of(self._store, self.epoch)))
+        return self
+
+    def _check_engine(self) -> dist.Store:
+        """The object's store, if its engine can go on with other ranks."""
+        if self._store is None or self._choice.again is None:
+            raise NotSupported(
+                f"engine {self._calls.engine.name!r} cannot go on with other ranks here: make a "
+                f"new ExpertParallel on a group of those that there are"
+            )
+        return self._store
+
     def _check_recoverable(self) -> tuple[dist.Store, RuntimeError]:
         """The object's store, and what has failed."""
         calls = self._calls
@@ -136,18 +217,18 @@ class Recoverable:
             raise afresh(calls.failure)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("recover() asks the host, which a CUDA graph's capture cannot hold")
-        if self._store is None or self._choice.again is None:
-            raise NotSupported(
-                f"engine {calls.engine.name!r} cannot go on without a rank here: make a new "
-                f"ExpertParallel on a group of the ranks that are left"
-            )
-        failure = calls.failed()
+        store, failure = self._check_engine(), calls.failed()
         if failure is None:
             raise RuntimeError(
                 "recover() was called, but no rank of this ExpertParallel has reported a failure: "
                 "call it once a call has raised PeerTimeout or PeerLost"
             )
-        return self._store, failure
+        return store, failure
+
+
+def _rows_of(replicas: Tensor | None) -> Any:
+    """A table as lists."""
+    return None if replicas is None else [host_ints(row) for row in replicas.unbind()]
 
 
 def _check_votes(votes: dict[int, Vote], rank: int, mine: Vote) -> None:

@@ -69,6 +69,11 @@ def store_of(part: dist.Store, epoch: int) -> dist.Store:
     return dist.PrefixStore(f"epoch/{epoch}", part) if epoch else part
 
 
+def admitted(members: list[int]) -> str:
+    """The verdict of an epoch whose members have admitted a rank, and go on elsewhere."""
+    return " ".join(map(str, members)) + " elsewhere"
+
+
 def settle(
     store: dist.Store, rank: int, members: list[int], timeout: float, vote: Vote
 ) -> dict[int, Vote]:
@@ -133,14 +138,15 @@ def _vote(
             continue
         time.sleep(pause)
         pause = min(2 * pause, POLL)
-    named = {int(word) for word in store.get("verdict").split()}
-    survivors = [peer for peer in members if peer in named]
-    if rank not in survivors:
+    words = store.get("verdict").decode().split()
+    survivors = [peer for peer in members if str(peer) in words]
+    if rank not in survivors or words[-1] == "elsewhere":
+        others = tuple(int(word) for word in words if word.isdigit() and int(word) != rank)
         raise RankExpelled(
-            f"ranks {', '.join(map(str, survivors))} have recovered without rank {rank}, which "
-            f"they took for dead: it was silent for longer than their timeout ({timeout} s); start "
-            f"it anew",
-            tuple(survivors),
+            f"ranks {', '.join(map(str, others))} have recovered without rank {rank}, which they "
+            f"took for dead: it was silent for longer than their timeout ({timeout} s); start it "
+            f"anew",
+            others,
         )
     return {peer: Vote.read(store.get(f"vote/{peer}")) for peer in survivors}
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from recovering import (
     store_of_test,
     ten_good_calls,
 )
+from run import command
 from tokenyard.testing import Ranks, distributed_test
 
 TIMEOUT = 3.0
@@ -232,4 +235,79 @@ def test_a_store_that_dies_with_rank_0(ranks: Ranks) -> None:
     if ranks.rank == 1:
         os.kill(int(port.get("pid")), signal.SIGKILL)
     check(error_of(ep.recover), ty.StoreLost, *texts)
+    ep.close()
+
+
+@distributed_test(world_size=3, may_die=(1,))
+def test_a_new_process_takes_the_place_of_a_dead_rank(ranks: Ranks) -> None:
+    """After a kill, and once more after it was killed itself, by a rank that had left."""
+    ep = object_of(ranks, 600.0)
+    fail(ranks, ep, "rows", 1, die)
+    assert ep.recover([[3, 0]]) == [0, 2]
+    plain: Any = store_of_test(ranks)
+    while isinstance(plain, dist.PrefixStore):
+        plain = plain.underlying_store
+    newcomer = None
+    if ranks.rank == 0:
+        line = command("newcomer", str(plain.port), "1", "layer 0", "3")
+        newcomer = subprocess.Popen(line, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    ep.admit(1, "layer 0")
+    assert ep.epoch == 2 and "3 ranks over" in ep.why
+    ten_good_calls(ranks, ep, ())
+    ep.warmup()
+    lost = error_of(ep.warmup)
+    assert isinstance(lost, ty.PeerLost) and lost.rank == 1, repr(lost)
+    assert ep.recover() == [0, 2]
+    ten_good_calls(ranks, ep, (1,), instead=((3, 0),))
+    if newcomer is not None:
+        assert newcomer.wait(600) == -signal.SIGKILL
+    ep.close()
+
+
+@distributed_test(world_size=3)
+def test_admission_asks_for_the_right_words(ranks: Ranks) -> None:
+    """Who is not gone, names, nobody who comes, ranks that disagree; the object goes on, and a
+    process that joins late, or twice, is told.
+    """
+    ep = object_of(ranks, 600.0)
+    check(error_of(lambda: ep.admit(1, "a")), ValueError, "rank (1)", "none is")
+    if ranks.rank == 1:
+        ep.close()
+    else:
+        assert isinstance(error_of(ep.warmup), ty.PeerLost)
+        check(error_of(lambda: ep.admit(1, "a")), RuntimeError, "lost a peer", "recover()")
+        assert ep.recover() == [0, 2]
+        set_timeout(ep, TIMEOUT)
+        for rank in (0, 3, -1, True, "1"):
+            check(
+                error_of(lambda rank=rank: ep.admit(rank, "a")), ValueError, "one that is gone: [1]"
+            )
+        for at in ("", None, 3, "a" * 201):
+            check(error_of(lambda at=at: ep.admit(1, at)), ValueError, "at (", "1 to 200")
+        check(error_of(lambda: ep.admit(1, "a")), ty.PeerTimeout, "admit()", "rank(s) 1")
+        ten_good_calls(ranks, ep, (1,))
+        meet_left(ranks, "alone", [0, 2])
+        error = error_of(lambda: ep.admit(1, f"by {ranks.rank}"))
+        assert isinstance(error, (ty.Mismatch, ty.PeerTimeout)), repr(error)
+        meet_left(ranks, "differed", [0, 2])
+        set_timeout(ep, 600.0)
+    meet_left(ranks, "ready", [0, 1, 2])
+    if ranks.rank == 1:
+        join = ty.ExpertParallel.join
+        store = store_of_test(ranks)
+        check(error_of(lambda: join("store", 1, "a")), ValueError, "store ('store')")  # pyright: ignore
+        check(error_of(lambda: join(store, -1, "a")), ValueError, "rank (-1)")
+        check(error_of(lambda: join(store, 1, "")), ValueError, "at ('')")
+        check(
+            error_of(lambda: join(store, 1, "a", timeout=0.3)), ty.PeerTimeout, "invitation", "'a'"
+        )
+        meet_left(ranks, "refused", [0, 1])
+        check(error_of(lambda: join(store, 2, "b", timeout=600.0)), ValueError, "that is 1")
+        ep = join(store, 1, "b", timeout=600.0)
+        check(error_of(lambda: join(store, 1, "b", timeout=0.3)), ty.PeerTimeout, "invitation")
+    else:
+        if ranks.rank == 0:
+            meet_left(ranks, "refused", [0, 1])
+        ep.admit(1, "b")
+    ten_good_calls(ranks, ep, ())
     ep.close()

@@ -34,6 +34,7 @@ ORDER = [
     ["header", "limits"],
     ["memory"],
     ["rendezvous", "survivors", "redirect"],
+    ["admission"],
     ["kernels"],
     ["engines"],
     ["gradients"],

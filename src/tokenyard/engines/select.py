@@ -299,17 +299,18 @@ def _collective(
             f"the group's backends are {backends}, none of them for {wanted}: pass device=, or a "
             f"group with gloo"
         )
-    return _over_gloo(device, request.no_grid, config, store)
+    return over_gloo(device, request.no_grid, config, store)
 
 
-def _over_gloo(
+def over_gloo(
     device: torch.device | None, no_grid: str, config: Config, store: dist.Store
 ) -> Choice:
+    """Engine collective over a mesh of its own, of the members of ``config``. Collective."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     left = f"{len(config.members)} of " if config.absent else ""
     why = f"{left}{config.world_size} ranks over a gloo mesh of their own, through host memory"
     make = partial(CollectiveEngine, config, transport)
-    again = partial(_over_gloo, device, no_grid)
+    again = partial(over_gloo, device, no_grid)
     return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -27,20 +27,22 @@ _here = threading.local()
 
 class Round:
     """One meeting. Its verdict (all came, or this rank gave up first) is written once, atomically.
-    The part of the ``store`` is for this meeting alone, seen by exactly these ranks.
+    The part of the ``store`` is for this meeting alone, seen by exactly these ``ranks``: a number
+    of them, or which.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+    def __init__(self, store: dist.Store, rank: int, ranks: int | Sequence[int]) -> None:
+        self._store, self._rank = store, rank
+        self._ranks = range(ranks) if isinstance(ranks, int) else ranks
 
     def come(self, what: str, text: str, timeout: float) -> list[str]:
-        """Everybody's ``text`` by rank, once all have come. See :meth:`Meeting.exchange`."""
+        """Everybody's ``text`` in rank order, once all have come. See :meth:`Meeting.exchange`."""
         try:
             self._store.set(str(self._rank), text)
-            if self._store.add("here", 1) == self._world_size:
+            if self._store.add("here", 1) == len(self._ranks):
                 self._store.compare_set("verdict", "", _ALL_HERE)
             if not wait_for(self._store, "verdict", timeout):
-                self.give_up([peer for peer in range(self._world_size) if not self.has_come(peer)])
+                self.give_up([peer for peer in self._ranks if not self.has_come(peer)])
         except BaseException:
             with suppress(RuntimeError):
                 self.give_up()
@@ -49,7 +51,7 @@ class Round:
         if outcome != _ALL_HERE:
             first, *missing = map(int, outcome.split())
             raise self._lost(what, timeout, first, missing)
-        return [self._store.get(str(peer)).decode() for peer in range(self._world_size)]
+        return [self._store.get(str(peer)).decode() for peer in self._ranks]
 
     def has_come(self, peer: int) -> bool:
         """Whether ``peer`` has come, whatever the verdict."""
@@ -62,9 +64,7 @@ class Round:
     def heard(self) -> dict[int, str]:
         """Texts of those who came, by rank."""
         return {
-            peer: self._store.get(str(peer)).decode()
-            for peer in range(self._world_size)
-            if self.has_come(peer)
+            peer: self._store.get(str(peer)).decode() for peer in self._ranks if self.has_come(peer)
         }
 
     def give_up(self, missing: list[int] | None = None) -> None:
@@ -78,7 +78,7 @@ class Round:
 
     def forget(self) -> None:
         """Delete what this meeting left in the store."""
-        for key in ("here", "verdict", *map(str, range(self._world_size))):
+        for key in ("here", "verdict", *map(str, self._ranks)):
             self._store.delete_key(key)
 
     def _lost(self, what: str, timeout: float, first: int, missing: list[int]) -> PeerTimeout:
