@@ -5,8 +5,10 @@ stores that die.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+from random import Random
 from typing import Any
 
 import pytest
@@ -28,20 +30,37 @@ from recovering import (
     ten_good_calls,
 )
 from run import command
+from tokenyard import recovery
+from tokenyard.engines.gloo_transport import GlooTransport
+from tokenyard.survivors import settle
 from tokenyard.testing import Ranks, distributed_test
 
 TIMEOUT = 3.0
 
 
-@pytest.mark.parametrize(
-    "points", [("dispatch", "rows"), ("counts", "between"), ("headers out", "middle of the rows")]
-)
-@distributed_test(world_size=4, may_die=(0, 2))
-def test_two_ranks_are_killed_one_after_the_other(ranks: Ranks, points: tuple[str, str]) -> None:
-    """Rank 2, then rank 0. Nobody waits for a timeout."""
+def _deaths(seed: int) -> tuple[tuple[str, int], ...]:
+    """Where two ranks of four die, one after the other."""
+    random = Random(seed)
+    return tuple(zip(random.choices(POINTS, k=2), random.sample(range(4), 2), strict=True))
+
+
+DEATHS = [
+    (("dispatch", 2), ("rows", 0)),
+    (("counts", 0), ("between", 3)),
+    (("headers out", 1), ("middle of the rows", 2)),
+    *map(_deaths, range(SOAK - 1)),
+]
+
+
+@pytest.mark.parametrize("deaths", DEATHS)
+@distributed_test(world_size=4, may_die=(0, 1, 2, 3))
+def test_two_ranks_are_killed_one_after_the_other(
+    ranks: Ranks, deaths: tuple[tuple[str, int], ...]
+) -> None:
+    """Nobody waits for a timeout."""
     ep = object_of(ranks, 600.0)
     gone: tuple[int, ...] = ()
-    for epoch, (point, who) in enumerate(zip(points, (2, 0), strict=True), start=1):
+    for epoch, (point, who) in enumerate(deaths, start=1):
         error = fail(ranks, ep, point, who, die)
         assert isinstance(error, ty.PeerLost) and error.rank == who, repr(error)
         gone = tuple(sorted((*gone, who)))
@@ -309,5 +328,63 @@ def test_admission_asks_for_the_right_words(ranks: Ranks) -> None:
         if ranks.rank == 0:
             meet_left(ranks, "refused", [0, 1])
         ep.admit(1, "b")
+    ten_good_calls(ranks, ep, ())
+    ep.close()
+
+
+@pytest.mark.parametrize("moment", ["before its vote", "behind its vote", "while it connects"])
+@distributed_test(world_size=4, may_die=(1, 2))
+def test_a_rank_dies_while_others_recover_from_another(ranks: Ranks, moment: str) -> None:
+    """They find out within the timeout, and go on at the second attempt at the latest."""
+    ep = object_of(ranks, 600.0)
+    fail(ranks, ep, "between", 1, die)
+    set_timeout(ep, TIMEOUT)
+
+    def vote(*given: Any) -> Any:
+        if moment == "before its vote":
+            die()
+        votes = settle(*given)
+        if moment == "behind its vote":
+            die()
+        return votes
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 2:
+            patch.setattr(recovery, "settle", vote)
+            patch.setattr(GlooTransport, "_meet", lambda *_: die())
+        error = error_of(ep.recover)
+    set_timeout(ep, 600.0)
+    if moment == "before its vote":
+        assert error is None and ep.epoch == 1, repr(error)
+        ep._calls.engine._transport.timeout = 600.0  # pyright: ignore
+    else:
+        assert isinstance(error, ty.PeerTimeout), repr(error)
+        assert re.search(r"rank\(s\) (\d, )*2\b", str(error)), str(error)
+        check(error_of(ep.warmup), RuntimeError, "lost a peer", "or recover()")
+        assert ep.recover() == [0, 3] and ep.epoch == 2
+    ten_good_calls(ranks, ep, (1, 2))
+    ep.close()
+
+
+@distributed_test(world_size=3)
+def test_a_rank_is_interrupted_while_it_recovers(ranks: Ranks) -> None:
+    """It has voted: the others wait for it, and it comes when it tries again."""
+    ep = object_of(ranks, 600.0)
+    if ranks.rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            ep._calls.make("a call", interrupted)
+
+        def vote(*given: Any) -> Any:
+            settle(*given)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recovery, "settle", vote)
+            with pytest.raises(KeyboardInterrupt):
+                ep.recover()
+        assert ep.epoch == 0
+    else:
+        assert isinstance(error_of(ep.warmup), ty.PeerLost)
+    assert ep.recover() == [0, 1, 2] and ep.epoch == 1
     ten_good_calls(ranks, ep, ())
     ep.close()
