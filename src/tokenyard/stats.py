@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import NamedTuple
 
@@ -15,6 +16,15 @@ class Traffic(NamedTuple):
     rows_received: int
     bytes_sent: int
     bytes_received: int
+
+
+_LABELS = ("rank", "op", "direction", "peer", "for", "source")
+
+
+def _shown(labels: Mapping[str, str]) -> str:
+    """Labels as Prometheus reads them."""
+    escaped = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    return "{" + ",".join(f'{name}="{labels[name].translate(escaped)}"' for name in labels) + "}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +40,11 @@ class Stats:
         bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this rank.
         last_wait: seconds from the start of the last exchange until each rank's rows had come (nan
             if the backend hides it).
+        waits: seconds that each rank held this one up, by what was waited for ("dispatch, counts",
+            "combine, rows", ...), from when that of the rank before it had come. Engine collective
+            over gloo; else nothing. If all wait for a rank in counts, it comes late to calls; if
+            only in rows, it packs or sends slowly; if one rank waits for it alone, it is the way
+            between them.
     """
 
     rank: int
@@ -40,6 +55,7 @@ class Stats:
     bytes_sent: list[int]
     bytes_received: list[int]
     last_wait: list[float]
+    waits: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
     @classmethod
     def zeros(cls, rank: int, world_size: int, nodes: list[int] | None = None) -> Stats:
@@ -75,8 +91,43 @@ class Stats:
         return Traffic(*(sum(each[peer] for peer in peers) for each in counted))
 
     def copy(self) -> Stats:
-        """The counters as they are now."""
-        return deepcopy(self)
+        """The counters as they are now, though calls may go on on other threads."""
+        now = deepcopy(replace(self, calls={}, waits={}))
+        now.calls = dict(self.calls)
+        now.waits = {what: seconds[:] for what, seconds in list(self.waits.items())}
+        return now
+
+    def prometheus(self, **labels: str) -> str:
+        """The totals in Prometheus' text format. ``labels`` are added to each: ``layer="3"``, say,
+        where there are several objects.
+
+        Raises:
+            ValueError: a label cannot be called that.
+        """
+        for name in labels:
+            if name in _LABELS or not (name.isascii() and name.isidentifier()):
+                raise ValueError(f"label {name!r} must be a word, and none of {', '.join(_LABELS)}")
+        lines: list[str] = []
+        for metric, own, value in self._totals():
+            if not any(line.startswith(f"{metric}{{") for line in lines[-1:]):
+                lines.append(f"# TYPE {metric} counter")
+            lines.append(f"{metric}{_shown({'rank': str(self.rank), **labels, **own})} {value}")
+        return "\n".join([*lines, ""])
+
+    def _totals(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Each with its name and labels."""
+        for op, number in self.calls.items():
+            yield "tokenyard_calls_total", {"op": op}, number
+        for unit in ("rows", "bytes"):
+            for direction in ("sent", "received"):
+                counted: list[int] = getattr(self, f"{unit}_{direction}")
+                for peer, number in enumerate(counted):
+                    here = {"direction": direction, "peer": str(peer)}
+                    yield f"tokenyard_{unit}_total", here, number
+        for what, waited in self.waits.items():
+            for source, seconds in enumerate(waited):
+                here = {"for": what, "source": str(source)}
+                yield "tokenyard_wait_seconds_total", here, seconds
 
     def record(
         self, op: str, sent: list[int], received: list[int], row_bytes: int, last_wait: list[float]

@@ -89,3 +89,36 @@ def test_lists_are_not_shared() -> None:
     )
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         stats.record("dispatch", [1, 2], [3], 5, [0.0] * 2)
+
+
+def test_waits_and_totals_as_prometheus_reads_them() -> None:
+    stats = Stats.zeros(1, 2)
+    stats.record("dispatch", [1, 2], [3, 4], 10, [0.0, 0.0])
+    stats.record_unknown("combine")
+    stats.waits["dispatch, counts"] = [0.5, 0.0]
+    before = stats.copy()
+    stats.waits["dispatch, counts"][0] = 9.0
+    stats.waits["combine, rows"] = [1.0, 1.0]
+    stats.calls["combine"] = 7
+    mine = 'rank="1",layer="a\\\\\\"b\\nc"'
+    assert before.prometheus(layer='a\\"b\nc').splitlines() == [
+        "# TYPE tokenyard_calls_total counter",
+        f'tokenyard_calls_total{{{mine},op="dispatch"}} 1',
+        f'tokenyard_calls_total{{{mine},op="combine"}} 1',
+        "# TYPE tokenyard_rows_total counter",
+        f'tokenyard_rows_total{{{mine},direction="sent",peer="0"}} 1',
+        f'tokenyard_rows_total{{{mine},direction="sent",peer="1"}} 2',
+        f'tokenyard_rows_total{{{mine},direction="received",peer="0"}} 3',
+        f'tokenyard_rows_total{{{mine},direction="received",peer="1"}} 4',
+        "# TYPE tokenyard_bytes_total counter",
+        f'tokenyard_bytes_total{{{mine},direction="sent",peer="0"}} 10',
+        f'tokenyard_bytes_total{{{mine},direction="sent",peer="1"}} 0',
+        f'tokenyard_bytes_total{{{mine},direction="received",peer="0"}} 30',
+        f'tokenyard_bytes_total{{{mine},direction="received",peer="1"}} 0',
+        "# TYPE tokenyard_wait_seconds_total counter",
+        f'tokenyard_wait_seconds_total{{{mine},for="dispatch, counts",source="0"}} 0.5',
+        f'tokenyard_wait_seconds_total{{{mine},for="dispatch, counts",source="1"}} 0.0',
+    ]
+    for name in ("rank", "source", "a b", "1st", "\u00e4"):
+        with pytest.raises(ValueError, match="must be a word"):
+            before.prometheus(**{name: "1"})

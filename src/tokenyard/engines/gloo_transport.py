@@ -70,6 +70,7 @@ class GlooTransport:
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
+        self.waits: dict[str, list[float]] = {}
         members = list(range(world_size)) if members is None else members
         self._place = {member: place for place, member in enumerate(members)}
         mine = self._place[rank]
@@ -210,9 +211,13 @@ class GlooTransport:
 
     def _await(self, incoming: _Works, outgoing: _Works, begin: float, what: str) -> None:
         """On another thread: wait for all messages."""
+        held_up = self.waits.setdefault(re.sub(r" #\d+", "", what), [0.0] * self.world_size)
+        come = 0.0
         for at, (peer, work) in enumerate(incoming):
             self._wait(work, peer, begin, what, incoming, at)
             self.last_wait[peer] = time.monotonic() - begin
+            held_up[peer] += self.last_wait[peer] - come
+            come = self.last_wait[peer]
         for peer, work in outgoing:
             self._wait(work, peer, begin, what, [], 0)
 

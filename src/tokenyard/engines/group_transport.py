@@ -29,6 +29,7 @@ class GroupTransport:
         self.group, self.device, self.name, self._failures = group, device, backend, failures
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size
+        self.waits: dict[str, list[float]] = {}
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         """As :meth:`Transport.swap`; finishing, the host waits for the device."""

@@ -66,10 +66,12 @@ class Transport(Protocol):
     Attributes:
         counts_on_host: whether headers are cheap, so that the host knows counts before rows move.
         last_wait: seconds from the start of the last exchange until each rank's rows had come.
+        waits: as :class:`Stats`; totals are added there.
     """
 
     counts_on_host: bool
     last_wait: list[float]
+    waits: dict[str, list[float]]
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R,
@@ -103,6 +105,7 @@ class RowTransport:
 
     def __init__(self, transport: Transport, stats: Stats) -> None:
         self._transport, self._stats = transport, stats
+        transport.waits = stats.waits
         self._staging: dict[str, Tensor] = {}
 
     @property
