@@ -15,6 +15,7 @@ from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning
 from tokenyard.testing import ROUTINGS
+from tokenyard.topology import Topology
 
 _, MAJOR, PADDED = ty.Layout
 WAYS = ("plain", "weighted", "weighted by the owner", "bias", "two biases")
@@ -45,6 +46,10 @@ class Scenario:
     words: int = 64
     pieces: int = 2
     shares: int = 2
+    per_node: int = 0
+    """Ranks of a node, if those of other nodes are far; 0: none are."""
+    network: bool = True
+    """Puts go through the simulated network; else through pointers."""
 
     @property
     def tuning(self) -> LowLatencyTuning:
@@ -63,7 +68,7 @@ class Scenario:
     @property
     def buffer_bytes(self) -> int:
         """Room for rows of float32."""
-        tokens = 2 * self.world_size * self.max_tokens
+        tokens = (4 if self.per_node else 2) * self.world_size * self.max_tokens
         slot = 4 * self.hidden + 16 * self.num_topk + 512
         return (
             tokens * slot
@@ -80,6 +85,9 @@ class Scenario:
             rank=rank,
             world_size=self.world_size,
             timeout=timeout,
+            topology=Topology(self.world_size // self.per_node, self.per_node)
+            if self.per_node
+            else None,
         )
 
 
@@ -106,6 +114,12 @@ def draw(world_size: int, seed: int) -> Scenario:
         for i in range(1 if few else random.choice((1, 2, 3)))
     ]
     return replace(scenario, rounds=tuple(rounds))
+
+
+def between_nodes(nodes: int, per_node: int, seed: int) -> Scenario:
+    """The scenario of a seed where ranks of other nodes are far. Every third puts through
+    pointers."""
+    return replace(draw(nodes * per_node, seed), per_node=per_node, network=seed % 3 != 2)
 
 
 def _round(scenario: Scenario, random: Random, seed: int) -> Round:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,7 +22,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import QUANTIZED, Case, check_combined, check_received, rows_to_combine
-from low_latency_cases import PADDED, Round, Scenario, draw, rehearsal
+from low_latency_cases import PADDED, Round, Scenario, between_nodes, draw, rehearsal
 from low_latency_mutations import planted
 from nvlink_cases import payload_of, spec_of
 from simulated_tensors import OwnTensors
@@ -28,6 +30,7 @@ from tokenyard import reference
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle
+from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.results import received_fields
 from tokenyard.stats import Stats
 from tokenyard.testing import poisoned
@@ -76,6 +79,7 @@ class RankRun:
         self.ranks, self.rank, self.own = ranks, ranks.rank, OwnTensors(ranks)
         self.config = scenario.config(ranks.rank, timeout)
         stats = Stats.zeros(ranks.rank, ranks.world_size)
+        ranks.memory.ranks_per_node = scenario.per_node if scenario.network else 0
         with self.own:
             self.engine = LowLatencyEngine(
                 self.config, ranks.memory, stats, scenario.tuning, scenario.buffer_bytes
@@ -188,6 +192,12 @@ class RankRun:
         check_combined(got, case, self.rank, combined(case, way)[self.rank].x, way)
 
 
+def reached(scenario: Scenario) -> AbstractContextManager[Any]:
+    """Inside, objects of the scenario put to ranks of other nodes."""
+    puts = "1" if scenario.per_node and not scenario.network else ""
+    return mock.patch.dict(os.environ, {PUTS_VARIABLE: puts})
+
+
 def run(scenario: Scenario, seed: int, **options: Any) -> None:
     """All rounds on all ranks, under the schedule of ``seed``."""
 
@@ -198,7 +208,7 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
         assert mine.engine.active_ranks() == [True] * scenario.world_size
         mine.engine.close()
 
-    with poisoned():
+    with poisoned(), reached(scenario):
         simulate(
             scenario.world_size,
             body,
@@ -210,6 +220,11 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
 def check_seed(world_size: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(world_size, seed), seed)
+
+
+def check_between_nodes(nodes: int, per_node: int, seed: int) -> None:
+    """The scenario of ``seed`` passes on a grid."""
+    run(between_nodes(nodes, per_node, seed), seed)
 
 
 def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str]:

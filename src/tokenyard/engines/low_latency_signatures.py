@@ -78,7 +78,8 @@ class Signatures:
         refuse: the launch of a call to which this rank brings nothing; loaded now, so that it is
             not late.
         route_shape: of ``Plan.route``: ids and weights of the picks of M tokens, then result rows
-            of each slot ``[R * M, K]``.
+            of each slot ``[R * M, K]``; if ranks are far, then the tokens' numbers for the ranks of
+            their picks.
     """
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
@@ -93,7 +94,8 @@ class Signatures:
         )
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=self._device)
         self._splits: Any = np.full(2 * config.world_size + 1, -1)
-        self.route_shape = 2 * config.max_tokens_per_rank + config.padded_rows, config.num_topk
+        tokens = (3 if workspace.sizes.far else 2) * config.max_tokens_per_rank
+        self.route_shape = tokens + config.padded_rows, config.num_topk
         self.refuse = bind_refuse(workspace)
 
     def dispatch(
@@ -161,7 +163,9 @@ class Signatures:
                 f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
                 f"only, not {asked}; engines 'nvlink' and 'collective' have"
             )
-        row = row_layout_of(payload, mode, metadata_words(self._config.num_topk))
+        row = row_layout_of(
+            payload, mode, metadata_words(self._config.num_topk, self._workspace.far)
+        )
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
         sent = row_of(payload, mode)
         if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
@@ -219,10 +223,9 @@ class Signatures:
             _number(fingerprint_of(COMBINE, 0, payload, spec, None, False, 0, at_owner))
             for at_owner in (False, True)
         )
-        kept_at = row.payload_bytes if row.meta_words else 0
         return CombineSignature(
             numbers=(here, at_owner),
-            launch=cache(partial(bind_combine, workspace, rows.dtype, kept_at)),
+            launch=cache(partial(bind_combine, workspace, rows.dtype, row)),
         )
 
 

@@ -15,7 +15,9 @@ from tokenyard.engines.rings import RowLayout, row_layout_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.limits import check_symmetric
+from tokenyard.memory.nvshmem import puts_are_forced
 from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
 
@@ -54,9 +56,10 @@ def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLate
     return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
 
 
-def metadata_words(num_topk: int) -> int:
-    """int32 words of a row's metadata: ids, ranks of picks, weights."""
-    return -(-3 * num_topk // 4) * 4
+def metadata_words(num_topk: int, far: bool) -> int:
+    """int32 words of a row's metadata: ids, ranks of picks, weights; if ranks are ``far``, also its
+    token's number."""
+    return -(-(3 * num_topk + far) // 4) * 4
 
 
 def kept_words(num_topk: int, spec: Spec) -> int:
@@ -64,17 +67,21 @@ def kept_words(num_topk: int, spec: Spec) -> int:
     return 0 if spec.capacity is None else -(-num_topk // 4) * 4
 
 
-def _default_slot(config: Config) -> int:
+def _default_slot(config: Config, far: bool) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
     row_layouts = (
-        row_layout_of(plain, mode, metadata_words(config.num_topk)) for mode in (None, *Quantize)
+        row_layout_of(plain, mode, metadata_words(config.num_topk, far))
+        for mode in (None, *Quantize)
     )
     return -(-max(row_layout.slot_bytes for row_layout in row_layouts) // 128) * 128
 
 
 class Workspace:
     """What an object keeps between calls. Making one is collective.
+
+    Attributes:
+        far: whether some pair of ranks may do without mapped memory: those of two nodes.
 
     Args:
         buffer_bytes: symmetric memory of this rank; None: what rows of 2 bytes per channel need.
@@ -98,10 +105,13 @@ class Workspace:
         if tokens > MOST_TOKENS:
             limit = f"must be at most {MOST_TOKENS} with engine 'low_latency'"
             raise ValueError(f"max_tokens_per_rank ({tokens}) {limit}")
-        least = slot_bytes = _default_slot(config)
+        grid, forced = config.topology, puts_are_forced()
+        several = grid is not None and grid.num_nodes > 1
+        self.far = several and (forced or memory.ranks_per_node > 0)
+        least = slot_bytes = _default_slot(config, self.far)
         if buffer_bytes is not None:
             free = buffer_bytes - self.bytes_for(0)
-            slot_bytes = free // (2 * ranks * tokens) // 128 * 128
+            slot_bytes = free // ((2 + 2 * self.far) * ranks * tokens) // 128 * 128
         if slot_bytes < least:
             raise ValueError(
                 f"buffer_bytes ({buffer_bytes}) must be at least {self.bytes_for(least)} for "
@@ -112,12 +122,23 @@ class Workspace:
         cause = f"max_tokens_per_rank ({tokens}) x {ranks} ranks with hidden={config.hidden}"
         cause = f"buffer_bytes ({buffer_bytes})" if buffer_bytes else cause
         check_symmetric(self.num_bytes, memory.device, cause)
-        self.sizes = memory_map.sizes_of(config, tuning.programs, tuning.shares, slot_bytes)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        parts = memory_map.state_parts(config, tuning.programs, tuning.shares)
+        far = [False] * ranks
+        if grid is not None and self.far:
+            home, mapped = grid.node_of(config.rank), host_ints(self.region.addresses)
+            far = [
+                grid.node_of(peer) != home and (forced or not at) for peer, at in enumerate(mapped)
+            ]
+        # without far ranks kernels leave all that out, though there is memory for it
+        sized, network = (config, tuning.programs, tuning.shares), memory.ranks_per_node > 0
+        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network and any(far))
+        parts = memory_map.state_parts(*sized, any(far))
         state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
+        if any(far):
+            at = self.sizes.state.far
+            state[at : at + ranks] = torch.tensor(far)
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
@@ -134,7 +155,7 @@ class Workspace:
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
-        return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes))[1]
+        return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes, self.far))[1]
 
     def check_fits(self, row: RowLayout, what: str) -> None:
         """Raise ValueError, with the ``buffer_bytes`` it takes, if a row fits into no slot."""

@@ -32,11 +32,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_memory import (
-    Sizes, Stages, address, count_of, epoch_of, flag_of, slot_of, slots_in, weight_of,
-    with_call,
+from tokenyard.kernels.low_latency_far import (
+    count_packed, is_far, tell_or_put,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_picks import merged_weights
+from tokenyard.kernels.low_latency_far_combine import (
+    put_sums, put_weights, stage_weights, wait_far_weights,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_lost import (
+    kept_of, merged_ids, owner_weights, sums_of, tell_lost,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_memory import (
+    ROWS, WEIGHTS, Sizes, Stages, address, count_of, epoch_of, flag_of, slot_of, slots_in,
+    staged_of, weight_of, with_call,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_waits import (
     Call, agree, are_active, in_same_call, is_active, leave_out, tell, wait_counts, wait_flags,
     wait_weights,
@@ -64,6 +72,7 @@ class CombineConfig(NamedTuple):
     bias0: Any  # dtypes; None: there is none
     bias1: Any
     kept_at: int  # bytes of a slot before the picks that a sum has; 0: there is no capacity
+    sum_bytes: int  # from one sum for a far rank to the next
     timed: bool
     lost: bool  # told what sums lack
     stages: Stages
@@ -90,21 +99,6 @@ class CombineResult(NamedTuple):
     lost: Any  # float32 [T]: the weight of the picks that each sum lacks
 
 
-@triton.jit
-def _merged_ids(sent, t, pick, sizes: tl.constexpr):
-    """Ids of token ``t``'s merged picks, ``pick`` ``[topk_bins]``."""
-    at = t.to(tl.int64) * sizes.topk + pick
-    return tl.load(ints(sent.merged) + at, mask=pick < sizes.topk, other=-1)
-
-
-@triton.jit
-def _owner_weights(sent, t, pick, ids, sizes: tl.constexpr):
-    """The weights that the owner of token ``t`` gives these picks."""
-    at = t.to(tl.int64) * sizes.topk + pick
-    first = tl.load(words(sent.first_pick) + at, mask=pick < sizes.topk, other=0).to(tl.int32)
-    return merged_weights(sent.weights, t, ids, tl.where(pick < sizes.topk, first, pick), sizes)
-
-
 # Send
 
 
@@ -112,13 +106,19 @@ def _owner_weights(sent, t, pick, ids, sizes: tl.constexpr):
 def _send_weights(sent, t, call, sizes: tl.constexpr):
     """Step 2 for token ``t``."""
     pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
-    ids = _merged_ids(sent, t, pick, sizes)
-    weights = _owner_weights(sent, t, pick, ids, sizes)
+    ids = merged_ids(sent, t, pick, sizes)
+    weights = owner_weights(sent, t, pick, ids, sizes)
     bits = weights.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = ((call.number & 0x7FFFFFFF) << 32) | bits
     owner = owner_of(ids, sizes.experts, sizes.ranks)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1)
-    goes = are_active(call.active, r, goes > 0)
+    chosen = goes > 0
+    goes = are_active(call.active, r, chosen)
+    if sizes.far:
+        far = is_far(call.state, r, sizes)
+        stage_weights(sent, t, word, owner, call, sizes)
+        count_packed(call.state, WEIGHTS, r, far & chosen, sizes)
+        goes = goes & (far == 0)
     bases = tl.load(words(call.regions) + r, mask=goes, other=0)
     to = weight_of(bases, call.parity, call.rank, t, sizes)[:, None] + pick[None, :]
     everywhere = word[None, :] + (r * 0).to(tl.int64)[:, None]
@@ -127,14 +127,9 @@ def _send_weights(sent, t, call, sizes: tl.constexpr):
 
 
 @triton.jit
-def _kept_of(slot, kept_at: tl.constexpr):
-    """Behind the sum in a slot, int32 ``[K]``: which of the token's picks are in it."""
-    return ints(slot + kept_at)
-
-
-@triton.jit
 def _send_sum(sent, s, t, call, k: tl.constexpr):
-    """Step 3 for token ``t`` of rank ``s``, unless that rank is left out."""
+    """Step 3 for token ``t`` of rank ``s``, or row number ``t`` of a far one, unless that rank is
+    left out."""
     sizes: tl.constexpr = k.sizes
     topk: tl.constexpr = sizes.topk
     H: tl.constexpr = k.hidden
@@ -144,18 +139,31 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
     base = peer_base(call.regions, s)
     here = is_active(call.active, s)  # meanwhile
     ok = here & (tl.max(place) >= 0)
-    if here & (tl.max(place) < 0) & (tl.min(place) == -2):  # no capacity, but the owner waits
+    near = here
+    if sizes.far:  # all rows of a far rank go back, so that they keep their order
+        far = is_far(call.state, s, sizes)
+        near = here & (far == 0)
+        came = far & (tl.sum(tl.where(pick == 0, place, 0)) != -1)
+        ok = ok | (here & came)
+    if near & (tl.max(place) < 0) & (tl.min(place) == -2):  # no capacity, but the owner waits
         tell(flag_of(base, call.parity, call.rank, t, sizes), 2 * call.number, s >= 0)
     weight = place * 0.0
     if k.weighted == 2:
         if ok:
+            if sizes.far:
+                wait_far_weights(s, call, sizes)
             at = weight_of(peer_base(call.regions, call.rank), call.parity, s, t, sizes) + pick
             ok, weight = wait_weights(at, pick < topk, s, call, sizes)
     if k.weighted == 1:
         weight = tl.load(floats(sent.weights) + place, mask=place >= 0, other=0.0)
     if ok:
         rows = tl.multiple_of(sent.rows.to(tl.pointer_type(k.dtype)), 16)
-        to = slot_of(base, call.parity, call.rank, t, sizes).to(tl.pointer_type(k.dtype))
+        slot = slot_of(base, call.parity, call.rank, t, sizes)
+        if sizes.far:
+            if far:
+                mine = peer_base(call.regions, call.rank)
+                slot = staged_of(mine, call.parity, s, t, k.sum_bytes, sizes)
+        to = slot.to(tl.pointer_type(k.dtype))
         for w0 in range(0, H, k.sent_block):
             w = w0 + tl.arange(0, k.sent_block)
             total = tl.zeros((k.sent_block,), tl.float32)
@@ -169,55 +177,34 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
                     total = total + v
             tl.store(tl.multiple_of(to, 16) + w, total.to(k.dtype), mask=w < H)
         if k.kept_at:
-            kept = _kept_of(to.to(tl.int64), k.kept_at) + pick
+            kept = kept_of(to.to(tl.int64), k.kept_at) + pick
             tl.store(kept, (place >= 0).to(tl.int32), mask=pick < topk)
         tl.debug_barrier()
         flag = flag_of(base, call.parity, call.rank, t, sizes)
-        tl.atomic_max(flag, 2 * call.number + 1, sem="release", scope="sys")
+        if sizes.far:
+            tl.atomic_max(flag, 2 * call.number + 1, mask=near, sem="release", scope="sys")
+        else:
+            tl.atomic_max(flag, 2 * call.number + 1, sem="release", scope="sys")
+    if sizes.far:
+        if came:
+            count_packed(call.state, ROWS, s, came, sizes)
 
 
 # Receive
 
 
 @triton.jit
-def _tell_lost(sent, lost, got, t, num_tokens, call, k: tl.constexpr):
-    """Store what those merged picks of token ``t`` weigh that are not in the sums that it ``got
-    [rank_bins]``, added in pick order; without weights, how many they are."""
-    sizes: tl.constexpr = k.sizes
-    topk: tl.constexpr = sizes.topk
-    pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
-    at = t.to(tl.int64) * topk + pick
-    ids = _merged_ids(sent, t, pick, sizes)
-    owner = owner_of(ids, sizes.experts, sizes.ranks)
-    came = (owner[None, :] == r[:, None]) & (got > 0)[:, None]
-    if k.kept_at:
-        slots = slot_of(peer_base(call.regions, call.rank), call.parity, r, t, sizes)
-        kept_at = _kept_of(slots, k.kept_at)[:, None] + pick[None, :]
-        there = came & (pick < topk)[None, :]
-        came = came & (tl.load(kept_at, mask=there, other=0, cache_modifier=".cg") != 0)
-    lacks = (ids >= 0) & (tl.max(came.to(tl.int32), axis=0) == 0)
-    total = tl.sum(pick * 0.0)
-    if tl.max(lacks.to(tl.int32)) > 0:
-        weight = pick * 0.0 + 1.0
-        if k.weighted == 1:
-            weights = floats(sent.merged) + num_tokens.to(tl.int64) * topk + at
-            weight = tl.load(weights, mask=pick < topk, other=0.0)
-        if k.weighted == 2:
-            weight = _owner_weights(sent, t, pick, ids, sizes)
-        for j in range(topk):
-            total += tl.sum(tl.where(lacks & (pick == j + 0), weight, 0.0))
-    tl.store(floats(lost) + t, total)
-
-
-@triton.jit
-def _sum_of_ranks(mine, got, t, w, call, k: tl.constexpr):
+def _sum_of_ranks(mine, sums, got, t, w, call, k: tl.constexpr):
     """Channels ``w`` of token ``t``: the sums of the ranks that it ``got [rank_bins]``, added.
-    ``mine``: this rank's region."""
+    ``mine``: this rank's region; ``sums``: addresses, if ranks may be far."""
     r = tl.arange(0, k.sizes.rank_bins)
     total = tl.zeros((k.added_block,), tl.float32)
     for d in tl.static_range(k.sizes.ranks):
         there = tl.sum(tl.where(r == d, got, 0)) > 0
-        row = slot_of(mine, call.parity, d, t, k.sizes).to(tl.pointer_type(k.dtype))
+        slot = slot_of(mine, call.parity, d, t, k.sizes)
+        if k.sizes.far:
+            slot = tl.sum(tl.where(r == d, sums, 0))
+        row = slot.to(tl.pointer_type(k.dtype))
         inside = there & (w < k.hidden)
         v = tl.load(tl.multiple_of(row, 16) + w, mask=inside, other=0.0, cache_modifier=".cg")
         total = total + tl.where(there, v.to(tl.float32), 0.0)
@@ -236,7 +223,11 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
     owner = owner_of(ids, sizes.experts, sizes.ranks)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
     here = are_active(call.active, r, goes)
-    flags = flag_of(mine, call.parity, r, t, sizes)
+    flags, slots = flag_of(mine, call.parity, r, t, sizes), 0
+    if sizes.far:
+        first = tl.where(is_far(call.state, r, sizes), 0, t)
+        flags = flag_of(mine, call.parity, r, first, sizes)
+        slots = sums_of(sent, mine, t, owner, call, k)
     want = 2 * call.number
     seen = wait_flags(flags, want, here, r, call, sizes)
     got = (here & (seen == want + 1)).to(tl.int32)
@@ -245,7 +236,7 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         got = agree(flags, got, doubted, t, share, r, call, k.shares, sizes)
     for w0 in range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block):
         w = w0 + tl.arange(0, k.added_block)
-        total = _sum_of_ranks(mine, got, t, w, call, k)
+        total = _sum_of_ranks(mine, slots, got, t, w, call, k)
         at = t.to(tl.int64) * H + w
         total = add_term(total, sent.bias0, k.bias0, at, w < H)
         total = add_term(total, sent.bias1, k.bias1, at, w < H)
@@ -253,7 +244,7 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         tl.store(sums + at, total.to(k.dtype), mask=w < H)
     if k.lost:
         if share == 0:
-            _tell_lost(sent, result.lost, got, t, num_tokens, call, k)
+            tell_lost(sent, result.lost, got, t, num_tokens, call, k)
 
 
 @triton.jit
@@ -294,12 +285,21 @@ def low_combine_kernel(
             to = (me + P - 1 - pid) % R
             if is_active(active, to):
                 at = count_of(peer_base(regions, to), parity, me, sizes.local_experts, sizes)
-                tell(at, with_call(number, tag), to >= 0)
+                if sizes.far:
+                    tell_or_put(at, to, with_call(number, tag), call, sizes)
+                else:
+                    tell(at, with_call(number, tag), to >= 0)
         if k.weighted == 2:
             for token in range(pid, num_tokens, P):
                 _send_weights(sent, token + 0, call, sizes)
+            if sizes.far:
+                if pid >= P - R:
+                    put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
         for u in range(pid, R * M, P):
             _send_sum(sent, (u // M + me) % R, u % M, call, k)
+        if sizes.far:
+            if pid >= P - R:
+                put_sums(sent, (me + P - 1 - pid) % R, call, k)
     if k.stages.receive:
         if pid == P - 1:
             _lead(result.waits, tag, call, k)
@@ -313,11 +313,11 @@ def low_combine_kernel(
 
 
 def bind_combine(
-    workspace: Any, dtype: Any, kept_at: int, weighted: int, bias: tuple[Any, ...], timed: bool,
+    workspace: Any, dtype: Any, row_layout: Any, weighted: int, bias: tuple[Any, ...], timed: bool,
     lost: bool, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device. Arguments: as in
-    :class:`CombineConfig`, with torch dtypes."""
+    :class:`CombineConfig`, with torch dtypes; ``row_layout``: of a sum in a slot."""
     tuning, hidden = workspace.tuning, power_of_two_at_least(workspace.config.hidden)
     share = max(1, hidden // tuning.shares)
     biases = (*map(kernel_type, bias), None, None)
@@ -332,7 +332,8 @@ def bind_combine(
         weighted=weighted,
         bias0=biases[0],
         bias1=biases[1],
-        kept_at=kept_at,
+        kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
+        sum_bytes=row_layout.slot_bytes,
         timed=timed,
         lost=lost and stages.receive,
         stages=stages,

@@ -37,7 +37,7 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import Sizes, Stages, address, epoch_of, slots_in
 from tokenyard.kernels.low_latency_receive import empty_rows, finish_block, lead, receive_slot
-from tokenyard.kernels.low_latency_send import send_counts, send_piece
+from tokenyard.kernels.low_latency_send import put_rows, send_counts, send_piece
 from tokenyard.kernels.low_latency_waits import Call, is_active, wait_ready
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of
@@ -117,12 +117,19 @@ def low_dispatch_kernel(
         timeout=timeout,
     )  # fmt: skip
     if k.stages.send:
+        rows = me * 0
         if pid >= P - R:
             to = (me + P - 1 - pid) % R
-            if is_active(active, to):
-                send_counts(tokens, num_tokens, tag, to, call, k)
+            if sizes.far:
+                rows = send_counts(tokens, num_tokens, tag, to, call, k)
+            else:
+                if is_active(active, to):
+                    send_counts(tokens, num_tokens, tag, to, call, k)
         for u in range(pid, num_tokens * k.pieces, P):
             send_piece(tokens, result, num_tokens, u // k.pieces, u % k.pieces, call, k)
+        if sizes.far:
+            if pid >= P - R:
+                put_rows((me + P - 1 - pid) % R, rows, call, k)
     if k.stages.receive:
         if pid == P - 1:
             lead(result, tag, num_rows, alignment, call, k)

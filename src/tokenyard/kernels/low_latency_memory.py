@@ -55,9 +55,20 @@ class Part(NamedTuple):
     alignment: int = 8
 
 
-RegionOffsets = namedtuple("RegionOffsets", "counts flags weights heartbeats slots")
-StateOffsets = namedtuple("StateOffsets", "fixed epochs late starts pairs blocks present votes")
-"""Where each part begins, in its elements."""
+RegionOffsets = namedtuple(
+    "RegionOffsets",
+    "counts flags weights heartbeats slots arrivals rest counts_out weights_out staging",
+    defaults=[0] * 5,
+)
+StateOffsets = namedtuple(
+    "StateOffsets",
+    "fixed epochs late starts pairs blocks present votes packed account far",
+    defaults=[0] * 3,
+)
+"""Where each part begins, in its elements; 0 for parts that are not there."""
+
+ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(1)
+"""What a far rank puts: rows or sums; weights of a combine."""
 
 
 class Sizes(NamedTuple):
@@ -74,6 +85,8 @@ class Sizes(NamedTuple):
     slot_bytes: int
     region: Any  # RegionOffsets
     state: Any  # StateOffsets
+    far: bool  # some ranks are reached by puts
+    network: bool  # which NVSHMEM makes; else they go through pointers
 
 
 class Stages(NamedTuple):
@@ -86,10 +99,10 @@ class Stages(NamedTuple):
 BOTH, SEND, RECEIVE = Stages(True, True), Stages(True, False), Stages(False, True)
 
 
-def region_parts(config: Any, slot_bytes: int) -> tuple[Part, ...]:
-    """The symmetric region. "Peer" is the rank that writes."""
+def region_parts(config: Any, slot_bytes: int, far: bool = False) -> tuple[Part, ...]:
+    """The symmetric region. "Peer" is the rank that writes. ``far``: some ranks may be far."""
     ranks, tokens = config.world_size, config.max_tokens_per_rank
-    return (
+    parts = (
         # [2, ranks, experts + 1], written by the source: call << 24 | tokens for my expert;
         # the last one: call << 24 | tag
         Part("counts", 2 * ranks * (config.most_local_experts + 1), torch.int64),
@@ -104,12 +117,25 @@ def region_parts(config: Any, slot_bytes: int) -> tuple[Part, ...]:
         # [2, ranks, tokens] slots
         Part("slots", 2 * ranks * tokens * slot_bytes, torch.int8, 256),
     )
+    far_parts = (
+        # [2, ranks, 2], set by the far source: call << 24 | rows that are here; the same once
+        # their weights are
+        Part("arrivals", 2 * ranks * 2, torch.int64),
+        # 16 bytes that nobody reads, put where only a signal is to come
+        Part("rest", 2, torch.int64, 16),
+        # what waits to be put, by destination: counts [2, ranks, experts], weights [2, ranks,
+        # tokens, topk], rows and sums
+        Part("counts_out", 2 * ranks * config.most_local_experts, torch.int64, 16),
+        Part("weights_out", 2 * ranks * tokens * config.num_topk, torch.int64, 16),
+        Part("staging", 2 * ranks * tokens * slot_bytes, torch.int8, 256),
+    )
+    return parts + far_parts if far else parts
 
 
-def state_parts(config: Any, programs: int, shares: int) -> tuple[Part, ...]:
+def state_parts(config: Any, programs: int, shares: int, far: bool = False) -> tuple[Part, ...]:
     """The local state. ``shares``: of a token's channels, each summed by a program of its own."""
     ranks, experts = config.world_size, config.most_local_experts
-    return (
+    parts = (
         Part("fixed", FIXED_WORDS, torch.int64),
         Part("epochs", programs, torch.int64),
         Part("late", programs, torch.int64),
@@ -121,6 +147,15 @@ def state_parts(config: Any, programs: int, shares: int) -> tuple[Part, ...]:
         # [tokens * shares, ranks]
         Part("votes", config.max_tokens_per_rank * shares * ranks, torch.int64),
     )
+    far_parts = (
+        # [2, ranks], for far ranks: pieces of rows (of weights) in staging, 0 between calls
+        Part("packed", 2 * ranks, torch.int64),
+        # bytes put
+        Part("account", 1, torch.int64),
+        # [ranks]: 1 if it is far
+        Part("far", ranks, torch.int64),
+    )
+    return parts + far_parts if far else parts
 
 
 def laid_out(parts: tuple[Part, ...]) -> tuple[dict[str, int], int]:
@@ -138,7 +173,9 @@ def laid_out(parts: tuple[Part, ...]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def sizes_of(config: Any, programs: int, shares: int, slot_bytes: int) -> Sizes:
+def sizes_of(
+    config: Any, programs: int, shares: int, slot_bytes: int, far: bool, network: bool
+) -> Sizes:
     """The constants for a ``Config``."""
     return Sizes(
         ranks=config.world_size,
@@ -150,8 +187,10 @@ def sizes_of(config: Any, programs: int, shares: int, slot_bytes: int) -> Sizes:
         experts=config.num_experts,
         local_experts=config.most_local_experts,
         slot_bytes=slot_bytes,
-        region=RegionOffsets(**laid_out(region_parts(config, slot_bytes))[0]),
-        state=StateOffsets(**laid_out(state_parts(config, programs, shares))[0]),
+        region=RegionOffsets(**laid_out(region_parts(config, slot_bytes, far))[0]),
+        state=StateOffsets(**laid_out(state_parts(config, programs, shares, far))[0]),
+        far=far,
+        network=network,
     )
 
 
@@ -200,6 +239,40 @@ def slot_of(base, parity, rank, token, sizes: tl.constexpr):
     """Address of a slot."""
     slot = (parity * sizes.ranks + rank) * sizes.tokens + token
     return base + sizes.region.slots + slot.to(tl.int64) * sizes.slot_bytes
+
+
+@triton.jit
+def packed_of(base, parity, rank, row, row_bytes, sizes: tl.constexpr):
+    """Address of far ``rank``'s row number ``row``, of ``row_bytes``."""
+    return slot_of(base, parity, rank, 0, sizes) + row.to(tl.int64) * row_bytes
+
+
+@triton.jit
+def staged_of(base, parity, rank, row, row_bytes, sizes: tl.constexpr):
+    """The same where rows for far ``rank`` wait to be put."""
+    moved: tl.constexpr = sizes.region.staging - sizes.region.slots
+    return packed_of(base, parity, rank, row, row_bytes, sizes) + moved
+
+
+@triton.jit
+def arrival_of(base, parity, rank, kind: tl.constexpr, sizes: tl.constexpr):
+    """``with_call(call, rows)`` once so many rows of far ``rank`` are here; ``kind``: or weights of
+    such."""
+    return words(base) + sizes.region.arrivals + (parity * sizes.ranks + rank) * 2 + kind
+
+
+@triton.jit
+def counts_out_of(base, parity, rank, expert, sizes: tl.constexpr):
+    """Where the count for ``expert`` of far ``rank`` waits to be put."""
+    row = (parity * sizes.ranks + rank) * sizes.local_experts
+    return words(base) + sizes.region.counts_out + row + expert
+
+
+@triton.jit
+def weights_out_of(base, parity, rank, row, sizes: tl.constexpr):
+    """Where the weights of row number ``row`` wait to be put to far ``rank``."""
+    at = ((parity * sizes.ranks + rank) * sizes.tokens + row) * sizes.topk
+    return words(base) + sizes.region.weights_out + at
 
 
 @triton.jit
@@ -264,3 +337,17 @@ def vote_of(state, voter, rank, sizes: tl.constexpr):
     """Whether the program that sums a share of a token has ``rank``'s sum: ``2 * call + 1``, or
     ``2 * call``."""
     return words(state) + sizes.state.votes + voter * sizes.ranks + rank
+
+
+@triton.jit
+def packed_count_of(state, kind: tl.constexpr, rank, sizes: tl.constexpr):
+    """Pieces of rows for far ``rank`` that are in staging; ``kind``: or weights."""
+    return words(state) + sizes.state.packed + kind * sizes.ranks + rank
+
+
+@triton.jit
+def numbers_of(slots, t, sizes: tl.constexpr):
+    """``[topk]`` behind the result rows of all ``slots``: the number of token ``t`` among those
+    that go to the rank of each pick."""
+    at = sizes.ranks * sizes.tokens + t
+    return ints(slots) + at.to(tl.int64) * sizes.topk

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.region import owner_of
+
 
 @triton.jit
 def picks_at(topk_idx, wide: tl.constexpr):
@@ -55,8 +57,9 @@ def columns_of(topk_idx, start, end, block: tl.constexpr, topk: tl.constexpr, wi
 
 
 @triton.jit
-def tokens_with(columns, ids, block: tl.constexpr, sizes: tl.constexpr):
-    """Which of those tokens picked each of ``ids [topk_bins]``: int32 ``[block, topk_bins]``.
+def _tokens_with(columns, wanted, block: tl.constexpr, BY_RANK: tl.constexpr, sizes: tl.constexpr):
+    """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks:
+    int32 ``[block, topk_bins]``.
 
     Nothing is reduced: that would cost as much as many comparisons.
     """
@@ -64,8 +67,24 @@ def tokens_with(columns, ids, block: tl.constexpr, sizes: tl.constexpr):
     for j in tl.static_range(sizes.topk):
         outside = (columns[j] < 0) | (columns[j] >= sizes.experts)
         theirs = tl.where(outside, -1, columns[j]).to(tl.int32)
-        same = same | (theirs[:, None] == ids[None, :])
+        if BY_RANK:
+            theirs = owner_of(theirs, sizes.experts, sizes.ranks)
+        same = same | (theirs[:, None] == wanted[None, :])
     return same.to(tl.int32)
+
+
+@triton.jit
+def tokens_before(
+    topk_idx, columns, wanted, t, block: tl.constexpr, wide: tl.constexpr, BY_RANK: tl.constexpr,
+    sizes: tl.constexpr,
+):  # fmt: skip
+    """How many tokens before ``t`` picked each of ``wanted [topk_bins]``, experts or (BY_RANK)
+    ranks. ``columns``: picks of the first ``block`` of them."""
+    before = _tokens_with(columns, wanted, block, BY_RANK, sizes)
+    for t0 in range(block, t, block):
+        others = columns_of(topk_idx, t0, t, block, sizes.topk, wide)
+        before += _tokens_with(others, wanted, block, BY_RANK, sizes)
+    return tl.sum(before, axis=0)
 
 
 @triton.jit

@@ -7,24 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import is_far
 from tokenyard.kernels.low_latency_memory import (
-    READY,
-    block_of,
-    count_of,
-    flag_of,
-    pairs_of,
-    present_of,
-    slot_of,
-    start_of,
-    value_in,
-)
+    READY, ROWS, arrival_of, block_of, count_of, flag_of, packed_of, pairs_of, present_of, slot_of,
+    start_of, value_in, with_call,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_waits import (
-    are_active,
-    in_same_call,
-    leave_out,
-    wait_counts,
-    wait_flag,
-)
+    are_active, in_same_call, leave_out, wait_counts, wait_flag,
+)  # fmt: skip
 from tokenyard.kernels.payload import as_words, zero_row
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import first_expert, ints, peer_base
@@ -178,8 +168,17 @@ def _place_row(result, slot, s, t, num_rows, call, k: tl.constexpr):
 
 
 @triton.jit
+def _wait_far(s, t, call, k: tl.constexpr):
+    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here."""
+    arrival = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, k.sizes)
+    least = with_call(call.number, (t * 0).to(tl.int64))
+    seen, want = wait_flag(arrival, least, s, call, 1, k.sizes), 2 * call.number
+    return tl.where(seen < least, want - 1, want + (t < value_in(seen)).to(tl.int64))
+
+
+@triton.jit
 def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
-    """Step 4 for slot (s, t)."""
+    """Step 4 for slot (s, t), or row number ``t`` of far rank ``s``."""
     sizes: tl.constexpr = k.sizes
     E: tl.constexpr = sizes.experts
     R: tl.constexpr = sizes.ranks
@@ -187,10 +186,19 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
     pick = tl.arange(0, sizes.topk_bins)
     mine = peer_base(call.regions, me)
     place = pick * 0 - 2  # a source that is not here: combine tells the owner, if that is back
+    if sizes.far:  # a far one has sent no rows; combine tells so by their number
+        place += is_far(state, s, sizes).to(tl.int32)
     if tl.load(present_of(state, s, sizes)) != 0:
         want = 2 * call.number
         flag = flag_of(mine, call.parity, s, t, sizes)
-        seen = wait_flag(flag, want, s, call, k.pieces, sizes)
+        if sizes.far:
+            seen = want
+            if is_far(state, s, sizes):
+                seen = _wait_far(s, t, call, k)
+            else:
+                seen = wait_flag(flag, want, s, call, k.pieces, sizes)
+        else:
+            seen = wait_flag(flag, want, s, call, k.pieces, sizes)
         if seen < want:  # silent in mid-call: its other rows may still say that they are there
             for e in range(0, first_expert(me + 1, E, R) - first_expert(me, E, R)):
                 begin = tl.load(start_of(state, e + 0, s, sizes))
@@ -201,7 +209,12 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
         if seen == want:
             place = pick * 0 - 1
         if seen == want + 1:
-            slot = slot_of(mine, call.parity, s, t, sizes)
-            place = _place_row(result, slot, s, t, num_rows, call, k)
+            slot, token = slot_of(mine, call.parity, s, t, sizes), t
+            if sizes.far:
+                if is_far(state, s, sizes):
+                    slot = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
+                    token_at = as_words(slot + k.row.metadata_at, 32) + 3 * sizes.topk
+                    token = tl.load(token_at, cache_modifier=".cg")
+            place = _place_row(result, slot, s, token, num_rows, call, k)
     places = ints(result.slots) + (s * sizes.tokens + t).to(tl.int64) * sizes.topk
     tl.store(places + pick, place, mask=pick < sizes.topk)

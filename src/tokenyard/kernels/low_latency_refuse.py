@@ -14,24 +14,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import is_far, put_far
 from tokenyard.kernels.low_latency_memory import (
-    PIECES,
-    RANK,
-    Sizes,
-    count_of,
-    epoch_of,
-    flag_of,
-    weight_of,
-    with_call,
-)
+    PIECES, RANK, ROWS, WEIGHTS, Sizes, arrival_of, count_of, counts_out_of, epoch_of, flag_of,
+    weight_of, weights_out_of, with_call,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_waits import (
-    Call,
-    are_active,
-    is_active,
-    leave_out,
-    tell,
-    wait_counts,
-)
+    Call, are_active, is_active, leave_out, tell, wait_counts,
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import follow, words
@@ -46,11 +36,62 @@ class RefuseConfig(NamedTuple):
     early: bool  # programs may be set up while the launch before still runs
 
 
+@triton.jit
+def _tell_nothing(to, call, sizes: tl.constexpr):
+    """What this rank brings to rank ``to``."""
+    M: tl.constexpr = sizes.tokens
+    number, parity, me, i = call.number, call.parity, call.rank, tl.arange(0, 256)
+    base = peer_base(call.regions, to)
+    for e in range(0, sizes.local_experts + 1, 256):
+        at = count_of(base, parity, me, e + i, sizes)
+        tell(at, with_call(number, (i * 0).to(tl.int64)), e + i <= sizes.local_experts)
+    for j in range(0, M * _PIECES, 256):
+        none = (i * 0).to(tl.int64) + 2 * number
+        tell(flag_of(base, parity, me, 0, sizes) + j + i, none, j + i < M * _PIECES)
+    for j in range(0, M * sizes.topk, 256):
+        to_weights = weight_of(base, parity, me, 0, sizes) + j + i
+        inside = j + i < M * sizes.topk
+        tl.atomic_xchg(
+            to_weights, _zero_weights(number, i), mask=inside, sem="relaxed", scope="sys"
+        )
+
+
+@triton.jit
+def _zero_weights(number, i):
+    """Words of weights, all 0, as many as ``i`` are."""
+    return (i * 0).to(tl.int64) + ((number & 0x7FFFFFFF) << 32)
+
+
+@triton.jit
+def _put_nothing(to, call, sizes: tl.constexpr):
+    """The same if ``to`` is far (``kernels/low_latency_far.py``)."""
+    L: tl.constexpr = sizes.local_experts
+    N: tl.constexpr = sizes.tokens * sizes.topk
+    number, parity, me, i = call.number, call.parity, call.rank, tl.arange(0, 256)
+    mine, none = peer_base(call.regions, me), with_call(number, (to * 0).to(tl.int64))
+    counts, weights = (
+        counts_out_of(mine, parity, to, 0, sizes),
+        weights_out_of(mine, parity, to, 0, sizes),
+    )
+    for e in range(0, L, 256):
+        tl.store(counts + e + i, with_call(number, (i * 0).to(tl.int64)), mask=e + i < L)
+    for j in range(0, N, 256):
+        tl.store(weights + j + i, _zero_weights(number, i), mask=j + i < N)
+    there = count_of(mine, parity, me, 0, sizes)
+    put_far(call, to, there, counts, to * 0 + 8 * L, there + L, none, sizes)
+    there, rest = weight_of(mine, parity, me, 0, sizes), to * 0
+    arrival = arrival_of(mine, parity, me, WEIGHTS, sizes)
+    put_far(call, to, there, weights, rest + 8 * N, arrival, none, sizes)
+    arrival = arrival_of(mine, parity, me, ROWS, sizes)
+    put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
+    flag = flag_of(mine, parity, me, 0, sizes)
+    put_far(call, to, flag, flag, rest, flag, 2 * number, sizes)
+
+
 @triton.jit(repr=shown_as("low_latency::refuse"))
 def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
     """See the module. ``k`` is a :class:`RefuseConfig`."""
     sizes: tl.constexpr = k.sizes
-    M: tl.constexpr = sizes.tokens
     pid = tl.program_id(0)
     follow(k.early)
     number = tl.load(epoch_of(state, pid, sizes)) + 1
@@ -61,20 +102,14 @@ def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
         timeout=timeout,
     )  # fmt: skip
     to = (me + sizes.programs - 1 - pid) % sizes.ranks
-    i = tl.arange(0, 256)
     if (pid >= sizes.programs - sizes.ranks) & is_active(active, to):
-        base = peer_base(regions, to)
-        for e in range(0, sizes.local_experts + 1, 256):
-            at = count_of(base, parity, me, e + i, sizes)
-            tell(at, with_call(number, (i * 0).to(tl.int64)), e + i <= sizes.local_experts)
-        for j in range(0, M * _PIECES, 256):
-            none = (i * 0).to(tl.int64) + 2 * number
-            tell(flag_of(base, parity, me, 0, sizes) + j + i, none, j + i < M * _PIECES)
-        for j in range(0, M * sizes.topk, 256):
-            zero = (i * 0).to(tl.int64) + ((number & 0x7FFFFFFF) << 32)
-            to_weights = weight_of(base, parity, me, 0, sizes) + j + i
-            inside = j + i < M * sizes.topk
-            tl.atomic_xchg(to_weights, zero, mask=inside, sem="relaxed", scope="sys")
+        if sizes.far:
+            if is_far(state, to, sizes):
+                _put_nothing(to, call, sizes)
+            else:
+                _tell_nothing(to, call, sizes)
+        else:
+            _tell_nothing(to, call, sizes)
     if pid == sizes.programs - 1:
         r = tl.arange(0, sizes.rank_bins)
         here = are_active(active, r, r < sizes.ranks)

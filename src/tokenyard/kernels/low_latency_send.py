@@ -7,24 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import (
+    count_packed, is_far, of_ranks, put_far, wait_packed,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
-    BAD_AT,
-    BAD_VALUE,
-    STATUS,
-    count_of,
-    flag_of,
-    slot_of,
-    with_call,
-)
+    BAD_AT, BAD_VALUE, ROWS, STATUS, arrival_of, count_of, counts_out_of, flag_of, numbers_of,
+    packed_of, slot_of, staged_of, with_call,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_picks import (
-    columns_of,
-    merged,
-    merged_weights,
-    picks_at,
-    tokens_per_expert,
-    tokens_with,
-)
-from tokenyard.kernels.low_latency_waits import are_active, tell
+    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_per_expert,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_waits import are_active, is_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import first_expert, ints, owner_of, peer_base
@@ -35,14 +28,22 @@ _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
 
 @triton.jit
 def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
-    """Step 1: counts for rank ``to``, and the flags of tokens that do not go there."""
+    """Step 1: counts for rank ``to``, and the flags of tokens that do not go there.
+
+    Where ranks may be far, ``to`` may be left out. Returns how many tokens go there: a far rank has
+    no flags.
+    """
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
     first = first_expert(to, sizes.experts, sizes.ranks)
     end = first_expert(to + 1, sizes.experts, sizes.ranks)
     base = peer_base(call.regions, to)
     e = tl.arange(0, k.expert_bins)
-    counts = tl.zeros((k.expert_bins,), tl.int32)
+    counts, rows = tl.zeros((k.expert_bins,), tl.int32), to * 0
+    if sizes.far:
+        here = is_active(call.active, to)
+        far = is_far(call.state, to, sizes)
+        near = here & (far == 0)
     for t0 in range(0, M, k.counted):
         columns = columns_of(tokens.picks, t0, num_tokens, k.counted, sizes.topk, k.wide)
         more, goes = tokens_per_expert(columns, first, end, k.counted, k.expert_bins, sizes)
@@ -51,12 +52,51 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
         flags = flag_of(base, call.parity, call.rank, t, sizes)
         pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
         none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
-        tell(pieces, none, ((t < M) & (goes == 0))[:, None])
+        if sizes.far:
+            rows += tl.sum(goes.to(tl.int32))
+            tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
+        else:
+            tell(pieces, none, ((t < M) & (goes == 0))[:, None])
     counts_at = count_of(base, call.parity, call.rank, e, sizes)
     counts = with_call(call.number, counts.to(tl.int64))
-    tell(counts_at, counts, e < sizes.local_experts)
     tag_at = count_of(base, call.parity, call.rank, sizes.local_experts, sizes)
-    tell(tag_at, with_call(call.number, tag), to >= 0)
+    if sizes.far:
+        tell(counts_at, counts, near & (e < sizes.local_experts))
+        tell(tag_at, with_call(call.number, tag), near)
+        if here & far:
+            _put_counts(counts, tag, e, to, call, k)
+    else:
+        tell(counts_at, counts, e < sizes.local_experts)
+        tell(tag_at, with_call(call.number, tag), to >= 0)
+    return rows
+
+
+@triton.jit
+def _put_counts(counts, tag, e, to, call, k: tl.constexpr):
+    """Counts of the local experts ``e`` of far rank ``to``, with the tag as their signal."""
+    sizes: tl.constexpr = k.sizes
+    L: tl.constexpr = sizes.local_experts
+    mine = peer_base(call.regions, call.rank)
+    here = counts_out_of(mine, call.parity, to, 0, sizes)
+    tl.store(here + e, counts, mask=e < L)
+    there = count_of(mine, call.parity, call.rank, 0, sizes)
+    put_far(call, to, there, here, to * 0 + 8 * L, there + L, with_call(call.number, tag), sizes)
+
+
+@triton.jit
+def put_rows(to, rows, call, k: tl.constexpr):
+    """The ``rows`` of this call to rank ``to``, if it is far, once all are packed."""
+    sizes: tl.constexpr = k.sizes
+    if is_far(call.state, to, sizes):
+        wait_packed(call.state, ROWS, to, rows * k.pieces, sizes)
+        if is_active(call.active, to):
+            mine = peer_base(call.regions, call.rank)
+            there = packed_of(mine, call.parity, call.rank, to * 0, k.row.slot_bytes, sizes)
+            here = staged_of(mine, call.parity, to, to * 0, k.row.slot_bytes, sizes)
+            arrival = arrival_of(mine, call.parity, call.rank, ROWS, sizes)
+            num_bytes = rows * k.row.slot_bytes
+            value = with_call(call.number, rows.to(tl.int64))
+            put_far(call, to, there, here, num_bytes, arrival, value, sizes)
 
 
 @triton.jit
@@ -87,11 +127,7 @@ def _send_metadata(
     pick = tl.arange(0, sizes.topk_bins)
     at = t.to(tl.int64) * topk + pick
     ids, first = merged(ids, sizes.topk_bins)
-    before = tokens_with(columns, ids, k.counted, sizes)
-    for t0 in range(k.counted, t, k.counted):
-        others = columns_of(tokens.picks, t0, t, k.counted, topk, k.wide)
-        before += tokens_with(others, ids, k.counted, sizes)
-    rank = tl.sum(before, axis=0)
+    rank = tokens_before(tokens.picks, columns, ids, t, k.counted, k.wide, False, sizes)
     tl.store(ints(result.merged) + at, ids, mask=pick < topk)
     tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
     bad = (raw < -1) | (raw >= sizes.experts)
@@ -108,6 +144,9 @@ def _send_metadata(
     everywhere = tl.zeros((sizes.rank_bins, sizes.topk_bins), tl.int32)
     tl.store(metadata, everywhere + ids[None, :], mask=there)
     tl.store(metadata + topk, everywhere + rank[None, :], mask=there)
+    if sizes.far:  # a far rank cannot tell it from the slot
+        token_at = as_words(slots + k.row.metadata_at, 32) + 3 * topk
+        tl.store(token_at, goes * 0 + t, mask=goes > 0)
     if k.weighted:
         weights = merged_weights(tokens.weights, t, ids, first, sizes)
         kept = floats(result.merged) + num_tokens.to(tl.int64) * topk + at
@@ -169,7 +208,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     else:
         first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
         v = tl.load(first + w, mask=w < row.words, cache_modifier=".cg")
-    before = tl.where(piece == 0, t, 0)
+    before = t if sizes.far else tl.where(piece == 0, t, 0)
     columns = columns_of(tokens.picks, t * 0, before, k.counted, sizes.topk, k.wide)
     # All loads are under way before the first is waited for, and before anything is stored: behind
     # stores they would wait for those.
@@ -178,6 +217,14 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     owner = owner_of(ids, sizes.experts, sizes.ranks)
     goes = tl.where(here, tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
     slots = slot_of(bases, call.parity, call.rank, t, sizes)
+    if sizes.far:
+        far = is_far(call.state, r, sizes)
+        number = tokens_before(tokens.picks, columns, owner, t, k.counted, k.wide, True, sizes)
+        mine, row_bytes = peer_base(call.regions, call.rank), row.slot_bytes
+        staged = staged_of(mine, call.parity, r, of_ranks(number, owner, r), row_bytes, sizes)
+        slots = tl.where(far, staged, slots)
+        if piece == 0:
+            tl.store(numbers_of(result.slots, t, sizes) + pick, number, mask=pick < sizes.topk)
     if k.cast.mode:  # first what is long, so that it is on its way meanwhile
         values, scale = cast(plain, g, row.hidden, k.cast)
         _store_groups(values, scale, g, goes, slots, call.rank, k)
@@ -188,4 +235,9 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1
-    tl.atomic_max(flags, done, mask=goes > 0, sem="release", scope="sys")
+    if sizes.far:
+        tl.atomic_max(flags, done, mask=(goes > 0) & (far == 0), sem="release", scope="sys")
+        chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
+        count_packed(call.state, ROWS, r, far & chosen, sizes)
+    else:
+        tl.atomic_max(flags, done, mask=goes > 0, sem="release", scope="sys")

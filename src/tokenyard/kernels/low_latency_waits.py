@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import tell_or_put
 from tokenyard.kernels.low_latency_memory import (
     OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, late_of, value_in,
     vote_of,
@@ -106,7 +107,10 @@ def _leave_out_silent(lack, ranks, call, stamp, begin, sizes: tl.constexpr):
         for peer in range(sizes.ranks):
             if is_active(call.active, peer + 0):
                 heartbeat = heartbeat_of(peer_base(call.regions, peer + 0), me, sizes)
-                tell(heartbeat, call.number, call.number > 0)
+                if sizes.far:
+                    tell_or_put(heartbeat, me * 0 + peer, call.number, call, sizes)
+                else:
+                    tell(heartbeat, call.number, call.number > 0)
         if _is_past(word, stamp + 2, begin + call.timeout):
             heartbeat = look(heartbeat_of(peer_base(call.regions, me), ranks, sizes), lack)
             silent = lack & (heartbeat < call.number - 1)

@@ -1,7 +1,8 @@
 # pyright: basic
 """One-sided verbs between nodes: the only file that speaks of how bytes cross the network.
 
-``put``: bytes of my region to the same region of another rank, then a number onto a counter there.
+``put``: bytes of my region to the same region of another rank, then a number onto a counter there,
+or (SET) the counter raised to the number.
 ``credit``: the number alone. Places are bytes from the start of the region, which is symmetric. Two
 implementations of ``put``, chosen by NET: NVSHMEM's device calls, and peer pointers. Rows are put,
 and credited, only where memory of other nodes is not mapped (``grid.mapped``), so by NVSHMEM.
@@ -22,10 +23,10 @@ import triton.language as tl
 from triton.language import core
 
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import add_release, words
+from tokenyard.kernels.sync import add_release, raise_release, words
 
-SIGNAL_ADD = tl.constexpr(10)
-"""``NVSHMEM_SIGNAL_ADD``."""
+SIGNAL_SET, SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)
+"""``NVSHMEM_SIGNAL_SET``, ``NVSHMEM_SIGNAL_ADD``."""
 _BLOCK = tl.constexpr(2048)
 
 
@@ -47,12 +48,14 @@ def nvshmem_fence(_semantic=None):
 
 
 @triton.jit
-def _nvshmem(account, mine, rank, there, here, num_bytes, counter, count):
+def _nvshmem(
+    account, mine, rank, there, here, num_bytes, counter, count, SET: tl.constexpr = False
+):
     add_release(account, num_bytes, None)  # what the program has stored, the network reads
     nvshmem_fence()
     nvshmem_put_signal(
-        mine + there, mine + here, num_bytes, mine + counter, count.to(tl.uint64), SIGNAL_ADD,
-        rank.to(tl.int32),
+        mine + there, mine + here, num_bytes, mine + counter, count.to(tl.uint64),
+        SIGNAL_SET if SET else SIGNAL_ADD, rank.to(tl.int32),
     )  # fmt: skip
     tl.debug_barrier()
 
@@ -60,16 +63,16 @@ def _nvshmem(account, mine, rank, there, here, num_bytes, counter, count):
 @triton.jit
 def put(
     regions, account, mine, rank, there, here, num_bytes, counter, count, WORDS: tl.constexpr,
-    NET: tl.constexpr,
+    NET: tl.constexpr, SET: tl.constexpr = False,
 ):  # fmt: skip
-    """Bytes from ``here`` to ``there`` at ``rank``, then ``count`` onto ``counter`` there.
-    ``mine``: address of my region.
+    """Bytes from ``here`` to ``there`` at ``rank``, then ``count`` onto ``counter`` there (SET: the
+    counter becomes ``count``, which is no less). ``mine``: address of my region.
 
     ``num_bytes`` (int64) is a multiple of 8 * WORDS (1 or 2). ``account``: a word of this GPU that
     counts them.
     """
     if NET:
-        _nvshmem(account, mine, rank, there, here, num_bytes, counter, count)
+        _nvshmem(account, mine, rank, there, here, num_bytes, counter, count, SET)
     else:
         tl.debug_barrier()
         base = peer_base(regions, rank)
@@ -81,7 +84,10 @@ def put(
             v = tl.load(source + w, mask=w < n, cache_modifier=".cg")
             tl.store(target + w, v, mask=w < n, cache_modifier=".cs")
         tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
-        add_release(words(base + counter), count, None)
+        if SET:
+            raise_release(words(base + counter), count)
+        else:
+            add_release(words(base + counter), count, None)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ from tokenyard.memory.cuda import CudaMemory
 
 PUTS_VARIABLE = "TOKENYARD_PUTS"
 """Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory,
-as it does inside a host.
+as it does inside a host. Engine low_latency then puts, through pointers, where there is no NVSHMEM
+too.
 """
 
 
@@ -27,6 +28,11 @@ def is_available() -> bool:
     """Whether this torch has NVSHMEM, and can use it here."""
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
     return bool(torch.cuda.is_available() and symmetric.is_nvshmem_available())
+
+
+def puts_are_forced() -> bool:
+    """Whether :data:`PUTS_VARIABLE` is set."""
+    return os.environ.get(PUTS_VARIABLE, "0") not in ("", "0")
 
 
 class NvshmemMemory(CudaMemory):
@@ -65,7 +71,7 @@ class NvshmemMemory(CudaMemory):
         node = self.rank // self.ranks_per_node
         near = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped
-        if os.environ.get(PUTS_VARIABLE, "0") not in ("", "0"):
+        if puts_are_forced():
             pointers = [at if peer in near else 0 for peer, at in enumerate(pointers)]
         missing = [peer for peer in near if not pointers[peer]]
         if missing:

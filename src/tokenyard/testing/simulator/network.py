@@ -21,7 +21,7 @@ from tokenyard.testing.simulator.program import Program
 from tokenyard.testing.simulator.simulation_errors import AddressError
 from tokenyard.testing.simulator.weak import Pending
 
-_ADD = 10
+_SET, _ADD = 9, 10
 _UNIT = 8
 
 
@@ -37,6 +37,7 @@ class Message:
     target: int
     signal: int
     value: int
+    operation: int
     parts: list[tuple[int, int]]
     behind: list[Message]
     over: bool = False
@@ -81,7 +82,7 @@ class Network:
     ) -> None:
         """``nvshmemx_putmem_signal_block``: addresses of the caller's own region."""
         p = self._machine.network_call()
-        assert operation == _ADD
+        assert operation in (_SET, _ADD)
         assert num_bytes > 0
         where = self._translate(p, target, num_bytes, to)
         self._translate(p, source, num_bytes, to)
@@ -89,7 +90,7 @@ class Network:
         fenced = self._fences.get(p.serial, ())
         behind = [each for each in fenced if each.to == to and not each.over]
         parts = [(0, num_bytes)]
-        self.on_way.append(Message(p, to, source, where, flag, value, parts, behind))
+        self.on_way.append(Message(p, to, source, where, flag, value, operation, parts, behind))
 
     def fence(self) -> None:
         """``nvshmem_fence``."""
@@ -133,7 +134,8 @@ class Network:
 
     def _signal(self, message: Message) -> None:
         memory, before = self._machine.memory, raw(message.signal, 1, np.uint64).copy()
-        raw(message.signal, 1, np.int64)[0] += message.value
+        signal = raw(message.signal, 1, np.int64)
+        signal[0] = message.value + (signal[0] if message.operation == _ADD else 0)
         where = spans(np.array([message.signal], np.uint64), 8)
         memory.after_atomic(Pending(message.sender.rank, memory.now), where, before)
         self._machine.happened()

@@ -1,0 +1,122 @@
+# pyright: basic
+"""Low latency between nodes: puts to *far* ranks, whose memory is not mapped.
+
+Which ranks are far is a table, made with the object. All else is as in
+``kernels/low_latency_dispatch.py`` and ``low_latency_combine.py``, and in the same launches: ranks
+that are mapped are stored to, far ones get few large messages. Constants of objects without far
+ranks leave all of this out of their kernels.
+
+Example: rank 0 has tokens 0, 1, 2, of which 0 and 2 go to far rank 5. They are rows 0 and 1 for it.
+Any programs pack them into staging (half, 5), rows one behind the other, and count them. The
+program for rank 5 has counted picks and knows that there are two; once both are packed, it puts
+them as one message to where slots (half, 0) begin at rank 5. The sum of row 1 comes back as row 1
+of (half, 5) at rank 0, which knows that token 2 is its row 1 there (``numbers_of``).
+
+Who publishes what, and who may read it when. Each message brings a signal of its own, set when its
+bytes are there:
+
+===========  =======================================  ==============================================
+message      bytes                                    signal: who acquires it reads them
+===========  =======================================  ==============================================
+header       counts per local expert                  the tag (a combine's: the tag alone)
+rows         rows of a dispatch, with token numbers   ``arrivals[s, ROWS]``: call << 24 | rows
+weights      of the owner, a row per row              ``arrivals[s, WEIGHTS]``: the same
+sums         a sum for each row, in its order         the flag of slot (s, 0): 2 call + 1; 2 call:
+                                                      this rank has no rows of the owner
+heartbeat                                             the heartbeat
+===========  =======================================  ==============================================
+
+So no message need wait for another; a header is put before rows are packed. A reader finds row j by
+its number, and whether there is one by the number of rows: no atomics.
+
+Packing: whoever has stored a piece of a row adds 1 to ``packed`` (release, gpu). One program per
+far rank waits for all (acquire), sets the counter to 0 and puts. Those who pack wait for nobody,
+but for weights, whose wait ends; so this wait ends too, and all programs are resident.
+
+Why staging may be written again: call n + 2 writes the half of call n for far rank d only if d is
+not left out, so after this rank has seen d's tag n + 1. Rank d set it in a kernel behind its kernel
+n, which has read the message n, or does not read it any more. And a put that nobody reads may bring
+anything: the fence before each put keeps messages to a rank in order, so no late one writes over a
+later one, or turns a signal back.
+
+Ranks that are left out get no message. Who packs looks whether they are, before it counts; so if
+one has left a row out, the program that puts sees it too, and does not put.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_latency_memory import numbers_of, packed_count_of
+from tokenyard.kernels.region import peer_base
+from tokenyard.kernels.sync import words
+from tokenyard.kernels.two_net import put
+
+
+@triton.jit
+def is_far(state, rank, sizes: tl.constexpr):
+    """Whether ``rank``, or each of a small tensor of ranks, is reached by puts."""
+    return tl.load(words(state) + sizes.state.far + rank, mask=rank < sizes.ranks, other=0) != 0
+
+
+@triton.jit
+def put_far(call, to, there, here, num_bytes, signal, value, sizes: tl.constexpr):
+    """``num_bytes`` (a multiple of 8, or 0) from ``here`` to ``there`` at far rank ``to``, then its
+    word ``signal`` becomes ``value``. Addresses are in my own region."""
+    mine, empty = peer_base(call.regions, call.rank), num_bytes == 0
+    rest = tl.full((), 8 * sizes.region.rest, tl.int64)
+    there = tl.where(empty, rest, there.to(tl.int64) - mine)
+    here = tl.where(empty, rest, here.to(tl.int64) - mine)
+    num_bytes = tl.where(empty, 16, num_bytes).to(tl.int64)
+    signal_at = signal.to(tl.int64) - mine
+    put(
+        call.regions, words(call.state) + sizes.state.account, mine, to, there, here, num_bytes,
+        signal_at, value.to(tl.int64), 1, sizes.network, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def tell_or_put(word, to, value, call, sizes: tl.constexpr):
+    """Raise a ``word`` of ``to`` that nothing else needs to be seen before. If that rank is far,
+    ``word`` is where it is not mapped: in my own region it has the same place."""
+    base = peer_base(call.regions, to)
+    if is_far(call.state, to, sizes):
+        mine = word.to(tl.int64) - base + peer_base(call.regions, call.rank)
+        put_far(call, to, mine, mine, to * 0, mine, value, sizes)
+    else:
+        tl.atomic_max(word, value, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def count_packed(state, kind: tl.constexpr, ranks, mask, sizes: tl.constexpr):
+    """What this program has packed for far ``ranks`` is in staging (release)."""
+    tl.debug_barrier()
+    at = packed_count_of(state, kind, ranks, sizes)
+    one = (ranks * 0).to(tl.int64) + 1
+    tl.atomic_add(at, one, mask=mask, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_packed(state, kind: tl.constexpr, to, want, sizes: tl.constexpr):
+    """Wait until ``want`` pieces for far rank ``to`` are in staging (acquire), and begin anew."""
+    at = packed_count_of(state, kind, to, sizes)
+    packed = tl.atomic_add(at, 0, sem="acquire", scope="gpu")
+    while packed < want:
+        packed = tl.atomic_add(at, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    tl.store(at, tl.zeros_like(packed))
+
+
+@triton.jit
+def numbers(slots, t, sizes: tl.constexpr):
+    """What :func:`numbers_of` tells of token ``t``, ``[topk_bins]``."""
+    pick = tl.arange(0, sizes.topk_bins)
+    return tl.load(numbers_of(slots, t, sizes) + pick, mask=pick < sizes.topk, other=0)
+
+
+@triton.jit
+def of_ranks(numbers, owners, ranks):
+    """``numbers`` of picks, ``[topk_bins]``, by the rank of the pick: ``[rank_bins]``."""
+    same = owners[None, :] == ranks[:, None]
+    return tl.max(tl.where(same, numbers[None, :], 0), axis=1)

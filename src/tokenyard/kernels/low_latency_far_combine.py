@@ -1,0 +1,84 @@
+# pyright: basic
+"""What a low-latency combine puts to far ranks: weights of the owner, and sums. Who publishes what,
+and who may read it when: ``kernels/low_latency_far.py``. ``k`` is a ``CombineConfig``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.kernels.low_latency_far import is_far, numbers, put_far, wait_packed
+from tokenyard.kernels.low_latency_memory import (
+    ROWS, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of, with_call,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_waits import are_active, is_active, wait_flag
+from tokenyard.kernels.region import ints, owner_of, peer_base
+
+_BLOCK = tl.constexpr(64)
+"""Tokens looked at at once."""
+
+
+@triton.jit
+def stage_weights(sent, t, word, owner, call, sizes: tl.constexpr):
+    """Pack the weights of this rank's token ``t``, the words ``word [topk_bins]``, for the far
+    ranks of its picks ``owner [topk_bins]``."""
+    pick = tl.arange(0, sizes.topk_bins)
+    goes = is_far(call.state, owner, sizes) & (owner >= 0)
+    goes = are_active(call.active, owner, goes)
+    mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
+    to = weights_out_of(mine, call.parity, owner, number, sizes)[:, None] + pick[None, :]
+    everywhere = word[None, :] + (pick * 0).to(tl.int64)[:, None]
+    tl.store(to, everywhere, mask=goes[:, None] & (pick < sizes.topk)[None, :])
+
+
+@triton.jit
+def put_weights(sent, num_tokens, to, call, sizes: tl.constexpr):
+    """The weights for rank ``to``, if it is far, once all are packed."""
+    if is_far(call.state, to, sizes):
+        pick = tl.arange(0, sizes.topk_bins)
+        rows = to * 0
+        for t0 in range(0, num_tokens, _BLOCK):
+            t = t0 + tl.arange(0, _BLOCK)
+            at = t[:, None] * sizes.topk + pick[None, :]
+            inside = (t < num_tokens)[:, None] & (pick < sizes.topk)[None, :]
+            ids = tl.load(ints(sent.merged) + at, mask=inside, other=-1)
+            goes = owner_of(ids, sizes.experts, sizes.ranks) == to
+            rows += tl.sum(tl.max(goes.to(tl.int32), axis=1))
+        wait_packed(call.state, WEIGHTS, to, rows, sizes)
+        if is_active(call.active, to):
+            mine = peer_base(call.regions, call.rank)
+            there = weight_of(mine, call.parity, call.rank, 0, sizes)
+            here = weights_out_of(mine, call.parity, to, 0, sizes)
+            arrival = arrival_of(mine, call.parity, call.rank, WEIGHTS, sizes)
+            value = with_call(call.number, rows.to(tl.int64))
+            put_far(call, to, there, here, rows * (8 * sizes.topk), arrival, value, sizes)
+
+
+@triton.jit
+def wait_far_weights(s, call, sizes: tl.constexpr):
+    """Wait for the weights of rank ``s``, if it is far."""
+    if is_far(call.state, s, sizes):
+        arrival = arrival_of(peer_base(call.regions, call.rank), call.parity, s, WEIGHTS, sizes)
+        wait_flag(arrival, with_call(call.number, (s * 0).to(tl.int64)), s, call, 1, sizes)
+
+
+@triton.jit
+def put_sums(sent, to, call, k: tl.constexpr):
+    """The sums for rank ``to``, if it is far, once all are packed: of all rows that came from it,
+    or word that there were none."""
+    sizes: tl.constexpr = k.sizes
+    M: tl.constexpr = sizes.tokens
+    if is_far(call.state, to, sizes):
+        rows = to * 0
+        for j0 in range(0, M, _BLOCK):
+            j = j0 + tl.arange(0, _BLOCK)
+            first_pick = ints(sent.slots) + (to * M + j).to(tl.int64) * sizes.topk
+            rows += tl.sum((tl.load(first_pick, mask=j < M, other=-1) != -1).to(tl.int32))
+        wait_packed(call.state, ROWS, to, rows, sizes)
+        if is_active(call.active, to):
+            mine = peer_base(call.regions, call.rank)
+            there = packed_of(mine, call.parity, call.rank, to * 0, k.sum_bytes, sizes)
+            here = staged_of(mine, call.parity, to, to * 0, k.sum_bytes, sizes)
+            flag = flag_of(mine, call.parity, call.rank, 0, sizes)
+            value = 2 * call.number + (rows > 0).to(tl.int64)
+            put_far(call, to, there, here, rows * k.sum_bytes, flag, value, sizes)
