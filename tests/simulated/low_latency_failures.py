@@ -18,7 +18,7 @@ import tokenyard as ty
 from cases import Case
 from low_latency_cases import PADDED, Scenario
 from low_latency_mutations import TORN, planted
-from low_latency_ranks import MOST_STEPS, RankRun
+from low_latency_ranks import MOST_STEPS, RankRun, reached
 from tokenyard import reference
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
@@ -32,8 +32,9 @@ CALLS = 4
 """Dispatches of a life, a combine behind each."""
 
 
-def life(world_size: int, seed: int) -> Scenario:
-    """What the object is made for; :func:`case_of` says what it does."""
+def life(world_size: int, seed: int, per_node: int = 0) -> Scenario:
+    """What the object is made for; :func:`case_of` says what it does. ``per_node``: see
+    :class:`Scenario`."""
     return Scenario(
         world_size=world_size,
         num_experts=2 * world_size + seed % 2,
@@ -42,6 +43,8 @@ def life(world_size: int, seed: int) -> Scenario:
         hidden=8,
         programs=world_size + 1,
         rounds=(),
+        per_node=per_node,
+        network=seed % 4 != 3,
     )
 
 
@@ -215,7 +218,7 @@ def play(
         assert silent is None or not active[silent], (active, silent)
         return "", active
 
-    with poisoned():
+    with poisoned(), reached(scenario):
         options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
         return simulate(scenario.world_size, guarded, seed=seed, **options), max(steps, default=0)
 
@@ -226,12 +229,12 @@ and then, too late.
 """
 
 
-def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
+def death(world_size: int, seed: int, per_node: int = 0) -> tuple[int, int, list[Ending | None]]:
     """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
     random = Random(seed)
     victim, scenario, steps = (
         random.randrange(world_size),
-        life(world_size, seed),
+        life(world_size, seed, per_node),
         STEPS[world_size],
     )
     step = random.randrange(steps)
@@ -244,11 +247,13 @@ def death(world_size: int, seed: int) -> tuple[int, int, list[Ending | None]]:
     return victim, 1000 * step // steps, endings
 
 
-def deaths_in_a_combine(world_size: int, seed: int, deaths: int) -> list[tuple[bool, list[float]]]:
+def deaths_in_a_combine(
+    world_size: int, seed: int, deaths: int, per_node: int = 0
+) -> list[tuple[bool, list[float]]]:
     """Rank 1 dies at each of some steps of a combine. Whether rank 0 marks it, and what its tokens
     lack.
     """
-    scenario, way = life(world_size, seed), WAYS[seed % 3]
+    scenario, way = life(world_size, seed, per_node), WAYS[seed % 3]
     case = case_of(scenario, seed, 0)
     began: list[int] = []
     told: list[tuple[bool, list[float]]] = []
@@ -292,9 +297,9 @@ def meet(ranks: SimulatedRank, name: str) -> None:
     )
 
 
-def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
+def left_out_and_back(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
     """A rank is left out by hand, the others go on, and it comes back."""
-    scenario, victim = life(world_size, seed), seed % world_size
+    scenario, victim = life(world_size, seed, per_node), seed % world_size
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, range(1))
@@ -316,11 +321,11 @@ def left_out_and_back(world_size: int, seed: int) -> list[Ending | None]:
     return play(scenario, body, seed, timeouts=False)[0]
 
 
-def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
+def late_and_back(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
     """A rank is silent for longer than the timeout, comes too late, makes its calls alone, and
     joins again.
     """
-    scenario, victim = life(world_size, seed), seed % world_size
+    scenario, victim = life(world_size, seed, per_node), seed % world_size
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, range(1))
@@ -341,11 +346,11 @@ def late_and_back(world_size: int, seed: int) -> list[Ending | None]:
     return play(scenario, body, seed)[0]
 
 
-def refusal(world_size: int, seed: int) -> list[Ending | None]:
+def refusal(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
     """A rank refuses a dispatch, then a combine: the others miss its tokens or its rows, and nobody
     is left out.
     """
-    scenario, refuser = life(world_size, seed), seed % world_size
+    scenario, refuser = life(world_size, seed, per_node), seed % world_size
     others = tuple(rank for rank in range(world_size) if rank != refuser)
 
     def body(mine: RankRun) -> None:

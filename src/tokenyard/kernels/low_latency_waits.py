@@ -104,11 +104,16 @@ def _leave_out_silent(lack, ranks, call, stamp, begin, sizes: tl.constexpr):
     word = late_of(call.state, tl.program_id(0), sizes)
     if _is_past(word, stamp + 1, begin + call.timeout // 2):
         me = tl.load(words(call.state) + RANK).to(tl.int32)
+        told = False
+        if sizes.far:  # one message per call is enough
+            mine = heartbeat_of(peer_base(call.regions, me), me, sizes)
+            told = tl.atomic_max(mine, call.number, sem="relaxed", scope="gpu") >= call.number
         for peer in range(sizes.ranks):
             if is_active(call.active, peer + 0):
                 heartbeat = heartbeat_of(peer_base(call.regions, peer + 0), me, sizes)
                 if sizes.far:
-                    tell_or_put(heartbeat, me * 0 + peer, call.number, call, sizes)
+                    if not told:
+                        tell_or_put(heartbeat, me * 0 + peer, call.number, call, sizes)
                 else:
                     tell(heartbeat, call.number, call.number > 0)
         if _is_past(word, stamp + 2, begin + call.timeout):
