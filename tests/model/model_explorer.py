@@ -221,6 +221,8 @@ class Search:
 
     def _wrong_at_the_end(self, state: bytes) -> str:
         left = [p for p in self._everybody() if state[p] != END]
+        if self._machine.leaves_out and all(self._processes[p].wire for p in left):
+            return ""
         if not left:
             unread = [i for i in range(len(self._machine.cells)) if state[self._cells + i]]
             names = (

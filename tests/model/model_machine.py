@@ -193,6 +193,8 @@ class Machine:
         self.counters: list[str] = []
         self.cells: list[str] = []
         self.processes: list[Process] = []
+        self.leaves_out = False
+        """Whether ranks may be left out: rows may stay unread, wires wait for what nobody puts."""
 
     def counter(self, name: str) -> int:
         """A new counter, at 0."""
