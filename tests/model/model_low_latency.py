@@ -254,16 +254,36 @@ _ONE_WAY: Routing = (((1,),), ())
 _THREE: Routing = (((1, 2), (2,)), ((0,),), ())
 
 
-def there_and_back(routing: Routing, *, weighted: bool = True) -> list[Call]:
+Machines = Callable[[str], Iterator[Machine]]
+"""With a bug, or "" without."""
+
+
+def _there_and_back(routing: Routing, *, weighted: bool = True) -> Machines:
     """Dispatch, combine, dispatch: halves are used again."""
-    return [Call(routing), Call(routing, combine=True, weighted=weighted), Call(routing)]
+    calls = [Call(routing), Call(routing, combine=True, weighted=weighted), Call(routing)]
+    return lambda bug: iter([Far(calls, bug=bug).machine])
 
 
-def calls(*given: Call) -> Callable[[str], Iterator[Machine]]:
-    """One machine."""
-    return lambda bug: iter([Far(given, bug=bug).machine])
+def _apart(ranks: int, calls: int) -> Machines:
+    return lambda bug: iter([Apart(ranks, calls, bug=bug).machine])
 
 
-def apart(ranks: int, number: int) -> Callable[[str], Iterator[Machine]]:
-    """Likewise."""
-    return lambda bug: iter([Apart(ranks, number, bug=bug).machine])
+ALONE = _there_and_back(_PAIR)
+"""Two ranks, of which one may die."""
+FAR = {
+    "2 ranks": ALONE,
+    "2 ranks, one has no tokens": _there_and_back(_ONE_WAY, weighted=False),
+    "3 ranks, one has no tokens": _there_and_back(_THREE, weighted=False),
+}
+APART = {"2 ranks, 3 calls": _apart(2, 3), "2 ranks, 4 calls": _apart(2, 4)}
+"""Ranks leave each other out at any time."""
+LARGE = {"3 ranks, 3 calls": _apart(3, 3), "3 ranks, weights": _there_and_back(_THREE)}
+"""What ``make soak`` explores besides."""
+BUGS = {
+    "one half only": (ALONE, "overwrites"),
+    "signal before data": (ALONE, "finds"),
+    "last row not awaited": (ALONE, "finds"),
+    "tags not awaited": (FAR["2 ranks, one has no tokens"], "overwrites"),
+    "sent to ranks left out": (APART["2 ranks, 3 calls"], "overwrites"),
+}
+"""Each with machines that show it, and words of the failure."""
