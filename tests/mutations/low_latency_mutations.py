@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from edits import Edit, change, drop_barrier, first_of, move, rewrite, shorten
+from edits import Edit, change, drop, drop_barrier, first_of, move, rewrite, shorten
 from mutations import Mutation, mutated, mutation
 from nvlink_mutations import RELAXED, WHOLE_GPU
 
@@ -13,8 +13,13 @@ _READY = "tl.atomic_xchg(words(_) + READY, ...)"
 _PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ % 1).to(tl.int32)"
 
 
-def _mutation(kind: str, *edits: Edit, within: int = 10) -> Mutation:
-    return mutation(kind, "low", *edits, within=within)
+def _mutation(kind: str, *edits: Edit, within: int = 10, part: str = "rings") -> Mutation:
+    return mutation(kind, "low", *edits, within=within, part=part)
+
+
+def _far(kind: str, *edits: Edit, within: int = 10) -> Mutation:
+    """Ranks are far from each other."""
+    return _mutation(kind, *edits, within=within, part="far")
 
 
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
@@ -140,7 +145,53 @@ SENT = {
     ),
 }
 
-MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT}
+_PACKED = "tl.atomic_add(at_, 0, ..., sem=sem_)"
+
+FAR = {
+    "far: counted before it is packed": _far("barrier", drop_barrier("count_packed")),
+    "far: counted without order": _far(
+        "release", change("tl.atomic_add(..., sem=sem_)", "count_packed", sem_=RELAXED)
+    ),
+    "far: seen packed without order": _far(
+        "acquire", change(_PACKED, "wait_packed", times=2, sem_=RELAXED)
+    ),
+    "far: put before all is packed": _far(
+        "flag before data", rewrite("packed_ < want_", "packed_ < want_ - 1", "wait_packed")
+    ),
+    "far: what is packed not counted anew": _far(
+        "wrong epoch", drop("tl.store(at_, tl.zeros_like(_))", "wait_packed")
+    ),
+    "far: rows of the last but one": _far(
+        "wrong epoch",
+        rewrite("with_call(call_.number, _)", "with_call(call_.number - 2, 0)", "wait_far", nth=0),
+    ),
+    "far: last row dropped": _far(
+        "last token",
+        rewrite(
+            "rows_ * k_.row.slot_bytes", "tl.maximum(rows_ - 1, 0) * k_.row.slot_bytes", "put_rows"
+        ),
+    ),
+    "far: last sum dropped": _far(
+        "last token",
+        rewrite("rows_ * k_.sum_bytes", "tl.maximum(rows_ - 1, 0) * k_.sum_bytes", "put_sums"),
+    ),
+    "far: last weights dropped": _far(
+        "last token",
+        rewrite("rows_ * (8 * topk_)", "tl.maximum(rows_ - 1, 0) * (8 * topk_)", "put_weights"),
+    ),
+    "far: staging with one half only": _far(
+        "reused too early",
+        rewrite(
+            "packed_of(base_, parity_, ...)",
+            "packed_of(base, parity * 0, rank, row, row_bytes, sizes)",
+            "staged_of",
+        ),
+        within=40,
+    ),
+}
+"""Of puts; the verb's own are in ``twolevel_mutations.py``."""
+
+MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT, **FAR}
 """By name."""
 
 TORN = _mutation(

@@ -148,8 +148,9 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
     return random.choice(PLAIN if mode is not None else (*PLAIN, *QUANTIZED)), mode
 
 
-def rehearsal(seed: int) -> Scenario:
-    """Two ranks whose calls follow each other closely, with other picks and weights each time."""
+def rehearsal(seed: int, part: str = "rings") -> Scenario:
+    """Two ranks whose calls follow each other closely, with other picks and weights each time.
+    ``part`` "far": through the simulated network."""
     case = Case(
         2,
         num_tokens=3,
@@ -174,6 +175,7 @@ def rehearsal(seed: int) -> Scenario:
         Round(replace(case, routing=name, seed=case.seed + i), each)
         for i, (name, each) in enumerate(zip(names, ways, strict=True))
     )
-    return Scenario(
+    scenario = Scenario(
         world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds
     )
+    return replace(scenario, per_node=1) if part == "far" else scenario

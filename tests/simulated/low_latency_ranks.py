@@ -23,7 +23,7 @@ from torch import Tensor
 import tokenyard as ty
 from cases import QUANTIZED, Case, check_combined, check_received, rows_to_combine
 from low_latency_cases import PADDED, Round, Scenario, between_nodes, draw, rehearsal
-from low_latency_mutations import planted
+from low_latency_mutations import MUTATIONS, planted
 from nvlink_cases import payload_of, spec_of
 from simulated_tensors import OwnTensors
 from tokenyard import reference
@@ -234,16 +234,17 @@ def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str
         with planted(mutation):
             fits = True
             for seed in seeds:
-                run(rehearsal(seed), seed, max_steps=50_000, skew=SKEWS[seed % 2])
+                part = MUTATIONS[mutation].part
+                run(rehearsal(seed, part), seed, max_steps=50_000, skew=SKEWS[seed % 2])
     except (SimulationError, AssertionError) as error:
         return seed if fits else -1, f"{type(error).__name__}: {error}"
     return -1, "not found"
 
 
-def passes_unchanged(seed: int) -> None:
+def passes_unchanged(seed: int, part: str) -> None:
     """A rehearsal passes with copies of the kernels in which nothing was changed."""
     with planted(""):
-        run(rehearsal(seed), seed, max_steps=50_000, skew=SKEWS[seed % 2])
+        run(rehearsal(seed, part), seed, max_steps=50_000, skew=SKEWS[seed % 2])
 
 
 def counts_and_waits(seed: int) -> None:

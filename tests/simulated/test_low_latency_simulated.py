@@ -17,6 +17,8 @@ pytestmark = without_devices
 
 SEEDS = {1: 2, 2: 16, 3: 8, 4: 5, 8: 2, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
+GRIDS = {(2, 1): 12, (2, 2): 6, (3, 1): 4, (2, 4): 1, (4, 4): 1}
+"""Likewise, by nodes and ranks of each."""
 KINDS = {
     "barrier",
     "release",
@@ -40,7 +42,17 @@ def test_two_rows_of_calls_alternate_like_replays_of_a_graph() -> None:
     """Sixteen calls one behind the other, odd and even ones of both kinds, with other picks each
     time.
     """
-    run_all("low_latency_ranks.passes_unchanged", [(seed,) for seed in range(3 * SOAK)])
+    jobs = [(seed, part) for seed in range(3 * SOAK) for part in ("rings", "far")]
+    run_all("low_latency_ranks.passes_unchanged", jobs)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
+def test_nodes_give_the_same_bits(grid: tuple[int, int]) -> None:
+    """Ranks of other nodes get puts, through a network that is late and delivers in any order, or
+    through pointers; those of the same node are stored to.
+    """
+    jobs = [(*grid, seed) for seed in range(GRIDS[grid] * SOAK)]
+    run_all("low_latency_ranks.check_between_nodes", jobs)
 
 
 @pytest.mark.portable

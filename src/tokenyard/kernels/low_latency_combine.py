@@ -181,10 +181,10 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
             tl.store(kept, (place >= 0).to(tl.int32), mask=pick < topk)
         tl.debug_barrier()
         flag = flag_of(base, call.parity, call.rank, t, sizes)
+        told = None
         if sizes.far:
-            tl.atomic_max(flag, 2 * call.number + 1, mask=near, sem="release", scope="sys")
-        else:
-            tl.atomic_max(flag, 2 * call.number + 1, sem="release", scope="sys")
+            told = near
+        tl.atomic_max(flag, 2 * call.number + 1, mask=told, sem="release", scope="sys")
     if sizes.far:
         if came:
             count_packed(call.state, ROWS, s, came, sizes)

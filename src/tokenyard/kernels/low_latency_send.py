@@ -235,9 +235,10 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1
+    near = goes > 0
     if sizes.far:
-        tl.atomic_max(flags, done, mask=(goes > 0) & (far == 0), sem="release", scope="sys")
+        near = near & (far == 0)
+    tl.atomic_max(flags, done, mask=near, sem="release", scope="sys")
+    if sizes.far:
         chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
         count_packed(call.state, ROWS, r, far & chosen, sizes)
-    else:
-        tl.atomic_max(flags, done, mask=goes > 0, sem="release", scope="sys")
