@@ -13,7 +13,7 @@ import tokenyard as ty
 from nvlink_pool import without_devices
 from tokenyard.config import Config
 from tokenyard.engines import select
-from tokenyard.memory import preflight
+from tokenyard.memory import cuda, nvshmem, preflight
 from tokenyard.memory.preflight import Report, Unreachable
 from tokenyard.memory.threads import run_threads
 from tokenyard.testing import Ranks, distributed_test
@@ -40,7 +40,7 @@ def test_auto_says_what_keeps_gpus_from_nvlink(ranks: Ranks) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(select, "_gpu", lambda *_: torch.device("cuda", 0))
             patch.setattr(select, "obstacle_of", lambda _: "")
-            patch.setattr(select, "_common_obstacle", lambda *_, found=obstacle: (found, 0))
+            patch.setattr(select, "_common_obstacle", lambda *_, found=obstacle: (found, 0, False))
             ep = made()
             assert ep.engine == "collective"
             assert f"; not nvlink: {said}" in ep.why
@@ -143,16 +143,17 @@ def test_ranks_learn_of_each_others_obstacles(monkeypatch: pytest.MonkeyPatch) -
     other.
     """
     patch = monkeypatch
-    assert obstacle(patch, [("", 132), ("", 78), ("", 114)], []) == [("", 78)] * 3
+    assert obstacle(patch, [("", 132), ("", 78), ("", 114)], []) == [("", 78, False)] * 3
     assert (
-        obstacle(patch, [("", 132), ("old", 78), ("older", 114)], []) == [("old (rank 1)", 0)] * 3
+        obstacle(patch, [("", 132), ("old", 78), ("older", 114)], [])
+        == [("old (rank 1)", 0, False)] * 3
     )
-    assert obstacle(patch, [("none", 0), ("none", 0)], []) == [("none (rank 0)", 0)] * 2
+    assert obstacle(patch, [("none", 0), ("none", 0)], []) == [("none (rank 0)", 0, False)] * 2
     disagree = "ranks disagree on device: rank 0 works on cuda, rank 2 on cpu"
     assert obstacle(patch, [("", 132), ("", 132), ("none", 0)], []) == [disagree] * 3
     pairs = [Unreachable(0, 1, "are far"), Unreachable(0, 2, "are on different hosts")]
     said = "ranks 0 and 1 are far; ranks 0 and 2 are on different hosts"
-    assert obstacle(patch, [("", 132)] * 3, pairs) == [(said, 132)] * 3
+    assert obstacle(patch, [("", 132)] * 3, pairs) == [(said, 132, False)] * 3
 
 
 @pytest.mark.parametrize("nvshmem", [False, True])
@@ -168,16 +169,44 @@ def test_ranks_of_different_nodes_need_no_way_but_nvshmem(
         "between nodes it needs NVSHMEM, which this torch cannot use: ranks 0 and 2 are on "
         "different hosts; "
     )
-    for why, sms in obstacle(monkeypatch, gpus, across, grid=grid):
-        assert sms == 100
+    for why, sms, apart in obstacle(monkeypatch, gpus, across, grid=grid):
+        assert sms == 100 and apart == nvshmem
         assert why == "" if nvshmem else why.startswith(missing)
-    for why, _ in obstacle(monkeypatch, gpus, [*across, inside], grid=grid):
+    for why, _, _ in obstacle(monkeypatch, gpus, [*across, inside], grid=grid):
         assert (
             why == "ranks 2 and 3 share one GPU"
             if nvshmem
             else why.startswith(missing) and "2 and 3 share" in why
         )
-    for why, _ in obstacle(monkeypatch, gpus, [inside], grid=grid):
-        assert why == "ranks 2 and 3 share one GPU"
-    for why, _ in obstacle(monkeypatch, gpus, across):
+    for why, _, apart in obstacle(monkeypatch, gpus, [inside], grid=grid):
+        assert not apart and why == "ranks 2 and 3 share one GPU"
+    for why, _, _ in obstacle(monkeypatch, gpus, across):
         assert why.startswith("ranks 0 and 2 are on different hosts")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("forced", ["", "1"])
+@pytest.mark.parametrize("engine", ["low_latency", "twolevel", "nvlink"])
+def test_engines_take_nvshmem_where_they_put(
+    monkeypatch: pytest.MonkeyPatch, engine: str, forced: str, apart: bool
+) -> None:
+    """Low latency only where ranks do not map each other's memory, or shall not."""
+    made: list[str] = []
+    monkeypatch.setenv(nvshmem.PUTS_VARIABLE, forced)
+    monkeypatch.setattr(nvshmem, "is_available", lambda: True)
+    monkeypatch.setattr(nvshmem, "NvshmemMemory", lambda *_, **__: made.append("nvshmem"))
+    monkeypatch.setattr(cuda, "CudaMemory", lambda *_, **__: made.append("cuda"))
+    config = Config(
+        num_experts=4,
+        hidden=8,
+        num_topk=1,
+        max_tokens_per_rank=1,
+        rank=0,
+        world_size=4,
+        timeout=1.0,
+        topology=ty.Topology(2, 2),
+    )
+    request = select.Request(engine=engine)
+    select._cuda_memory(None, None, config, torch.device("cuda", 0), request, apart)
+    puts = engine == "twolevel" or (engine == "low_latency" and (apart or bool(forced)))
+    assert made == ["nvshmem" if puts else "cuda"]

@@ -10,3 +10,6 @@ ENGINES = (AUTO, COLLECTIVE, NVLINK, TWOLEVEL, LOW_LATENCY)
 
 ON_KERNELS = (NVLINK, TWOLEVEL, LOW_LATENCY)
 """Engines whose kernels store to peers' memory; ranks of one process have these only."""
+
+BETWEEN_NODES = (TWOLEVEL, LOW_LATENCY)
+"""Those whose ranks of different nodes need not map each other's memory."""

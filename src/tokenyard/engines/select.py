@@ -18,7 +18,14 @@ from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.engines.group_transport import GroupTransport
-from tokenyard.engines.known import AUTO, COLLECTIVE, LOW_LATENCY, ON_KERNELS, TWOLEVEL
+from tokenyard.engines.known import (
+    AUTO,
+    BETWEEN_NODES,
+    COLLECTIVE,
+    LOW_LATENCY,
+    ON_KERNELS,
+    TWOLEVEL,
+)
 from tokenyard.engines.transport import Transport
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.memory.kernel_launch import multiprocessors
@@ -90,16 +97,16 @@ def choose(
         why = f"{config.world_size} ranks in one process, on {memory.device}"
         return _on_kernels(memory, store, memory.num_sms, config, request, why)
     gpu = _gpu(group, request.device)
-    obstacle, most_sms = "not asked for", 0
+    obstacle, most_sms, apart = "not asked for", 0, False
     if request.engine != COLLECTIVE:
-        grid = config.topology if request.engine == TWOLEVEL else None
-        obstacle, most_sms = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
+        grid = config.topology if request.engine in BETWEEN_NODES else None
+        obstacle, most_sms, apart = _common_obstacle(store, config, gpu, obstacle_of(gpu), grid)
     if request.engine in ON_KERNELS and obstacle:
         raise NotSupported(
             f"engine {request.engine!r} cannot work here: {obstacle}; engine 'collective' can"
         )
     if request.engine != COLLECTIVE and not obstacle and gpu is not None:
-        memory, why = _cuda_memory(group, store, config, gpu, request)
+        memory, why = _cuda_memory(group, store, config, gpu, request, apart)
         return _on_kernels(memory, store, most_sms, config, request, why)
     found = _collective(group, store, config, request)
     if request.engine == AUTO and gpu is not None:
@@ -213,16 +220,21 @@ def _cuda_memory(
     config: Config,
     gpu: torch.device,
     request: Request,
+    apart: bool,
 ) -> tuple[SymmetricMemory, str]:
-    """Memory of GPUs, and why it is that kind."""
+    """Memory of GPUs, and why it is that kind. ``apart``: see :func:`_common_obstacle`."""
     from tokenyard.memory import nvshmem
     from tokenyard.memory.cuda import CudaMemory
 
     part = None if store is None else dist.PrefixStore("memory", store)
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
-    several = request.engine == TWOLEVEL and grid is not None and grid.num_nodes > 1
-    if several and grid is not None and nvshmem.is_available():
+    several = grid is not None and grid.num_nodes > 1
+    # stores are faster than puts, so low_latency puts only where it must
+    puts = request.engine == TWOLEVEL or (
+        request.engine == LOW_LATENCY and (apart or nvshmem.puts_are_forced())
+    )
+    if puts and several and grid is not None and nvshmem.is_available():
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
     return CudaMemory(*place, store=part), f"{config.world_size} GPUs that map each other's memory"
@@ -234,14 +246,14 @@ def _common_obstacle(
     gpu: torch.device | None,
     obstacle: str,
     grid: Topology | None = None,
-) -> tuple[str, int]:
-    """The first obstacle of any rank, or GPUs that cannot reach each other; and the fewest
-    multiprocessors of a GPU: the same on every rank. ``grid``: GPUs of different nodes need not map
-    each other's memory if there is NVSHMEM.
+) -> tuple[str, int, bool]:
+    """The first obstacle of any rank, or GPUs that cannot reach each other; the fewest
+    multiprocessors of a GPU; and whether GPUs of different nodes do not map each other's memory:
+    the same on every rank. ``grid``: they need not if there is NVSHMEM.
     """
     sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:
-        return obstacle, sms
+        return obstacle, sms, False
     size = config.world_size
     meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
     mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms])
@@ -254,19 +266,20 @@ def _common_obstacle(
             raise Mismatch(f"ranks disagree on device: {both}")
     found = [f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text]
     if found or gpu is None:
-        return (found or [""])[0], 0
+        return (found or [""])[0], 0, False
     part = dist.PrefixStore("gpus", store)
     pairs, missing = unreachable_pairs(part, config.rank, size, gpu, config.timeout), ""
+    apart = False
     if grid is not None:
         from tokenyard.memory.nvshmem import is_available
 
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
         if is_available() or len(near) == len(pairs):
-            pairs = near
+            pairs, apart = near, len(near) < len(pairs)
         else:
             missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
     why = "; ".join(f"ranks {pair.a} and {pair.b} {pair.why}" for pair in pairs)
-    return missing + why if pairs else "", min(each[2] for each in everybody)
+    return missing + why if pairs else "", min(each[2] for each in everybody), apart
 
 
 # collective

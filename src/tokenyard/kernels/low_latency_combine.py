@@ -160,9 +160,8 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
         rows = tl.multiple_of(sent.rows.to(tl.pointer_type(k.dtype)), 16)
         slot = slot_of(base, call.parity, call.rank, t, sizes)
         if sizes.far:
-            if far:
-                mine = peer_base(call.regions, call.rank)
-                slot = staged_of(mine, call.parity, s, t, k.sum_bytes, sizes)
+            mine = peer_base(call.regions, call.rank)
+            slot = tl.where(far, staged_of(mine, call.parity, s, t, k.sum_bytes, sizes), slot)
         to = slot.to(tl.pointer_type(k.dtype))
         for w0 in range(0, H, k.sent_block):
             w = w0 + tl.arange(0, k.sent_block)
