@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,13 +26,22 @@ from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import low_latency_tuning
 from tokenyard.handle import Spec
+from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
+from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
+from twolevel_compile import facts_of_any
 
 TOKENS, FEW_TOKENS = 128, 32
 """Slots of more programs than fit with 8 warps each, and of fewer."""
+
+
+GRID = Topology(2, 2)
+"""Of ranks that are far."""
+FAR = re.compile("refuse|kernel (None|FP8|plain|weighted by the owner, lost)$")
+"""Which launches are compiled for those too."""
 
 
 class Small(Recorder):
@@ -41,10 +52,15 @@ class Small(Recorder):
         return Region(torch.empty(16, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64))
 
 
-def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
-    """All launches of the engine by label, and the bytes of symmetric memory."""
+def record(
+    tokens: int = TOKENS, grid: Topology | None = None, *, network: bool = False
+) -> tuple[dict[str, Launch], int]:
+    """All launches of the engine by label, and the bytes of symmetric memory. ``grid``: ranks of
+    other nodes are far, and ``network``: reached by NVSHMEM.
+    """
     memory = Small()
     memory.label = "refuse"
+    memory.ranks_per_node = GRID.ranks_per_node if network else 0
     config = Config(
         num_experts=EXPERTS,
         hidden=HIDDEN,
@@ -53,6 +69,7 @@ def record(tokens: int = TOKENS) -> tuple[dict[str, Launch], int]:
         rank=0,
         world_size=RANKS,
         timeout=5.0,
+        topology=grid,
     )
     engine = LowLatencyEngine(
         config, memory, Stats.zeros(0, RANKS), low_latency_tuning(SMS, RANKS, tokens), None
@@ -128,6 +145,13 @@ if __name__ == "__main__":
         for name in few
         if name.endswith((" FP8", " send", " weighted"))
     ]
+    with mock.patch.dict(os.environ, {PUTS_VARIABLE: "1"}):
+        far, far_bytes = record(grid=GRID)
+    through = record(grid=GRID, network=True)[0]
+    for kind, found in (("between nodes", far), ("network", through)):
+        nvlink_compile.LAUNCHES += [
+            (f"{name}, {kind}", each) for name, each in found.items() if FAR.search(name)
+        ]
     with planted("combine: no barrier before the flag"):
         nvlink_compile.LAUNCHES.append(("planted", record()[0]["low_combine_kernel plain"]))
     numbers = range(len(nvlink_compile.LAUNCHES))
@@ -135,8 +159,8 @@ if __name__ == "__main__":
         facts = dict(
             zip(
                 (name for name, _ in nvlink_compile.LAUNCHES),
-                pool.map(nvlink_compile.facts_of, numbers),
+                pool.map(facts_of_any, numbers),
                 strict=True,
             )
         )
-    json.dump({"bytes": num_bytes, "facts": facts}, sys.stdout)
+    json.dump({"bytes": num_bytes, "far bytes": far_bytes, "facts": facts}, sys.stdout)
