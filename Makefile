@@ -35,7 +35,7 @@ test-gpu:
 # Many ranks on one GPU: threads of one process, engines with kernels. Not test_compile.py: torch compiles for one thread at a time, and a
 # process in which several did may end in a segmentation fault.
 VIRTUAL := $(addprefix tests/ranks/test_,dispatch_combine.py gradients.py async.py) \
-	$(addprefix tests/gpu/test_,nvlink.py low_latency_gpu.py twolevel_gpu.py)
+	$(addprefix tests/gpu/test_,nvlink.py low_latency_gpu.py low_latency_nodes.py twolevel_gpu.py)
 test-virtual:
 	TOKENYARD_TEST_DEVICE=virtual CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src $(PYTHON) -m pytest -q \
 		$(VIRTUAL) $(ARGS)

@@ -4,16 +4,19 @@ kernels are interpreted here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 import low_latency_bodies as bodies
 import tokenyard as ty
-from cases import Case
+from cases import Case, on_grid
 from low_latency_bodies import ENGINE, MAJOR, static
 from low_latency_failures import meet
+from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
@@ -30,6 +33,13 @@ def _on_ranks(body: Callable[[Ranks, Case, int], None], case: Case, seed: int) -
         )
 
     simulate(case.world_size, rank, seed=seed)
+
+
+def between_nodes(grid: tuple[int, int], name: str, *arguments: Any) -> None:
+    """``name`` where ranks of other nodes get puts, through pointers. Sums are by rank as ever."""
+    flat = mock.patch.object(Case, "ranks_per_node", None)
+    with on_grid(*grid), flat, mock.patch.dict(os.environ, {PUTS_VARIABLE: "1"}):
+        globals()[name](*arguments)
 
 
 def shared_body(world_size: int, seed: int, options: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class Idle:
 
     rank, world_size, num_sms, device = 0, RANKS, 4, torch.device("cpu")
 
-    early = True
+    early, ranks_per_node = True, 0
 
     def __init__(self) -> None:
         self.bound = 0

@@ -91,6 +91,29 @@ def test_what_sums_lack() -> None:
     run_all("low_latency_api.left_out", calls)
 
 
+def test_between_nodes() -> None:
+    """Everything that the engine can, with ranks that get puts."""
+    pair, fp8 = (2, 1), ty.Quantize.FP8
+    sizes = {"hidden": 300, "quantize": fp8, "layout": LAYOUTS[0], "num_topk": 5}
+    run_all(
+        "low_latency_api.between_nodes",
+        [
+            (pair, "hooks", 0),
+            (pair, "capacity", 1),
+            (pair, "refusals", 0),
+            (pair, "back_before_the_combine", 0),
+            (pair, "no_experts", 0),
+            (pair, "by_column", 2, {"hidden": 300, "quantize": fp8}),
+            (pair, "left_out", 2, {"layout": LAYOUTS[1], "num_topk": 6, "seed": 1}),
+            ((3, 1), "left_out", 3, {"layout": LAYOUTS[0], "routing": "duplicates", "seed": 3}),
+            ((2, 2), "shared_body", 4, 5, {"routing": "dropped", **sizes}),
+            ((2, 2), "shared_body", 4, 6, {"layout": LAYOUTS[1], "num_tokens": 3}),
+            (pair, "shared_body", 2, 7, {"dtype": torch.int8, "hidden": 33}),
+            (pair, "shared_body", 2, 8, {"num_tokens": 1, "num_topk": 12, "num_experts": 20}),
+        ],
+    )
+
+
 def test_other_engines_take_no_options() -> None:
     with ty.ExpertParallel(
         num_experts=2, hidden=8, num_topk=1, max_tokens_per_rank=2, device="cpu"

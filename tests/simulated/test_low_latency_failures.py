@@ -15,6 +15,8 @@ pytestmark = without_devices
 
 DEATHS = {2: 6, 3: 5, 4: 2}
 """Seeds by world size."""
+FAR_DEATHS = {(2, 1): 6, (2, 2): 2}
+"""Likewise, by nodes and ranks of each."""
 
 
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
@@ -41,11 +43,31 @@ def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
     assert sum(marked) > 0.5 * len(marked) > 0
 
 
+@pytest.mark.parametrize("grid", FAR_DEATHS, ids=lambda grid: "x".join(map(str, grid)))
+def test_the_others_go_on_between_nodes(grid: tuple[int, int]) -> None:
+    """The same where ranks of other nodes get puts, most of them through the simulated network:
+    what a dead rank has put may still arrive.
+    """
+    seeds, (nodes, per_node) = range(FAR_DEATHS[grid] * SOAK), grid
+    jobs = [(nodes * per_node, seed, per_node) for seed in seeds]
+    marked: list[bool] = []
+    for victim, when, endings in run_all("low_latency_failures.death", jobs):
+        for rank, ending in enumerate(endings):
+            if ending is None or ending[0]:
+                assert rank == victim or (ending and ending[0] == f"absent {victim}"), endings
+                continue
+            assert all(here for peer, here in enumerate(ending[1]) if peer != victim), endings
+            marked.append(not ending[1][victim])
+            assert marked[-1] or when > 700, endings
+    assert any(marked)
+
+
 def test_what_a_sum_lacks_is_told_token_by_token() -> None:
     """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight
     fits the very sum.
     """
-    told = run_all("low_latency_failures.deaths_in_a_combine", [(2, 1, 4), (2, 2, 3)])
+    jobs = [(2, 1, 4), (2, 2, 3), (2, 1, 4, 1)]
+    told = run_all("low_latency_failures.deaths_in_a_combine", jobs)
     lost, kept = (
         [weights for ending in told for marked, weights in ending if marked == here]
         for here in (True, False)
@@ -66,7 +88,9 @@ def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
     stories = (
-        [(2, 0), (3, 1)] if SOAK == 1 else [(size, seed) for size in (2, 3) for seed in range(2)]
+        [(2, 0), (3, 1), (2, 1, 1)]
+        if SOAK == 1
+        else [(size, seed, node) for size in (2, 3) for seed in range(2) for node in (0, 1)]
     )
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings

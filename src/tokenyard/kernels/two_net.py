@@ -25,7 +25,8 @@ from triton.language import core
 from tokenyard.kernels.region import peer_base
 from tokenyard.kernels.sync import add_release, raise_release, words
 
-SIGNAL_SET, SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)
+SIGNAL_SET = tl.constexpr(9)
+SIGNAL_ADD = tl.constexpr(10)
 """``NVSHMEM_SIGNAL_SET``, ``NVSHMEM_SIGNAL_ADD``."""
 _BLOCK = tl.constexpr(2048)
 
