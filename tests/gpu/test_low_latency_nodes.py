@@ -17,8 +17,9 @@ import torch
 import low_latency_bodies as bodies
 import test_low_latency_gpu as one_node
 import tokenyard as ty
-from cases import Case, on_grid, skip_without_gpus
+from cases import Case, check_received, dispatch, on_grid, rows_to_combine, skip_without_gpus
 from low_latency_bodies import MAJOR, PADDED
+from tokenyard import reference
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
@@ -103,13 +104,13 @@ def test_a_decode_batch(ranks: Ranks, grid: Grid, mode: ty.Quantize | None) -> N
     """128 tokens x 7168, top-8 of 256: programs have several rows, and messages many."""
     sizes = {"num_tokens": 128, "hidden": 7168, "num_topk": 8, "num_experts": 256}
     case = case_on(ranks, grid, quantize=mode, **sizes)
+    *_, way = bodies.ways_of(case)
+    [want] = reference.combine(case.expert_rows, case.expected, owners=[ranks.rank], **way)
     with case.make(ranks) as ep:
-        for way in bodies.ways_of(case):
-            recv = bodies.dispatch(ranks, ep, case)
-            bodies.check_received(recv, case, ranks.rank)
-            rows = bodies.rows_to_combine(recv, case, ranks.rank)
-            want = bodies.reference.combine(case.expert_rows, case.expected, **way)[ranks.rank]
-            bodies.check_lost(ranks, ep, recv, rows, case, way, want)
+        for in_two in (False, True, False):
+            check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
+            rows = rows_to_combine(recv, case, ranks.rank)
+            bodies.check_lost(ranks, ep, recv, rows, case, way, want, in_two=in_two)
 
 
 @pytest.mark.parametrize("body", [bodies.hooks, bodies.left_out], ids=lambda body: body.__name__)

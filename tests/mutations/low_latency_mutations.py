@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from edits import Edit, change, drop, drop_barrier, first_of, move, rewrite, shorten
 from mutations import Mutation, mutated, mutation
@@ -13,13 +14,13 @@ _READY = "tl.atomic_xchg(words(_) + READY, ...)"
 _PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ % 1).to(tl.int32)"
 
 
-def _mutation(kind: str, *edits: Edit, within: int = 10, part: str = "rings") -> Mutation:
-    return mutation(kind, "low", *edits, within=within, part=part)
+def _mutation(kind: str, *edits: Edit, **options: Any) -> Mutation:
+    return mutation(kind, "low", *edits, **options)
 
 
-def _far(kind: str, *edits: Edit, within: int = 10) -> Mutation:
+def _far(kind: str, *edits: Edit, **options: Any) -> Mutation:
     """Ranks are far from each other."""
-    return _mutation(kind, *edits, within=within, part="far")
+    return _mutation(kind, *edits, part="far", **options)
 
 
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
@@ -187,6 +188,7 @@ FAR = {
             "staged_of",
         ),
         within=40,
+        hint=7,
     ),
 }
 """Of puts; the verb's own are in ``twolevel_mutations.py``."""

@@ -15,7 +15,7 @@ pytestmark = without_devices
 
 DEATHS = {2: 6, 3: 5, 4: 2}
 """Seeds by world size."""
-FAR_DEATHS = {(2, 1): 6, (2, 2): 2}
+FAR_DEATHS = {(2, 1): 4, (2, 2): 1}
 """Likewise, by nodes and ranks of each."""
 
 

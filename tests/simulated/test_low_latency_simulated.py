@@ -17,7 +17,7 @@ pytestmark = without_devices
 
 SEEDS = {1: 2, 2: 16, 3: 8, 4: 5, 8: 2, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
-GRIDS = {(2, 1): 12, (2, 2): 6, (3, 1): 4, (2, 4): 1, (4, 4): 1}
+GRIDS = {(2, 1): 8, (2, 2): 5, (3, 1): 3, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
 KINDS = {
     "barrier",
