@@ -11,11 +11,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from tokenyard.cli import doctor_waits
 from tokenyard.cli.consoles import table_console
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, findings
@@ -57,6 +59,12 @@ class Options:
         60.0
     )
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
+    waits: Annotated[
+        list[Path] | None,
+        option(
+            "Instead: say which rank or way is slow, from files or folders of stats().prometheus()."
+        ),
+    ] = None
 
 
 @command(Options)
@@ -69,6 +77,8 @@ def doctor(options: Options) -> None:
     """
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
         return
+    if options.waits:
+        return look_at_waits(options.waits, as_json=options.json)
     given = {name: getattr(options, name) for name in (*SIZES, "ranks")}
     workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
     if workload["topk"] > workload["experts"]:
@@ -86,6 +96,20 @@ def doctor(options: Options) -> None:
     else:
         print_document(table_console(), document)
     raise typer.Exit(0 if document["healthy"] else 1)
+
+
+def look_at_waits(paths: list[Path], *, as_json: bool) -> None:
+    """``--waits``: tables and findings of these files, and of all ``.prom`` in these folders."""
+    files = [each for path in paths for each in (path.glob("*.prom") if path.is_dir() else [path])]
+    try:
+        waits = doctor_waits.read({str(path): path.read_text() for path in files})
+    except (OSError, ValueError) as error:
+        bad("--waits", str(error))
+    found = doctor_waits.slow(waits)
+    if as_json:
+        typer.echo(json.dumps(doctor_waits.document(waits, found), indent=1))
+    else:
+        doctor_waits.print_waits(table_console(), waits, found)
 
 
 def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:
