@@ -83,8 +83,7 @@ class InPlaceBuffers:
         return sum(each.local.numel() for each in (*self._buffer, *self._receive_buffer))
 
     def close(self, why: str) -> None:
-        """Tell the others, end the life of all tensors given, and let go of the memory."""
-        self._monitor.close()
+        """End the life of all tensors given, and let go of the memory."""
         self.expire(why)
         self._buffer.clear()
         self._receive_buffer.clear()

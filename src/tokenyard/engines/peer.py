@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
-from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.failures import FailureReports, Report
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
@@ -120,14 +120,26 @@ class PeerEngine(Engine):
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
 
+    def failure(self) -> Report | None:
+        return self._monitor.failure()
+
     def interrupt(self, text: str) -> None:
         self._monitor.interrupt(text)
 
+    def drain(self) -> None:
+        self._monitor.drain()
+        # what other ranks still write to lasts as long as they map it
+        self._let_go("this view of symmetric memory ended with recover()")
+
     def close(self) -> None:
-        self._in_place.close("this view of symmetric memory is gone: its ExpertParallel is closed")
+        self._monitor.close()
+        self._let_go("this view of symmetric memory is gone: its ExpertParallel is closed")
+
+    def _let_go(self, why: str) -> None:
+        self._in_place.close(why)
         self._memory.close()
         self._signatures.clear()
-        del self._workspace.region
+        self._workspace.__dict__.pop("region", None)
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any

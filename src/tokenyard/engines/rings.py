@@ -187,13 +187,14 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 
 class PeerWorkspace:
     """What an object keeps on the device between calls. Making one is collective. ``buffer_bytes``
-    is what all rings together were given, ``num_bytes`` the whole region.
+    is what all rings together were given, ``num_bytes`` the whole region. ``stand_ins``: launches
+    that play ranks that are gone, ``absent``: which (``kernels/stand_in.py``).
     """
 
     def __init__(
         self, config: Config, memory: SymmetricMemory, tuning: Tuning, buffer_bytes: int
     ) -> None:
-        from tokenyard.kernels import sync  # Triton, which sizes alone do not need
+        from tokenyard.kernels import stand_in, sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, tuning.channels
         self.config, self.memory, self.tuning = config, memory, tuning
@@ -214,10 +215,16 @@ class PeerWorkspace:
         with memory.tensors():
             self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
+            if config.absent:  # nobody reads the sink
+                self.sink = torch.empty(self.rings_at, dtype=torch.uint8, device=memory.device)
+                self.absent = torch.zeros(ranks, dtype=torch.int64, device=memory.device)
+        for rank in config.absent:
+            self.region.addresses[rank], self.absent[rank] = self.sink.data_ptr(), 1
         self.state.copy_(state)
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at, self.header_in_at = self.scratch.data_ptr(), self.header_in.data_ptr()
         self.header_out_at = self.header_out.data_ptr()
+        self.stand_ins = stand_in.bind_stand_ins(self)
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
         """Where things lie in the region, and how many there are."""

@@ -1,0 +1,110 @@
+"""Ranks that are left go on with engine nvlink, on simulated ranks. Reached through
+``nvlink_pool.py``: kernels are interpreted here.
+
+``python tests/run.py recover_simulated death 3 7``: three ranks, seed 7.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+import tokenyard as ty
+from cases import Case, check_combined, check_received, rows_to_combine
+from nvlink_mutations import planted
+from recovering import Left, ten_good_calls
+from tokenyard.testing import Ranks, poisoned
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
+
+TIMEOUT = 0.05
+"""Simulated seconds."""
+TOKENS, HIDDEN = 4, 8
+FLAT, MAJOR, PADDED = ty.Layout
+
+
+def make(here: SimulatedRank, engine: str = "nvlink", **changes: Any) -> ty.ExpertParallel:
+    """An object with few programs and small rings: they go round."""
+    size = here.world_size
+    sizes: dict[str, Any] = {"num_experts": 2 * size, "hidden": HIDDEN, "num_topk": 3}
+    sizes |= {"num_sms": 2 * size, "buffer_bytes": 1 << 14, "timeout": TIMEOUT}
+    group = SimulatedGroup(here)
+    return ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **(sizes | changes))
+
+
+def ranks_of(here: SimulatedRank, engine: str = "nvlink") -> Ranks:
+    return Ranks(here.rank, here.world_size, here.device, engine, None)
+
+
+def rounds(ep: ty.ExpertParallel, gone: tuple[int, ...], first: int, count: int) -> None:
+    """Calls of every sort, checked."""
+    for number in range(first, first + count):
+        layout = (FLAT, MAJOR, PADDED)[number % 3]
+        case = Left(
+            ep.world_size, seed=number, layout=layout, exact=number % 2 == 0, gone=gone,
+            num_tokens=TOKENS, hidden=HIDDEN, num_experts=ep.config.num_experts,
+        )  # fmt: skip
+        idx, weights = case.asked[ep.rank]
+        in_place = layout is FLAT and number % 2 == 0
+        recv = ep.dispatch(case.x[ep.rank], idx, weights, **case.options, in_place=in_place)
+        ep.check()  # else a call that has failed on the device shows in the next one
+        check_received(recv, case, ep.rank)
+        rows = rows_to_combine(recv, case, ep.rank)
+        y = ep.combine(rows, recv.handle, in_place=in_place)
+        ep.check()
+        check_combined(y, case, ep.rank, case.combined(ep.rank).x)
+        again = ep.dispatch(case.x[ep.rank], handle=recv.handle)
+        ep.check()
+        assert torch.equal(again.source, recv.source)
+
+
+def until_lost(ep: ty.ExpertParallel, gone: tuple[int, ...] = ()) -> ty.PeerTimeout:
+    """Calls until a rank is lost."""
+    for number in range(1000):
+        try:
+            rounds(ep, gone, number, 1)
+        except ty.PeerTimeout as lost:
+            return lost
+    raise AssertionError("no rank was lost")
+
+
+def _play(body: Callable[[SimulatedRank], Any], world_size: int, seed: int) -> list[Any]:
+    with poisoned():
+        return simulate(world_size, body, seed=seed, timeouts=True, max_steps=3_000_000)
+
+
+def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
+    """Ranks die at any step, one after the other as long as two are left. What each survivor saw."""
+    random = Random(seed)
+    victims = random.sample(range(world_size), max(1, world_size - 2))
+
+    def body(here: SimulatedRank) -> list[int]:
+        ep = make(here, engine)
+        gone: tuple[int, ...] = ()
+        for number, victim in enumerate(victims):
+            if here.rank == victim:
+                here.sim.kill(victim, here.sim.steps + random.randrange(4000))
+            lost = until_lost(ep, gone)
+            assert lost.rank in (victim, -1), lost
+            left = ep.recover()
+            gone = tuple(sorted((*gone, victim)))
+            assert left == [rank for rank in range(world_size) if rank not in gone]
+            assert ep.epoch == number + 1 and ep.engine == "nvlink", ep.why
+            if number == len(victims) - 1:
+                ten_good_calls(ranks_of(here), ep, gone, tokens=TOKENS)
+        ep.close()
+        return left
+
+    return _play(body, world_size, seed)
+
+
+if __name__ == "__main__":
+    print(globals()[sys.argv[1]](*map(int, sys.argv[2:])))
