@@ -109,6 +109,7 @@ def ten_good_calls(
             check_received(recv, case, ranks.rank)
             y = ep.combine(rows, recv.handle, in_place=True)
             check_combined(y, case, ranks.rank, want.x)
+    ep.check()
 
 
 def object_of(ranks: Ranks, timeout: float, **changes: Any) -> ty.ExpertParallel:

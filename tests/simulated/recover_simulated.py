@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,11 +18,12 @@ if __name__ == "__main__":
 import torch
 
 import tokenyard as ty
-from cases import Case, check_combined, check_received, rows_to_combine
+import tokenyard.engines.nvlink as _  # bugs are planted in what is imported  # noqa: F401
+from cases import check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard.testing import Ranks, poisoned
-from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
+from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, SimulationError, simulate
 
 TIMEOUT = 0.05
 """Simulated seconds."""
@@ -82,7 +82,9 @@ def _play(body: Callable[[SimulatedRank], Any], world_size: int, seed: int) -> l
 
 
 def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
-    """Ranks die at any step, one after the other as long as two are left. What each survivor saw."""
+    """Ranks die at any step, one after the other while two others are left. Who is left at last, as
+    each says.
+    """
     random = Random(seed)
     victims = random.sample(range(world_size), max(1, world_size - 2))
 
@@ -104,6 +106,71 @@ def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
         return left
 
     return _play(body, world_size, seed)
+
+
+def frozen(world_size: int, seed: int) -> list[Any]:
+    """A rank freezes between any two of its launches, and wakes among good calls of the others. It
+    writes on, into memory of the epoch that it knows, and finds itself left behind.
+    """
+    random = Random(seed)
+    victim, left_over = random.randrange(world_size), random.randrange(3, 40)
+    woken: list[bool] = []
+
+    def freeze(here: SimulatedRank, ep: ty.ExpertParallel) -> None:
+        memory: Any = ep._calls.engine._memory  # pyright: ignore
+        launches = [left_over]
+
+        def gate() -> None:
+            launches[0] -= 1
+            if launches[0] == 0:
+                here.wait_until(lambda: bool(woken), 1e6, "is frozen")
+
+        memory.gate = gate
+
+    def body(here: SimulatedRank) -> list[int]:
+        ep = make(here)
+        if here.rank == victim:
+            freeze(here, ep)
+        lost = until_lost(ep)
+        if here.rank == victim:
+            assert woken
+            try:
+                ep.recover()
+            except ty.RankExpelled as error:
+                return list(error.survivors)
+            raise AssertionError("a rank that was left behind went on")
+        assert lost.rank == victim, lost
+        left = ep.recover()
+        rounds(ep, (victim,), 0, 2)
+        woken.append(True)
+        here.sim.happened()
+        ten_good_calls(ranks_of(here), ep, (victim,), tokens=TOKENS)
+        ep.close()
+        return left
+
+    found = _play(body, world_size, seed)
+    assert found == [[rank for rank in range(world_size) if rank != victim]] * world_size
+    return found
+
+
+def bug(name: str, seed: int) -> str:
+    """What good calls without rank 1 of three say of a stand-in with the bug ``name``."""
+
+    def body(here: SimulatedRank) -> None:
+        ep = make(here)
+        if here.rank == 1:
+            here.sim.kill(1, here.sim.steps)
+        until_lost(ep)
+        ep.recover()
+        ten_good_calls(ranks_of(here), ep, (1,), tokens=TOKENS)
+        ep.close()
+
+    try:
+        with planted(name):
+            _play(body, 3, seed)
+    except SimulationError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 if __name__ == "__main__":

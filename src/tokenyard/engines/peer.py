@@ -22,6 +22,7 @@ from tokenyard.header import DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, make_plan
+from tokenyard.kernels.stand_in import bind_stand_ins
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -57,6 +58,7 @@ class PeerEngine(Engine):
         self.config, self.stats, self._memory = config, stats, memory
         make_workspace, make_monitor = self._parts
         self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
+        self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
         self._in_place = InPlaceBuffers(config, self._workspace, self.binders, self._monitor)
         self._outputs = Outputs(config, memory.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,10 +192,12 @@ class PeerWorkspace:
     that play ranks that are gone, ``absent``: which (``kernels/stand_in.py``).
     """
 
+    stand_ins: tuple[Callable[..., None], ...] = ()
+
     def __init__(
         self, config: Config, memory: SymmetricMemory, tuning: Tuning, buffer_bytes: int
     ) -> None:
-        from tokenyard.kernels import stand_in, sync  # Triton, which sizes alone do not need
+        from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, tuning.channels
         self.config, self.memory, self.tuning = config, memory, tuning
@@ -224,7 +227,6 @@ class PeerWorkspace:
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at, self.header_in_at = self.scratch.data_ptr(), self.header_in.data_ptr()
         self.header_out_at = self.header_out.data_ptr()
-        self.stand_ins = stand_in.bind_stand_ins(self)
 
     def _lay_out(self, ranks: int, channels: int, buffer_bytes: int) -> None:
         """Where things lie in the region, and how many there are."""

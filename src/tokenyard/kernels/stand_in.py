@@ -66,7 +66,13 @@ class StandInConfig(NamedTuple):
     channels: int
     header_words: int
     writers: int  # programs of a dispatch in place
-    plan: bool  # for a plan, else for a data launch
+
+
+@triton.jit
+def _absent(absent, k: tl.constexpr):
+    """Numbers ``[rank_bins]``, and whether they are ranks that are gone."""
+    r = tl.arange(0, k.rank_bins)
+    return r, tl.load(words(absent) + r, mask=r < k.ranks, other=0) != 0
 
 
 @triton.jit
@@ -75,10 +81,13 @@ def _raise_to(counters, want, gone):
     add_release(counters, want - tl.load(counters, mask=gone, other=0), gone)
 
 
-@triton.jit
-def _join_plan(state, header_in, mine, r, gone, tag, k: tl.constexpr):
-    """Take part in the next plan, with no tokens."""
+@triton.jit(repr=shown_as("nvlink::stand_in_plan"))
+def join_plan_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
+    """Grid 1: take part in the next plan, with no tokens. ``absent``: int64 ``[ranks]``, not 0 of
+    those that are gone. ``k``: a :class:`StandInConfig`."""
+    r, gone = _absent(absent, k)
     w = tl.arange(0, _SAID_BINS)
+    mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + TICKETS) // k.channels
     parity = (call % 2).to(tl.int32)
     said = tl.load(words(header_in) + w, mask=w < _SAID, other=0)
@@ -90,25 +99,15 @@ def _join_plan(state, header_in, mine, r, gone, tag, k: tl.constexpr):
     _raise_to(arrival_of(mine, r, k), (call + 1) * k.channels + (r * 0), gone)
 
 
-@triton.jit
-def _join_call(state, mine, r, gone, tag, k: tl.constexpr):
-    """Take part in the next data launch."""
+@triton.jit(repr=shown_as("nvlink::stand_in"))
+def join_call_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
+    """Grid 1: take part in the next data launch. Arguments: as of :func:`join_plan_kernel`."""
+    r, gone = _absent(absent, k)
+    mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call, in_place = tl.load(words(state) + EPOCH), tl.load(words(state) + DIRECT_CALLS)
     tl.store(tag_of(mine, (call % 2).to(tl.int32), r, k), tag + (r * 0), mask=gone)
     _raise_to(hello_of(mine, r, k), call + 1 + (r * 0), gone)
     _raise_to(done_of(mine, r, k), (in_place + 1) * k.writers + (r * 0), gone)
-
-
-@triton.jit(repr=shown_as("nvlink::stand_in"))
-def stand_in_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
-    """See the module. Grid 1. ``absent``: int64 ``[ranks]``, not 0 of those that are gone."""
-    r = tl.arange(0, k.rank_bins)
-    gone = tl.load(words(absent) + r, mask=r < k.ranks, other=0) != 0
-    mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
-    if k.plan:
-        _join_plan(state, header_in, mine, r, gone, tag, k)
-    else:
-        _join_call(state, mine, r, gone, tag, k)
 
 
 # The host's side
@@ -121,10 +120,10 @@ def bind_stand_ins(workspace: Any) -> tuple[Callable[..., None], ...]:
     k = StandInConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         channels=workspace.tuning.channels, header_words=workspace.header_words,
-        writers=workspace.tuning.writers, plan=False,
+        writers=workspace.tuning.writers,
     )  # fmt: skip
-    both = k, k._replace(plan=True)
-    return tuple(workspace.memory.bind(stand_in_kernel, 1, num_warps=4, k=each) for each in both)
+    both = join_call_kernel, join_plan_kernel
+    return tuple(workspace.memory.bind(each, 1, num_warps=4, k=k) for each in both)
 
 
 def stand_in(workspace: Any, tag: int, *, plan: bool = False) -> None:
