@@ -22,6 +22,10 @@ import tokenyard.engines.nvlink as _  # bugs are planted in what is imported  # 
 from cases import check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
+from tokenyard import header as head
+from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, signal_table, signal_words
+from tokenyard.kernels.stand_in import StandInConfig, join_call_kernel, join_plan_kernel
+from tokenyard.kernels.sync import STATE_WORDS
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, SimulationError, simulate
 
@@ -36,6 +40,8 @@ def make(here: SimulatedRank, engine: str = "nvlink", **changes: Any) -> ty.Expe
     size = here.world_size
     sizes: dict[str, Any] = {"num_experts": 2 * size, "hidden": HIDDEN, "num_topk": 3}
     sizes |= {"num_sms": 2 * size, "buffer_bytes": 1 << 14, "timeout": TIMEOUT}
+    if engine == "twolevel":
+        sizes |= {"topology": (2, size // 2), "num_sms": 2, "buffer_bytes": 1 << 15}
     group = SimulatedGroup(here)
     return ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **(sizes | changes))
 
@@ -151,6 +157,32 @@ def frozen(world_size: int, seed: int) -> list[Any]:
     found = _play(body, world_size, seed)
     assert found == [[rank for rank in range(world_size) if rank != victim]] * world_size
     return found
+
+
+def example() -> None:
+    """What the docstring of ``kernels/stand_in.py`` says of rank 0 of three, where 1 is gone."""
+    k = StandInConfig(ranks=3, rank_bins=4, channels=2, header_words=90, writers=2)
+
+    def body(here: SimulatedRank) -> None:
+        size = 8 * signal_words(3, 2, 90)
+        region, state = here.memory.allocate(size), torch.zeros(STATE_WORDS, dtype=torch.int64)
+        state[TICKETS.value], state[EPOCH.value], state[DIRECT_CALLS.value] = 2 * 5, 7, 3
+        said, absent = torch.arange(100, 190), torch.tensor([0, 1, 0])
+        given = [each.data_ptr() for each in (region.addresses, state, absent, said)]
+        table, before = signal_table(3, 2, 90), region.local.view(torch.int64).clone()
+        want = dict(
+            zip(table, before[: sum(table.values())].split(list(table.values())), strict=True)
+        )
+        here.memory.bind(join_plan_kernel, 1, num_warps=4, k=k)(*given, 77)
+        here.memory.bind(join_call_kernel, 1, num_warps=4, k=k)(*given, 88)
+        here.memory.settle()
+        want["headers"].view(2, 3, 90)[1, 1, : head.STATUS] = said[: head.STATUS]
+        want["matrix"].view(2, 3, 5)[1, 1, 3:] = torch.tensor([head.MOST_ROWS, 77])
+        want["arrivals"][1], want["hellos"][1], want["dones"][1] = 12, 8, 8
+        want["tags"].view(2, 3)[1, 1] = 88
+        assert torch.equal(region.local.view(torch.int64), before)
+
+    simulate(1, body)
 
 
 def bug(name: str, seed: int) -> str:

@@ -33,6 +33,10 @@ def test_engine_twolevel_goes_on_as_nvlink() -> None:
     run_all("recover_simulated.death", [(4, seed, "twolevel") for seed in range(SOAK)])
 
 
+def test_the_example_of_a_stand_in() -> None:
+    run_all("recover_simulated.example", [()])
+
+
 def test_bugs_of_stand_ins_are_found() -> None:
     """And the stand-ins as they are pass, through the same copying."""
     found = run_all("recover_simulated.bug", [(name, 0) for name in ("", *BUGS)])

@@ -161,8 +161,10 @@ def _with_others(
     if config.absent and far:
         found = over_gloo(device, request.no_grid, config, store)
         return found._replace(why=f"{found.why}; not twolevel: NVSHMEM cannot lose a rank")
-    engine = NVLINK if config.absent else request.engine
-    return again(request._replace(engine=engine), config, store)
+    if config.absent and request.engine == TWOLEVEL:  # nvlink needs more programs
+        least = max(request.num_sms, 2 * config.world_size) if request.num_sms else None
+        request = request._replace(engine=NVLINK, num_sms=least)
+    return again(request, config, store)
 
 
 def _on_kernels(

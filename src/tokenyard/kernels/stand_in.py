@@ -12,8 +12,8 @@ written there if it made this very call with no tokens.
 Example: ranks 0 and 2 of three are left, with 2 channels. Before its plan number 5 rank 0 writes
 for rank 1: the call's first header words and nothing behind them (0 tokens, 0 rows), a row of the
 matrix with no rows, all room and the tag, all into half 1, and ``arrivals[1] = 12``. Before its
-data launch number 7: the tag into half 1, ``hellos[1] = 8``, and ``dones[1]``, as if all programs
-of rank 1 had written their rows in place. Rank 2 does the same in its own region.
+data launch number 7, where 3 of those before were dispatches in place by 2 programs each: the tag
+into half 1, ``hellos[1] = 8`` and ``dones[1] = 8``. Rank 2 does the same in its own region.
 
 Who publishes what, and who may read it when:
 
