@@ -128,14 +128,9 @@ def _in_one_process(
 
 
 def _on_gpus(
-    group: dist.ProcessGroup | None,
-    gpu: torch.device,
-    most_sms: int,
-    apart: bool,
-    request: Request,
-    config: Config,
-    store: dist.Store | None,
-) -> Choice:
+    group: dist.ProcessGroup | None, gpu: torch.device, most_sms: int, apart: bool,
+    request: Request, config: Config, store: dist.Store | None,
+) -> Choice:  # fmt: skip
     memory, why = _cuda_memory(group, store, config, gpu, request, apart)
     again = partial(_on_gpus, group, gpu, most_sms, apart)
     return _on_kernels(memory, store, most_sms, config, request, why, again)
@@ -148,18 +143,11 @@ def _number_of(config: Config) -> str:
 
 
 def _with_others(
-    again: Again,
-    request: Request,
-    far: bool,
-    device: torch.device,
-    config: Config,
-    store: dist.Store,
+    again: Again, request: Request, memory: SymmetricMemory, config: Config, store: dist.Store
 ) -> Choice:
-    """What an engine with rings becomes in another epoch. ``far``: there is NVSHMEM between nodes,
-    which cannot lose a rank.
-    """
-    if config.absent and far:
-        found = over_gloo(device, request.no_grid, config, store)
+    """What an engine with rings on ``memory`` becomes in another epoch."""
+    if config.absent and memory.ranks_per_node:
+        found = over_gloo(memory.device, request.no_grid, config, store)
         return found._replace(why=f"{found.why}; not twolevel: NVSHMEM cannot lose a rank")
     if config.absent and request.engine == TWOLEVEL:  # nvlink needs more programs
         least = max(request.num_sms, 2 * config.world_size) if request.num_sms else None
@@ -204,8 +192,8 @@ def _on_kernels(
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     make = partial(engine, config, memory, tuning=tuning, buffer_bytes=num_bytes, failures=failures)
-    go_on = partial(_with_others, again, request, memory.ranks_per_node > 0, memory.device)
-    return Choice(make, memory.device, f"{engine.name}: {why}", go_on)
+    others = partial(_with_others, again, request, memory)
+    return Choice(make, memory.device, f"{engine.name}: {why}", others)
 
 
 def _grid(config: Config, request: Request) -> Topology:
