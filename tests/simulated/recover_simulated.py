@@ -15,14 +15,15 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
 
 import tokenyard as ty
-import tokenyard.engines.nvlink as _  # bugs are planted in what is imported  # noqa: F401
 from cases import check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard import header as head
+from tokenyard.engines.nvlink import NvlinkEngine  # bugs are planted in what is imported
 from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, signal_table, signal_words
 from tokenyard.kernels.stand_in import StandInConfig, join_call_kernel, join_plan_kernel
 from tokenyard.kernels.sync import STATE_WORDS
@@ -35,7 +36,7 @@ TOKENS, HIDDEN = 4, 8
 FLAT, MAJOR, PADDED = ty.Layout
 
 
-def make(here: SimulatedRank, engine: str = "nvlink", **changes: Any) -> ty.ExpertParallel:
+def make(here: SimulatedRank, engine: str = "nvlink") -> ty.ExpertParallel:
     """An object with few programs and small rings: they go round."""
     size = here.world_size
     sizes: dict[str, Any] = {"num_experts": 2 * size, "hidden": HIDDEN, "num_topk": 3}
@@ -43,7 +44,9 @@ def make(here: SimulatedRank, engine: str = "nvlink", **changes: Any) -> ty.Expe
     if engine == "twolevel":
         sizes |= {"topology": (2, size // 2), "num_sms": 2, "buffer_bytes": 1 << 15}
     group = SimulatedGroup(here)
-    return ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **(sizes | changes))
+    ep = ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **sizes)
+    assert isinstance(ep._calls.engine, NvlinkEngine)  # pyright: ignore
+    return ep
 
 
 def ranks_of(here: SimulatedRank, engine: str = "nvlink") -> Ranks:
@@ -108,6 +111,8 @@ def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
             assert ep.epoch == number + 1 and ep.engine == "nvlink", ep.why
             if number == len(victims) - 1:
                 ten_good_calls(ranks_of(here), ep, gone, tokens=TOKENS)
+        with pytest.raises(ty.NotSupported, match="engine 'nvlink' cannot admit a process"):
+            ep.admit(victims[0], "here")
         ep.close()
         return left
 
@@ -140,11 +145,9 @@ def frozen(world_size: int, seed: int) -> list[Any]:
         lost = until_lost(ep)
         if here.rank == victim:
             assert woken
-            try:
+            with pytest.raises(ty.RankExpelled) as caught:
                 ep.recover()
-            except ty.RankExpelled as error:
-                return list(error.survivors)
-            raise AssertionError("a rank that was left behind went on")
+            return list(caught.value.survivors)
         assert lost.rank == victim, lost
         left = ep.recover()
         rounds(ep, (victim,), 0, 2)
@@ -156,6 +159,37 @@ def frozen(world_size: int, seed: int) -> list[Any]:
 
     found = _play(body, world_size, seed)
     assert found == [[rank for rank in range(world_size) if rank != victim]] * world_size
+    return found
+
+
+def death_in_recovery(seed: int) -> list[Any]:
+    """Of four ranks, 2 dies while it recovers from the death of 1: it has voted, and makes no
+    memory any more. The others find out, and go on at the second attempt.
+    """
+
+    def body(here: SimulatedRank) -> list[int]:
+        ep = make(here)
+
+        def die(*_: Any) -> Any:
+            here.sim.kill(2, here.sim.steps)
+            here.wait_until(lambda: False, 1e6, "is dead")
+
+        if here.rank == 2:
+            ep._choice = ep._choice._replace(again=die)
+        if here.rank == 1:
+            here.sim.kill(1, here.sim.steps)
+        until_lost(ep)
+        with pytest.raises(ty.PeerTimeout) as caught:
+            ep.recover()
+        assert caught.value.rank == 2
+        left = ep.recover()
+        assert ep.epoch == 2
+        rounds(ep, (1, 2), 0, 3)
+        ep.close()
+        return left
+
+    found = _play(body, 4, seed)
+    assert found == [[0, 3], None, None, [0, 3]], found
     return found
 
 

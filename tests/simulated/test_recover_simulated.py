@@ -29,6 +29,10 @@ def test_a_frozen_rank_wakes_and_writes_on() -> None:
     run_all("recover_simulated.frozen", [(3, seed) for seed in range(2 * SOAK)])
 
 
+def test_a_rank_dies_while_others_recover_from_another() -> None:
+    run_all("recover_simulated.death_in_recovery", [(seed,) for seed in range(SOAK)])
+
+
 def test_engine_twolevel_goes_on_as_nvlink() -> None:
     run_all("recover_simulated.death", [(4, seed, "twolevel") for seed in range(SOAK)])
 
