@@ -79,8 +79,12 @@ class InPlaceBuffers:
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
+    def regions(self) -> list[Region]:
+        return [*self._buffer, *self._receive_buffer]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(each.local.numel() for each in (*self._buffer, *self._receive_buffer))
+        return sum(each.local.numel() for each in self.regions)
 
     def close(self, why: str) -> None:
         """End the life of all tensors given, and let go of the memory."""

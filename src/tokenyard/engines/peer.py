@@ -17,6 +17,7 @@ from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
+from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH, Fingerprint
 from tokenyard.kernels import region
@@ -130,6 +131,8 @@ class PeerEngine(Engine):
 
     def drain(self) -> None:
         self._monitor.drain()
+        if self._memory.ranks_per_node:  # NVSHMEM frees nothing without all ranks
+            keep_for_ever([self._workspace.__dict__.get("region"), *self._in_place.regions])
         # what other ranks still write to lasts as long as they map it
         self._let_go("this view of symmetric memory ended with recover()")
 
